@@ -1,0 +1,42 @@
+"""overlap_inductor: a ``torch.compile`` pass that hides tensor-parallel collectives behind their matmuls.
+
+Importing this package imports neither ``torch._inductor``, ``torch._dynamo`` nor ``triton``: every public
+name is resolved on first use (PEP 562), because the package may be imported from inside ``import torch``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "OverlapConfig": "overlap_inductor.config",
+    "enable": "overlap_inductor.install",
+    "disable": "overlap_inductor.install",
+    "overlap": "overlap_inductor.install",
+    "explain": "overlap_inductor.explain",
+    "last_report": "overlap_inductor.reporting",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+if TYPE_CHECKING:
+    from overlap_inductor.config import OverlapConfig as OverlapConfig
+    from overlap_inductor.explain import explain as explain
+    from overlap_inductor.install import disable as disable
+    from overlap_inductor.install import enable as enable
+    from overlap_inductor.install import overlap as overlap
+    from overlap_inductor.reporting import last_report as last_report
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'overlap_inductor' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

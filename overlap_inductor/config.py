@@ -1,0 +1,136 @@
+"""``OverlapConfig``: every switch, one environment variable a field, validated when it is read.
+
+The environment is read at the first compile, never at import, so that a bad value is an error of the compile
+that would have used it and not of ``import torch``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+from overlap_inductor.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "OVERLAP_INDUCTOR"
+MODES = ("off", "report", "on", "strict")
+MODE_ALIASES = {"0": "off", "1": "on", "": "off"}
+SCHEDULES = ("auto", "keep", "ring")
+TRANSPORTS = ("auto", "p2p")
+PATTERNS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "matmul_all_gather",
+)
+NUMERICS = ("preserve", "allow_hop_rounding")
+SWITCH = ("off", "on")
+
+
+def _variable(name: str) -> str:
+    return ENVIRONMENT_PREFIX if name == "mode" else f"{ENVIRONMENT_PREFIX}_{name.upper()}"
+
+
+def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ConfigError(f"{_variable(name)}={value!r} is not a known value; expected one of: {', '.join(allowed)}")
+    return value
+
+
+def _positive(name: str, value: Any) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1:
+        raise ConfigError(f"{_variable(name)}={value!r} is not a whole number of at least 1")
+    return number
+
+
+def _key(default: Any, **metadata: Any) -> Any:
+    return field(default=default, metadata={"cache_key": True, **metadata})
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapConfig:
+    """All switches. Each field ``x`` is also the environment variable ``OVERLAP_INDUCTOR_X`` (``mode``: ``OVERLAP_INDUCTOR``).
+
+    Raises:
+        ConfigError: a field has a value that is not allowed.
+    """
+
+    mode: str = _key("on")
+    """``off`` | ``report`` (find and explain, leave the graph alone) | ``on`` | ``strict`` (raise where ``on`` would skip)."""
+
+    schedule: str = _key("auto")
+    """``auto`` or a schedule's name; a forced schedule applies wherever it is legal, whatever the cost."""
+
+    transport: str = _key("auto")
+    """``auto`` or a transport's name."""
+
+    patterns: tuple[str, ...] = _key(PATTERNS)
+    """The patterns that may be overlapped (comma separated in the environment)."""
+
+    numerics: str = _key("preserve")
+    """``preserve``: partials travel once and are summed once in fp32. ``allow_hop_rounding``: a travelling accumulator."""
+
+    tune: str = _key("off")
+    """``off`` | ``on``: measure instead of estimating. Only ``off`` does something today; ``on`` is refused."""
+
+    ring_direction: str = _key("unidirectional")
+    """``unidirectional`` | ``bidirectional``: how gathered slices travel."""
+
+    sub_chunks: int = _key(4)
+    """S: into how many pieces each shard is cut. What can be hidden is bounded by ``1 - 1 / (world_size * S)``."""
+
+    step_node_budget: int = _key(4000)
+    """FX nodes that unrolled steps may add to one graph; sites beyond it become one looping op each."""
+
+    agreement_timeout: int = _key(300)
+    """Seconds that a rank waits for the others to publish their plan of a graph (never more than the group's timeout)."""
+
+    dump: str | None = field(default=None, metadata={"cache_key": False})
+    """Folder for reports; not part of any cache key."""
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        set_(self, "mode", _choice("mode", MODE_ALIASES.get(str(self.mode), self.mode), MODES))
+        _choice("schedule", self.schedule, SCHEDULES)
+        _choice("transport", self.transport, TRANSPORTS)
+        _choice("numerics", self.numerics, NUMERICS)
+        _choice("tune", self.tune, SWITCH)
+        if self.tune == "on":
+            raise ConfigError(f"{_variable('tune')}='on' is not available in this version; expected 'off'")
+        _choice("ring_direction", self.ring_direction, ("unidirectional", "bidirectional"))
+        patterns = self.patterns.split(",") if isinstance(self.patterns, str) else self.patterns
+        patterns = tuple(p.strip() for p in patterns if p.strip())
+        for pattern in patterns:
+            _choice("patterns", pattern, PATTERNS)
+        set_(self, "patterns", patterns)
+        for name in ("sub_chunks", "step_node_budget", "agreement_timeout"):
+            set_(self, name, _positive(name, getattr(self, name)))
+        if self.dump is not None:
+            set_(self, "dump", os.fspath(self.dump) or None)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **overrides: Any) -> OverlapConfig:
+        """The environment's switches, with keyword ``overrides`` on top.
+
+        Raises:
+            ConfigError: a variable or an override has a value that is not allowed, or an override is no field.
+        """
+        environment = os.environ if environment is None else environment
+        names = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(overrides) - names)
+        if unknown:
+            raise ConfigError(f"{', '.join(unknown)}: no such switch; expected one of: {', '.join(sorted(names))}")
+        values: dict[str, Any] = {n: environment[_variable(n)] for n in names if _variable(n) in environment}
+        values.update(overrides)
+        return cls(**values)
+
+    def cache_key(self) -> tuple[tuple[str, Any], ...]:
+        """The fields that decide what code is generated, for a pass's ``uuid`` and for the agreement between ranks."""
+        return tuple((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata["cache_key"])

@@ -1,0 +1,1 @@
+"""lowerings of overlap_inductor (import-light: import the modules you need)."""

@@ -1,0 +1,1 @@
+"""passes of overlap_inductor (import-light: import the modules you need)."""

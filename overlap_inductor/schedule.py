@@ -1,0 +1,54 @@
+"""What can be decided for a site: ``Reason``, ``PlanPiece`` and ``Decision``. Plain data, no FX, no kernels."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a site was not overlapped, or not overlapped as asked. ``code`` is stable, ``text`` holds the values."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True)
+class PlanPiece:
+    """One schedule for a range of token counts.
+
+    Attributes:
+        tokens: first and last token count (rows of the rank's own matmul) served; ``None`` means without bound.
+        parameters: schedule parameters (``sub_chunks``, ``direction``, ``unrolled``...), part of the plan's identity.
+        estimate_us: estimated microseconds of every schedule that was compared.
+    """
+
+    schedule: str
+    transport: str | None = None
+    tokens: tuple[int, int | None] = (0, None)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    estimate_us: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Decision:
+    """What happens to a site. ``status``: overlapped | kept | refused | failed; ``source``: analytic | profile | measured | forced."""
+
+    status: str
+    source: str
+    plan: list[PlanPiece] = field(default_factory=list)
+    reasons: list[Reason] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        value = asdict(self)
+        for piece in value["plan"]:
+            piece["tokens"] = list(piece["tokens"])
+        return value
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Decision:
+        plan = [PlanPiece(**{**p, "tokens": tuple(p["tokens"])}) for p in value["plan"]]
+        return cls(value["status"], value["source"], plan, [Reason(**r) for r in value["reasons"]])

@@ -1,0 +1,82 @@
+"""``SiteFacts``: what a site is, in JSON-able values that every rank computes alike. No FX nodes in here.
+
+A size is an ``int`` or the text of an expression in the graph's symbols (``"2*s0"``), as the rank's own matmul sees it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from dataclasses import dataclass
+from typing import Any
+
+Size = int | str
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of the graph. ``dim``: logical dim gathered or scattered; ``role``: that dim's matmul role M, N, K or B;
+    ``bytes``: bytes of the full (gathered, or not yet scattered) tensor, an int or an expression."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    group_name: str
+    dtype: str
+    mesh_dim: str | None = None
+    dim: int | None = None
+    role: str | None = None
+    reduce_op: str | None = None
+    bytes: Size = 0
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One matmul of a site. ``kind``: mm | addmm | bmm | baddbmm | scaled_mm; ``role``: role of the sharded dim in it."""
+
+    kind: str
+    m: Size
+    n: Size
+    k: Size
+    dtype: str
+    batch: Size = 1
+    role: str | None = None
+
+
+@dataclass(frozen=True)
+class SiteFacts:
+    """A matmul-collective site. ``id`` is the same on every rank and in every run; ``module`` is the user's name for it."""
+
+    id: str
+    pattern: str
+    module: str
+    collective: Collective
+    matmuls: tuple[Matmul, ...]
+    derived_from: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The part of ``sites.json`` that describes the site (the decision is added by the report)."""
+        collective = asdict(self.collective)
+        collective["ranks"] = list(self.collective.ranks)
+        return {
+            "id": self.id,
+            "pattern": self.pattern,
+            "module": self.module,
+            "derived_from": self.derived_from,
+            "collective": collective,
+            "matmuls": [asdict(m) for m in self.matmuls],
+        }
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> SiteFacts:
+        collective = {**value["collective"], "ranks": tuple(value["collective"]["ranks"])}
+        return cls(
+            id=value["id"],
+            pattern=value["pattern"],
+            module=value["module"],
+            derived_from=value["derived_from"],
+            collective=Collective(**collective),
+            matmuls=tuple(Matmul(**m) for m in value["matmuls"]),
+        )

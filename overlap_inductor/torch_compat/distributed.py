@@ -1,0 +1,65 @@
+"""Process groups by name, their ranks, store and time-out."""
+
+from __future__ import annotations
+
+import datetime
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from overlap_inductor.errors import OverlapError
+
+
+def resolve_group(group_name: str) -> dist.ProcessGroup:
+    """The process group that functional collectives call ``group_name``.
+
+    Raises:
+        OverlapError: no such group exists in this process now.
+    """
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    try:
+        return _resolve_process_group(group_name)
+    except (RuntimeError, ValueError) as error:
+        raise OverlapError(
+            f"process group {group_name!r} does not exist on this rank: {error}. The compiled graph was made for another "
+            "set of groups; create the same groups again, or recompile (torch._dynamo.reset())."
+        ) from error
+
+
+def group_ranks(group_name: str) -> tuple[int, ...] | None:
+    """Global ranks of a group in group order, or ``None`` where the name cannot be resolved in this process."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    try:
+        group = resolve_group(group_name)
+    except OverlapError:
+        return None
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """The group's key-value store (its keys are prefixed with the group's name)."""
+    return distributed_c10d._world.pg_map[group][1]
+
+
+def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
+    """How long the group's backend waits for a collective."""
+    try:
+        backend = group._get_backend(distributed_c10d._get_pg_default_device(group))
+        return backend.options._timeout
+    except (AttributeError, RuntimeError, ValueError, KeyError):
+        return distributed_c10d.default_pg_timeout
+
+
+def group_description(group_name: str) -> str | None:
+    """The mesh dimension's name a ``DeviceMesh`` gave the group (``tp``), or ``None``."""
+    group = resolve_group(group_name)
+    description = getattr(group, "group_desc", None)
+    if not description or description in ("default_pg", "undefined"):
+        return None
+    return description.removeprefix("mesh_")
+
+
+def backend_name(group: dist.ProcessGroup) -> str:
+    return dist.get_backend(group)

@@ -1,0 +1,1 @@
+"""transports of overlap_inductor (import-light: import the modules you need)."""

@@ -1,0 +1,87 @@
+"""Routes: which piece a rank sends to whom, and which it receives, at each hop. Pure index arithmetic.
+
+A shard is cut into ``parts`` sub-chunks; a *hop* moves one sub-chunk over one link (two links if bidirectional).
+``slot`` is the place of a piece in the exchange buffer.
+
+=============  =======  ==================================================  =====================================
+route          hops     what moves                                          source
+=============  =======  ==================================================  =====================================
+ring           (W-1) S  own shard first; what came from r-1 goes to r+1     CommFuse (arXiv 2604.24013) Alg. 1
+bidirectional  W//2 S   the same on both directions of the ring             XLA windowed einsum (ASPLOS'23)
+owner          (W-1) S  hop (i, j): partial for rank r+1+i, straight there  CommFuse Fig. 8b
+travel         (W-1) S  hop (i, j): accumulator of slice r-1-i, to r+1      CommFuse Alg. 2
+broadcast      S        own piece j to every other rank                     direct all-gather
+=============  =======  ==================================================  =====================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROUTES = ("ring", "bidirectional", "owner", "travel", "broadcast")
+
+
+@dataclass(frozen=True)
+class Move:
+    """One piece over one link: ``slot`` and ``part`` name the piece in the buffer, ``peer`` is a rank of the group."""
+
+    slot: int
+    part: int
+    peer: int
+
+
+@dataclass(frozen=True)
+class Hop:
+    sends: tuple[Move, ...]
+    receives: tuple[Move, ...]
+
+
+def slots(route: str, world_size: int) -> int:
+    """Pieces that the exchange buffer of a route holds: every rank's for gathers, the others' for reductions."""
+    return world_size - 1 if route in ("owner", "travel") else world_size
+
+
+def distances(route: str, world_size: int) -> list[tuple[int, ...]]:
+    """For gathers: after step i (one step is ``parts`` hops), the shards of ranks ``r + d`` for d in ``distances[i]`` are here."""
+    if route == "ring":
+        return [(-(i + 1),) for i in range(world_size - 1)]
+    if route == "bidirectional":
+        right, left = world_size // 2, (world_size - 1) // 2
+        return [(-(i + 1), i + 1) if i < left else (-(i + 1),) for i in range(right)]
+    raise ValueError(f"route {route!r} gathers nothing in steps; expected 'ring' or 'bidirectional'")
+
+
+def hop_count(route: str, world_size: int, parts: int) -> int:
+    steps = {"bidirectional": world_size // 2, "broadcast": 1}.get(route, world_size - 1)
+    return steps * parts
+
+
+def hop(route: str, world_size: int, rank: int, parts: int, index: int) -> Hop:
+    """Hop ``index`` of ``rank``. Hops are numbered step-major: ``index = step * parts + part``."""
+    step, part = divmod(index, parts)
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    if route == "ring" or route == "bidirectional":
+        sends = [Move((rank - step) % world_size, part, right)]
+        receives = [Move((rank - step - 1) % world_size, part, left)]
+        if route == "bidirectional" and step < (world_size - 1) // 2:
+            sends.append(Move((rank + step) % world_size, part, left))
+            receives.append(Move((rank + step + 1) % world_size, part, right))
+        return Hop(tuple(sends), tuple(receives))
+    if route == "owner":
+        send = Move(step, part, (rank + 1 + step) % world_size)
+        return Hop((send,), (Move(step, part, (rank - 1 - step) % world_size),))
+    if route == "travel":
+        return Hop((Move(step, part, right),), (Move(step, part, left),))
+    if route == "broadcast":
+        peers = [(rank + 1 + i) % world_size for i in range(world_size - 1)]
+        sources = [(rank - 1 - i) % world_size for i in range(world_size - 1)]
+        return Hop(tuple(Move(rank, part, p) for p in peers), tuple(Move(p, part, p) for p in sources))
+    raise ValueError(f"unknown route {route!r}; expected one of {', '.join(ROUTES)}")
+
+
+def bounds(total: int, parts: int) -> list[int]:
+    """Cut ``total`` rows into ``parts`` pieces that differ by at most one row (some are empty where rows are few).
+
+    Works for ``torch.SymInt`` too: only ``*`` and ``//`` are used, so no guard is added.
+    """
+    return [total * j // parts for j in range(parts)] + [total]
