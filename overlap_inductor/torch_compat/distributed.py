@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -45,10 +46,10 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
 
 def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
     """How long the group's backend waits for a collective."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     try:
-        backend = group._get_backend(distributed_c10d._get_pg_default_device(group))
-        return backend.options._timeout
-    except (AttributeError, RuntimeError, ValueError, KeyError):
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
         return distributed_c10d.default_pg_timeout
 
 
@@ -59,7 +60,3 @@ def group_description(group_name: str) -> str | None:
     if not description or description in ("default_pg", "undefined"):
         return None
     return description.removeprefix("mesh_")
-
-
-def backend_name(group: dist.ProcessGroup) -> str:
-    return dist.get_backend(group)

@@ -51,8 +51,8 @@ def _rank_symbol(group_name: str) -> sympy.Symbol:
     known = V.graph.__dict__.setdefault("_overlap_inductor_ranks", {})
     if group_name not in known:
         shape_env = V.graph.sizevars.shape_env
-        symint = shape_env.create_unbacked_symint()
-        symbol = symint.node.expr
+        with shape_env.ignore_fresh_unbacked_symbols():
+            symbol = shape_env.create_unbacked_symint().node.expr
         world_size = resolve_group(group_name).size()
         shape_env.constrain_symbol_range(symbol, 0, world_size - 1)
         GroupRank(symbol, group_name)
@@ -86,7 +86,7 @@ def _take(x: Any, dim: int, shift: int, chunk: Any, start: Any, length: Any, gro
     return ir.TensorBox(_strided_view(x, sizes, offsets))
 
 
-def _adopt(source: Any, view: Any) -> Any:
+def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
     """Make the kernel that computes ``source`` write into ``view``; a copy only where that kernel cannot.
 
     ``ConcatKernel.realize_into`` does so for pointwise kernels and templates with a flexible layout. An extern matmul has a fixed
@@ -99,7 +99,8 @@ def _adopt(source: Any, view: Any) -> Any:
         same = len(buffer.get_stride()) == len(view.get_stride()) and all(
             known(a, b) for a, b in zip(buffer.get_stride(), view.get_stride(), strict=True)
         )
-        if same and not V.graph.name_to_users.get(buffer.get_name()):
+        # Nobody else may read the matmul's own buffer: ``assemble`` is the only user of its node.
+        if same and len(node.users) == 1:
             buffer.layout = ir.NonOwningLayout(view)
             return buffer
     return ir.ConcatKernel.realize_into(source, view)
@@ -124,10 +125,11 @@ def _assemble(
     kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
     box = ir.StorageBox(kernel)
     written = []
+    nodes = V.graph.current_node.args[0]
     for i, (piece, shift) in enumerate(zip(pieces, shifts, strict=True)):
         offsets = list(starts[i * rank_count : (i + 1) * rank_count])
         offsets[dim] = offsets[dim] + _slot(group_name, shift) * sympy.sympify(chunk)
-        written.append(_adopt(piece, _strided_view(box, piece.get_size(), offsets)))
+        written.append(_adopt(piece, _strided_view(box, piece.get_size(), offsets), nodes[i]))
     kernel.name = V.graph.register_buffer(kernel)
     kernel.inputs = ir.ConcatKernel.unwrap_storage(written)
     V.graph.register_operation(kernel)
