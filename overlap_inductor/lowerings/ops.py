@@ -24,11 +24,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.transports import agreement
 from overlap_inductor.transports import p2p
-from overlap_inductor.transports import routes
 
 NAMESPACE = "overlap_inductor"
 library = torch.library.Library(NAMESPACE, "DEF")
@@ -90,9 +90,10 @@ define(
 
 def _gather_step(
     chain: torch.Tensor, gathered: torch.Tensor, bounds: Sequence[int], hop: int, route: str, group_name: str, site: str
-) -> None:
+) -> torch.Tensor:
+    done = chain.new_empty(1)
     if bounds[-1] == 0:
-        return
+        return done
     group = resolve_group(group_name)
     exchange = p2p.find_exchange(gathered, group, site)
     exchange.wait(hop)
@@ -100,16 +101,17 @@ def _gather_step(
         exchange.post(hop + exchange.parts)
     if hop + 1 == exchange.hop_count:
         p2p.close_exchange(gathered, group)
+    return done
 
 
-def _nothing(*args: object) -> None:
-    return None
+def _token_fake(chain: torch.Tensor, *args: object) -> torch.Tensor:
+    return chain.new_empty(1)
 
 
 define(
-    "gather_step(Tensor(a!) chain, Tensor(b!) gathered, SymInt[] bounds, int hop, str route, str group_name, str site) -> ()",
+    "gather_step(Tensor(a!) chain, Tensor(b!) gathered, SymInt[] bounds, int hop, str route, str group_name, str site) -> Tensor",
     _gather_step,
-    _nothing,
+    _token_fake,
 )
 
 
@@ -156,24 +158,49 @@ def _exchange_send(
     route: str,
     group_name: str,
     site: str,
-) -> None:
+) -> torch.Tensor:
+    started = chain.new_empty(1)
     if bounds[-1] == 0:
-        return
+        return started
     group = resolve_group(group_name)
     exchange = p2p.find_exchange(buffer, group, site)
     if route == "broadcast":
-        own = exchange.piece(group.rank(), hop)
-        own.copy_(piece.reshape(-1))
+        exchange.piece(group.rank(), hop).copy_(piece.reshape(-1))
         exchange.post(hop)
     else:
         exchange.post(hop, piece.view(-1))
+    return started
 
 
+# All of these return a token that other nodes can be ordered behind: the next piece's matmul is ordered behind it, else Inductor may run every matmul before the first send.
 define(
     "exchange_send(Tensor(a!) chain, Tensor(b!) buffer, Tensor piece, SymInt[] bounds, int hop, str route, "
-    "str group_name, str site) -> ()",
+    "str group_name, str site) -> Tensor",
     _exchange_send,
-    _nothing,
+    _token_fake,
+)
+
+
+def _reduce_tail(
+    chain: torch.Tensor, buffer: torch.Tensor, tail: torch.Tensor, offset: int, reduce_op: str, group_name: str, site: str
+) -> torch.Tensor:
+    rows = tail.numel()
+    if rows == 0:
+        return chain.new_empty(1)
+    place = buffer.view(-1)[offset : offset + rows]
+    place.copy_(tail.reshape(-1))
+    group = resolve_group(group_name)
+    dist.all_reduce(place, group=group)
+    if reduce_op == "avg":
+        place.div_(group.size())
+    return chain.new_empty(1)
+
+
+# The rows of an all-reduce that are left over where the token count is no multiple of the world size: fewer than world_size.
+define(
+    "reduce_tail(Tensor(a!) chain, Tensor(b!) buffer, Tensor tail, SymInt offset, str reduce_op, str group_name, str site) -> Tensor",
+    _reduce_tail,
+    _token_fake,
 )
 
 
@@ -186,23 +213,33 @@ def _exchange_wait(
     route: str,
     group_name: str,
     site: str,
-) -> None:
+) -> torch.Tensor:
+    done = chain.new_empty(1)
     if bounds[-1] == 0:
-        return
+        return done
     group = resolve_group(group_name)
     exchange = p2p.find_exchange(buffer, group, site)
     for hop in hops:
         exchange.wait(hop)
     if hops[-1] + 1 == exchange.hop_count:
         p2p.close_exchange(buffer, group)
+    return done
 
 
 define(
     "exchange_wait(Tensor(a!) chain, Tensor(b!) buffer, Tensor[] sent, SymInt[] bounds, int[] hops, str route, "
-    "str group_name, str site) -> ()",
+    "str group_name, str site) -> Tensor",
     _exchange_wait,
-    _nothing,
+    _token_fake,
 )
+
+
+def _follow(chain: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return chain.new_empty(1)
+
+
+# Orders the next op of the chain after ``other``: a collective of the same group that was left in place.
+define("follow(Tensor(a!) chain, Tensor other) -> Tensor", _follow, _token_fake)
 
 
 def _take(
@@ -274,4 +311,4 @@ define(
     _assemble_fake,
 )
 
-__all__ = ["NAMESPACE", "assembled_index", "define", "library", "routes"]
+__all__ = ["NAMESPACE", "assembled_index", "define", "library"]

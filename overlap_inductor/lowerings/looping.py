@@ -1,0 +1,303 @@
+"""The looping ops of ``overlap_inductor::``: one functional op a site, running the ring in a loop of its own.
+
+They serve graphs whose unrolled steps would exceed the node budget (80 layers, 1024 ranks), and token counts that are too small for a
+ring at run time (``min_rows``): below it the plain collective and matmul run, decided by the token count that all ranks share. A chunk's
+matmul is the vendor's, so nothing is fused into it; that is the price of a bounded graph.
+
+Shapes (W ranks, this rank's view): ``shard [m, K]``, ``rhs [K, N]``, ``lhs [W*m, K]``. All ops return the chain's next token last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.lowerings import reference
+from overlap_inductor.lowerings.ops import define
+from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.transports import p2p
+from overlap_inductor.transports import routes
+
+Tensors = list[torch.Tensor]
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    if bias is None:
+        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    return torch.addmm(bias, a, b) if out is None else torch.addmm(bias, a, b, out=out)
+
+
+def _sum_of_products(
+    lhs: Sequence[torch.Tensor], rhs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], rows: slice
+) -> torch.Tensor:
+    total = _product(lhs[0][rows], rhs[0], biases[0])
+    for a, b, bias in zip(lhs[1:], rhs[1:], biases[1:], strict=True):
+        total = total + _product(a[rows], b, bias)
+    return total
+
+
+def _all_gather_matmul(
+    chain: torch.Tensor,
+    shard: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    parts: int,
+    min_rows: int,
+    route: str,
+    group_name: str,
+    site: str,
+) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
+    group = resolve_group(group_name)
+    world_size, rank, rows = group.size(), group.rank(), shard.shape[0]
+    if world_size * rows < min_rows:
+        gathered, outs = reference.all_gather_matmul(shard, rhs, biases, group)
+        return outs, gathered, chain.new_empty(1)
+    width = shard.shape[1]
+    gathered = shard.new_empty(world_size * rows, width)
+    gathered[rank * rows : (rank + 1) * rows].copy_(shard)
+    cuts = routes.bounds(rows, parts)
+    outs = [shard.new_empty(world_size * rows, b.shape[1]) for b in rhs]
+
+    def multiply(slot: int, start: int, stop: int) -> None:
+        where = slice(slot * rows + start, slot * rows + stop)
+        for b, bias, out in zip(rhs, biases, outs, strict=True):
+            _product(gathered[where], b, bias, out[where])
+
+    exchange = p2p.open_exchange(gathered, [c * width for c in cuts], route, group, site)
+    if exchange is None:
+        return outs, gathered, chain.new_empty(1)
+    for index in range(min(parts, exchange.hop_count)):
+        exchange.post(index)
+    multiply(rank, 0, rows)
+    for step, distances in enumerate(routes.distances(route, world_size)):
+        for part in range(parts):
+            hop = step * parts + part
+            exchange.wait(hop)
+            if hop + parts < exchange.hop_count:
+                exchange.post(hop + parts)
+            for distance in distances:
+                multiply((rank + distance) % world_size, cuts[part], cuts[part + 1])
+    p2p.close_exchange(gathered, group)
+    return outs, gathered, chain.new_empty(1)
+
+
+def _all_gather_matmul_fake(
+    chain: torch.Tensor,
+    shard: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    parts: int,
+    min_rows: int,
+    route: str,
+    group_name: str,
+    site: str,
+) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
+    rows = resolve_group(group_name).size() * shard.shape[0]
+    outs = [shard.new_empty(rows, b.shape[1]) for b in rhs]
+    return outs, shard.new_empty(rows, shard.shape[1]), chain.new_empty(1)
+
+
+define(
+    "all_gather_matmul(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, int parts, SymInt min_rows, str route, "
+    "str group_name, str site) -> (Tensor[], Tensor, Tensor)",
+    _all_gather_matmul,
+    _all_gather_matmul_fake,
+)
+
+
+def _partials(
+    lhs: Sequence[torch.Tensor],
+    rhs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    cuts: Sequence[int],
+    bands: Sequence[int],
+    exchange: p2p.Exchange | None,
+    group: dist.ProcessGroup,
+) -> Tensors:
+    """Compute and send the other ranks' pieces of ``bands``, then the own ones; returns sent pieces followed by own pieces."""
+    world_size, rank, parts = group.size(), group.rank(), len(cuts) - 1
+    rows = cuts[-1]
+    sent = []
+    for step in range(world_size - 1):
+        slot = (rank + 1 + step) % world_size
+        for band in bands:
+            piece = _sum_of_products(lhs, rhs, biases, slice(slot * rows + cuts[band], slot * rows + cuts[band + 1]))
+            if exchange is not None:
+                exchange.post(step * parts + band, piece.view(-1))
+            sent.append(piece)
+    own = [_sum_of_products(lhs, rhs, biases, slice(rank * rows + cuts[b], rank * rows + cuts[b + 1])) for b in bands]
+    return [*sent, *own]
+
+
+def _reduce(own: torch.Tensor, received: torch.Tensor, reduce_op: str) -> torch.Tensor:
+    wide = torch.promote_types(own.dtype, torch.float32)
+    total = own.to(wide) + received.to(wide).sum(0)
+    if reduce_op == "avg":
+        total = total / (received.shape[0] + 1)
+    return total.to(own.dtype)
+
+
+def _matmul_reduce_scatter(
+    chain: torch.Tensor,
+    lhs: Sequence[torch.Tensor],
+    rhs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    parts: int,
+    min_rows: int,
+    reduce_op: str,
+    group_name: str,
+    site: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = resolve_group(group_name)
+    world_size, total_rows, width = group.size(), lhs[0].shape[0], rhs[0].shape[1]
+    if total_rows < min_rows:
+        return reference.matmul_reduce_scatter(lhs, rhs, biases, reduce_op, group), chain.new_empty(1)
+    rows = total_rows // world_size
+    cuts = routes.bounds(rows, parts)
+    buffer = lhs[0].new_empty(world_size - 1, rows * width)
+    exchange = p2p.open_exchange(buffer, [c * width for c in cuts], "owner", group, site)
+    pieces = _partials(lhs, rhs, biases, cuts, range(parts), exchange, group)
+    own = torch.cat(pieces[-parts:])
+    if exchange is not None:
+        for hop in range(exchange.hop_count):
+            exchange.wait(hop)
+        p2p.close_exchange(buffer, group)
+    return _reduce(own, buffer.view(world_size - 1, rows, width), reduce_op), chain.new_empty(1)
+
+
+def _matmul_reduce_scatter_fake(
+    chain: torch.Tensor,
+    lhs: Sequence[torch.Tensor],
+    rhs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    parts: int,
+    min_rows: int,
+    reduce_op: str,
+    group_name: str,
+    site: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = lhs[0].shape[0] // resolve_group(group_name).size()
+    return lhs[0].new_empty(rows, rhs[0].shape[1]), chain.new_empty(1)
+
+
+define(
+    "matmul_reduce_scatter(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, int parts, SymInt min_rows, "
+    "str reduce_op, str group_name, str site) -> (Tensor, Tensor)",
+    _matmul_reduce_scatter,
+    _matmul_reduce_scatter_fake,
+)
+
+
+def _matmul_all_reduce(
+    chain: torch.Tensor,
+    lhs: Sequence[torch.Tensor],
+    rhs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    parts: int,
+    min_rows: int,
+    reduce_op: str,
+    group_name: str,
+    site: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = resolve_group(group_name)
+    world_size, rank, total_rows, width = group.size(), group.rank(), lhs[0].shape[0], rhs[0].shape[1]
+    if total_rows < min_rows:
+        return reference.matmul_all_reduce(lhs, rhs, biases, reduce_op, group), chain.new_empty(1)
+    rows = total_rows // world_size
+    cuts = routes.bounds(rows, parts)
+    bounds = [c * width for c in cuts]
+    buffer = lhs[0].new_empty(world_size - 1, rows * width)
+    result = lhs[0].new_empty(total_rows, width)
+    scatter = p2p.open_exchange(buffer, bounds, "owner", group, site)
+    back = p2p.open_exchange(result, bounds, "broadcast", group, site)
+    alive: list[Tensors] = []
+
+    def give_back(band: int, own: torch.Tensor) -> None:
+        if scatter is None or back is None:
+            return
+        for step in range(world_size - 1):
+            scatter.wait(step * parts + band)
+        received = buffer[:, bounds[band] : bounds[band + 1]].reshape(world_size - 1, *own.shape)
+        back.piece(rank, band).copy_(_reduce(own, received, reduce_op).view(-1))
+        back.post(band)
+
+    for band in range(parts):
+        alive.append(_partials(lhs, rhs, biases, cuts, [band], scatter, group))
+        if band:
+            give_back(band - 1, alive[band - 1][-1])
+    give_back(parts - 1, alive[-1][-1])
+    body = world_size * rows
+    if body < total_rows:
+        left = _sum_of_products(lhs, rhs, biases, slice(body, total_rows))
+        dist.all_reduce(left, group=group)
+        result[body:] = left / world_size if reduce_op == "avg" else left
+    if scatter is not None and back is not None:
+        for band in range(parts):
+            back.wait(band)
+        p2p.close_exchange(buffer, group)
+        p2p.close_exchange(result, group)
+    return result, chain.new_empty(1)
+
+
+def _full_fake(chain: torch.Tensor, lhs: Sequence[torch.Tensor], rhs: Sequence[torch.Tensor], *args: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return lhs[0].new_empty(lhs[0].shape[0], rhs[0].shape[1]), chain.new_empty(1)
+
+
+define(
+    "matmul_all_reduce(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, int parts, SymInt min_rows, str reduce_op, "
+    "str group_name, str site) -> (Tensor, Tensor)",
+    _matmul_all_reduce,
+    _full_fake,
+)
+
+
+def _matmul_all_gather(
+    chain: torch.Tensor,
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    parts: int,
+    min_rows: int,
+    group_name: str,
+    site: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = resolve_group(group_name)
+    rows, width = lhs.shape[0], rhs.shape[1]
+    if rows < min_rows:
+        return reference.matmul_all_gather(lhs, rhs, bias, group), chain.new_empty(1)
+    gathered = lhs.new_empty(group.size() * rows, width)
+    cuts = routes.bounds(rows, parts)
+    exchange = p2p.open_exchange(gathered, [c * width for c in cuts], "broadcast", group, site)
+    for band in range(parts):
+        piece = _product(lhs[cuts[band] : cuts[band + 1]], rhs, bias)
+        if exchange is not None:
+            exchange.piece(group.rank(), band).copy_(piece.view(-1))
+            exchange.post(band)
+    if exchange is not None:
+        for band in range(parts):
+            exchange.wait(band)
+        p2p.close_exchange(gathered, group)
+    return gathered, chain.new_empty(1)
+
+
+def _matmul_all_gather_fake(
+    chain: torch.Tensor,
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    parts: int,
+    min_rows: int,
+    group_name: str,
+    site: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return lhs.new_empty(resolve_group(group_name).size() * lhs.shape[0], rhs.shape[1]), chain.new_empty(1)
+
+
+define(
+    "matmul_all_gather(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, int parts, SymInt min_rows, str group_name, str site) "
+    "-> (Tensor, Tensor)",
+    _matmul_all_gather,
+    _matmul_all_gather_fake,
+)

@@ -1,0 +1,76 @@
+"""Plain reference implementations: the ordinary collective and the whole matmul, one after the other.
+
+Every schedule is tested against these, and the looping ops fall back to them below ``min_rows``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+
+
+def _sum_of_products(
+    lhs: Sequence[torch.Tensor], rhs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    total = _product(lhs[0], rhs[0], biases[0])
+    for a, b, bias in zip(lhs[1:], rhs[1:], biases[1:], strict=True):
+        total = total + _product(a, b, bias)
+    return total
+
+
+def _average(tensor: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
+    # gloo has no average of its own.
+    return tensor / group.size() if reduce_op == "avg" else tensor
+
+
+def all_gather_matmul(
+    shard: torch.Tensor, rhs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], group: dist.ProcessGroup
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """``(gathered [W*m, K], [gathered @ b + bias])`` for ``shard [m, K]`` and each ``b [K, N]``."""
+    gathered = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
+    dist.all_gather_into_tensor(gathered, shard.contiguous(), group=group)
+    return gathered, [_product(gathered, b, bias) for b, bias in zip(rhs, biases, strict=True)]
+
+
+def matmul_reduce_scatter(
+    lhs: Sequence[torch.Tensor],
+    rhs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    reduce_op: str,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """This rank's rows ``[M / W, N]`` of the sum over ranks of ``sum_i lhs_i [M, K_i] @ rhs_i [K_i, N] + bias_i``."""
+    partial = _sum_of_products(lhs, rhs, biases)
+    out = partial.new_empty(partial.shape[0] // group.size(), partial.shape[1])
+    dist.reduce_scatter_tensor(out, partial, group=group)
+    return _average(out, reduce_op, group)
+
+
+def matmul_all_reduce(
+    lhs: Sequence[torch.Tensor],
+    rhs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    reduce_op: str,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """The sum over ranks ``[M, N]`` of ``sum_i lhs_i @ rhs_i + bias_i``."""
+    partial = _sum_of_products(lhs, rhs, biases)
+    dist.all_reduce(partial, group=group)
+    return _average(partial, reduce_op, group)
+
+
+def matmul_all_gather(
+    lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Every rank's ``lhs [M, K] @ rhs [K, n] + bias``, stacked in rank order: ``[W*M, n]``."""
+    own = _product(lhs, rhs, bias)
+    gathered = own.new_empty(group.size() * own.shape[0], own.shape[1])
+    dist.all_gather_into_tensor(gathered, own, group=group)
+    return gathered

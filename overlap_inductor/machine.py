@@ -1,0 +1,31 @@
+"""The machine as the analytic gate sees it: a matmul rate, a link rate and the cost of one step. Shipped defaults, not measurements.
+
+They are facts that all ranks of a group share (device type only), so that every rank decides alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``matmul_flops`` FLOP/s by item size; ``link_bytes`` B/s each way between two ranks; ``step_seconds`` fixed cost of one hop."""
+
+    name: str
+    matmul_flops: dict[int, float]
+    link_bytes: float
+    step_seconds: float
+    collective_seconds: float
+
+
+_MACHINES = {
+    "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6),
+    # One H200: dense bf16 about 700 TFLOP/s in practice; NCCL send and receive about 300 GB/s each way on NVLink.
+    "cuda": Machine("cuda", {8: 3e13, 4: 2.5e14, 2: 7e14, 1: 1.3e15}, 3e11, 20e-6, 30e-6),
+}
+
+
+def machine_for(device_type: str) -> Machine:
+    """The shipped profile of a device type; an unknown accelerator is taken for a CPU, which overlaps only large sites."""
+    return _MACHINES.get(device_type, _MACHINES["cpu"])

@@ -1,0 +1,269 @@
+"""Find ``all-gather -> matmul``: follow the gathered tensor forward to every matmul that it is an operand of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes import matmuls
+from overlap_inductor.passes.layouts import Layout
+from overlap_inductor.passes.layouts import LayoutError
+from overlap_inductor.passes.layouts import ShardedDim
+from overlap_inductor.passes.layouts import same_size
+from overlap_inductor.passes.site_nodes import CollectiveNode
+from overlap_inductor.passes.site_nodes import GatherConsumer
+from overlap_inductor.passes.site_nodes import GatherNodes
+from overlap_inductor.schedule import Reason
+
+aten = tools.aten
+
+
+def _pieces(cat: fx.Node) -> tuple[fx.Node, list[tuple[Any, Any]]] | None:
+    """``(source, [(start, length) of every piece along dim 0])`` of a cat of pieces of one tensor, else ``None``."""
+    source: fx.Node | None = None
+    spans: list[tuple[Any, Any]] = []
+    for piece in cat.args[0]:  # type: ignore[union-attr]
+        while isinstance(piece, fx.Node) and (tools.is_bitcast(piece) or piece.target in tools.SAME):
+            piece = piece.args[0]
+        if not isinstance(piece, fx.Node):
+            return None
+        if piece.target is tools.aten.slice.Tensor:
+            base, dim = piece.args[0], tools.argument(piece, "dim")
+            start, length = tools.argument(piece, "start") or 0, tools.shape(piece)[0]
+            if dim != 0 or tools.argument(piece, "step") != 1:
+                return None
+        elif getattr(piece.target, "__name__", "") == "getitem" and isinstance(piece.args[0], fx.Node):
+            split, index = piece.args
+            if split.target not in tools.SPLITS or tools.argument(split, "dim") != 0:  # type: ignore[union-attr]
+                return None
+            base = split.args[0]  # type: ignore[union-attr]
+            lengths = [v.shape[0] for v in split.meta["val"]]  # type: ignore[union-attr]
+            start, length = sum(lengths[:index]), lengths[index]  # type: ignore[index, misc]
+        else:
+            return None
+        start = start.meta["val"] if isinstance(start, fx.Node) else start
+        if source is not None and base is not source:
+            return None
+        source = base  # type: ignore[assignment]
+        spans.append((start, length))
+    return (source, spans) if source is not None else None
+
+
+def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason | None:
+    """For ``cat`` of the rank shards of one gathered tensor: ``(tensor, rows kept of the last shards or None)``.
+
+    A ``Reason`` where the pieces are no plain gather (wrong order, overlap, gaps); ``None`` where it is another kind of cat.
+    """
+    found = _pieces(cat)
+    if found is None:
+        return None
+    source, spans = found
+    rows = tools.shape(source)[0]
+    shard = rows // world_size
+    target = tools.argument(cat, "dim") % len(tools.shape(cat))
+    if len(spans) > world_size:
+        return Reason("not_plain_gather", f"{len(spans)} pieces of {world_size} shards are concatenated")
+    short = False
+    kept: Any = 0
+    for i, (start, length) in enumerate(spans):
+        full = same_size(length, shard)
+        if short or not same_size(start, i * shard) or not (full or (target == 0 and isinstance(length, int) and length < shard)):
+            return Reason("not_plain_gather", f"piece {i} is rows {start} to {start + length}, expected {i * shard} to {(i + 1) * shard}")
+        short = not full
+        kept = kept + length
+    if len(spans) < world_size and target != 0:
+        return Reason("not_plain_gather", f"only {len(spans)} of {world_size} shards are concatenated")
+    return source, None if same_size(kept, rows) else kept
+
+
+class _Follower:
+    """Walks forward from one wait; ``layouts`` maps every node that is the gathered tensor in another form."""
+
+    def __init__(self, collective: CollectiveNode) -> None:
+        self.collective = collective
+        shard = tools.shape(collective.input)
+        self.raw = Layout.gathered(shard, collective.world_size)
+        self.layouts: dict[fx.Node, Layout] = {collective.wait: self.raw}
+        self.through: dict[fx.Node, fx.Node] = {}
+        self.trimmed: dict[fx.Node, Any] = {}
+        self.obstacles: list[Reason] = []
+        self.consumers: list[GatherConsumer] = []
+
+    def run(self) -> None:
+        graph = self.collective.node.graph
+        started = False
+        for node in graph.nodes:
+            if node is self.collective.wait:
+                started = True
+            elif started and node.op == "call_function" and any(s in self.layouts for s in node.all_input_nodes):
+                try:
+                    self._visit(node)
+                except LayoutError as error:
+                    self.obstacles.append(Reason("layout", f"{node.name}: {error}"))
+            elif started and node.op == "call_function" and node.target is aten.cat.default:
+                self._visit_cat(node)
+
+    def _pass_on(self, node: fx.Node, source: fx.Node, layout: Layout) -> None:
+        self.layouts[node] = layout
+        self.through[node] = source
+        if source in self.trimmed:
+            self.trimmed[node] = self.trimmed[source]
+
+    def _visit(self, node: fx.Node) -> None:
+        matmul = matmuls.parse(node)
+        if matmul is not None:
+            self._consume(matmul)
+            return
+        source: fx.Node = next(s for s in node.all_input_nodes if s in self.layouts)
+        layout = self.layouts[source]
+        if node.target is aten.cat.default:
+            self._visit_cat(node)
+        elif tools.is_reshape(node):
+            if source in self.trimmed and not _keeps_leading(tools.shape(source), tools.shape(node)):
+                raise LayoutError("a reshape after the padding was cut off changes the gathered dim")
+            shape = tools.shape(node)
+            if source in self.trimmed:
+                shape = [layout.shape()[0], *shape[1:]]
+            self._pass_on(node, source, layout.reshape(shape))
+        elif (order := tools.permutation(node)) is not None:
+            if source in self.trimmed:
+                raise LayoutError("the padded dim is moved after the padding was cut off")
+            self._pass_on(node, source, layout.permute(order))
+        elif node.target is aten.slice.Tensor:
+            self._visit_slice(node, source)
+        elif tools.is_pointwise(node):
+            self._visit_pointwise(node, source)
+        elif node.target not in tools.SPLITS and getattr(node.target, "__name__", "") != "getitem":
+            if any(matmuls.parse(u) for u in node.users):
+                self.obstacles.append(
+                    Reason("op_between", f"{node.target} stands between the all-gather and a matmul and does not commute with it")
+                )
+
+    def _visit_cat(self, node: fx.Node) -> None:
+        found = plain_gather(node, self.collective.world_size)
+        if isinstance(found, Reason):
+            self.obstacles.append(found)
+        elif found is not None and found[0] in self.layouts:
+            source, kept = found
+            target = tools.argument(node, "dim") % len(tools.shape(node))
+            layout = self.layouts[source]
+            if target != 0:
+                layout = layout.move_rank(0, target)
+            self._pass_on(node, source, layout)
+            if kept is not None:
+                self.trimmed[node] = kept
+
+    def _visit_slice(self, node: fx.Node, source: fx.Node) -> None:
+        dim, start = tools.argument(node, "dim"), tools.argument(node, "start") or 0
+        layout = self.layouts[source]
+        if same_size(tools.shape(node)[dim], tools.shape(source)[dim]):
+            self._pass_on(node, source, layout)
+        elif start == 0 and tools.argument(node, "step") == 1 and layout.rank_dim() == dim == 0 and source not in self.trimmed:
+            if not ShardedDim.of(layout).before:
+                self._pass_on(node, source, layout)
+                self.trimmed[node] = tools.shape(node)[0]
+
+    def _visit_pointwise(self, node: fx.Node, source: fx.Node) -> None:
+        layout = self.layouts[source]
+        for other in tools.tensor_inputs(node):
+            same = other in self.layouts and self.layouts[other].same_elements(layout) and self.trimmed.get(other) is self.trimmed.get(source)
+            if not same and not tools.is_scalar_like(other):
+                if any(matmuls.parse(u) for u in node.users):
+                    self.obstacles.append(
+                        Reason("op_between", f"{node.target} combines the gathered tensor with {other.name}, which is not sharded alike")
+                    )
+                return
+        self.layouts[node] = layout
+        if source in self.trimmed:
+            self.trimmed[node] = self.trimmed[source]
+
+    def _consume(self, matmul: matmuls.MatmulNode) -> None:
+        for operand, node, other in (("lhs", matmul.lhs, matmul.rhs), ("rhs", matmul.rhs, matmul.lhs)):
+            if node not in self.layouts:
+                continue
+            if other in self.layouts or matmul.bias in self.layouts:
+                self.obstacles.append(Reason("weight_depends_on_collective", f"both operands of {matmul.node.name} are gathered by it"))
+                return
+            refusal = matmul.refusal()
+            if refusal is not None:
+                self.obstacles.append(Reason("matmul_form", refusal))
+                return
+            layout = self.layouts[node]
+            sharded = ShardedDim.of(layout)
+            role = matmul.role(operand, sharded.dim)
+            trimmed = self.trimmed.get(node)
+            if role == "K" and (trimmed is not None or matmul.kind == "scaled_mm"):
+                what = "its padding was cut off" if trimmed is not None else "its operands are scaled"
+                self.obstacles.append(Reason("split_contraction", f"{matmul.node.name} contracts the gathered dim and {what}"))
+                return
+            if role == "B":
+                self.obstacles.append(Reason("layout", f"{matmul.node.name} is batched over the gathered dim"))
+                return
+            self.consumers.append(GatherConsumer(matmul, operand, role, layout, sharded, trimmed))
+            return
+
+
+def _keeps_leading(before: list[Any], after: list[Any]) -> bool:
+    return bool(before) and bool(after) and same_size(before[0], after[0])
+
+
+def depends_on(node: fx.Node, target: fx.Node, known: dict[fx.Node, bool]) -> bool:
+    """Whether ``node`` is computed from ``target`` (iterative; graphs are deep)."""
+    stack = [node]
+    while stack:
+        current = stack[-1]
+        if current in known:
+            stack.pop()
+            continue
+        if current is target:
+            known[current] = True
+            stack.pop()
+            continue
+        inputs = current.all_input_nodes
+        if any(known.get(i) for i in inputs):
+            known[current] = True
+            stack.pop()
+            continue
+        pending = [i for i in inputs if i not in known]
+        if pending:
+            stack.extend(pending)
+        else:
+            known[current] = False
+            stack.pop()
+    return known[node]
+
+
+def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Reason]]:
+    """The site at an all-gather, or ``None`` and what stood in the way (nothing: no matmul is fed by it)."""
+    follower = _Follower(collective)
+    follower.run()
+    known: dict[fx.Node, bool] = {}
+    consumers = []
+    for consumer in follower.consumers:
+        outside = [n for n in (consumer.other_node, consumer.matmul.bias, *consumer.matmul.scales()) if n is not None]
+        if any(depends_on(n, collective.wait, known) for n in outside):
+            follower.obstacles.append(
+                Reason("weight_depends_on_collective", f"the other operand of {consumer.matmul.node.name} is computed from the gathered tensor")
+            )
+        else:
+            consumers.append(consumer)
+    if not consumers:
+        return None, follower.obstacles
+    return GatherNodes(collective, follower.raw, consumers, follower.through), follower.obstacles
+
+
+def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
+    """FSDP: a parameter (a graph input behind casts and views) is gathered and used as the right-hand operand."""
+    source = nodes.collective.input
+    while source.op == "call_function" and len(source.all_input_nodes) == 1 and (
+        tools.is_pointwise(source) or tools.is_reshape(source) or tools.permutation(source) is not None or source.target is aten.constant_pad_nd.default
+    ):
+        source = source.all_input_nodes[0]
+    if source.op not in ("placeholder", "get_attr") or source.name.startswith("tangents"):
+        return False
+    if phase == "backward":
+        # An activation gathered again for wgrad stands right as well, but its left-hand side is a transposed gradient.
+        return all(c.operand == "rhs" and tools.permutation(c.matmul.lhs) is None for c in nodes.consumers)
+    return all(c.operand == "rhs" for c in nodes.consumers)

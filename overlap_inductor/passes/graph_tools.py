@@ -1,0 +1,119 @@
+"""Small questions about FX nodes of a post-grad graph, asked the same way everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+RESHAPES = {
+    aten.reshape.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+    aten.unsqueeze.default,
+    aten.expand.default,
+}
+SAME = {aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.lift_fresh_copy.default}
+SPLITS = {aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default}
+
+
+def value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def shape(node: fx.Node) -> list[Any]:
+    return list(value(node).shape)
+
+
+def dtype(node: fx.Node) -> torch.dtype:
+    return value(node).dtype
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
+
+
+def numel(sizes: list[Any]) -> Any:
+    result: Any = 1
+    for size in sizes:
+        result = result * size
+    return result
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """An argument by the schema's name, however it was passed."""
+    for position, schema_argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if schema_argument.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            return node.kwargs.get(name, schema_argument.default_value if schema_argument.has_default_value() else default)
+    return node.kwargs.get(name, default)
+
+
+def permutation(node: fx.Node) -> list[int] | None:
+    """The dims order of a permute-like node, or ``None``."""
+    rank = len(shape(node))
+    if node.target is aten.permute.default:
+        return [d % rank for d in node.args[1]]  # type: ignore[union-attr, operator]
+    if node.target is aten.t.default:
+        return [1, 0] if rank == 2 else list(range(rank))
+    if node.target in (aten.transpose.int, aten.movedim.int):
+        a, b = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+        order = list(range(rank))
+        if node.target is aten.transpose.int:
+            order[a], order[b] = order[b], order[a]
+        else:
+            order.insert(b, order.pop(a))
+        return order
+    return None
+
+
+def is_reshape(node: fx.Node) -> bool:
+    """A view that keeps elements and their order (an ``expand`` counts only where it expands nothing)."""
+    if node.target not in RESHAPES:
+        return False
+    return node.target is not aten.expand.default or len(shape(node)) == len(shape(node.args[0])) and all(  # type: ignore[arg-type]
+        a is b or a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
+        for a, b in zip(shape(node), shape(node.args[0]), strict=True)  # type: ignore[arg-type]
+    )
+
+
+def is_bitcast(node: fx.Node) -> bool:
+    """A dtype view between types of one size (fp8 carried as uint8)."""
+    return node.target is aten.view.dtype and dtype(node).itemsize == dtype(node.args[0]).itemsize  # type: ignore[arg-type]
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    target = node.target
+    if target in SAME or is_bitcast(node):
+        return True
+    if target in (torch.ops.prims.convert_element_type.default, aten._to_copy.default):
+        return True
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
+    for source in node.all_input_nodes:
+        if is_tensor(source):
+            yield source
+
+
+def is_scalar_like(node: fx.Node) -> bool:
+    return all(isinstance(s, int) and s == 1 for s in shape(node))
+
+
+def size_text(size: Any) -> int | str:
+    return size if isinstance(size, int) else str(size)
+
+
+def has_unbacked(sizes: list[Any]) -> bool:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return any(bool(free_unbacked_symbols(s)) for s in sizes if isinstance(s, torch.SymInt))

@@ -1,0 +1,172 @@
+"""Layouts: which elements of a tensor lie where, as index maps, so that a spelling does not matter.
+
+A tensor is a list of dims, each dim an ordered list of *atoms*. An all-gather's result has the dims ``[R s0] [s1] ...`` with the rank
+atom R in front. A reshape regroups atoms, a permute reorders dims, ``cat(split(x))`` moves R in front of another dim. Two tensors with
+the same atoms hold the same elements; where R stands in a matmul's operand says which of M, N, K is gathered::
+
+    all_gather(x [b, s, h]) -> [R b] [s] [h] -> split/cat(dim=1) -> [b] [R s] [h] -> reshape -> [b R s] [h]   rows = outer b, R, chunk s
+
+Sizes may be symbolic; nothing here adds a guard (``statically_known_true``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+Size = int | torch.SymInt
+
+
+class LayoutError(Exception):
+    """The layout cannot be followed through an op; the message says why."""
+
+
+def same_size(a: Size, b: Size) -> bool:
+    return statically_known_true(a == b)
+
+
+@dataclass(eq=False)
+class Atom:
+    """A run of consecutive indices. ``rank`` marks the rank atom; ``total`` is its dim's full size where that is no known
+    multiple of the world size (``D`` for ``R * (D // R)``: collectives demand divisibility, symbols do not show it)."""
+
+    size: Size
+    rank: bool = False
+    total: Size | None = None
+    children: tuple[Atom, ...] = field(default=())
+
+    def leaves(self) -> list[Atom]:
+        return [leaf for child in self.children for leaf in child.leaves()] if self.children else [self]
+
+
+def product(atoms: Sequence[Atom]) -> Size:
+    """Number of elements of a run of atoms."""
+    result: Size = 1
+    skip = False
+    for atom in atoms:
+        if skip:
+            skip = False
+            continue
+        if atom.total is not None:
+            result, skip = result * atom.total, True
+        else:
+            result = result * atom.size
+    return result
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Dims of a tensor, each a tuple of atoms (row-major inside the dim)."""
+
+    dims: tuple[tuple[Atom, ...], ...]
+
+    @classmethod
+    def of_shape(cls, shape: Sequence[Size]) -> Layout:
+        return cls(tuple((Atom(size),) for size in shape))
+
+    @classmethod
+    def gathered(cls, shard: Sequence[Size], world_size: int) -> Layout:
+        """The result of an all-gather of ``shard`` on dim 0."""
+        first, *rest = [(Atom(size),) for size in shard]
+        return cls(((Atom(world_size, rank=True), *first), *rest))
+
+    @classmethod
+    def scattered(cls, shape: Sequence[Size], world_size: int) -> Layout:
+        """The input of a reduce-scatter on dim 0."""
+        size = shape[0]
+        known = isinstance(size, int) or statically_known_true(size % world_size == 0)
+        rank = Atom(world_size, rank=True, total=None if known else size)
+        return cls(((rank, Atom(size // world_size)), *((Atom(s),) for s in shape[1:])))
+
+    def refined(self) -> Layout:
+        """With atoms replaced by the pieces they were split into since."""
+        return Layout(tuple(tuple(leaf for atom in dim for leaf in atom.leaves()) for dim in self.dims))
+
+    def flat(self) -> list[Atom]:
+        return [a for dim in self.refined().dims for a in dim if not same_size(a.size, 1) or a.rank]
+
+    def same_elements(self, other: Layout) -> bool:
+        mine, theirs = self.flat(), other.flat()
+        return len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs, strict=True))
+
+    def permute(self, order: Sequence[int]) -> Layout:
+        return Layout(tuple(self.dims[i] for i in order))
+
+    def reshape(self, shape: Sequence[Size]) -> Layout:
+        """Regroup into ``shape``. Raises ``LayoutError`` where a dim boundary falls inside the rank atom or an unknown factor."""
+        queue = self.flat()
+        dims: list[tuple[Atom, ...]] = []
+        for size in shape:
+            taken: list[Atom] = []
+            while not same_size(product(taken), size):
+                if not queue:
+                    raise LayoutError(f"a reshape to {list(shape)} has no boundary where the collective's dims have one")
+                atom = queue.pop(0)
+                if atom.total is not None and queue and same_size(product([*taken, atom, queue[0]]), size):
+                    taken += [atom, queue.pop(0)]
+                    continue
+                wanted, have = size, product(taken)
+                whole = have * atom.size
+                if isinstance(wanted, int) and isinstance(have, int) and isinstance(atom.size, int) and whole > wanted:
+                    if atom.rank or wanted % have or atom.size % (wanted // have):
+                        raise LayoutError(f"a reshape to {list(shape)} cuts through a dim of size {atom.size}")
+                    front = Atom(wanted // have)
+                    back = Atom(atom.size // front.size)
+                    atom.children = (front, back)
+                    atom, queue = front, [back, *queue]
+                taken.append(atom)
+            dims.append(tuple(taken))
+        if queue:
+            raise LayoutError(f"a reshape to {list(shape)} leaves elements over")
+        return Layout(tuple(dims))
+
+    def move_rank(self, source: int, target: int) -> Layout:
+        """``cat(split(x, dim=source), dim=target)``: the rank atom leads ``source`` and then leads ``target``."""
+        dims = [list(d) for d in self.refined().dims]
+        if not dims[source] or not dims[source][0].rank:
+            raise LayoutError("the pieces that are concatenated are not the ranks' shards")
+        rank = dims[source].pop(0)
+        if rank.total is not None and source != target:
+            rank = Atom(rank.size, rank=True)
+        dims[target].insert(0, rank)
+        return Layout(tuple(tuple(d) for d in dims))
+
+    def rank_dim(self) -> int | None:
+        for i, dim in enumerate(self.refined().dims):
+            if any(a.rank for a in dim):
+                return i
+        return None
+
+    def without_rank(self) -> Layout:
+        return Layout(tuple(tuple(a for a in dim if not a.rank) for dim in self.refined().dims))
+
+    def shape(self, sizes: dict[int, Size] | None = None) -> list[Size]:
+        """Size of each dim; ``sizes`` replaces the size of atoms (by ``id``), for a sub-chunk of one atom."""
+        sizes = sizes or {}
+        return [product([Atom(sizes.get(id(a), a.size), a.rank, a.total) for a in dim]) for dim in self.refined().dims]
+
+
+@dataclass(frozen=True)
+class ShardedDim:
+    """A dim that holds the rank atom: index = (outer, rank, chunk). ``size`` is the dim's full size."""
+
+    dim: int
+    outer: Size
+    chunk: Size
+    size: Size
+    before: tuple[Atom, ...]
+    after: tuple[Atom, ...]
+
+    @classmethod
+    def of(cls, layout: Layout) -> ShardedDim:
+        dim = layout.rank_dim()
+        if dim is None:
+            raise LayoutError("the tensor holds no sharded dim")
+        atoms = layout.refined().dims[dim]
+        at = next(i for i, a in enumerate(atoms) if a.rank)
+        before, after = atoms[:at], atoms[at + 1 :]
+        return cls(dim, product(before), product(after), product(atoms), tuple(before), tuple(after))

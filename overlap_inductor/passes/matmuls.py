@@ -1,0 +1,146 @@
+"""Matmul nodes in one form: operands, bias, scales, and which output dim comes from which operand dim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor import site as facts
+from overlap_inductor.passes import graph_tools as tools
+
+aten = torch.ops.aten
+KINDS = {
+    aten.mm.default: "mm",
+    aten.addmm.default: "addmm",
+    aten.bmm.default: "bmm",
+    aten.baddbmm.default: "baddbmm",
+    aten._scaled_mm.default: "scaled_mm",
+}
+
+
+@dataclass(frozen=True)
+class MatmulNode:
+    """``out[b, M, N] = lhs[b, M, K] @ rhs[b, K, N] (+ bias)``; the batch dim only for bmm and baddbmm."""
+
+    node: fx.Node
+    kind: str
+    lhs: fx.Node
+    rhs: fx.Node
+    bias: fx.Node | None = None
+
+    @property
+    def batched(self) -> bool:
+        return self.kind in ("bmm", "baddbmm")
+
+    def role(self, operand: str, dim: int) -> str:
+        """Role of an operand's dim: ``B``, ``M``, ``N`` or ``K``."""
+        if self.batched:
+            if dim == 0:
+                return "B"
+            dim -= 1
+        return ("M", "K")[dim] if operand == "lhs" else ("K", "N")[dim]
+
+    def operand_dim(self, operand: str, role: str) -> int | None:
+        """The dim of ``lhs`` or ``rhs`` that has this role, or ``None``."""
+        shift = 1 if self.batched else 0
+        table = {"lhs": {"M": shift, "K": 1 + shift}, "rhs": {"K": shift, "N": 1 + shift}}[operand]
+        return 0 if role == "B" and self.batched else table.get(role)
+
+    def output_dim(self, role: str) -> int:
+        shift = 1 if self.batched else 0
+        return {"B": 0, "M": shift, "N": 1 + shift}[role]
+
+    def output_role(self, dim: int) -> str:
+        return ("B", "M", "N")[dim] if self.batched else ("M", "N")[dim]
+
+    def describe(self, role: str | None) -> facts.Matmul:
+        m, k = tools.shape(self.lhs)[-2:]
+        n = tools.shape(self.rhs)[-1]
+        batch = tools.shape(self.lhs)[0] if self.batched else 1
+        text = tools.size_text
+        name = str(tools.dtype(self.lhs)).removeprefix("torch.")
+        return facts.Matmul(self.kind, text(m), text(n), text(k), name, text(batch), role)
+
+    def scales(self) -> tuple[fx.Node | None, fx.Node | None]:
+        if self.kind != "scaled_mm":
+            return None, None
+        return tools.argument(self.node, "scale_a"), tools.argument(self.node, "scale_b")
+
+    def refusal(self) -> str | None:
+        """Why this matmul cannot be cut at all, or ``None``."""
+        if self.kind in ("addmm", "baddbmm") and (self.node.kwargs.get("beta", 1), self.node.kwargs.get("alpha", 1)) != (1, 1):
+            return f"{self.kind} scales its terms (alpha={self.node.kwargs.get('alpha', 1)}, beta={self.node.kwargs.get('beta', 1)})"
+        if self.kind == "scaled_mm" and tools.argument(self.node, "scale_result") is not None:
+            return "_scaled_mm scales its result"
+        return None
+
+
+def parse(node: fx.Node) -> MatmulNode | None:
+    """The matmul that ``node`` is, or ``None``."""
+    kind = KINDS.get(node.target)  # type: ignore[arg-type]
+    if kind is None or not tools.is_tensor(node):
+        return None
+    if kind in ("addmm", "baddbmm"):
+        bias, lhs, rhs = node.args[:3]
+        return MatmulNode(node, kind, lhs, rhs, bias)  # type: ignore[arg-type]
+    lhs, rhs = node.args[:2]
+    bias = tools.argument(node, "bias") if kind == "scaled_mm" else None
+    return MatmulNode(node, kind, lhs, rhs, bias)  # type: ignore[arg-type]
+
+
+Slicer = Callable[[fx.Node, int], fx.Node]
+
+
+def emit(
+    graph: fx.Graph,
+    matmul: MatmulNode,
+    lhs: fx.Node,
+    rhs: fx.Node,
+    slicers: dict[str, Slicer],
+    *,
+    with_bias: bool = True,
+) -> fx.Node:
+    """The same matmul on slices. ``slicers[role](tensor, dim)`` cuts what else is indexed by a sliced role (bias, row-wise scales)."""
+
+    def cut(tensor: fx.Node, role_of_dim: dict[int, str]) -> fx.Node:
+        for dim, role in role_of_dim.items():
+            if role in slicers and not (isinstance(tools.shape(tensor)[dim], int) and tools.shape(tensor)[dim] == 1):
+                tensor = slicers[role](tensor, dim)
+        return tensor
+
+    bias = matmul.bias
+    if bias is not None and with_bias:
+        rank = len(tools.shape(bias))
+        roles = ["B", "M", "N"] if matmul.batched else ["M", "N"]
+        bias = cut(bias, dict(enumerate(roles[-rank:])))
+    call = graph.call_function
+    if matmul.kind == "scaled_mm":
+        scale_a, scale_b = matmul.scales()
+        if scale_a is not None and len(tools.shape(scale_a)) == 2:
+            scale_a = cut(scale_a, {0: "M"})
+        if scale_b is not None and len(tools.shape(scale_b)) == 2:
+            scale_b = cut(scale_b, {1: "N"})
+        rest: dict[str, Any] = {k: tools.argument(matmul.node, k) for k in ("out_dtype", "use_fast_accum")}
+        return call(aten._scaled_mm.default, (lhs, rhs, scale_a, scale_b, bias), rest)
+    if matmul.kind == "mm" or matmul.kind == "bmm" or not with_bias:
+        return call(aten.bmm.default if matmul.batched else aten.mm.default, (lhs, rhs))
+    return call(aten.baddbmm.default if matmul.batched else aten.addmm.default, (bias, lhs, rhs))
+
+
+def emit_partial(graph: fx.Graph, matmul: MatmulNode, lhs: fx.Node, rhs: fx.Node, total: fx.Node | None) -> fx.Node:
+    """``total + lhs @ rhs`` without bias, accumulated in fp32 (fp64 stays fp64), for a split contraction."""
+    call = graph.call_function
+    kind = tools.dtype(matmul.node)
+    wide = torch.promote_types(kind, torch.float32)
+    if kind is not wide:
+        if tools.value(matmul.lhs).device.type == "cuda" and not matmul.batched:
+            partial = call(aten.mm.dtype, (lhs, rhs, wide))
+            return partial if total is None else call(aten.add.Tensor, (total, partial))
+        lhs, rhs = (call(torch.ops.prims.convert_element_type.default, (x, wide)) for x in (lhs, rhs))
+    if total is None:
+        return call(aten.bmm.default if matmul.batched else aten.mm.default, (lhs, rhs))
+    return call(aten.baddbmm.default if matmul.batched else aten.addmm.default, (total, lhs, rhs))

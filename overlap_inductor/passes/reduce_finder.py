@@ -1,0 +1,207 @@
+"""Find ``matmul -> collective`` (reduce-scatter, all-reduce, all-gather of an output): follow the collective's input backward.
+
+A region of views and pointwise ops may stand between: each slice of the collective's input is computed from the same slice of the
+matmuls' outputs, whatever the pointwise ops are, because cutting commutes with them exactly. What does not (a softmax, a sum over
+rows, a broadcast along the cut dim) is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes import matmuls
+from overlap_inductor.passes.layouts import Layout
+from overlap_inductor.passes.layouts import LayoutError
+from overlap_inductor.passes.layouts import ShardedDim
+from overlap_inductor.passes.layouts import same_size
+from overlap_inductor.passes.site_nodes import CollectiveNode
+from overlap_inductor.passes.site_nodes import ReduceNodes
+from overlap_inductor.schedule import Reason
+
+aten = tools.aten
+
+
+def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reason | None:
+    """For ``cat(split(x, dim=d), 0)`` of equal pieces in order: ``(x, d)``. ``None`` for another cat."""
+    source: Any = None
+    dim: Any = None
+    pieces: list[Any] = list(cat.args[0])  # type: ignore[arg-type]
+    if tools.argument(cat, "dim") != 0 or len(pieces) != world_size:
+        return None
+    for i, piece in enumerate(pieces):
+        if not isinstance(piece, fx.Node):
+            return None
+        if piece.target is aten.slice.Tensor:
+            base, d = piece.args[0], tools.argument(piece, "dim")
+            start = tools.argument(piece, "start") or 0
+            start = start.meta["val"] if isinstance(start, fx.Node) else start
+        elif getattr(piece.target, "__name__", "") == "getitem" and piece.args[0].target in tools.SPLITS:  # type: ignore[union-attr]
+            split, index = piece.args
+            base, d = split.args[0], tools.argument(split, "dim")  # type: ignore[union-attr, arg-type]
+            start = sum(v.shape[d] for v in split.meta["val"][:index])  # type: ignore[union-attr]
+        else:
+            return None
+        size = tools.shape(base)[d]  # type: ignore[arg-type]
+        shard = tools.shape(piece)[d]
+        if (source is not None and (base is not source or d != dim)) or not same_size(shard * world_size, size):
+            return Reason("not_plain_scatter", f"piece {i} holds {shard} of {size} rows on dim {d}; expected equal pieces of one tensor")
+        if not same_size(start, i * shard):
+            return Reason("not_plain_scatter", f"piece {i} begins at {start}, expected {i * shard}: the slices are out of order")
+        source, dim = base, d
+    return source, dim
+
+
+class _Tracer:
+    """Walks backward from the collective's input, assigning every region node its layout."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.layouts: dict[fx.Node, Layout] = {}
+        self.through: dict[fx.Node, fx.Node] = {}
+        self.leaves: list[matmuls.MatmulNode] = []
+        self.externals: list[fx.Node] = []
+        self.obstacle: Reason | None = None
+        self.region: set[fx.Node] = set()
+
+    def trace(self, root: fx.Node, layout: Layout) -> None:
+        """Assign layouts; raises ``LayoutError``. ``obstacle`` is set where an op does not commute."""
+        pending = [(root, layout)]
+        while pending:
+            node, layout = pending.pop()
+            known = self.layouts.get(node)
+            if known is not None:
+                if not known.same_elements(layout):
+                    raise LayoutError(f"{node.name} is used in two layouts")
+                continue
+            self.layouts[node] = layout
+            matmul = matmuls.parse(node)
+            if matmul is not None:
+                self.leaves.append(matmul)
+                self.region.add(node)
+                continue
+            self.region.add(node)
+            if node.op != "call_function":
+                self._external(node)
+            elif node.target is aten.cat.default and isinstance(found := _scatter_source(node, self.world_size), tuple):
+                source, dim = found
+                rank_first = layout.refined().dims[0]
+                if not rank_first or not rank_first[0].rank:
+                    raise LayoutError("a cat of slices that is not the scatter's own")
+                self._through(node, source, layout.move_rank(0, dim) if dim else layout, pending)
+            elif node.target is aten.cat.default and isinstance(found, Reason):
+                self.obstacle = found
+            elif tools.is_reshape(node):
+                self._through(node, node.args[0], layout.reshape(tools.shape(node.args[0])), pending)  # type: ignore[arg-type]
+            elif (order := tools.permutation(node)) is not None:
+                inverse = sorted(range(len(order)), key=order.__getitem__)
+                self._through(node, node.args[0], layout.permute(inverse), pending)  # type: ignore[arg-type]
+            elif tools.is_pointwise(node):
+                for source in tools.tensor_inputs(node):
+                    if len(tools.shape(source)) == len(tools.shape(node)) and all(
+                        same_size(a, b) for a, b in zip(tools.shape(source), tools.shape(node), strict=True)
+                    ):
+                        pending.append((source, layout))
+                    else:
+                        self.layouts[source] = Layout.of_shape(tools.shape(source))
+                        self._external(source)
+            else:
+                self._external(node)
+
+    def _through(self, node: fx.Node, source: Any, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
+        self.through[node] = source
+        pending.append((source, layout))
+
+    def _external(self, node: fx.Node) -> None:
+        self.region.discard(node)
+        if node not in self.externals:
+            self.externals.append(node)
+
+
+def _blocking_op(root: fx.Node) -> Reason | None:
+    """A matmul stands close behind an op that does not commute with the collective: name that op."""
+    node = root
+    for _ in range(8):
+        if tools.is_reshape(node) or tools.permutation(node) is not None or tools.is_pointwise(node):
+            node = node.args[0]  # type: ignore[assignment]
+            if not tools.is_tensor(node):
+                return None
+            continue
+        inputs = [i for i in node.all_input_nodes if tools.is_tensor(i)]
+        if matmuls.parse(node) is None and any(matmuls.parse(i) for i in inputs):
+            return Reason("op_between", f"{node.target} stands between a matmul and the collective and does not commute with it")
+        return None
+    return None
+
+
+def find_reduce(collectives: list[CollectiveNode], result: fx.Node) -> tuple[ReduceNodes | None, Reason | None, bool]:
+    """The site at one or several collectives whose results are added: ``(nodes, obstacle, matmul seen)``."""
+    first = collectives[0]
+    world_size = first.world_size
+    tracer = _Tracer(world_size)
+    shared: Layout | None = None
+    try:
+        for collective in collectives:
+            shape = tools.shape(collective.input)
+            if shared is None:
+                shared = Layout.scattered(shape, world_size) if first.kind == "reduce_scatter" else Layout.of_shape(shape)
+            tracer.trace(collective.input, shared)
+    except LayoutError as error:
+        return None, Reason("layout", str(error)), bool(tracer.leaves)
+    if not tracer.leaves:
+        return None, _blocking_op(first.input), False
+    if tracer.obstacle is not None:
+        return None, tracer.obstacle, True
+    refusal = next((r for r in (m.refusal() for m in tracer.leaves) if r), None)
+    if refusal is not None:
+        return None, Reason("matmul_form", refusal), True
+    leaf = tracer.leaves[0]
+    layout = tracer.layouts[leaf.node].refined()
+    for other in tracer.leaves[1:]:
+        theirs = tracer.layouts[other.node].refined()
+        if [len(d) for d in theirs.dims] != [len(d) for d in layout.dims] or not theirs.same_elements(layout):
+            return None, Reason("layout", f"{other.node.name} and {leaf.node.name} are summed in different layouts"), True
+    try:
+        sharded = _cut(first.kind, leaf, layout, world_size)
+        _check_externals(tracer, layout)
+    except LayoutError as error:
+        return None, Reason("layout", str(error)), True
+    role = leaf.output_role(sharded.dim)
+    nodes = ReduceNodes(collectives, result, tracer.leaves, tracer.layouts, tracer.through, tracer.externals, sharded, role)
+    ends = {c.node for c in collectives}
+    inside = tracer.region | ends | {n for n in tracer.through}
+    outside = [(n, u) for n in tracer.region for u in n.users if u not in inside and not _is_piece(u, inside)]
+    obstacle = None
+    if outside:
+        node, user = outside[0]
+        obstacle = Reason("other_users", f"{node.name} is also used by {user.name}, which needs the whole result before the collective")
+    return nodes, obstacle, True
+
+
+def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """A split, getitem or slice that only feeds the region's own cat."""
+    if node.target in tools.SPLITS or node.target is aten.slice.Tensor or getattr(node.target, "__name__", "") == "getitem":
+        return all(u in inside or _is_piece(u, inside) for u in node.users)
+    return False
+
+
+def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, world_size: int) -> ShardedDim:
+    """The output dim of the matmul that is cut: the scattered one; for an all-reduce or a gathered output, the rows."""
+    if kind == "reduce_scatter":
+        return ShardedDim.of(layout)
+    dim = 0
+    size = tools.shape(leaf.node)[dim]
+    return ShardedDim(dim, 1, size // world_size, size, (), ())
+
+
+def _check_externals(tracer: _Tracer, layout: Layout) -> None:
+    for node in tracer.externals:
+        shape = tools.shape(node)
+        if tools.is_scalar_like(node) or not shape:
+            continue
+        if not tracer.layouts[node].same_elements(layout) and any(
+            not (isinstance(s, int) and s == 1) for s in shape[:-1]
+        ):
+            raise LayoutError(f"{node.name} of shape {shape} is added between matmul and collective and cannot be cut along")

@@ -1,0 +1,106 @@
+"""The FX side of a site: ``GatherNodes`` and ``ReduceNodes``. The JSON-able side is ``overlap_inductor.site.SiteFacts``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from dataclasses import field
+
+from torch import fx
+
+from overlap_inductor.passes.layouts import Layout
+from overlap_inductor.passes.layouts import ShardedDim
+from overlap_inductor.passes.layouts import Size
+from overlap_inductor.passes.matmuls import MatmulNode
+from overlap_inductor.schedule import Decision
+from overlap_inductor.schedule import Reason
+from overlap_inductor.site import SiteFacts
+
+
+@dataclass(frozen=True)
+class CollectiveNode:
+    """A functional collective and its wait. ``node.args[0]`` is the input; ``wait`` has the result."""
+
+    node: fx.Node
+    wait: fx.Node
+    kind: str
+    group_name: str
+    ranks: tuple[int, ...] | None
+    reduce_op: str | None = None
+
+    @property
+    def input(self) -> fx.Node:
+        return self.node.args[0]  # type: ignore[return-value]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks) if self.ranks else 0
+
+
+@dataclass(frozen=True)
+class GatherConsumer:
+    """A matmul one of whose operands is the gathered tensor. ``layout`` is the operand's; ``trimmed`` its gathered dim's size where
+    padding of uneven shards was cut off."""
+
+    matmul: MatmulNode
+    operand: str
+    role: str
+    layout: Layout
+    sharded: ShardedDim
+    trimmed: Size | None = None
+
+    @property
+    def operand_node(self) -> fx.Node:
+        return self.matmul.lhs if self.operand == "lhs" else self.matmul.rhs
+
+    @property
+    def other_node(self) -> fx.Node:
+        return self.matmul.rhs if self.operand == "lhs" else self.matmul.lhs
+
+
+@dataclass
+class GatherNodes:
+    """all-gather -> views and pointwise ops -> matmuls. ``through[n]`` is the source of a view-like node ``n``."""
+
+    collective: CollectiveNode
+    raw: Layout
+    consumers: list[GatherConsumer]
+    through: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+@dataclass
+class ReduceNodes:
+    """matmuls -> views and pointwise ops -> collective(s). ``collectives`` are several where all-reduces are added afterwards;
+    ``layouts`` holds every region node's layout in the atoms of the collective's input, ``sharded`` the matmuls' output dim to cut."""
+
+    collectives: list[CollectiveNode]
+    result: fx.Node
+    leaves: list[MatmulNode]
+    layouts: dict[fx.Node, Layout]
+    through: dict[fx.Node, fx.Node]
+    externals: list[fx.Node]
+    sharded: ShardedDim
+    role: str
+
+    @property
+    def leaf_layout(self) -> Layout:
+        return self.layouts[self.leaves[0].node]
+
+
+@dataclass
+class OverlapSite:
+    """A site found in one graph: facts for reports and plans, nodes for the rewrite, and what became of it."""
+
+    facts: SiteFacts
+    nodes: GatherNodes | ReduceNodes
+    decision: Decision | None = None
+    obstacle: Reason | None = None
+
+    @property
+    def collectives(self) -> list[CollectiveNode]:
+        return [self.nodes.collective] if isinstance(self.nodes, GatherNodes) else self.nodes.collectives
+
+    @property
+    def matmuls(self) -> list[MatmulNode]:
+        if isinstance(self.nodes, GatherNodes):
+            return [c.matmul for c in self.nodes.consumers]
+        return self.nodes.leaves

@@ -1,0 +1,118 @@
+"""``StepEmitter``: writes overlap ops into a graph, with the chain of one group and the ordering edges they need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes.layouts import Layout
+from overlap_inductor.passes.layouts import ShardedDim
+from overlap_inductor.passes.layouts import Size
+from overlap_inductor.passes.layouts import same_size
+from overlap_inductor.transports import routes
+
+aten = torch.ops.aten
+overlap = torch.ops.overlap_inductor
+
+
+@dataclass
+class StepEmitter:
+    """Emits nodes at the graph's insertion point; every node gets its ``meta["val"]`` at once, so that sizes can be read.
+
+    Attributes:
+        chain: the token of this group's ops.
+        order: ordering edges to add at the end of the pass, ``{node: nodes it must come after}``.
+        emitted: overlap ops that communicate, in program order.
+    """
+
+    graph: fx.Graph
+    group_name: str
+    world_size: int
+    site: str
+    chain: fx.Node
+    module: dict[str, Any]
+    order: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    emitted: list[fx.Node] = field(default_factory=list)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        return self.annotate(node)
+
+    def annotate(self, node: fx.Node) -> fx.Node:
+        values = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        mode = next(v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, torch._subclasses.FakeTensor))
+        with mode:
+            node.meta["val"] = node.target(*values[0], **values[1])  # type: ignore[operator]
+        node.meta.update(self.module)
+        node.meta["overlap_site"] = self.site
+        return node
+
+    def communicate(self, target: Any, *args: Any) -> fx.Node:
+        node = self.call(target, *args)
+        self.emitted.append(node)
+        return node
+
+    def reshape(self, x: fx.Node, shape: Sequence[Size]) -> fx.Node:
+        have = tools.shape(x)
+        if len(have) == len(shape) and all(same_size(a, b) for a, b in zip(have, shape, strict=True)):
+            return x
+        return self.call(aten.reshape.default, x, list(shape))
+
+    def narrow(self, x: fx.Node, dim: int, start: Size, length: Size) -> fx.Node:
+        if same_size(length, tools.shape(x)[dim]):
+            return x
+        return self.call(aten.slice.Tensor, x, dim, start, start + length)
+
+    def take(self, x: fx.Node, dim: int, shift: int, chunk: Size, start: Size, length: Size) -> fx.Node:
+        return self.call(overlap.take.default, x, dim, shift, chunk, start, length, self.group_name)
+
+    def take_sharded(self, x: fx.Node, dim: int, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
+        """The rows of dim ``dim`` (laid out as ``sharded``) that belong to rank ``r + shift`` and to ``block``."""
+        if isinstance(sharded.outer, int) and sharded.outer == 1:
+            return self.take(x, dim, shift, sharded.chunk, block.start, block.length)
+        shape = tools.shape(x)
+        split = self.reshape(x, [*shape[:dim], sharded.outer, self.world_size * sharded.chunk, *shape[dim + 1 :]])
+        part = self.take(split, dim + 1, shift, sharded.chunk, block.start, block.length)
+        part = self.narrow(part, dim, block.outer_start, block.outer_length)
+        return self.reshape(part, [*shape[:dim], block.outer_length * block.length, *shape[dim + 1 :]])
+
+    def convert(self, x: fx.Node, source: Layout, target: Layout, sizes: dict[int, Size] | None = None) -> fx.Node:
+        """``x`` in layout ``source`` brought into layout ``target`` (same atoms in another order), views wherever they can be."""
+        source, target = source.refined(), target.refined()
+        if source.same_elements(target):
+            return self.reshape(x, target.shape(sizes))
+        atoms, wanted = source.flat(), target.flat()
+        flat = self.reshape(x, [(sizes or {}).get(id(a), a.size) for a in atoms])
+        order = [next(i for i, a in enumerate(atoms) if a is w) for w in wanted]
+        return self.reshape(self.call(aten.permute.default, flat, order), target.shape(sizes))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A sub-chunk of one rank's shard along a sharded dim: rows ``start .. start + length`` of each of some outer indices."""
+
+    start: Size
+    length: Size
+    outer_start: Size
+    outer_length: Size
+
+    @classmethod
+    def whole(cls, sharded: ShardedDim) -> Block:
+        return cls(0, sharded.chunk, 0, sharded.outer)
+
+
+def part_count(size: Size, parts: int) -> int:
+    """Sub-chunks for a dim: never more than rows where their number is known."""
+    return max(1, min(parts, size)) if isinstance(size, int) else parts
+
+
+def pieces_of(size: Size, parts: int) -> list[tuple[Size, Size]]:
+    """``(start, length)`` of each sub-chunk of ``size`` rows."""
+    cuts: list[Any] = routes.bounds(size, parts)  # type: ignore[arg-type]
+    return [(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]

@@ -1,0 +1,177 @@
+"""The report's values in the user's words: one short text each, used alike by report.txt and index.html."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from overlap_inductor.report import OverlapReport
+from overlap_inductor.schedule import Decision
+from overlap_inductor.schedule import PlanPiece
+from overlap_inductor.site import Collective
+from overlap_inductor.site import Matmul
+from overlap_inductor.site import SiteFacts
+
+STATUSES = ("overlapped", "kept", "refused", "failed")
+
+STATUS_MEANING = {
+    "overlapped": "split into steps whose transfers run under the matmuls",
+    "kept": "could be overlapped, and stays as it was: estimated to be no faster, or asked for",
+    "refused": "stays as it was: overlapping it is not supported, or was not shown to keep the result",
+    "failed": "stays as it was: the rewrite gave an error and the original was put back",
+}
+
+_SHORT_TYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "float8_e4m3fn": "fp8e4m3",
+    "float8_e5m2": "fp8e5m2",
+}
+
+
+def count(number: int, noun: str) -> str:
+    """``1 site``, ``2 sites``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def dtype(name: str) -> str:
+    return _SHORT_TYPES.get(name.removeprefix("torch."), name.removeprefix("torch."))
+
+
+def matmul(value: Matmul) -> str:
+    """``mm [s0 x 8192 x 3584] bf16``: M x N x K as the rank's own matmul sees them; a batch in front."""
+    batch = "" if value.batch == 1 else f"{value.batch} x "
+    return f"{value.kind} [{batch}{value.m} x {value.n} x {value.k}] {dtype(value.dtype)}"
+
+
+def matmuls(facts: SiteFacts) -> str:
+    """All matmuls of a site, equal ones counted: ``mm [64 x 64 x 256] fp32 (x2)``."""
+    counts = Counter(matmul(m) for m in facts.matmuls)
+    return ", ".join(text if n == 1 else f"{text} (x{n})" for text, n in counts.items())
+
+
+def size_in_bytes(value: int | str) -> str:
+    """``4.0 MiB``; an expression stays ``8192*s0 B``."""
+    if isinstance(value, str):
+        return f"{value} B"
+    number = float(value)
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} GiB"
+
+
+def collective(value: Collective) -> str:
+    """``all_reduce(sum) of 16.0 MiB bf16 over 8 ranks (tp)``."""
+    operation = f"{value.kind}({value.reduce_op})" if value.reduce_op else value.kind
+    where = f" on dim {value.dim}" if value.dim is not None else ""
+    role = f" ({value.role})" if value.role else ""
+    mesh = f" ({value.mesh_dim})" if value.mesh_dim else ""
+    ranks = count(value.world_size, "rank")
+    return f"{operation}{where}{role} of {size_in_bytes(value.bytes)} {dtype(value.dtype)} over {ranks}{mesh}"
+
+
+def schedule(piece: PlanPiece) -> str:
+    """``ring/p2p S=4``."""
+    name = f"{piece.schedule}/{piece.transport}" if piece.transport else piece.schedule
+    shown = [name]
+    if "sub_chunks" in piece.parameters:
+        shown.append(f"S={piece.parameters['sub_chunks']}")
+    if piece.parameters.get("direction") == "bidirectional":
+        shown.append("bidirectional")
+    return " ".join(shown)
+
+
+def outcome(decision: Decision) -> str:
+    """``overlapped: ring/p2p S=4``, ``kept: cost``, ``overlapped: ring/p2p S=4 (tokens >= 513)``."""
+    if decision.status != "overlapped":
+        codes = ", ".join(dict.fromkeys(r.code for r in decision.reasons))
+        return f"{decision.status}: {codes}" if codes else decision.status
+    moving = [piece for piece in decision.plan if piece.schedule != "keep"]
+    several = len(decision.plan) > 1
+    shown = [schedule(piece) + (f" (tokens {tokens(piece)})" if several else "") for piece in moving]
+    return "overlapped: " + "; ".join(shown) if shown else "overlapped"
+
+
+def tokens(piece: PlanPiece) -> str:
+    """``any``, ``<= 512``, ``513 to 4096``, ``>= 4097``."""
+    first, last = piece.tokens
+    if last is None:
+        return "any" if first <= 1 else f">= {first}"
+    return f"<= {last}" if first <= 1 else f"{first} to {last}"
+
+
+def microseconds(value: float) -> str:
+    """``12.3 us``, ``1.25 ms``, ``2.10 s``."""
+    if value >= 1e6:
+        return f"{value / 1e6:.2f} s"
+    if value >= 1e4:
+        return f"{value / 1e3:.2f} ms"
+    return f"{value:.1f} us" if value < 100 else f"{value:.0f} us"
+
+
+def estimates(piece: PlanPiece) -> str:
+    """``keep 1.20 ms, ring 900 us``, cheapest first; empty where nothing was estimated."""
+    ordered = sorted(piece.estimate_us.items(), key=lambda item: (item[1], item[0]))
+    return ", ".join(f"{name} {microseconds(value)}" for name, value in ordered)
+
+
+def parameters(piece: PlanPiece) -> str:
+    """``sub_chunks=4 direction=unidirectional``."""
+    return " ".join(f"{name}={value}" for name, value in sorted(piece.parameters.items()))
+
+
+def headline(report: OverlapReport) -> str:
+    """``5 sites found: 4 overlapped (ring), 1 refused; 2 near misses``."""
+    if not report.sites:
+        text = "no sites found"
+    else:
+        statuses = Counter(s.decision.status for s in report.sites)
+        parts = [f"{statuses[s]} {s}" for s in STATUSES if statuses[s]]
+        text = f"{count(len(report.sites), 'site')} found: " + ", ".join(parts)
+    if report.near_misses:
+        text += f"; {count(len(report.near_misses), 'near miss').replace('misss', 'misses')}"
+    return text
+
+
+def switches(report: OverlapReport) -> list[tuple[str, str, str]]:
+    """Every switch of the configuration: (name, requested, effective in this graph)."""
+    effective = {
+        "schedule": _tally(_main_schedule(s.decision) for s in report.sites),
+        "transport": _tally(p.transport for p in _moving_pieces(report) if p.transport),
+        "patterns": _tally(s.facts.pattern for s in report.sites if s.decision.status == "overlapped"),
+        "sub_chunks": _tally(p.parameters["sub_chunks"] for p in _moving_pieces(report) if "sub_chunks" in p.parameters),
+        "ring_direction": _tally(p.parameters["direction"] for p in _moving_pieces(report) if "direction" in p.parameters),
+    }
+    rows = []
+    for name, requested in report.config.items():
+        found = effective.get(name)
+        rows.append((name, _plain(requested), _plain(requested) if found is None else found or "nothing overlapped"))
+    return rows
+
+
+def _main_schedule(decision: Decision) -> str:
+    names = [p.schedule for p in decision.plan if p.schedule != "keep"] if decision.status == "overlapped" else []
+    return "/".join(dict.fromkeys(names)) or "keep"
+
+
+def _moving_pieces(report: OverlapReport) -> list[PlanPiece]:
+    sites = [s for s in report.sites if s.decision.status == "overlapped"]
+    return [piece for site in sites for piece in site.decision.plan if piece.schedule != "keep"]
+
+
+def _tally(values: Iterable[Any]) -> str:
+    counts = Counter(str(v) for v in values)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{name} ({n})" for name, n in sorted(counts.items()))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(str(v) for v in value) or "none"
+    return "not set" if value is None else str(value)
