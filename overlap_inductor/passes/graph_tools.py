@@ -59,6 +59,8 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 def permutation(node: fx.Node) -> list[int] | None:
     """The dims order of a permute-like node, or ``None``."""
+    if not is_tensor(node):
+        return None
     rank = len(shape(node))
     if node.target is aten.permute.default:
         return [d % rank for d in node.args[1]]  # type: ignore[union-attr, operator]

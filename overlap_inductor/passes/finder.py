@@ -1,0 +1,146 @@
+"""Find every site of a graph, and every collective that is none, with its reason."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from overlap_inductor.passes import collectives as finding
+from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes import naming
+from overlap_inductor.passes.gather_finder import find_gather
+from overlap_inductor.passes.gather_finder import is_weight_gather
+from overlap_inductor.passes.reduce_finder import find_reduce
+from overlap_inductor.passes.site_nodes import CollectiveNode
+from overlap_inductor.passes.site_nodes import GatherNodes
+from overlap_inductor.passes.site_nodes import OverlapSite
+from overlap_inductor.passes.site_nodes import ReduceNodes
+from overlap_inductor.report import NearMiss
+from overlap_inductor.schedule import Reason
+from overlap_inductor.site import SiteFacts
+
+aten = tools.aten
+NO_MATMUL = "no matmul stands beside it: there is nothing to hide it behind"
+
+
+class SiteFinder:
+    """One walk over a graph's collectives. ``sites`` and ``near_misses`` are in graph order."""
+
+    def __init__(self, graph: fx.Graph, phase: str) -> None:
+        self.graph, self.phase = graph, phase
+        self.sites: list[OverlapSite] = []
+        self.near_misses: list[NearMiss] = []
+        self._merged: set[fx.Node] = set()
+
+    def run(self) -> SiteFinder:
+        for node, kind, found in finding.find_collectives(self.graph):
+            if isinstance(found, Reason):
+                self._miss(node, kind, found)
+            elif node not in self._merged:
+                self._classify(found)
+        return self
+
+    def _classify(self, collective: CollectiveNode) -> None:
+        if collective.kind == "all_gather":
+            self._gather(collective)
+        elif collective.kind in ("reduce_scatter", "all_reduce"):
+            partners = self._added_later(collective) if collective.kind == "all_reduce" else None
+            self._reduce([collective], collective.wait) if partners is None else self._reduce(*partners)
+        else:
+            self._miss(collective.node, collective.kind, Reason("pattern_not_available", "all-to-all sites are not overlapped in this version"))
+
+    def _gather(self, collective: CollectiveNode) -> None:
+        if not tools.shape(collective.input):
+            self._miss(collective.node, "all_gather", Reason("no_matmul", NO_MATMUL))
+            return
+        nodes, obstacles = find_gather(collective)
+        if nodes is not None:
+            if is_weight_gather(nodes, self.phase):
+                reason = Reason("fsdp_weight_gather", f"{collective.input.name} is a weight gathered for use (FSDP): left to bucketing and prefetching")
+                self._miss(collective.node, "all_gather", reason, nodes.consumers[0].matmul.node)
+                return
+            first = nodes.consumers[0]
+            self._add("all_gather_matmul", collective, nodes, _logical_dim(nodes), first.role)
+            return
+        if not obstacles:
+            reduced, obstacle, seen = find_reduce([collective], collective.wait)
+            if reduced is not None:
+                self._add("matmul_all_gather", collective, reduced, None, reduced.role, obstacle)
+                return
+            obstacles = [obstacle] if obstacle is not None else []
+        self._miss(collective.node, "all_gather", obstacles[0] if obstacles else Reason("no_matmul", NO_MATMUL))
+
+    def _added_later(self, collective: CollectiveNode) -> tuple[list[CollectiveNode], fx.Node] | None:
+        """All-reduces whose results are only added to each other: one reduction of the sum serves (linearity)."""
+        if len(collective.wait.users) != 1 or collective.reduce_op not in ("sum", "avg"):
+            return None
+        total = next(iter(collective.wait.users))
+        if total.target is not aten.add.Tensor or total.kwargs or tools.dtype(total) != tools.dtype(collective.wait):
+            return None
+        found = []
+        for term in total.args:
+            if not isinstance(term, fx.Node) or len(term.users) != 1:
+                return None
+            partner = self._all_reduce_of(term)
+            if partner is None or partner.group_name != collective.group_name or partner.reduce_op != collective.reduce_op:
+                return None
+            if [str(s) for s in tools.shape(term)] != [str(s) for s in tools.shape(total)]:
+                return None
+            found.append(partner)
+        if len(found) != 2 or found[0].node is found[1].node:
+            return None
+        reduced, _, _ = find_reduce(found, total)
+        if reduced is None:
+            return None
+        self._merged.update(c.node for c in found)
+        return found, total
+
+    def _all_reduce_of(self, wait: fx.Node) -> CollectiveNode | None:
+        if wait.target is not torch.ops._c10d_functional.wait_tensor.default:
+            return None
+        source = wait.args[0]
+        return next(
+            (f for n, k, f in finding.find_collectives(self.graph) if n is source and k == "all_reduce" and isinstance(f, CollectiveNode)),
+            None,
+        )
+
+    def _reduce(self, collectives: list[CollectiveNode], result: fx.Node) -> None:
+        nodes, obstacle, _ = find_reduce(collectives, result)
+        first = collectives[0]
+        if nodes is None:
+            self._miss(first.node, first.kind, obstacle or Reason("no_matmul", NO_MATMUL))
+            return
+        pattern = "matmul_reduce_scatter" if first.kind == "reduce_scatter" else "matmul_all_reduce"
+        dim = nodes.sharded.dim if first.kind == "reduce_scatter" else None
+        self._add(pattern, first, nodes, dim, nodes.role if dim is not None else None, obstacle)
+
+    def _add(
+        self,
+        pattern: str,
+        collective: CollectiveNode,
+        nodes: GatherNodes | ReduceNodes,
+        dim: int | None,
+        role: str | None,
+        obstacle: Reason | None = None,
+    ) -> None:
+        if isinstance(nodes, GatherNodes):
+            matmuls = [c.matmul.describe(c.role) for c in nodes.consumers]
+            anchor = nodes.consumers[0].matmul.node
+        else:
+            matmuls = [m.describe(nodes.role) for m in nodes.leaves]
+            anchor = nodes.leaves[0].node
+        facts = finding.describe(collective.node, collective.kind, dim, role)
+        module = naming.module_of(anchor) or naming.module_of(collective.node) or anchor.name
+        sizes = "|".join(f"{m.kind}:{m.n}:{m.k}:{m.dtype}" for m in matmuls)
+        identity = naming.site_id(pattern, module, self.phase, len(self.sites), sizes)
+        self.sites.append(OverlapSite(SiteFacts(identity, pattern, module, facts, tuple(matmuls)), nodes, obstacle=obstacle))
+
+    def _miss(self, node: fx.Node, kind: str, reason: Reason, anchor: fx.Node | None = None) -> None:
+        module = naming.module_of(anchor or node)
+        self.near_misses.append(NearMiss(finding.describe(node, kind), reason, module))
+
+
+def _logical_dim(nodes: GatherNodes) -> int | None:
+    """The dim of the gathered tensor that the user gathered (before it was flattened for the matmul)."""
+    sources = [n for n in nodes.through if n.target is aten.cat.default]
+    return tools.argument(sources[0], "dim") if sources else 0

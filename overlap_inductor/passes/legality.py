@@ -1,0 +1,211 @@
+"""Legality: may a site be touched? An ordered list of small checks, each a reason code and a sentence with values in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import field
+
+import torch
+from torch import fx
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes.gather_finder import depends_on
+from overlap_inductor.passes.site_nodes import GatherNodes
+from overlap_inductor.passes.site_nodes import OverlapSite
+from overlap_inductor.schedule import Reason
+
+_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+_FP8 = {getattr(torch, n) for n in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz") if hasattr(torch, n)} | {torch.uint8}
+
+
+@dataclass
+class Context:
+    """What the checks may look at besides the site: switches, the compile's own limits, nodes taken by sites accepted before."""
+
+    config: OverlapConfig
+    refusal: str | None = None
+    taken: dict[fx.Node, str] = field(default_factory=dict)
+
+
+Check = Callable[[OverlapSite, Context], str | None]
+CHECKS: list[tuple[str, Check]] = []
+
+
+def check(code: str) -> Callable[[Check], Check]:
+    """Register a check under its reason code; checks run in the order in which they stand here."""
+
+    def register(function: Check) -> Check:
+        CHECKS.append((code, function))
+        return function
+
+    return register
+
+
+@check("backend_not_supported")
+def _backend(site: OverlapSite, context: Context) -> str | None:
+    return context.refusal
+
+
+@check("switched_off")
+def _switched_off(site: OverlapSite, context: Context) -> str | None:
+    if site.facts.pattern not in context.config.patterns:
+        return f"pattern {site.facts.pattern} is not in OVERLAP_INDUCTOR_PATTERNS={','.join(context.config.patterns)}"
+    if context.config.schedule == "keep":
+        return "OVERLAP_INDUCTOR_SCHEDULE=keep"
+    return None
+
+
+@check("world_size_one")
+def _world_size(site: OverlapSite, context: Context) -> str | None:
+    if site.facts.collective.world_size < 2:
+        return f"the group {site.facts.collective.group_name!r} has one rank: nothing is moved"
+    return None
+
+
+@check("reduce_op")
+def _reduce_op(site: OverlapSite, context: Context) -> str | None:
+    op = site.facts.collective.reduce_op
+    if op is not None and op not in ("sum", "avg"):
+        return f"the reduction is {op!r}; only sum and avg can be summed piece by piece"
+    return None
+
+
+@check("dtype")
+def _dtype(site: OverlapSite, context: Context) -> str | None:
+    for matmul in site.matmuls:
+        for node in (matmul.lhs, matmul.rhs):
+            allowed = _DTYPES | (_FP8 if matmul.kind == "scaled_mm" else set())
+            if tools.dtype(node) not in allowed:
+                return f"{matmul.node.name} multiplies {tools.dtype(node)}; expected a floating type"
+    moved = tools.dtype(site.collectives[0].input)
+    if moved not in _DTYPES | _FP8:
+        return f"the collective moves {moved}; expected a floating type"
+    if not isinstance(site.nodes, GatherNodes) and site.facts.collective.reduce_op and moved in _FP8:
+        return f"partials would be summed in {moved}"
+    return None
+
+
+@check("other_users")
+def _obstacle(site: OverlapSite, context: Context) -> str | None:
+    return site.obstacle.text if site.obstacle is not None and site.obstacle.code == "other_users" else None
+
+
+@check("strides")
+def _strides(site: OverlapSite, context: Context) -> str | None:
+    for collective in site.collectives:
+        value = tools.value(collective.input)
+        if value.layout is not torch.strided:
+            return f"{collective.input.name} has layout {value.layout}; expected a strided tensor"
+    return None
+
+
+@check("dynamic_shape")
+def _dynamic(site: OverlapSite, context: Context) -> str | None:
+    nodes = [c.input for c in site.collectives] + [n for m in site.matmuls for n in (m.lhs, m.rhs)]
+    for node in nodes:
+        if tools.has_unbacked(tools.shape(node)):
+            return f"{node.name} has a size that is only known when it runs: {[str(s) for s in tools.shape(node)]}"
+    return None
+
+
+@check("not_divisible")
+def _not_divisible(site: OverlapSite, context: Context) -> str | None:
+    if site.facts.collective.kind != "reduce_scatter":
+        return None
+    rows = tools.shape(site.collectives[0].input)[0]
+    world_size = site.facts.collective.world_size
+    if isinstance(rows, int) and rows % world_size:
+        return f"{rows} rows are scattered over {world_size} ranks"
+    return None
+
+
+@check("shares_nodes")
+def _shares(site: OverlapSite, context: Context) -> str | None:
+    for matmul in site.matmuls:
+        owner = context.taken.get(matmul.node)
+        if owner is not None:
+            return f"{matmul.node.name} already belongs to site {owner}"
+    return None
+
+
+@check("stream_boundary")
+def _streams(site: OverlapSite, context: Context) -> str | None:
+    marks = {repr(n.meta.get("custom", {}).get("stream")) for n in _members(site)}
+    return f"its nodes stand on different streams: {', '.join(sorted(marks))}" if len(marks) > 1 else None
+
+
+@check("mutation")
+def _mutation(site: OverlapSite, context: Context) -> str | None:
+    """A tensor that the site reads is written in place between the site's first and last node: moving reads would see other data."""
+    members = _members(site)
+    graph = members[0].graph
+    positions = {n: i for i, n in enumerate(graph.nodes)}
+    first, last = min(positions[n] for n in members), max(positions[n] for n in members)
+    read = {id(i): i for n in members for i in n.all_input_nodes}
+    for node, position in positions.items():
+        if first < position < last and node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            for argument, schema in zip(node.args, node.target._schema.arguments, strict=False):
+                if schema.alias_info is not None and schema.alias_info.is_write and isinstance(argument, fx.Node) and id(argument) in read:
+                    return f"{argument.name} is written in place by {node.name} between the site's nodes"
+    return None
+
+
+@check("hoist")
+def _hoist(site: OverlapSite, context: Context) -> str | None:
+    """A later operand of a gather's matmul must be computable before the gather: no node with side effects may stand in it."""
+    if not isinstance(site.nodes, GatherNodes):
+        return None
+    for node in hoisted(site.nodes):
+        if node.op == "call_function" and (node.is_impure() or "_c10d_functional" in str(node.target)):
+            return f"{node.name} ({node.target}) would have to run earlier than it stands"
+    return None
+
+
+def _members(site: OverlapSite) -> list[fx.Node]:
+    return [n for c in site.collectives for n in (c.node, c.wait)] + [m.node for m in site.matmuls]
+
+
+def hoisted(nodes: GatherNodes) -> list[fx.Node]:
+    """What the matmuls' other operands need and stands behind the gather, in graph order."""
+    gather = nodes.collective.node
+    graph = gather.graph
+    behind: set[fx.Node] = set()
+    seen = False
+    for node in graph.nodes:
+        if seen:
+            behind.add(node)
+        seen = seen or node is gather
+    wanted: set[fx.Node] = set()
+    pending = [n for c in nodes.consumers for n in (c.other_node, c.matmul.bias, *c.matmul.scales()) if n is not None]
+    pending += [i for n in _between(nodes) for i in n.all_input_nodes if tools.is_tensor(i) and tools.is_scalar_like(i)]
+    while pending:
+        node = pending.pop()
+        if node in behind and node not in wanted:
+            wanted.add(node)
+            pending += node.all_input_nodes
+    return [n for n in graph.nodes if n in wanted]
+
+
+def _between(nodes: GatherNodes) -> list[fx.Node]:
+    """Pointwise nodes between the gather and its matmuls."""
+    known: dict[fx.Node, bool] = {}
+    found: set[fx.Node] = set()
+    pending = [c.operand_node for c in nodes.consumers]
+    while pending:
+        node = pending.pop()
+        if node in found or node is nodes.collective.wait or not depends_on(node, nodes.collective.wait, known):
+            continue
+        found.add(node)
+        pending += node.all_input_nodes
+    return list(found)
+
+
+def refuse(site: OverlapSite, context: Context) -> Reason | None:
+    """The first check that speaks against the site, or ``None``."""
+    for code, function in CHECKS:
+        text = function(site, context)
+        if text is not None:
+            return Reason(code, text)
+    return None

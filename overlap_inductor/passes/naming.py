@@ -1,0 +1,37 @@
+"""Names that a user recognises, and ids that are the same on every rank and in every run."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+from torch import fx
+
+_WRAPPERS = re.compile(r"^(L\['self'\]|L__self__|self)\.?|\._orig_mod|_orig_mod\.?|_checkpoint_wrapped_module\.?")
+
+
+def _clean(path: str) -> str:
+    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path) if not path.startswith("L[") else path
+    path = _WRAPPERS.sub("", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return path.strip(".")
+
+
+def module_of(node: fx.Node) -> str:
+    """The module a node was traced in, as the user names it (``model.layers.0.mlp.down_proj``), or ``""``."""
+    for key in ("nn_module_stack", "fwd_nn_module_stack"):
+        stack: dict[str, Any] = node.meta.get(key) or {}
+        if stack:
+            path = list(stack.values())[-1][0]
+            name = _clean(path)
+            if name:
+                return name
+    return ""
+
+
+def site_id(pattern: str, module: str, phase: str, ordinal: int, sizes: str) -> str:
+    """``<pattern>-<8 hex digits>``: a digest of what the site is and where it stands in its graph."""
+    digest = hashlib.sha256(f"{pattern}|{module}|{phase}|{ordinal}|{sizes}".encode()).hexdigest()[:8]
+    return f"{pattern}-{digest}"

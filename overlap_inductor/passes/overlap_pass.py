@@ -1,0 +1,161 @@
+"""The pass: find matmuls beside collectives, check them, plan, rewrite, report.
+
+Contract: ``graph`` is a post-grad graph (functional, views normalised or not); it is changed in place only where a site was found,
+may be touched and pays. Where the rewrite fails the graph is as before and the report says so. Nothing here communicates; every
+decision rests on facts that all ranks of a group share, so all ranks write the same text.
+
+Pseudo-code::
+
+    sites  = find(graph)                                  # what is there, whatever its spelling
+    legal  = [s for s in sites if refuse(s) is None]      # may it be touched
+    chosen = [s for s in legal if plan(s) is a schedule]  # does it pay
+    graph  = rewrite(graph, chosen)                       # overlap ops in its place
+    return report(sites)
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+
+import torch
+from torch import fx
+
+from overlap_inductor import __version__
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.passes import legality
+from overlap_inductor.passes import planner
+from overlap_inductor.passes.finder import SiteFinder
+from overlap_inductor.passes.rewriter import Rewriter
+from overlap_inductor.passes.site_nodes import OverlapSite
+from overlap_inductor.report import OverlapReport
+from overlap_inductor.report import SiteReport
+from overlap_inductor.schedule import Decision
+from overlap_inductor.schedule import PlanPiece
+from overlap_inductor.schedule import Reason
+
+log = logging.getLogger("overlap_inductor")
+
+
+def run_overlap_pass(
+    graph: fx.Graph, config: OverlapConfig, *, is_inference: bool, graph_id: str = "graph", refusal: str | None = None
+) -> OverlapReport:
+    """Run the pass on one graph.
+
+    Args:
+        refusal: a sentence why this compile cannot hold overlap ops at all (AOTInductor, cpp_wrapper), or ``None``.
+    """
+    phase = graph_phase(graph, is_inference)
+    found = SiteFinder(graph, phase).run()
+    sites = found.sites
+    before = readable(graph) if sites or found.near_misses else ""
+
+    chosen = choose(sites, config, refusal)
+
+    plan_hash = ""
+    notices: list[str] = []
+    if chosen and config.mode in ("on", "strict"):
+        plan_hash, plan = plan_text(chosen, config)
+        notices += rewrite_or_restore(graph, chosen, plan)
+
+    return OverlapReport(
+        overlap_inductor=__version__,
+        torch=torch.__version__,
+        mode=config.mode,
+        phase=phase,
+        graph=graph_id,
+        world_size=max((s.facts.collective.world_size for s in sites), default=1),
+        config=dict(config.cache_key()),
+        sites=[SiteReport(s.facts, s.decision) for s in sites if s.decision is not None],
+        near_misses=found.near_misses,
+        before=before,
+        after=readable(graph) if before else "",
+        plan_hash=plan_hash,
+        notices=notices,
+    )
+
+
+def choose(sites: list[OverlapSite], config: OverlapConfig, refusal: str | None) -> list[OverlapSite]:
+    """Decide every site; returns those to overlap."""
+    context = legality.Context(config, refusal)
+    for site in sites:
+        reason = legality.refuse(site, context)
+        if reason is not None:
+            status = "kept" if reason.code in _NOT_A_FAILURE else "refused"
+            site.decision = Decision(status, "forced" if reason.code == "switched_off" else "analytic", [PlanPiece("keep")], [reason])
+            continue
+        site.decision = planner.plan(site, config)
+        if site.decision.status == "overlapped":
+            context.taken.update({m.node: site.facts.id for m in site.matmuls})
+    planner.fit_budget([s for s in sites if s.decision.status == "overlapped"], config.step_node_budget)  # type: ignore[union-attr]
+    chosen = [s for s in sites if s.decision.status == "overlapped"]  # type: ignore[union-attr]
+    if config.mode == "report":
+        for site in chosen:
+            site.decision.status = "kept"  # type: ignore[union-attr]
+            site.decision.reasons.append(Reason("report_mode", "OVERLAP_INDUCTOR=report leaves the graph alone"))  # type: ignore[union-attr]
+    return chosen
+
+
+_NOT_A_FAILURE = {"switched_off", "world_size_one"}
+
+
+def rewrite_or_restore(graph: fx.Graph, chosen: list[OverlapSite], plan: str) -> list[str]:
+    """Rewrite; if that fails put the graph back as it was, and mark every chosen site as failed."""
+    snapshot = fx.Graph()
+    _copy(graph, snapshot)
+    try:
+        Rewriter(graph, plan).apply(chosen)
+    except Exception as error:  # noqa: BLE001  (whatever went wrong, the model must still compile; the report and strict mode say so)
+        log.warning("overlap_inductor: the rewrite failed and the graph is left as it was: %s", error, exc_info=True)
+        for node in reversed(list(graph.nodes)):
+            graph.erase_node(node)
+        _copy(snapshot, graph)
+        reason = Reason("rewrite_failed", f"{type(error).__name__}: {error}")
+        for site in chosen:
+            site.decision = Decision("failed", "analytic", [PlanPiece("keep")], [reason])
+        return [f"the rewrite failed, the graph is left as it was: {reason.text}"]
+    return []
+
+
+def _copy(source: fx.Graph, target: fx.Graph) -> None:
+    mapping: dict[fx.Node, fx.Node] = {}
+    result = target.graph_copy(source, mapping)
+    output = target.output(result)
+    output.meta = copy.copy(next(n for n in reversed(source.nodes) if n.op == "output").meta)
+    for node, twin in mapping.items():
+        twin.meta = copy.copy(node.meta)
+
+
+def plan_text(chosen: list[OverlapSite], config: OverlapConfig) -> tuple[str, str]:
+    """``(hash, JSON text)`` of what the ranks must agree on: versions, configuration, and a digest of every site's plan."""
+    sites = [
+        [s.facts.id, s.facts.pattern, [str(m) for m in s.facts.matmuls], [[p.schedule, p.transport, p.parameters] for p in s.decision.plan]]  # type: ignore[union-attr]
+        for s in chosen
+    ]
+    digest = hashlib.sha256(json.dumps(sites, sort_keys=True).encode()).hexdigest()[:16]
+    plan = {
+        "overlap_inductor": __version__,
+        "torch": torch.__version__,
+        "config": {k: list(v) if isinstance(v, tuple) else v for k, v in config.cache_key()},
+        "sites": len(chosen),
+        "plan": digest,
+    }
+    return digest, json.dumps(plan, sort_keys=True)
+
+
+def graph_phase(graph: fx.Graph, is_inference: bool) -> str:
+    if is_inference:
+        return "inference"
+    return "backward" if any(n.name.startswith("tangents") for n in graph.nodes if n.op == "placeholder") else "forward"
+
+
+def readable(graph: fx.Graph) -> str:
+    """The graph's code with shapes, without what differs between ranks or runs."""
+    lines = []
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        shape = f"  # {str(value.dtype).removeprefix('torch.')}{[str(s) if not isinstance(s, int) else s for s in value.shape]}" if isinstance(value, torch.Tensor) else ""
+        lines.append(f"{node.format_node() or node.name}{shape}".replace("torch.ops.", ""))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,148 @@
+"""Rewrite: put each decided site's overlap ops into the graph. A failure restores the graph (the pass works on a copy)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes import legality
+from overlap_inductor.passes import ring_gather
+from overlap_inductor.passes import ring_reduce
+from overlap_inductor.passes.site_nodes import GatherNodes
+from overlap_inductor.passes.site_nodes import OverlapSite
+from overlap_inductor.passes.site_nodes import ReduceNodes
+from overlap_inductor.passes.steps import StepEmitter
+from overlap_inductor.torch_compat.ordering import preserve_order
+
+overlap = torch.ops.overlap_inductor
+getitem = __import__("operator").getitem
+_STACK = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
+
+
+class Rewriter:
+    """Rewrites the sites of one graph in graph order. ``plan`` is the text that the ranks compare before data moves."""
+
+    def __init__(self, graph: fx.Graph, plan: str) -> None:
+        self.graph, self.plan = graph, plan
+        self.chains: dict[str, fx.Node] = {}
+        self.order: dict[fx.Node, set[fx.Node]] = {}
+        self.emitted: dict[str, list[fx.Node]] = {}
+
+    def apply(self, sites: list[OverlapSite]) -> None:
+        """Rewrite ``sites`` (all decided as overlapped), chain what communicates, drop what is dead."""
+        import overlap_inductor.lowerings.looping  # noqa: F401  (defines the looping ops)
+        import overlap_inductor.lowerings.ops  # noqa: F401
+
+        for site in sites:
+            self._site(site)
+        self._chain_kept_collectives()
+        self.graph.eliminate_dead_code()
+        live = set(self.graph.nodes)
+        preserve_order(self.graph, {n: {d for d in ds if d in live} for n, ds in self.order.items() if n in live})
+        self.graph.lint()
+
+    def _chain(self, site: OverlapSite, device: torch.device) -> fx.Node:
+        name = site.facts.collective.group_name
+        if name not in self.chains:
+            node = self.graph.call_function(overlap.agree.default, (name, self.plan, device))
+            fake = tools.value(site.collectives[0].input).fake_mode
+            with fake:
+                node.meta["val"] = torch.empty(1, dtype=torch.uint8, device=device)
+            self.chains[name] = node
+        return self.chains[name]
+
+    def _site(self, site: OverlapSite) -> None:
+        collectives = site.collectives
+        anchor = _last(self.graph, [c.node for c in collectives])
+        if isinstance(site.nodes, GatherNodes):
+            for node in legality.hoisted(site.nodes):
+                anchor.prepend(node)
+        module = {k: site.matmuls[0].node.meta[k] for k in _STACK if k in site.matmuls[0].node.meta}
+        piece = site.decision.plan[-1]  # type: ignore[union-attr]
+        with self.graph.inserting_before(anchor):
+            device = tools.value(collectives[0].input).device
+            chain = self._chain(site, device)
+            group = site.facts.collective
+            emit = StepEmitter(self.graph, group.group_name, group.world_size, site.facts.id, chain, module, self.order)
+            replaced = self._unrolled(emit, site, piece.parameters) if piece.parameters["unrolled"] else self._looping(emit, site, piece.parameters)
+        for old, new in replaced.items():
+            if [str(s) for s in tools.shape(old)] != [str(s) for s in tools.shape(new)] or tools.dtype(old) != tools.dtype(new):
+                raise RuntimeError(f"{old.name} {tools.shape(old)} {tools.dtype(old)} would become {tools.shape(new)} {tools.dtype(new)}")
+            old.replace_all_uses_with(new)
+        self.emitted.setdefault(group.group_name, []).extend(emit.emitted)
+
+    def _unrolled(self, emit: StepEmitter, site: OverlapSite, parameters: dict[str, Any]) -> dict[fx.Node, fx.Node]:
+        parts, route, nodes = parameters["sub_chunks"], parameters["route"], site.nodes
+        if isinstance(nodes, GatherNodes):
+            gathered, results = ring_gather.rewrite(emit, nodes, parts, route)
+            return {**results, nodes.collective.wait: gathered, nodes.collective.node: gathered}
+        if site.facts.pattern == "matmul_reduce_scatter":
+            result = ring_reduce.rewrite_reduce_scatter(emit, nodes, parts, route)
+        elif site.facts.pattern == "matmul_all_reduce":
+            result = ring_reduce.rewrite_all_reduce(emit, nodes, parts)
+        else:
+            result = ring_reduce.rewrite_gathered_output(emit, nodes, parts)
+        return _reduced(nodes, result)
+
+    def _looping(self, emit: StepEmitter, site: OverlapSite, parameters: dict[str, Any]) -> dict[fx.Node, fx.Node]:
+        parts, floor, nodes = parameters["sub_chunks"], parameters.get("min_rows", 0), site.nodes
+        name = emit.group_name
+        if isinstance(nodes, GatherNodes):
+            shape = tools.shape(nodes.consumers[0].operand_node)
+            shard = emit.reshape(nodes.collective.input, [shape[0] // emit.world_size, shape[1]])
+            rhs = [c.matmul.rhs for c in nodes.consumers]
+            biases = [c.matmul.bias for c in nodes.consumers]
+            out = emit.communicate(overlap.all_gather_matmul.default, emit.chain, shard, rhs, biases, parts, floor, parameters["route"], name, site.facts.id)
+            results = emit.call(getitem, out, 0)
+            gathered = emit.reshape(emit.call(getitem, out, 1), tools.shape(nodes.collective.node))
+            self.chains[name] = emit.call(getitem, out, 2)
+            replaced = {c.matmul.node: emit.call(getitem, results, i) for i, c in enumerate(nodes.consumers)}
+            return {**replaced, nodes.collective.wait: gathered, nodes.collective.node: gathered}
+        lhs, rhs = [m.lhs for m in nodes.leaves], [m.rhs for m in nodes.leaves]
+        biases = [m.bias for m in nodes.leaves]
+        op = nodes.collectives[0].reduce_op or "sum"
+        if site.facts.pattern == "matmul_all_gather":
+            out = emit.communicate(overlap.matmul_all_gather.default, emit.chain, lhs[0], rhs[0], biases[0], parts, floor, name, site.facts.id)
+        else:
+            target = overlap.matmul_reduce_scatter if site.facts.pattern == "matmul_reduce_scatter" else overlap.matmul_all_reduce
+            out = emit.communicate(target.default, emit.chain, lhs, rhs, biases, parts, floor, op, name, site.facts.id)
+        self.chains[name] = emit.call(getitem, out, 1)
+        return _reduced(nodes, emit.reshape(emit.call(getitem, out, 0), tools.shape(nodes.collectives[0].node)))
+
+    def _chain_kept_collectives(self) -> None:
+        """Collectives of our groups that were left in place take their turn in the group's order, on every rank the same."""
+        ours = {n: g for g, nodes in self.emitted.items() for n in nodes}
+        newest: dict[str, fx.Node] = {}
+        pending: dict[str, list[fx.Node]] = {}
+        for node in list(self.graph.nodes):
+            if node in ours:
+                group = ours[node]
+                if pending.get(group):
+                    with self.graph.inserting_before(node):
+                        for other in pending.pop(group):
+                            follow = self.graph.call_function(overlap.follow.default, (node.args[0], other))
+                            follow.meta["val"] = tools.value(node.args[0])
+                newest[group] = node
+            elif node.op == "call_function" and str(node.target).startswith("_c10d_functional.") and "wait" not in str(node.target):
+                group = tools.argument(node, "group_name")
+                if group in self.emitted and len(node.users):
+                    if group in newest and tools.is_tensor(newest[group]):
+                        self.order.setdefault(node, set()).add(newest[group])
+                    if tools.is_tensor(node):
+                        pending.setdefault(group, []).append(node)
+
+
+def _reduced(nodes: ReduceNodes, result: fx.Node) -> dict[fx.Node, fx.Node]:
+    replaced = {nodes.result: result}
+    if len(nodes.collectives) == 1:
+        replaced[nodes.collectives[0].node] = result
+        replaced[nodes.collectives[0].wait] = result
+    return replaced
+
+
+def _last(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
+    wanted = set(nodes)
+    return [n for n in graph.nodes if n in wanted][-1]
