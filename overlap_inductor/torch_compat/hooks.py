@@ -1,0 +1,255 @@
+"""Functions of Inductor that we wrap, so that a graph's report is stored with the compiled graph.
+
+Inductor skips every pass where a cache has the compiled graph. Therefore the pass only leaves its report in the
+compile scope; the report's text becomes an attribute of ``CompiledFxGraph``, which is pickled into the FX graph cache,
+the AOTAutograd cache and ``torch.compiler.save_cache_artifacts()`` with it; and ``CompiledFxGraph.post_compile``, which
+runs after a compile and after a load alike, makes the report known. Hit and miss take one path.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from overlap_inductor import reporting
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.errors import StrictError
+from overlap_inductor.report import OverlapReport
+from overlap_inductor.torch_compat import compile_scope
+from overlap_inductor.torch_compat.compile_scope import CompileScope
+
+log = logging.getLogger("overlap_inductor")
+
+ATTRIBUTE = "_overlap_inductor_reports"
+
+_lock = threading.RLock()
+_wrapped: list[tuple[Any, str, Any, Any]] = []
+_expected: Callable[[], OverlapConfig | None] = lambda: None
+_shared_pass: Any = None
+_forward_configs: dict[int, OverlapConfig | None] = {}
+_warned: set[str] = set()
+
+
+class _Local(threading.local):
+    deferred: list[StrictError] | None = None
+
+
+_local = _Local()
+
+
+class _Attached(str):
+    """Reports on a graph that this process compiled. It pickles as a plain ``str``: one found as such was loaded."""
+
+    known = False
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> None:
+    """Wrap Inductor's functions, once. ``expected`` says what is switched on now, ``shared_pass`` is the pass for it."""
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+    from torch._inductor import compile_fx
+    from torch._inductor.output_code import CompiledFxGraph
+
+    global _expected, _shared_pass
+    with _lock:
+        _expected, _shared_pass = expected, shared_pass
+        if _wrapped:
+            return
+        _wrap(compile_fx, "_compile_fx_inner", _compile_fx_inner)
+        _wrap(compile_fx, "fx_codegen_and_compile", _fx_codegen_and_compile)
+        _wrap(CompiledFxGraph, "post_compile", _post_compile)
+        _wrap(AOTAutogradCache, "try_load", _try_load)
+
+
+def uninstall() -> None:
+    """Put Inductor's functions back. One that somebody has wrapped in turn stays, and only calls the original."""
+    global _expected, _shared_pass
+    with _lock:
+        for owner, name, original, replacement in _wrapped:
+            if vars(owner)[name] is replacement:
+                setattr(owner, name, original)
+        _wrapped.clear()
+        _forward_configs.clear()
+        _warned.clear()
+        _expected, _shared_pass = lambda: None, None
+
+
+def installed() -> bool:
+    return bool(_wrapped)
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    original = vars(owner)[name]
+    function = original.__func__ if isinstance(original, staticmethod) else original
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(function, *args, **kwargs) if _wrapped else function(*args, **kwargs)
+
+    replacement: Any = staticmethod(call) if isinstance(original, staticmethod) else call
+    setattr(owner, name, replacement)
+    _wrapped.append((owner, name, original, replacement))
+
+
+def config_in_effect() -> OverlapConfig | None:
+    """The configuration for the graph that is being compiled or loaded on this thread."""
+    from overlap_inductor.torch_compat import pass_slot
+
+    scope = compile_scope.current()
+    if scope is not None and scope.pinned:
+        return scope.config
+    ours = pass_slot.find(pass_slot.read())
+    return ours.config() if ours is not None else _expected()
+
+
+def _compile_fx_inner(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    scope = CompileScope(
+        graph_id=kwargs.get("graph_id"),
+        is_backward=bool(kwargs.get("is_backward")),
+        is_inference=bool(kwargs.get("is_inference")),
+        cpp_wrapper=bool(kwargs.get("cpp_wrapper")),
+    )
+    with ExitStack() as stack:
+        if scope.is_backward and scope.graph_id in _forward_configs:
+            _follow_forward(scope, stack)
+        stack.enter_context(compile_scope.entered(scope))
+        config = config_in_effect()  # now, for a bad environment to be this compile's error even on a cache hit
+        result = original(*args, **kwargs)
+    if not scope.is_backward and not scope.is_inference and scope.graph_id is not None:
+        _forward_configs[scope.graph_id] = config if hasattr(result, ATTRIBUTE) else None
+    return result
+
+
+def _follow_forward(scope: CompileScope, stack: ExitStack) -> None:
+    """A backward is compiled at its first run: maybe outside the ``with overlap()`` of its forward, maybe on
+    another thread, where Inductor's configuration has its defaults. It still has to match the forward."""
+    from overlap_inductor.torch_compat import pass_slot
+
+    assert scope.graph_id is not None
+    scope.pinned, scope.config = True, _forward_configs[scope.graph_id]
+    value = pass_slot.read()
+    if scope.config is not None and pass_slot.find(value) is None:
+        stack.enter_context(pass_slot.patched(pass_slot.with_pass(value, _shared_pass)))
+
+
+def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    scope = compile_scope.current()
+    if scope is None:
+        return original(*args, **kwargs)
+    try:
+        output = original(*args, **kwargs)
+    except Exception:
+        # The report of a graph that failed to compile is the one somebody will want to read.
+        _make_known(scope.take_reports(), from_cache=False, strict=False)
+        raise
+    if not scope.seen:
+        _warn_overwritten()
+    reports = scope.take_reports()
+    if reports:
+        from torch._inductor.output_code import CompiledFxGraph
+
+        if isinstance(output, CompiledFxGraph):
+            setattr(output, ATTRIBUTE, _Attached(json.dumps([r.to_json(graphs=True) for r in reports])))
+        else:
+            _make_known(reports, from_cache=False)
+    return output
+
+
+def _post_compile(original: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(graph, *args, **kwargs)
+    text = getattr(graph, ATTRIBUTE, None)
+    if text is None or getattr(text, "known", False):
+        return result
+    from_cache = not isinstance(text, _Attached)
+    known = _Attached(text)
+    known.known = True
+    setattr(graph, ATTRIBUTE, known)
+    try:
+        reports = [OverlapReport.from_json(one) for one in json.loads(text)]
+    except ValueError as error:
+        log.warning("the overlap report stored with a compiled graph cannot be read: %s", error)
+        return result
+    _make_known(reports, from_cache)
+    return result
+
+
+def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AOTAutograd takes any exception of a load for a reason to compile anew: raise only after it has returned."""
+    outer, _local.deferred = _local.deferred, []
+    try:
+        result = original(*args, **kwargs)
+        errors = _local.deferred
+    finally:
+        _local.deferred = outer
+    if errors:
+        raise errors[0]
+    return result
+
+
+def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = True) -> None:
+    config = config_in_effect()
+    for report in reports:
+        report.graph = current_graph_name() or report.graph
+        try:
+            reporting.activate(report, from_cache=from_cache, dump=config.dump if config else None)
+        except StrictError as error:
+            if not strict:
+                continue
+            if _local.deferred is None:
+                raise
+            _local.deferred.append(error)
+
+
+def _warn_overwritten() -> None:
+    from overlap_inductor.torch_compat import pass_slot
+
+    scope = compile_scope.current()
+    config = config_in_effect()
+    if config is None or config.mode == "off" or (scope is not None and scope.pinned):
+        return
+    found = pass_slot.describe(pass_slot.read())
+    if found not in _warned:
+        _warned.add(found)
+        log.warning(
+            "overlap_inductor is switched on, but torch._inductor.config.%s was changed afterwards and now holds %s: "
+            "nothing is overlapped in the graphs compiled so. Call overlap_inductor.enable() after the slot is "
+            "assigned, or add to what it holds instead of replacing it.",
+            pass_slot.SLOT,
+            found,
+        )
+
+
+def current_graph_name() -> str | None:
+    """Dynamo's compile id as a name, ``0_0``, alike on all ranks; ``None`` outside Dynamo."""
+    from torch._guards import CompileContext
+
+    compile_id = CompileContext.current_compile_id()
+    return re.sub(r"[^0-9A-Za-z]+", "_", str(compile_id)).strip("_") if compile_id is not None else None
+
+
+def current_phase() -> str | None:
+    """``forward`` | ``backward`` | ``inference`` of the graph that Inductor compiles on this thread, if it does."""
+    scope = compile_scope.current()
+    return scope.phase if scope is not None else None
+
+
+def refusal_context() -> str | None:
+    """Why no site may be overlapped in the graph that Inductor compiles now, or ``None``: the generated code would
+    run in a process without our Python ops (AOTInductor) or call them from C++ (cpp_wrapper)."""
+    from torch._inductor import config
+    from torch._inductor.virtualized import V
+
+    if V.aot_compilation:
+        return "AOTInductor compiles for a program without Python, where overlap_inductor's ops do not exist"
+    scope = compile_scope.current()
+    if config.cpp_wrapper or (scope is not None and scope.cpp_wrapper):
+        return "torch._inductor.config.cpp_wrapper is on, and overlap_inductor's ops are called from Python only"
+    return None
