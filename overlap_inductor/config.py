@@ -106,6 +106,8 @@ class OverlapConfig:
             raise ConfigError(f"{_variable('tune')}='on' is not available in this version; expected 'off'")
         _choice("ring_direction", self.ring_direction, ("unidirectional", "bidirectional"))
         patterns = self.patterns.split(",") if isinstance(self.patterns, str) else self.patterns
+        if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) for p in patterns):
+            raise ConfigError(f"{_variable('patterns')}={self.patterns!r} is not a list of pattern names")
         patterns = tuple(p.strip() for p in patterns if p.strip())
         for pattern in patterns:
             _choice("patterns", pattern, PATTERNS)
@@ -113,6 +115,8 @@ class OverlapConfig:
         for name in ("sub_chunks", "step_node_budget", "agreement_timeout"):
             set_(self, name, _positive(name, getattr(self, name)))
         if self.dump is not None:
+            if not isinstance(self.dump, (str, os.PathLike)):
+                raise ConfigError(f"{_variable('dump')}={self.dump!r} is not the path of a folder")
             set_(self, "dump", os.fspath(self.dump) or None)
 
     @classmethod

@@ -1,0 +1,155 @@
+"""``import torch`` with the package installed: costs nothing, never fails, and switches on what was asked for.
+
+Each test is a fresh interpreter, where a small ``dist-info`` folder on the path makes the two entry points known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ENTRY_POINTS = """\
+[torch.backends]
+overlap_inductor = overlap_inductor.autoload:autoload
+[torch_dynamo_backends]
+overlap_inductor = overlap_inductor.backend:overlap_inductor
+"""
+HEAVY = ("torch._inductor", "torch._dynamo", "triton")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that, on the path, makes the package look installed."""
+    folder = tmp_path_factory.mktemp("site")
+    info = folder / "overlap_inductor-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: overlap-inductor\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    return folder
+
+
+def run(code: str, *path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OVERLAP_INDUCTOR", "TORCH_LOGS"))}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, [*path, ROOT]))
+    environment.update(variables)
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+
+
+def value(code: str, *path: Path, **variables: str) -> dict[str, object]:
+    done = run(code, *path, **variables)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+AFTER_IMPORT = f"""
+import sys, json, time
+start = time.perf_counter()
+from overlap_inductor.autoload import autoload
+imported = time.perf_counter()
+import torch
+found = [f for f in sys.meta_path if type(f).__module__.startswith("overlap_inductor")]
+before = set(sys.modules)
+again = time.perf_counter(); autoload(); seconds = time.perf_counter() - again
+names = sorted(m for m in sys.modules if m.startswith({HEAVY!r}) and m not in before)
+heavy = [m for m in {HEAVY!r} if m in sys.modules]
+import torch._inductor.config as config
+slot = config.post_grad_custom_post_pass
+left = [f for f in sys.meta_path if type(f).__module__.startswith("overlap_inductor")]
+print(json.dumps(dict(found=[f.name for f in found], left=[f.name for f in left], names=names, heavy=heavy,
+    slot=type(slot).__name__, seconds=seconds)))
+"""
+
+
+@pytest.mark.parametrize("variables", [{}, {"OVERLAP_INDUCTOR": "0"}, {"OVERLAP_INDUCTOR": "off"}])
+def test_switched_off_it_does_nothing(installed: Path, variables: dict[str, str]) -> None:
+    got = value(AFTER_IMPORT, installed, **variables)
+    assert got["found"] == [] and got["slot"] == "NoneType"
+    assert got["seconds"] < 0.005
+
+
+def test_switched_on_it_waits_for_the_config_module(installed: Path) -> None:
+    """The pass is in the slot as soon as there is a slot, and nothing heavy was imported for it."""
+    got = value(AFTER_IMPORT, installed, OVERLAP_INDUCTOR="1")
+    assert got["found"] == ["torch._inductor.compile_fx", "torch._inductor.config"]
+    assert got["left"] == ["torch._inductor.compile_fx"]
+    assert got["slot"] == "OverlapPass"
+    assert got["names"] == []
+    assert got["seconds"] < 0.05  # 5 ms on a quiet machine
+
+
+def test_pytorchs_own_switch_turns_it_off(installed: Path) -> None:
+    assert value(AFTER_IMPORT, installed, OVERLAP_INDUCTOR="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")["found"] == []
+
+
+COMPILE = """
+import torch
+print("imported", flush=True)
+torch.compile(lambda x: x @ x)(torch.ones(2, 2))
+"""
+
+
+@pytest.mark.parametrize("variable", ["OVERLAP_INDUCTOR", "OVERLAP_INDUCTOR_SCHEDULE"])
+def test_a_bad_value_is_an_error_of_the_first_compile(installed: Path, variable: str, tmp_path: Path) -> None:
+    """Not of ``import torch``: that would break programs that never compile."""
+    variables = {"OVERLAP_INDUCTOR": "1", variable: "banana", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = run(COMPILE, installed, **variables)
+    assert "imported" in done.stdout
+    assert done.returncode != 0
+    assert f"ConfigError: {variable}='banana' is not a known value; expected one of" in done.stderr
+
+
+def test_an_unknown_torch_is_said_and_left_alone(installed: Path) -> None:
+    code = (
+        "import overlap_inductor.torch_compat.versions as v; v.FIRST_UNKNOWN = (2, 3); v.OLDEST = (2, 2)\n"
+        "import torch, torch._inductor.config as c, overlap_inductor\n"
+        "assert c.post_grad_custom_post_pass is None\n"
+        "try:\n    overlap_inductor.enable()\n"
+        "except Exception as e:\n    print(type(e).__name__, e)\n"
+    )
+    done = run(code, installed, OVERLAP_INDUCTOR="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("overlap_inductor supports torch 2.2 to 2.2") == 1
+    assert done.stdout.startswith("UnsupportedError overlap_inductor supports torch 2.2 to 2.2 and this is torch")
+
+
+def test_autoload_never_raises(installed: Path) -> None:
+    code = (
+        "import overlap_inductor.install as i\n"
+        "def broken(): raise RuntimeError('made up')\n"
+        "i.enable_from_environment = broken\n"
+        "import torch; print('fine')\n"
+    )
+    done = run(code, installed, OVERLAP_INDUCTOR="1")
+    assert done.stdout == "fine\n", done.stderr
+    assert "could not be switched on" in done.stderr and "made up" in done.stderr
+
+
+def test_importing_the_package_is_light() -> None:
+    """Everything that may be imported from inside ``import torch``; the sub-packages because TORCH_LOGS walks them."""
+    code = f"""
+import sys, json, torch
+before = set(sys.modules)
+import overlap_inductor, overlap_inductor.autoload
+import overlap_inductor.passes, overlap_inductor.lowerings, overlap_inductor.transports, overlap_inductor.torch_compat
+overlap_inductor.OverlapConfig, overlap_inductor.enable, overlap_inductor.last_report, overlap_inductor.explain
+overlap_inductor.enable(); overlap_inductor.disable()
+print(json.dumps(dict(new=sorted(m for m in set(sys.modules) - before if m.startswith({HEAVY!r})))))
+"""
+    assert value(code)["new"] == []
+
+
+def test_the_log_name_is_known(installed: Path) -> None:
+    """From torch 2.13 the autoload entry point can register the name before TORCH_LOGS is read."""
+    code = (
+        "import torch, json; from torch._logging import _internal as i, set_logs\n"
+        "import logging; print(json.dumps(dict(known=i.log_registry.is_log('overlap_inductor'),"
+        " level=logging.getLogger('overlap_inductor').level)))"
+    )
+    got = value(code, installed, OVERLAP_INDUCTOR="1", TORCH_LOGS="+overlap_inductor")
+    assert got == {"known": True, "level": 10}

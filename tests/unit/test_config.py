@@ -1,0 +1,112 @@
+"""Every switch: what it accepts, and that everything else is an error that names variable, value and what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from overlap_inductor.config import MODES
+from overlap_inductor.config import NUMERICS
+from overlap_inductor.config import PATTERNS
+from overlap_inductor.config import SCHEDULES
+from overlap_inductor.config import TRANSPORTS
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.errors import ConfigError
+
+BAD = [
+    ("OVERLAP_INDUCTOR", "yes", MODES),
+    ("OVERLAP_INDUCTOR", "ON", MODES),
+    ("OVERLAP_INDUCTOR", "2", MODES),
+    ("OVERLAP_INDUCTOR_SCHEDULE", "rings", SCHEDULES),
+    ("OVERLAP_INDUCTOR_SCHEDULE", "", SCHEDULES),
+    ("OVERLAP_INDUCTOR_TRANSPORT", "pigeon", TRANSPORTS),
+    ("OVERLAP_INDUCTOR_PATTERNS", "all_gather_matmul,nothing", PATTERNS),
+    ("OVERLAP_INDUCTOR_NUMERICS", "fast", NUMERICS),
+    ("OVERLAP_INDUCTOR_TUNE", "maybe", ("off", "on")),
+    ("OVERLAP_INDUCTOR_TUNE", "on", ("off",)),
+    ("OVERLAP_INDUCTOR_RING_DIRECTION", "left", ("unidirectional", "bidirectional")),
+    ("OVERLAP_INDUCTOR_SUB_CHUNKS", "0", ("at least 1",)),
+    ("OVERLAP_INDUCTOR_SUB_CHUNKS", "-4", ("at least 1",)),
+    ("OVERLAP_INDUCTOR_SUB_CHUNKS", "four", ("at least 1",)),
+    ("OVERLAP_INDUCTOR_SUB_CHUNKS", "1.5", ("whole number",)),
+    ("OVERLAP_INDUCTOR_STEP_NODE_BUDGET", "0", ("at least 1",)),
+    ("OVERLAP_INDUCTOR_AGREEMENT_TIMEOUT", "", ("at least 1",)),
+]
+
+
+@pytest.mark.parametrize(("variable", "value", "allowed"), BAD)
+def test_bad_variable_is_an_error_that_names_it(variable: str, value: str, allowed: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as error:
+        OverlapConfig.from_environment({variable: value})
+    message = str(error.value)
+    assert f"{variable}=" in message
+    assert value.split(",")[-1] in message
+    assert all(name in message for name in allowed)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("mode", True), ("schedule", None), ("patterns", 5), ("patterns", ("all_gather_matmul", 5)), ("dump", 5)]
+    + [("sub_chunks", None), ("sub_chunks", [4]), ("numerics", ["preserve"])],
+)
+def test_bad_keyword_is_the_same_error(field: str, value: object) -> None:
+    """A wrong type must not come out as a TypeError from somewhere inside."""
+    with pytest.raises(ConfigError, match="OVERLAP_INDUCTOR"):
+        OverlapConfig.from_environment({}, **{field: value})
+
+
+def test_a_keyword_that_is_no_switch_is_an_error_with_the_switches() -> None:
+    with pytest.raises(ConfigError, match="sched: no such switch.*schedule"):
+        OverlapConfig.from_environment({}, sched="ring")
+
+
+@pytest.mark.parametrize(("value", "mode"), [("0", "off"), ("", "off"), ("1", "on"), ("strict", "strict")])
+def test_mode_aliases(value: str, mode: str) -> None:
+    assert OverlapConfig.from_environment({"OVERLAP_INDUCTOR": value}).mode == mode
+
+
+def test_every_field_is_read_from_its_variable() -> None:
+    """A field that is added without a variable, or with another name, fails here."""
+    environment = {
+        "OVERLAP_INDUCTOR": "report",
+        "OVERLAP_INDUCTOR_SCHEDULE": "ring",
+        "OVERLAP_INDUCTOR_TRANSPORT": "p2p",
+        "OVERLAP_INDUCTOR_PATTERNS": "all_gather_matmul, matmul_all_reduce",
+        "OVERLAP_INDUCTOR_NUMERICS": "allow_hop_rounding",
+        "OVERLAP_INDUCTOR_TUNE": "off",
+        "OVERLAP_INDUCTOR_RING_DIRECTION": "bidirectional",
+        "OVERLAP_INDUCTOR_SUB_CHUNKS": "2",
+        "OVERLAP_INDUCTOR_STEP_NODE_BUDGET": "17",
+        "OVERLAP_INDUCTOR_AGREEMENT_TIMEOUT": "9",
+        "OVERLAP_INDUCTOR_DUMP": "some/folder",
+    }
+    config = OverlapConfig.from_environment(environment)
+    assert config.patterns == ("all_gather_matmul", "matmul_all_reduce")
+    default = OverlapConfig()
+    same = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) == getattr(default, f.name)]
+    assert same == ["tune"]
+
+
+def test_keywords_win_over_variables() -> None:
+    config = OverlapConfig.from_environment({"OVERLAP_INDUCTOR_SUB_CHUNKS": "2"}, sub_chunks=8)
+    assert config.sub_chunks == 8
+
+
+def test_other_variables_are_not_read() -> None:
+    assert OverlapConfig.from_environment({"OVERLAP": "strict", "SCHEDULE": "ring"}) == OverlapConfig()
+
+
+def test_cache_key_has_every_field_but_the_dump() -> None:
+    """A switch missing from the key would let a cache give code made for another setting."""
+    config = OverlapConfig()
+    fields = {f.name for f in dataclasses.fields(config)}
+    assert {name for name, _ in config.cache_key()} == fields - {"dump"}
+    assert dataclasses.replace(config, dump="x").cache_key() == config.cache_key()
+    assert dataclasses.replace(config, sub_chunks=5).cache_key() != config.cache_key()
+
+
+def test_dump_takes_a_path() -> None:
+    assert OverlapConfig(dump=Path("a") / "b").dump == str(Path("a") / "b")  # type: ignore[arg-type]
+    assert OverlapConfig(dump="").dump is None
