@@ -36,7 +36,7 @@ def _header(report: OverlapReport) -> list[str]:
         words.headline(report),
     ]
     if report.mode == "report":
-        lines.append("mode report: the graph was left as it was; the outcomes below are what mode on would do")
+        lines.append("mode report: the graph was left as it was; the plan below is what mode on would run")
     if report.plan_hash:
         lines.append(f"plan {report.plan_hash} (equal on every rank)")
     return lines
@@ -83,7 +83,7 @@ def _plans(groups: Sequence[SiteGroup]) -> list[str]:
     for members in alike.values():
         decision = members[0].decision
         lines += [member.module for member in members]
-        lines.append(f"  {words.collective(members[0].facts.collective)}; decided by: {decision.source}")
+        lines.append(f"  {words.collective(members[0].facts.collective)}; decided by: {words.SOURCES.get(decision.source, decision.source)}")
         rows = [
             (
                 f"  tokens {words.tokens(piece)}",

@@ -94,9 +94,10 @@ def common_names(names: Sequence[str]) -> list[tuple[str, list[int]]]:
     for text, members in by_template.items():
         for block in _full_blocks(members):
             columns = zip(*(numbers for numbers, _ in block), strict=True)
-            shown = [ranges(column) for column in columns]
-            filled = iter(s if s.isdigit() else f"{{{s}}}" for s in shown)
-            found.append((re.sub(r"\{\}", lambda _: next(filled), text), [position for _, position in block]))
+            name = text
+            for shown in map(ranges, columns):
+                name = name.replace("{}", shown if shown.isdigit() else f"{{{shown}}}", 1)
+            found.append((name, [position for _, position in block]))
     return sorted(found, key=lambda item: item[1][0])
 
 

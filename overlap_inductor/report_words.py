@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from overlap_inductor.config import PATTERNS
 from overlap_inductor.report import OverlapReport
 from overlap_inductor.schedule import Decision
 from overlap_inductor.schedule import PlanPiece
@@ -20,6 +21,13 @@ STATUS_MEANING = {
     "kept": "could be overlapped, and stays as it was: estimated to be no faster, or asked for",
     "refused": "stays as it was: overlapping it is not supported, or was not shown to keep the result",
     "failed": "stays as it was: the rewrite gave an error and the original was put back",
+}
+
+SOURCES = {
+    "analytic": "estimate from the shipped machine profile",
+    "profile": "estimate from the measured machine profile",
+    "measured": "measurement",
+    "forced": "forced by the configuration",
 }
 
 _SHORT_TYPES = {
@@ -76,25 +84,25 @@ def collective(value: Collective) -> str:
 
 
 def schedule(piece: PlanPiece) -> str:
-    """``ring/p2p S=4``."""
-    name = f"{piece.schedule}/{piece.transport}" if piece.transport else piece.schedule
-    shown = [name]
+    """``ring/p2p S=4``, ``ring/p2p S=4 bidirectional``."""
+    shown = [f"{piece.schedule}/{piece.transport}" if piece.transport else piece.schedule]
     if "sub_chunks" in piece.parameters:
         shown.append(f"S={piece.parameters['sub_chunks']}")
-    if piece.parameters.get("direction") == "bidirectional":
+    if piece.parameters.get("route") == "bidirectional":
         shown.append("bidirectional")
     return " ".join(shown)
 
 
 def outcome(decision: Decision) -> str:
-    """``overlapped: ring/p2p S=4``, ``kept: cost``, ``overlapped: ring/p2p S=4 (tokens >= 513)``."""
-    if decision.status != "overlapped":
-        codes = ", ".join(dict.fromkeys(r.code for r in decision.reasons))
-        return f"{decision.status}: {codes}" if codes else decision.status
+    """``overlapped: ring/p2p S=4``, ``kept: too_small``, ``overlapped: ring/p2p S=4 (tokens >= 513)``."""
     moving = [piece for piece in decision.plan if piece.schedule != "keep"]
     several = len(decision.plan) > 1
-    shown = [schedule(piece) + (f" (tokens {tokens(piece)})" if several else "") for piece in moving]
-    return "overlapped: " + "; ".join(shown) if shown else "overlapped"
+    plan = "; ".join(schedule(piece) + (f" (tokens {tokens(piece)})" if several else "") for piece in moving)
+    codes = list(dict.fromkeys(r.code for r in decision.reasons))
+    if "report_mode" in codes and plan:
+        return f"{decision.status}: report_mode, would be {plan}"
+    shown = plan if decision.status == "overlapped" else ", ".join(codes)
+    return f"{decision.status}: {shown}" if shown else decision.status
 
 
 def tokens(piece: PlanPiece) -> str:
@@ -114,14 +122,20 @@ def microseconds(value: float) -> str:
     return f"{value:.1f} us" if value < 100 else f"{value:.0f} us"
 
 
+PARTS = ("matmul", "collective")
+"""Keys of ``estimate_us`` that are parts of ``keep`` and no schedules."""
+
+
 def estimates(piece: PlanPiece) -> str:
-    """``keep 1.20 ms, ring 900 us``, cheapest first; empty where nothing was estimated."""
+    """``ring 902 us, keep 1342 us (matmul 644 us, collective 698 us)``, cheapest first; empty where nothing was estimated."""
     ordered = sorted(piece.estimate_us.items(), key=lambda item: (item[1], item[0]))
-    return ", ".join(f"{name} {microseconds(value)}" for name, value in ordered)
+    schedules = ", ".join(f"{name} {microseconds(value)}" for name, value in ordered if name not in PARTS)
+    parts = ", ".join(f"{name} {microseconds(piece.estimate_us[name])}" for name in PARTS if name in piece.estimate_us)
+    return f"{schedules} ({parts})" if parts else schedules
 
 
 def parameters(piece: PlanPiece) -> str:
-    """``sub_chunks=4 direction=unidirectional``."""
+    """``route=owner sub_chunks=4 unrolled=True``."""
     return " ".join(f"{name}={value}" for name, value in sorted(piece.parameters.items()))
 
 
@@ -145,7 +159,7 @@ def switches(report: OverlapReport) -> list[tuple[str, str, str]]:
         "transport": _tally(p.transport for p in _moving_pieces(report) if p.transport),
         "patterns": _tally(s.facts.pattern for s in report.sites if s.decision.status == "overlapped"),
         "sub_chunks": _tally(p.parameters["sub_chunks"] for p in _moving_pieces(report) if "sub_chunks" in p.parameters),
-        "ring_direction": _tally(p.parameters["direction"] for p in _moving_pieces(report) if "direction" in p.parameters),
+        "ring_direction": _tally(_direction(p.parameters["route"]) for p in _moving_pieces(report) if "route" in p.parameters),
     }
     rows = []
     for name, requested in report.config.items():
@@ -157,6 +171,11 @@ def switches(report: OverlapReport) -> list[tuple[str, str, str]]:
 def _main_schedule(decision: Decision) -> str:
     names = [p.schedule for p in decision.plan if p.schedule != "keep"] if decision.status == "overlapped" else []
     return "/".join(dict.fromkeys(names)) or "keep"
+
+
+def _direction(route: str) -> str:
+    """How a route's pieces travel; only a gather's ring has the choice that the switch gives."""
+    return {"ring": "unidirectional", "owner": "straight to the owner", "broadcast": "straight to all"}.get(route, route)
 
 
 def _moving_pieces(report: OverlapReport) -> list[PlanPiece]:
@@ -173,5 +192,7 @@ def _tally(values: Iterable[Any]) -> str:
 
 def _plain(value: Any) -> str:
     if isinstance(value, list | tuple):
+        if sorted(value) == sorted(PATTERNS):
+            return f"all {len(PATTERNS)}"
         return ", ".join(str(v) for v in value) or "none"
     return "not set" if value is None else str(value)

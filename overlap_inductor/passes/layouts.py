@@ -124,14 +124,16 @@ class Layout:
             raise LayoutError(f"a reshape to {list(shape)} leaves elements over")
         return Layout(tuple(dims))
 
-    def move_rank(self, source: int, target: int) -> Layout:
-        """``cat(split(x, dim=source), dim=target)``: the rank atom leads ``source`` and then leads ``target``."""
+    def move_rank(self, source: int, target: int, size: Size | None = None) -> Layout:
+        """``cat(split(x, dim=source), dim=target)``: the rank atom leads ``source`` and then leads ``target``, whose full size is
+        ``size`` (needed where symbols do not show that the world size divides it)."""
         dims = [list(d) for d in self.refined().dims]
         if not dims[source] or not dims[source][0].rank:
             raise LayoutError("the pieces that are concatenated are not the ranks' shards")
         rank = dims[source].pop(0)
-        if rank.total is not None and source != target:
-            rank = Atom(rank.size, rank=True)
+        if source != target:
+            hidden = size is not None and not same_size(product([Atom(rank.size), *dims[target]]), size)
+            rank = Atom(rank.size, rank=True, total=size if hidden else None)
         dims[target].insert(0, rank)
         return Layout(tuple(tuple(d) for d in dims))
 

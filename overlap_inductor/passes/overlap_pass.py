@@ -156,6 +156,24 @@ def readable(graph: fx.Graph) -> str:
     lines = []
     for node in graph.nodes:
         value = node.meta.get("val")
-        shape = f"  # {str(value.dtype).removeprefix('torch.')}{[str(s) if not isinstance(s, int) else s for s in value.shape]}" if isinstance(value, torch.Tensor) else ""
-        lines.append(f"{node.format_node() or node.name}{shape}".replace("torch.ops.", ""))
+        kind = ""
+        if isinstance(value, torch.Tensor):
+            kind = f": {str(value.dtype).removeprefix('torch.')}[{', '.join(str(s) for s in value.shape)}]"
+        target = str(node.target).removeprefix("torch.ops.")
+        arguments = ", ".join([*(_argument(a) for a in node.args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())])
+        if node.op == "placeholder":
+            lines.append(f"{node.name}{kind} = input")
+        elif node.op == "output":
+            lines.append(f"return {arguments}")
+        else:
+            lines.append(f"{node.name}{kind} = {target}({arguments})")
     return "\n".join(lines) + "\n"
+
+
+def _argument(value: object) -> str:
+    """One argument; the plan that ``agree`` carries is shortened to its digest."""
+    if isinstance(value, str):
+        return f"plan {json.loads(value)['plan']}" if value.startswith('{"config"') else repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_argument(v) for v in value)}]"
+    return str(value)

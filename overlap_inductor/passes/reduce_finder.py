@@ -90,7 +90,7 @@ class _Tracer:
                 rank_first = layout.refined().dims[0]
                 if not rank_first or not rank_first[0].rank:
                     raise LayoutError("a cat of slices that is not the scatter's own")
-                self._through(node, source, layout.move_rank(0, dim) if dim else layout, pending)
+                self._through(node, source, layout.move_rank(0, dim, tools.shape(source)[dim]) if dim else layout, pending)
             elif node.target is aten.cat.default and isinstance(found, Reason):
                 self.obstacle = found
             elif tools.is_reshape(node):

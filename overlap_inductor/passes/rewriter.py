@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import getitem
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.passes.site_nodes import ReduceNodes
 from overlap_inductor.passes.steps import StepEmitter
+from overlap_inductor.torch_compat.lowering import register_lowerings
 from overlap_inductor.torch_compat.ordering import preserve_order
 
 overlap = torch.ops.overlap_inductor
-getitem = __import__("operator").getitem
 _STACK = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
 
@@ -33,9 +34,7 @@ class Rewriter:
 
     def apply(self, sites: list[OverlapSite]) -> None:
         """Rewrite ``sites`` (all decided as overlapped), chain what communicates, drop what is dead."""
-        import overlap_inductor.lowerings.looping  # noqa: F401  (defines the looping ops)
-        import overlap_inductor.lowerings.ops  # noqa: F401
-
+        register_lowerings()
         for site in sites:
             self._site(site)
         self._chain_kept_collectives()
@@ -72,6 +71,11 @@ class Rewriter:
             if [str(s) for s in tools.shape(old)] != [str(s) for s in tools.shape(new)] or tools.dtype(old) != tools.dtype(new):
                 raise RuntimeError(f"{old.name} {tools.shape(old)} {tools.dtype(old)} would become {tools.shape(new)} {tools.dtype(new)}")
             old.replace_all_uses_with(new)
+        for collective in collectives:
+            # A wait counts as having effects, so it would outlive its collective.
+            for node in (collective.wait, collective.node):
+                if not node.users:
+                    self.graph.erase_node(node)
         self.emitted.setdefault(group.group_name, []).extend(emit.emitted)
 
     def _unrolled(self, emit: StepEmitter, site: OverlapSite, parameters: dict[str, Any]) -> dict[fx.Node, fx.Node]:

@@ -96,6 +96,8 @@ class _Consumer:
         slicers: dict[str, matmuls.Slicer] = {}
         if cross_length is not None and cross_role is not None:
             slicers[cross_role] = lambda x, dim: emit.narrow(x, dim, cross_start, cross_length)
+            if cross_role == "B":
+                other = emit.narrow(other, 0, cross_start, cross_length)
         if role != "K":
             slicers[role] = lambda x, dim: emit.take_sharded(x, dim, sharded, shift, block)
         else:

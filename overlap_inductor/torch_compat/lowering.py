@@ -46,6 +46,11 @@ class GroupRank(ir.ExternKernel):
         wrapper.writeline(f"{self.get_name()} = None")
 
 
+def _expression(size: Any) -> Any:
+    """A size as Inductor's layouts want it: a sympy expression or an int."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
 def _rank_symbol(group_name: str) -> sympy.Symbol:
     """One symbol a group and graph, range-checked to ``[0, world_size)``."""
     known = V.graph.__dict__.setdefault("_overlap_inductor_ranks", {})
@@ -77,6 +82,7 @@ def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any
 
 def _take(x: Any, dim: int, shift: int, chunk: Any, start: Any, length: Any, group_name: str) -> Any:
     x.realize()
+    chunk, start, length = map(_expression, (chunk, start, length))
     sizes = list(x.get_size())
     if not ir.is_storage_and_layout(x):
         x = ir.ExternKernel.copy_input(x)
@@ -115,6 +121,7 @@ def _assemble(
     starts: Sequence[Any],
     group_name: str,
 ) -> Any:
+    shape, starts, chunk = [*map(_expression, shape)], [*map(_expression, starts)], _expression(chunk)
     rank_count = len(shape)
     layout = ir.FixedLayout(
         pieces[0].get_device(),
@@ -138,7 +145,8 @@ def _assemble(
 
 def register_lowerings() -> None:
     """Register the lowerings with Inductor; harmless when called again."""
-    from overlap_inductor.lowerings import ops as _ops  # noqa: F401  (defines the ops)
+    import overlap_inductor.lowerings.looping
+    import overlap_inductor.lowerings.ops  # noqa: F401  (both define ops)
 
     ops = torch.ops.overlap_inductor
     for op, function in ((ops.take.default, _take), (ops.assemble.default, _assemble)):

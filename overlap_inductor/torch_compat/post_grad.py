@@ -42,7 +42,7 @@ def zeros_like_outputs(gm: torch.fx.GraphModule) -> Callable[[list[Any]], list[A
             return size
         value = size.node.expr.xreplace(known)
         # A size that only the run would tell (nonzero, ...): any will do where nothing is computed.
-        return int(value) if not value.free_symbols else 1
+        return 1 if getattr(value, "free_symbols", None) else int(value)
 
     def run(args: list[Any]) -> list[Any]:
         known: dict[Any, Any] = {}

@@ -1,0 +1,88 @@
+"""Reports built by hand for the tests of everything that shows one: small, large, and awkward."""
+
+from __future__ import annotations
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report import NearMiss
+from overlap_inductor.report import OverlapReport
+from overlap_inductor.report import SiteReport
+from overlap_inductor.schedule import Decision
+from overlap_inductor.schedule import PlanPiece
+from overlap_inductor.schedule import Reason
+from overlap_inductor.site import Collective
+from overlap_inductor.site import Matmul
+from overlap_inductor.site import SiteFacts
+
+BEFORE = """\
+%arg0 : [num_users=1] = placeholder[target=arg0]  # bfloat16['s0', 3584]
+%arg1 : [num_users=1] = placeholder[target=arg1]  # bfloat16[3584, 8192]
+%mm : [num_users=1] = call_function[target=aten.mm.default](args = (%arg0, %arg1), kwargs = {})
+%all_reduce : [num_users=1] = call_function[target=_c10d_functional.all_reduce.default](args = (%mm, sum, 0), kwargs = {})
+%wait : [num_users=1] = call_function[target=_c10d_functional.wait_tensor.default](args = (%all_reduce,), kwargs = {})
+return (wait,)
+"""
+AFTER = """\
+%arg0 : [num_users=2] = placeholder[target=arg0]  # bfloat16['s0', 3584]
+%arg1 : [num_users=1] = placeholder[target=arg1]  # bfloat16[3584, 8192]
+%loop : [num_users=1] = call_function[target=overlap_inductor.loop.default](args = (%arg0, %arg1, mmar-lm_head), kwargs = {})
+return (loop,)
+"""
+ALL_REDUCE = Collective("all_reduce", tuple(range(8)), "0", "bfloat16", "tp", None, None, "sum", "16384*s0")
+ALL_GATHER = Collective("all_gather_into_tensor", (0, 1), "1", "float32", None, 1, "M", None, 4 << 20)
+ESTIMATE = {"keep": 1342.0, "ring": 901.5, "matmul": 644.0, "collective": 698.0}
+RING = PlanPiece("ring", "p2p", (512, None), {"sub_chunks": 4, "route": "owner", "unrolled": False, "min_rows": 512}, ESTIMATE)
+KEEP = PlanPiece("keep", None, (0, 511))
+CHEAP = PlanPiece("keep", None, (0, None), {}, {"keep": 95.0, "ring": 140.25, "matmul": 60.0, "collective": 35.0})
+
+
+def site(module: str, decision: Decision, k: int = 3584, identity: str = "") -> SiteReport:
+    matmul = Matmul("mm", "s0", 8192, k, "bfloat16", role="M")
+    facts = SiteFacts(identity or f"mmar-{module}", "matmul_all_reduce", module, ALL_REDUCE, (matmul,))
+    return SiteReport(facts, decision)
+
+
+def overlapped() -> Decision:
+    return Decision("overlapped", "analytic", [KEEP, RING])
+
+
+def refused(module: str) -> Decision:
+    text = f"{module}: the matmul's result has 2 users, expected only the collective"
+    return Decision("refused", "analytic", [], [Reason("result_used_elsewhere", text)])
+
+
+def empty(**fields: object) -> OverlapReport:
+    values: dict[str, object] = {"graph": "0_0", "phase": "inference", "mode": "on", "world_size": 8}
+    config = dict(OverlapConfig().cache_key())
+    return OverlapReport(overlap_inductor="0.1.0", torch="2.13.0", config=config, **{**values, **fields})  # type: ignore[arg-type]
+
+
+def llama(layers: int) -> OverlapReport:
+    """``layers`` decoder layers of two sites each, the head refused, and one near miss in every layer."""
+    report = empty(before=BEFORE, after=AFTER, plan_hash="5ad3c0de")
+    for layer in range(layers):
+        report.sites.append(site(f"layers.{layer}.self_attn.o_proj", overlapped(), 1024))
+        report.sites.append(site(f"layers.{layer}.mlp.down_proj", overlapped()))
+        reason = Reason("op_between", f"aten.relu stands between mm_{layer} and the collective and does not commute with it")
+        report.near_misses.append(NearMiss(ALL_GATHER, reason, f"layers.{layer}.norm"))
+    report.sites.append(site("lm_head", refused("lm_head")))
+    report.notices.append("micro_pipeline_tp is on and ran first: the sites that it took are not listed here")
+    return report
+
+
+def block() -> OverlapReport:
+    """One block compiled by itself: no layer number, two matmuls at one gather, sizes as ints, a kept site."""
+    matmul = Matmul("mm", 2048, 3584, 8192, "float32", role="M")
+    gather = SiteFacts("agmm-1", "all_gather_matmul", "feed_forward.w1", ALL_GATHER, (matmul, matmul))
+    cost = Reason("too_small", "estimated 140 us as a ring against 95 us as it is (matmul 60, collective 35)")
+    report = empty(graph="1_0", phase="forward", world_size=2, before=BEFORE, after=BEFORE)
+    report.sites.append(SiteReport(gather, Decision("kept", "analytic", [CHEAP], [cost])))
+    return report
+
+
+def hostile() -> OverlapReport:
+    """Every free text holds markup; a page must show it, never run it."""
+    markup = "</script><script>alert('x')</script><img src=https://example.invalid/a.png>"
+    report = empty(graph="2_0", before=BEFORE + f"# {markup}\n", after=AFTER, notices=[markup])
+    report.sites.append(site(f"layers.0.{markup}", refused(markup), identity=markup))
+    report.near_misses.append(NearMiss(ALL_GATHER, Reason(markup, markup), markup))
+    return report
