@@ -53,10 +53,13 @@ def render_diff(before: str, after: str, anchors: Mapping[str, str]) -> str:
         head = f"{removed} lines removed, {added} added, {len(lines) - removed - added} unchanged and folded."
     open_anchors = dict(anchors)
     blocks = "".join(_block(block, open_anchors) for block in _fold(lines))
-    buttons = '<button type="button" data-step="-1">previous change</button> <button type="button" data-step="1">next change</button>'
+    buttons = (
+        '<p class="script-only"><button type="button" data-step="-1">previous change</button>'
+        '<button type="button" data-step="1">next change</button></p>'
+    )
     return (
         f'<p class="quiet">{head} Lines differing only in a count of users are not marked.</p>'
-        f'<p class="script-only">{buttons}</p><div class="diff" tabindex="0">{blocks}</div>'
+        f'{buttons if removed or added else ""}<div class="diff" tabindex="0">{blocks}</div>'
     )
 
 

@@ -51,12 +51,12 @@ button:hover { border-color: var(--accent); }
 .detail { padding: 4px 29px 18px; }
 .detail h3 { font-size: 13px; margin: 14px 0 4px; color: var(--quiet); font-weight: 600; }
 .chip { color: var(--tone); border: 1px solid var(--tone); border-radius: 10px; padding: 0 8px; font-size: 12px; white-space: nowrap; }
-.members { columns: 360px; padding: 0; margin: 0; list-style: none; max-height: 320px; overflow-y: auto; }
+.members { columns: 360px; padding: 0; margin: 0; list-style: none; }
 .members li { break-inside: avoid; overflow-wrap: anywhere; }
 table { border-collapse: collapse; }
 td, th { text-align: left; padding: 4px 18px 4px 0; vertical-align: baseline; font-weight: normal; overflow-wrap: anywhere; }
 th { color: var(--quiet); }
-.card table { margin: 8px 14px; }
+.card > table { margin: 8px 14px; }
 .bars { display: grid; grid-template-columns: max-content minmax(60px, 320px) max-content; gap: 2px 12px; align-items: center; }
 .bars i { display: block; height: 10px; border-radius: 3px; background: var(--wait); }
 .bars i.best { background: var(--good); }
@@ -69,6 +69,7 @@ svg { width: 100%; height: auto; display: block; }
 svg text { fill: var(--quiet); font-size: 13px; }
 svg text.head { fill: var(--ink); }
 svg .lane { fill: var(--lane); } svg .matmul { fill: var(--matmul); } svg .transfer { fill: var(--transfer); }
+svg .saved { fill: none; stroke: var(--good); stroke-dasharray: 4 4; }
 .diff { background: var(--card); border: 1px solid var(--line); border-radius: 8px; overflow: auto; max-height: 82vh; }
 .diff > * { min-width: max-content; }
 .l { display: block; text-decoration: none; white-space: pre; padding-right: 14px; }
@@ -80,7 +81,7 @@ del.l { background: var(--del); } del.l code::before { content: "- "; color: var
 .l:target, .l.here { outline: 2px solid var(--accent); outline-offset: -2px; }
 .diff summary { cursor: pointer; color: var(--quiet); background: var(--lane); padding: 2px 14px; }
 .script-only, .hidden { display: none; }
-.scripted .script-only { display: flex; }
+.scripted .script-only { display: flex; gap: 8px; }
 """
 
 SCRIPT = """

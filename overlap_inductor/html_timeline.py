@@ -14,7 +14,7 @@ from overlap_inductor.report import SiteReport
 from overlap_inductor.schedule import PlanPiece
 
 MOST_STEPS = 64
-_WIDTH, _LEFT, _LANE, _GAP = 900, 150, 26, 6
+_WIDTH, _LEFT, _LANE, _GAP = 1240, 90, 26, 6
 
 
 @dataclass(frozen=True)
@@ -126,23 +126,26 @@ def render_sketch(module: str, site: SiteReport, piece: PlanPiece) -> str:
     rows, top = [], 0
     for title, bars in (("one after the other", drawing.serial), ("overlapped", drawing.overlapped)):
         end = max(bar.end for bar in bars)
-        shown = f", {words.microseconds(end)}" if drawing.estimated else ""
-        rows.append(f'<text class="head" x="0" y="{top + 14}">{escape(title + shown)}</text>')
+        rows.append(f'<text class="head" x="0" y="{top + 14}">{title}</text>')
         top += 22
+        begin = top
         for lane in ("matmul", "transfer"):
             rows.append(f'<text x="0" y="{top + 17}">{lane}</text>')
-            rows.append(f'<rect class="lane" x="{_LEFT}" y="{top}" width="{_WIDTH - _LEFT}" height="{_LANE}"/>')
+            rows.append(f'<rect class="lane" x="{_LEFT}" y="{top}" width="{_WIDTH - _LEFT - 8}" height="{_LANE}"/>')
             rows += [_rect(bar, top, scale, drawing.estimated) for bar in bars if bar.lane == lane]
             top += _LANE + _GAP
+        if end < drawing.length:
+            x, height = _LEFT + end * scale, 2 * _LANE + _GAP
+            rows.append(f'<rect class="saved" x="{x:.2f}" y="{begin}" width="{(drawing.length - end) * scale:.2f}" height="{height}"/>')
         top += 10
-    notes = ["Sketch, from estimates: one rank, fixed costs of a step not drawn."]
+    notes = ["Sketch, from estimates: one rank; the fixed costs of the steps are not drawn."]
     if not drawing.estimated:
         notes.append("Nothing was estimated for this site: matmul and collective are drawn equally long.")
     if drawing.merged_steps:
         notes.append("Drawn with fewer and longer steps than the plan has.")
     title = f"{site.facts.pattern}: {module}, {words.schedule(piece)}"
     if estimated := words.estimates(piece):
-        notes.append(f"The plan's own estimate: {estimated}.")
+        notes.append(f"The plan's estimate, fixed costs included: {estimated}.")
     return (
         f'<figure><figcaption><b>{escape(title)}</b><br><span class="quiet">{escape(" ".join(notes))}</span></figcaption>'
         f'<svg viewBox="0 0 {_WIDTH} {top}" role="img" aria-label="{escape("timeline sketch of " + title)}">{"".join(rows)}</svg></figure>'

@@ -54,7 +54,8 @@ def _head(report: OverlapReport) -> str:
     lines = [f"overlap_inductor {report.overlap_inductor}", f"torch {report.torch}", f"world size {report.world_size}", f"mode {report.mode}"]
     if report.plan_hash:
         lines.append(f"plan {report.plan_hash}")
-    return f'<h1>Graph {escape(report.graph)}, {escape(report.phase)}</h1><div class="quiet">{escape(" \u00b7 ".join(lines))}</div>'
+    facts = escape(" \u00b7 ".join(lines))
+    return f'<h1>Graph {escape(report.graph)}, {escape(report.phase)}</h1><div class="quiet">{facts}</div>'
 
 
 def _tiles(report: OverlapReport) -> str:
