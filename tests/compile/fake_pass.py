@@ -6,12 +6,19 @@ finds is other tests' business.
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 
+import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 
 import overlap_inductor
+from overlap_inductor import reporting
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report import OverlapReport
 from overlap_inductor.report import SiteReport
@@ -76,3 +83,43 @@ def put_in_place() -> None:
     module = substitute()
     sys.modules[MODULE] = module
     overlap_inductor.passes.overlap_pass = module  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The fake as the pass, everything switched off before and after, no cache, nothing known yet."""
+    import overlap_inductor.passes
+
+    monkeypatch.setitem(sys.modules, MODULE, substitute())
+    monkeypatch.setattr(overlap_inductor.passes, "overlap_pass", sys.modules[MODULE], raising=False)
+    monkeypatch.setitem(STATUS, "status", "overlapped")
+    for name in [n for n in os.environ if n.startswith("OVERLAP_INDUCTOR")]:
+        monkeypatch.delenv(name)
+    overlap_inductor.disable()
+    start_again()
+    with functorch_config.patch(enable_autograd_cache=False), inductor_config.patch(fx_graph_cache=False):
+        yield
+    overlap_inductor.disable()
+    start_again()
+
+
+def start_again() -> None:
+    """As in a new process: nothing compiled, counted or reported (what is switched on stays)."""
+    torch.compiler.reset()
+    counters.clear()
+    calls.clear()
+    refusals.clear()
+    reporting.forget_reports()
+
+
+def count() -> dict[str, int]:
+    return dict(counters["overlap_inductor"])
+
+
+def chain(error: BaseException | None) -> str:
+    """The messages of an exception and of all that led to it (Dynamo wraps what a backend raises)."""
+    text = ""
+    while error is not None:
+        text += f"{type(error).__name__}: {error}\n"
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return text

@@ -1,0 +1,439 @@
+"""Switching on and off: the pass runs in every graph it should, in no other, once, beside what others put there."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+from torch._inductor import compile_fx
+from torch._inductor import config as inductor_config
+from torch._inductor import custom_graph_pass
+from torch._inductor.output_code import CompiledFxGraph
+
+import overlap_inductor
+from overlap_inductor import reporting
+from overlap_inductor.backend import overlap_inductor as backend
+from overlap_inductor.torch_compat import hooks
+from overlap_inductor.torch_compat import pass_slot
+from tests.compile import fake_pass
+from tests.compile.fake_pass import calls
+from tests.compile.fake_pass import chain
+from tests.compile.fake_pass import count
+from tests.compile.fake_pass import fake as fake
+
+pytestmark = pytest.mark.usefixtures("fake")
+TAKES_LIST = pass_slot.TAKES_LIST
+
+
+def slot() -> Any:
+    return inductor_config.post_grad_custom_post_pass
+
+
+def set_slot(value: Any) -> None:
+    inductor_config.post_grad_custom_post_pass = value
+
+
+@pytest.fixture(autouse=True)
+def empty_slot() -> Any:
+    yield
+    set_slot(None)
+
+
+class UserPass(custom_graph_pass.CustomGraphPass):
+    """Somebody else's pass; notes how many runs of ours there have been before it."""
+
+    def __init__(self) -> None:
+        self.ours_before: list[int] = []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.ours_before.append(len(calls))
+
+    def uuid(self) -> str:
+        return "UserPass"
+
+
+def inference(**options: Any) -> None:
+    torch.compiler.reset()
+    torch.compile(lambda x: x @ x, **options)(torch.ones(2, 2))
+
+
+def training() -> torch.Tensor:
+    """A forward; its backward is compiled by ``.backward()`` of what this returns."""
+    weight = torch.ones(2, 2, requires_grad=True)
+    return torch.compile(lambda x: x @ weight @ weight)(torch.ones(2, 2)).sum()
+
+
+def ours_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Without the lines of other loggers (other tests of a session may have set PyTorch's to be verbose)."""
+    return [r for r in caplog.records if r.name == "overlap_inductor"]
+
+
+def phases() -> list[str | None]:
+    return [phase for _, _, phase in calls]
+
+
+def schedules() -> list[str]:
+    return [config.schedule for config, _, _ in calls]
+
+
+def test_enabled_pass_runs_in_forward_backward_and_inference() -> None:
+    overlap_inductor.enable(schedule="ring")
+    training().backward()
+    inference()
+    assert phases() == ["forward", "backward", "inference"]
+    assert [is_inference for _, is_inference, _ in calls] == [False, False, True]
+    assert schedules() == ["ring"] * 3
+    assert [r.phase for r in reporting.all_reports()] == ["forward", "backward", "inference"]
+    assert reporting.last_report() is reporting.all_reports()[-1]
+    number = sum(len(r.sites) for r in reporting.all_reports())
+    assert number > 3
+    assert count() == {"sites_found": number, "sites_overlapped": number, "schedule.ring": number}
+
+
+def functions() -> list[Any]:
+    owners = [(compile_fx, "_compile_fx_inner"), (compile_fx, "fx_codegen_and_compile")]
+    return [vars(o)[n] for o, n in [*owners, (CompiledFxGraph, "post_compile"), (AOTAutogradCache, "try_load")]]
+
+
+def test_disable_leaves_nothing_behind() -> None:
+    before = functions()
+    overlap_inductor.enable()
+    assert all(new is not old for new, old in zip(functions(), before, strict=True))
+    overlap_inductor.disable()
+    assert functions() == before
+    assert slot() is None
+    assert inductor_config._config["post_grad_custom_post_pass"].default is None
+    inference()
+    assert calls == [] and count() == {}
+
+
+@pytest.mark.parametrize("switch_off", [lambda: overlap_inductor.enable(mode="off"), lambda: None])
+def test_off_puts_nothing_in(switch_off: Callable[[], None]) -> None:
+    before = functions()
+    switch_off()
+    assert functions() == before and slot() is None
+    inference()
+    assert calls == []
+
+
+def test_the_environment_can_switch_off_an_enable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERLAP_INDUCTOR", "0")
+    overlap_inductor.enable()
+    inference()
+    assert calls == []
+
+
+def test_second_enable_replaces_the_first() -> None:
+    overlap_inductor.enable(schedule="ring")
+    overlap_inductor.enable(schedule="keep")
+    inference()
+    assert schedules() == ["keep"]
+    overlap_inductor.enable(mode="off")
+    inference()
+    assert schedules() == ["keep"] and slot() is None
+
+
+def test_a_bad_field_leaves_the_old_state() -> None:
+    overlap_inductor.enable(schedule="ring")
+    with pytest.raises(overlap_inductor.errors.ConfigError, match="OVERLAP_INDUCTOR_SCHEDULE='rings'"):
+        overlap_inductor.enable(schedule="rings")
+    inference()
+    assert schedules() == ["ring"]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_composes_with_a_pass_that_was_there_before(plain: bool) -> None:
+    user = UserPass()
+    theirs = user.__call__ if plain else user
+    set_slot(theirs)
+    overlap_inductor.enable()
+    inference()
+    assert user.ours_before == [0] and len(calls) == 1
+    overlap_inductor.disable()
+    assert slot() is theirs
+
+
+@pytest.mark.skipif(not TAKES_LIST, reason="the slot holds lists from torch 2.13")
+@pytest.mark.parametrize("make", [list, tuple])
+def test_composes_with_a_list_and_gives_the_same_one_back(make: Callable[..., Any]) -> None:
+    user = UserPass()
+    theirs = make([user])
+    set_slot(theirs)
+    overlap_inductor.enable()
+    assert theirs == make([user]), "the user's own list must not change"
+    assert type(slot()) is make
+    inference()
+    assert user.ours_before == [0] and len(calls) == 1
+    overlap_inductor.disable()
+    assert slot() is theirs
+
+
+@pytest.mark.skipif(not TAKES_LIST, reason="the slot holds lists from torch 2.13")
+def test_a_pass_appended_after_us_stays_after_we_go() -> None:
+    user = UserPass()
+    overlap_inductor.enable()
+    set_slot([slot(), user])
+    inference()
+    assert user.ours_before == [1] and len(calls) == 1
+    overlap_inductor.disable()
+    assert pass_slot.members(slot()) == (user,)
+
+
+def test_somebody_who_chains_us_calls_us_and_we_fall_silent_on_disable() -> None:
+    user = UserPass()
+    overlap_inductor.enable()
+    ours = slot()
+
+    def both(graph: torch.fx.Graph) -> None:
+        ours(graph)
+        user(graph)
+
+    set_slot(both)
+    inference()
+    assert user.ours_before == [1] and len(calls) == 1
+    overlap_inductor.disable()
+    inference()
+    assert user.ours_before == [1, 1] and len(calls) == 1
+
+
+@pytest.mark.skipif(TAKES_LIST, reason="torch 2.13 and later take a list")
+def test_a_chain_is_cacheable_only_if_each_of_it_is() -> None:
+    user = UserPass()
+    set_slot(user)
+    overlap_inductor.enable()
+    first = slot().uuid()
+    assert "UserPass" in first
+    overlap_inductor.enable(sub_chunks=7)
+    assert slot().uuid() != first
+    overlap_inductor.disable()
+    set_slot(lambda graph: None)
+    overlap_inductor.enable()
+    assert slot().uuid() is None
+
+
+def test_replaced_slot_is_noticed_once_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    overlap_inductor.enable()
+    set_slot(UserPass())
+    with caplog.at_level(logging.WARNING, "overlap_inductor"):
+        inference()
+        inference()
+    (record,) = ours_of(caplog)
+    assert "UserPass (module tests.compile.test_install)" in record.getMessage()
+    assert calls == []
+
+
+def test_replaced_by_an_option_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    overlap_inductor.enable()
+    with caplog.at_level(logging.WARNING, "overlap_inductor"):
+        inference(options={"post_grad_custom_post_pass": UserPass()})
+    assert "now holds UserPass" in caplog.text
+
+
+def test_no_warning_where_the_pass_ran(caplog: pytest.LogCaptureFixture) -> None:
+    overlap_inductor.enable(mode="report")
+    with caplog.at_level(logging.WARNING, "overlap_inductor"):
+        training().backward()
+    assert ours_of(caplog) == [] and len(calls) == 2
+
+
+def test_installed_twice_runs_once_a_graph() -> None:
+    """By enable() and by the backend; and in the slot itself, and inside somebody's chain."""
+    overlap_inductor.enable()
+    torch.compile(lambda x: x @ x, backend=backend)(torch.ones(2, 2))
+    assert len(calls) == 1
+    ours = slot()
+
+    def twice(graph: torch.fx.Graph) -> None:
+        ours(graph)
+        ours(graph)
+
+    set_slot(twice)
+    inference()
+    assert len(calls) == 2
+    assert count()["sites_found"] == 2
+
+
+def test_overlap_block_and_what_is_outside() -> None:
+    with overlap_inductor.overlap(schedule="ring") as config:
+        assert config.schedule == "ring"
+        inference()
+    assert slot() is None
+    inference()
+    assert schedules() == ["ring"]
+
+
+def test_backward_after_the_block_follows_its_forward() -> None:
+    """The backward is compiled by its first run; by then the block, and its configuration, are gone."""
+    with overlap_inductor.overlap(schedule="ring"):
+        loss = training()
+    loss.backward()
+    assert phases() == ["forward", "backward"]
+    assert schedules() == ["ring", "ring"]
+
+
+def test_backward_follows_its_forward_and_not_the_block_it_runs_in() -> None:
+    overlap_inductor.enable(schedule="ring")
+    loss = training()
+    with overlap_inductor.overlap(schedule="keep"):
+        loss.backward()
+    assert schedules() == ["ring", "ring"]
+
+
+def test_backward_of_a_forward_without_us_stays_without_us(caplog: pytest.LogCaptureFixture) -> None:
+    overlap_inductor.enable()
+    with overlap_inductor.overlap(mode="off"):
+        loss = training()
+    loss.backward()
+    assert calls == [] and ours_of(caplog) == []
+
+
+def test_backward_on_another_thread_follows_its_forward() -> None:
+    """The autograd engine runs CUDA backwards on a thread of its own, where assigned configuration is not seen."""
+    with overlap_inductor.overlap(schedule="ring"):
+        loss = training()
+    in_thread(loss.backward)
+    assert schedules() == ["ring", "ring"]
+
+
+def in_thread(work: Callable[[], Any]) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_enable_holds_in_other_threads_and_overlap_does_not() -> None:
+    overlap_inductor.enable(schedule="ring")
+    in_thread(inference)
+    assert schedules() == ["ring"]
+    overlap_inductor.disable()
+    with overlap_inductor.overlap(schedule="ring"):
+        in_thread(inference)
+    assert schedules() == ["ring"]
+
+
+def test_blocks_nest_and_may_be_left_in_any_order() -> None:
+    overlap_inductor.enable(schedule="auto")
+    outer, inner = overlap_inductor.overlap(schedule="ring"), overlap_inductor.overlap(mode="off")
+    outer.__enter__()
+    inner.__enter__()
+    inference()
+    assert schedules() == []
+    outer.__exit__(None, None, None)
+    inference()
+    assert schedules() == []
+    inner.__exit__(None, None, None)
+    inference()
+    assert schedules() == ["auto"]
+
+
+def test_disable_inside_a_block_is_final() -> None:
+    before = functions()
+    with overlap_inductor.overlap():
+        overlap_inductor.disable()
+        inference()
+    assert calls == [] and functions() == before and slot() is None
+
+
+def test_pytorchs_own_pass_is_named_in_the_report() -> None:
+    overlap_inductor.enable()
+    with inductor_config.patch(_micro_pipeline_tp=True):
+        inference()
+    assert "_micro_pipeline_tp" in reporting.all_reports()[-1].notices[0]
+
+
+def test_strict_raises_naming_site_and_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fake_pass.STATUS, "status", "refused")
+    overlap_inductor.enable(mode="strict")
+    with pytest.raises(Exception) as error:
+        inference()
+    text = chain(error.value)
+    assert "StrictError: OVERLAP_INDUCTOR=strict: 1 of 1 sites of graph 0_0 inference" in text
+    assert "layers.s0_mm" in text and "made_up: the test asked for it" in text
+
+
+@pytest.mark.parametrize("status", ["kept", "overlapped"])
+def test_strict_does_not_mind_a_site_that_does_not_pay(monkeypatch: pytest.MonkeyPatch, status: str) -> None:
+    monkeypatch.setitem(fake_pass.STATUS, "status", status)
+    overlap_inductor.enable(mode="strict")
+    inference()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("mode", ["on", "strict"])
+def test_report_of_a_compile_that_fails_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str) -> None:
+    """It is the one that somebody will want to read; and its error is not to be hidden by a StrictError."""
+    from torch._inductor.graph import GraphLowering
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("made up")
+
+    monkeypatch.setattr(GraphLowering, "run", broken)
+    monkeypatch.setitem(fake_pass.STATUS, "status", "refused")
+    overlap_inductor.enable(mode=mode, dump=str(tmp_path))
+    with pytest.raises(Exception, match="made up"):
+        inference()
+    assert len(reporting.all_reports()) == 1
+    assert (tmp_path / "rank_0" / "0_0_inference" / "sites.json").exists()
+    monkeypatch.undo()
+
+
+def test_a_subgraph_has_a_report_of_its_own() -> None:
+    """Inductor runs its passes on the branches of a cond first; the graph itself must still come out by its name."""
+    overlap_inductor.enable()
+
+    def fn(flag: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(flag, lambda x: x @ x, lambda x: x @ x @ x, (x,)) @ x
+
+    torch.compile(fn)(torch.tensor(True), torch.ones(2, 2))
+    found = [len(r.sites) for r in reporting.all_reports()]
+    assert found[0] == 1 and sorted(found) == [1, 1, 2]
+
+
+def test_log_lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    overlap_inductor.enable()
+    with caplog.at_level(logging.INFO, "overlap_inductor"):
+        inference()
+    assert [r.getMessage() for r in ours_of(caplog)] == ["graph 0_0 inference: 1 site found, 1 overlapped (1 ring)"]
+    caplog.clear()
+    monkeypatch.setitem(fake_pass.STATUS, "status", "kept")
+    with caplog.at_level(logging.DEBUG, "overlap_inductor"):
+        inference()
+    lines = [r.getMessage() for r in ours_of(caplog)]
+    assert lines[0] == "graph 0_0 inference: 1 site found, 0 overlapped, 1 kept (made_up)"
+    assert lines[1].startswith("site s0_mm matmul_all_reduce layers.s0_mm: kept (analytic)")
+
+
+def test_trace_artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch import _logging
+
+    found = {}
+
+    def record(kind: str, metadata_fn: Any = dict, payload_fn: Any = str, **_: Any) -> None:
+        if kind == "artifact" and metadata_fn()["name"].startswith("overlap_inductor"):
+            found[metadata_fn()["name"]] = (metadata_fn()["encoding"], payload_fn())
+
+    overlap_inductor.enable()
+    monkeypatch.setattr(_logging, "trace_structured", record)
+    inference()
+    assert found["overlap_inductor_report"][0] == "string" and "s0_mm" in found["overlap_inductor_report"][1]
+    assert found["overlap_inductor_sites"][0] == "json" and '"schema_version": 1' in found["overlap_inductor_sites"][1]
+
+
+def test_hooks_say_nothing_outside_a_compile() -> None:
+    assert hooks.current_graph_name() is None and hooks.current_phase() is None and hooks.refusal_context() is None
