@@ -132,8 +132,8 @@ class Layout:
             raise LayoutError("the pieces that are concatenated are not the ranks' shards")
         rank = dims[source].pop(0)
         if source != target:
-            hidden = size is not None and not same_size(product([Atom(rank.size), *dims[target]]), size)
-            rank = Atom(rank.size, rank=True, total=size if hidden else None)
+            # A known equality does not help inside a larger product, so a symbolic size is always kept beside the factors.
+            rank = Atom(rank.size, rank=True, total=None if size is None or isinstance(size, int) else size)
         dims[target].insert(0, rank)
         return Layout(tuple(tuple(d) for d in dims))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from overlap_inductor.passes import graph_tools as tools
@@ -46,7 +47,9 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
             return None
         size = tools.shape(base)[d]  # type: ignore[arg-type]
         shard = tools.shape(piece)[d]
-        if (source is not None and (base is not source or d != dim)) or not same_size(shard * world_size, size):
+        # Symbolic pieces are equal because ``cat`` joins them on another dim.
+        equal = d != 0 if isinstance(size, torch.SymInt) else shard * world_size == size
+        if (source is not None and (base is not source or d != dim)) or not (equal or same_size(shard * world_size, size)):
             return Reason("not_plain_scatter", f"piece {i} holds {shard} of {size} rows on dim {d}; expected equal pieces of one tensor")
         if not same_size(start, i * shard):
             return Reason("not_plain_scatter", f"piece {i} begins at {start}, expected {i * shard}: the slices are out of order")
