@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -12,9 +11,6 @@ from html import escape
 
 CONTEXT = 3
 """Unchanged lines shown beside a change; longer runs are folded."""
-
-# The number of users of a node changes wherever a reader is added: true, and no news.
-_USERS = re.compile(r"\[num_users=\d+\]")
 
 
 @dataclass(frozen=True)
@@ -28,11 +24,10 @@ class Line:
 
 
 def merge(before: str, after: str) -> list[Line]:
-    """Both graphs as one list of lines. Lines that differ in the count of users only are the same; the later one is kept."""
+    """Both graphs as one list of lines."""
     old, new = before.splitlines(), after.splitlines()
-    old_keys, new_keys = [_USERS.sub("", line) for line in old], [_USERS.sub("", line) for line in new]
     lines: list[Line] = []
-    for tag, i, i_end, j, j_end in difflib.SequenceMatcher(None, old_keys, new_keys, autojunk=False).get_opcodes():
+    for tag, i, i_end, j, j_end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if tag == "equal":
             lines += [Line("same", new[j + n], i + n + 1, j + n + 1) for n in range(j_end - j)]
             continue
@@ -58,7 +53,7 @@ def render_diff(before: str, after: str, anchors: Mapping[str, str]) -> str:
         '<button type="button" data-step="1">next change</button></p>'
     )
     return (
-        f'<p class="quiet">{head} Lines differing only in a count of users are not marked.</p>'
+        f'<p class="quiet">{head}</p>'
         f'{buttons if removed or added else ""}<div class="diff" tabindex="0">{blocks}</div>'
     )
 

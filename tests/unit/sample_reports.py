@@ -14,17 +14,17 @@ from overlap_inductor.site import Matmul
 from overlap_inductor.site import SiteFacts
 
 BEFORE = """\
-%arg0 : [num_users=1] = placeholder[target=arg0]  # bfloat16['s0', 3584]
-%arg1 : [num_users=1] = placeholder[target=arg1]  # bfloat16[3584, 8192]
-%mm : [num_users=1] = call_function[target=aten.mm.default](args = (%arg0, %arg1), kwargs = {})
-%all_reduce : [num_users=1] = call_function[target=_c10d_functional.all_reduce.default](args = (%mm, sum, 0), kwargs = {})
-%wait : [num_users=1] = call_function[target=_c10d_functional.wait_tensor.default](args = (%all_reduce,), kwargs = {})
-return (wait,)
+arg0_1: bfloat16[s0, 3584] = input
+arg1_1: bfloat16[3584, 8192] = input
+mm: bfloat16[s0, 8192] = aten.mm.default(arg0_1, arg1_1)
+all_reduce: bfloat16[s0, 8192] = _c10d_functional.all_reduce.default(mm, 'sum', '0')
+wait_tensor: bfloat16[s0, 8192] = _c10d_functional.wait_tensor.default(all_reduce)
+return (wait_tensor,)
 """
 AFTER = """\
-%arg0 : [num_users=2] = placeholder[target=arg0]  # bfloat16['s0', 3584]
-%arg1 : [num_users=1] = placeholder[target=arg1]  # bfloat16[3584, 8192]
-%loop : [num_users=1] = call_function[target=overlap_inductor.loop.default](args = (%arg0, %arg1, mmar-lm_head), kwargs = {})
+arg0_1: bfloat16[s0, 3584] = input
+arg1_1: bfloat16[3584, 8192] = input
+loop: bfloat16[s0, 8192] = overlap_inductor.loop.default(arg0_1, arg1_1, '0', 'mmar-lm_head')
 return (loop,)
 """
 ALL_REDUCE = Collective("all_reduce", tuple(range(8)), "0", "bfloat16", "tp", None, None, "sum", "16384*s0")
