@@ -17,7 +17,7 @@ _PUBLIC = {
     "enable": "overlap_inductor.install",
     "disable": "overlap_inductor.install",
     "overlap": "overlap_inductor.install",
-    "explain": "overlap_inductor.explain",
+    "explain": "overlap_inductor.explanation",
     "last_report": "overlap_inductor.reporting",
 }
 
@@ -25,7 +25,7 @@ __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
     from overlap_inductor.config import OverlapConfig as OverlapConfig
-    from overlap_inductor.explain import explain as explain
+    from overlap_inductor.explanation import explain as explain
     from overlap_inductor.install import disable as disable
     from overlap_inductor.install import enable as enable
     from overlap_inductor.install import overlap as overlap

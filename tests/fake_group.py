@@ -33,7 +33,7 @@ def fake_group(world_size: int = 2, rank: int = 0) -> Iterator[dist.ProcessGroup
 
 def reports_of(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None, **fields: Any) -> list[OverlapReport]:
     """The reports of the graphs of ``fn``, with schedule ``ring`` unless ``fields`` say otherwise."""
-    from overlap_inductor.explain import explain
+    from overlap_inductor.explanation import explain
 
     if dynamic:
         for arg in args:
