@@ -1,0 +1,64 @@
+"""Run a function on several gloo ranks, one process each, and collect what they return or raise."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def _main(rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    result: tuple[bool, Any]
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        result = True, function(rank, world_size, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001  (handed to the parent, which raises it)
+        result = False, traceback.format_exc()
+    torch.save(result, os.path.join(folder, f"{rank}.pt"))
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0, expect_failure: bool = False) -> list[Any]:
+    """What ``function(rank, world_size, *args)`` returned on every rank (with ``expect_failure`` a traceback where it raised).
+
+    Raises:
+        AssertionError: a rank raised, died or did not end within ``timeout`` seconds; the message holds the tracebacks.
+    """
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        port = _free_port()
+        processes = [context.Process(target=_main, args=(r, world_size, port, folder, function, args)) for r in range(world_size)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout)
+        hung = [r for r, p in enumerate(processes) if p.is_alive()]
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        results = []
+        for rank in range(world_size):
+            path = os.path.join(folder, f"{rank}.pt")
+            results.append(torch.load(path, weights_only=False) if os.path.exists(path) else (False, f"rank {rank} left no result"))
+    problems = [f"rank {r}: {text}" for r, (ok, text) in enumerate(results) if not ok]
+    assert not hung, f"ranks {hung} did not end within {timeout} s\n" + "\n".join(problems)
+    assert expect_failure or not problems, "\n".join(problems)
+    return [value for _, value in results]

@@ -1,0 +1,101 @@
+"""Every schedule against the plain computation in fp64, by gloo in several processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+from tests.fake_group import all_gather
+from tests.fake_group import reduce_scatter
+from tests.numerics.ranks import run_ranks
+
+all_reduce = funcol.all_reduce
+
+
+def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
+    """``name: (function, input shapes, sites that must be overlapped)``; ``size`` is a shard's row count."""
+    g = dist.group.WORLD
+    w, s = world_size, size
+    return {
+        "gather rows": (lambda x, a: torch.relu(all_gather(x, 0, g) @ a), [(s, 16), (16, 12)], 1),
+        "gather rows, two matmuls, one with bias, gathered used": (
+            lambda x, a, b, c: (lambda y: (y @ a, torch.addmm(c, y, b), y + 1))(all_gather(x, 0, g)),
+            [(s, 16), (16, 12), (16, 6), (6,)],
+            1,
+        ),
+        "gather sequence, batch 1": (lambda x, a: all_gather(x, 1, g) @ a, [(1, s, 16), (16, 12)], 1),
+        "gather sequence, batch 2": (lambda x, a: all_gather(x, 1, g) @ a, [(2, s, 16), (16, 12)], 1),
+        "gather the contracted dim": (lambda x, a: all_gather(x, 1, g) @ a, [(s, 8), (8 * w, 12)], 1),
+        "dgrad and wgrad on one gather": (lambda x, y, a: (lambda z: (z @ a, z.t() @ y))(all_gather(x, 0, g)), [(s, 8), (s * w, 9), (8, 4)], 1),
+        "gather columns on the right": (lambda x, a: (a * 2) @ all_gather(x * 3, 0, g).t(), [(s, 8), (5, 8)], 1),
+        "cast and activation behind the gather": (lambda x, a: torch.nn.functional.silu(all_gather(x, 0, g) * 2) @ a, [(s, 8), (8, 5)], 1),
+        "bmm": (lambda x, a: torch.bmm(all_gather(x, 1, g), a), [(3, s, 8), (3, 8, 5)], 1),
+        "scatter rows": (lambda x, a: reduce_scatter(x @ a, "sum", 0, g), [(s * w, 8), (8, 5)], 1),
+        "scatter sequence, batch 2": (lambda x, a: reduce_scatter(x @ a, "sum", 1, g), [(2, s * w, 8), (8, 5)], 1),
+        "scatter a sum of matmuls with bias": (
+            lambda x, a, b, c: reduce_scatter(torch.addmm(c, x, a) + x @ b, "sum", 0, g),
+            [(s * w, 8), (8, 5), (8, 5), (5,)],
+            1,
+        ),
+        "scatter the last dim": (lambda x, a: reduce_scatter(x @ a, "sum", 1, g), [(7, 8), (8, s * w)], 1),
+        "all-reduce": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(s * w, 8), (8, 5)], 1),
+        "all-reduce, rows no multiple of the ranks": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(1, s * w + 1, 8), (8, 5)], 1),
+        "two all-reduces added": (lambda x, a, b: all_reduce(x @ a, "sum", g) + all_reduce(x @ b, "sum", g), [(s, 8), (8, 5), (8, 5)], 1),
+        "gathered output": (lambda x, a: all_gather(x @ a, 1, g), [(s, 8), (8, 5)], 1),
+    }
+
+
+def _tuple(value: Any) -> tuple[torch.Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _check(rank: int, world_size: int, fields: dict[str, Any], dtype: torch.dtype, dynamic: bool) -> list[str]:
+    import overlap_inductor
+
+    problems = []
+    torch._inductor.config.force_disable_caches = True
+    with overlap_inductor.overlap(schedule="ring", **fields):
+        for name in _cases(world_size, 4):
+            torch._dynamo.reset()
+            compiled: Any = None
+            for size in (6, 9, 3) if dynamic else (6,):
+                function, shapes, expected = _cases(world_size, size)[name]
+                generator = torch.Generator().manual_seed(7 + rank)
+                inputs = [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+                exact = _tuple(function(*(i.double() for i in inputs)))
+                if compiled is None:
+                    compiled = torch.compile(_cases(world_size, 4)[name][0], dynamic=dynamic or None)
+                found = _tuple(compiled(*inputs))
+                tolerance = 1e-4 if dtype == torch.float32 else 6e-2
+                for e, f in zip(exact, found, strict=True):
+                    if f.dtype != dtype or f.shape != e.shape or not torch.allclose(f.double(), e, rtol=tolerance, atol=tolerance * 4):
+                        problems.append(f"{name} size {size}: off by {(f.double() - e).abs().max():.3g}")
+            report = overlap_inductor.last_report()
+            assert report is not None
+            overlapped = report.counters()["sites_overlapped"]
+            refused = [(r.code, r.text) for s in report.sites for r in s.decision.reasons] + [(m.reason.code, m.reason.text) for m in report.near_misses]
+            if overlapped != expected and not ("step_node_budget" in fields and all(c == "too_many_steps" for c, _ in refused)):
+                problems.append(f"{name}: {overlapped} sites overlapped, expected {expected}: {refused}")
+    return problems
+
+
+@pytest.mark.parametrize(
+    "world_size, fields, dtype, dynamic",
+    [
+        (2, {}, torch.float32, False),
+        (2, {}, torch.float32, True),
+        (3, {}, torch.bfloat16, False),
+        (3, {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, torch.float32, False),
+        (2, {"step_node_budget": 1}, torch.float32, False),
+        (4, {"ring_direction": "bidirectional", "sub_chunks": 1}, torch.float32, False),
+    ],
+    ids=["2 ranks", "2 ranks, dynamic", "3 ranks, bf16", "3 ranks, hop rounding, bidirectional", "2 ranks, looping ops", "4 ranks, bidirectional"],
+)
+def test_every_pattern_agrees_with_fp64(world_size: int, fields: dict[str, Any], dtype: torch.dtype, dynamic: bool) -> None:
+    """Catches a wrong slice, a lost remainder, a buffer reused too early, a sum in the wrong dtype."""
+    for rank, problems in enumerate(run_ranks(world_size, _check, fields, dtype, dynamic, timeout=500)):
+        assert not problems, f"rank {rank}: {problems}"

@@ -1,0 +1,55 @@
+"""Runs the pure and graph-snapshot tests on every supported torch minor version, each in its own environment.
+
+``TORCH_PYTHONS`` may list interpreters that already have a torch (separated by spaces); without it an environment is made for each
+version below ``.torch-versions/``. A version that cannot be installed is reported as such.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
+TESTS = ("tests/unit", "tests/compile")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def interpreters() -> list[tuple[str, str | None]]:
+    """``(label, python or None where torch cannot be installed)``."""
+    given = os.environ.get("TORCH_PYTHONS", "").split()
+    if given:
+        return [(path, path) for path in given]
+    found: list[tuple[str, str | None]] = []
+    for version in VERSIONS:
+        home = ROOT / ".torch-versions" / version
+        python = home / "bin" / "python"
+        if not python.exists():
+            venv.create(home, with_pip=True)
+        command = [str(python), "-m", "pip", "install", "-q", f"torch=={version}", "numpy", "pytest", "pytest-timeout", "hypothesis", "expecttest"]
+        found.append((version, str(python) if subprocess.run(command, check=False).returncode == 0 else None))
+    return found
+
+
+def main() -> int:
+    rows, failed = [], False
+    for label, python in interpreters():
+        if python is None:
+            rows.append((label, "could not be installed"))
+            continue
+        version = subprocess.run([python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=False)
+        run = subprocess.run([python, "-m", "pytest", "-q", "-x", *TESTS], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+        lines = [line for line in run.stdout.splitlines() if line.strip()]
+        rows.append((version.stdout.strip() or label, lines[-1] if lines else f"exit code {run.returncode}"))
+        if run.returncode:
+            failed = True
+            print(run.stdout[-6000:], run.stderr[-2000:])
+    for version, result in rows:
+        print(f"torch {version:14s} {result}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
