@@ -96,7 +96,9 @@ def run_demo(options: DemoOptions) -> int:
     settings = {"device": device, "layers": options.layers, "hidden": options.hidden, "tokens": options.tokens}
     settings.update(parts=options.parts, folder=str(folder))
     backend = "nccl" if device == "cuda" else "gloo, one thread each"
-    print(f"{ranks} {device} ranks ({backend}); {options.layers} layers, hidden {options.hidden}, {options.tokens} tokens\n")
+    print(
+        f"{ranks} {device} ranks ({backend}); {options.layers} layers, hidden {options.hidden}, {options.tokens} tokens\n"
+    )
     progress = Progress()
     command = ["-m", "overlap_inductor.demo_worker", json.dumps(settings)]
     try:
@@ -119,7 +121,13 @@ def run_demo(options: DemoOptions) -> int:
     complete = [result["part"] for result in progress.results] == list(options.parts)
     print(f"\nReports: {folder / 'reports'} (open an index.html; or: overlap-inductor report {folder / 'reports'})")
     passed = complete and all(good)
-    print("PASSED" if passed else "FAILED: see the lines marked FAIL above" if complete else "FAILED: a part gave no result")
+    print(
+        "PASSED"
+        if passed
+        else "FAILED: see the lines marked FAIL above"
+        if complete
+        else "FAILED: a part gave no result"
+    )
     return 0 if passed else 1
 
 
@@ -170,6 +178,9 @@ def _aligned(rows: list[list[Any]]) -> list[str]:
 
 def _resolve(options: DemoOptions) -> tuple[str, int]:
     """Device and number of ranks for this machine."""
+    unknown = [part for part in options.parts if part not in PARTS]
+    if unknown or not options.parts:
+        raise ConfigError(f"--parts {','.join(options.parts)}: expected one or more of {', '.join(PARTS)}")
     missing = [name for name in LLAMA_NEEDS if importlib.util.find_spec(name) is None]
     if "llama" in options.parts and missing:
         raise UnsupportedError(
@@ -186,10 +197,14 @@ def _resolve(options: DemoOptions) -> tuple[str, int]:
     device = ("cuda" if gpus >= 2 else "cpu") if options.device == "auto" else options.device
     ranks = options.ranks or (min(gpus, HEADS) if device == "cuda" else 2)
     if device == "cuda" and ranks > gpus:
-        raise ConfigError(f"--device cuda --ranks {ranks}: this machine has {gpus} usable GPUs; use --device cpu or fewer ranks")
+        raise ConfigError(
+            f"--device cuda --ranks {ranks}: this machine has {gpus} usable GPUs; use --device cpu or fewer ranks"
+        )
+    if options.layers < 1:
+        raise ConfigError(f"--layers {options.layers}: expected at least 1")
     if ranks < 2 or HEADS % ranks:
         raise ConfigError(f"--ranks {ranks}: expected 2, 4 or 8 (the demo's model has {HEADS} attention heads)")
-    if options.tokens % ranks or options.hidden % (HEADS * 2) or options.tokens < ranks:
+    if options.tokens < 1 or options.tokens % ranks or options.hidden < 1 or options.hidden % (HEADS * 2):
         raise ConfigError(
             f"--tokens {options.tokens} --hidden {options.hidden}: expected tokens to be a multiple of the {ranks} ranks "
             f"and hidden a multiple of {HEADS * 2}"

@@ -53,8 +53,7 @@ def render_diff(before: str, after: str, anchors: Mapping[str, str]) -> str:
         '<button type="button" data-step="1">next change</button></p>'
     )
     return (
-        f'<p class="quiet">{head}</p>'
-        f'{buttons if removed or added else ""}<div class="diff" tabindex="0">{blocks}</div>'
+        f'<p class="quiet">{head}</p>{buttons if removed or added else ""}<div class="diff" tabindex="0">{blocks}</div>'
     )
 
 

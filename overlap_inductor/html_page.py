@@ -32,7 +32,8 @@ a:hover { text-decoration: underline; }
 .share i { background: var(--tone); }
 .note { border-left: 3px solid var(--accent); padding: 8px 14px; margin: 12px 0; background: var(--card); overflow-wrap: anywhere; }
 .tools { display: flex; gap: 8px; align-items: center; margin-bottom: 8px; flex-wrap: wrap; }
-input, button { font: inherit; color: inherit; background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: 5px 10px; }
+input, button { font: inherit; color: inherit; background: var(--card); border: 1px solid var(--line);
+  border-radius: 6px; padding: 5px 10px; }
 input { width: min(380px, 100%); }
 button { cursor: pointer; }
 button:hover { border-color: var(--accent); }
@@ -127,13 +128,16 @@ for (const button of document.querySelectorAll('[data-step]')) button.addEventLi
 """
 
 
+# Nothing may be loaded, whatever a name in a graph holds.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
 def page(title: str, body: str) -> str:
     """A whole document. ``title`` is plain text, ``body`` is HTML."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        # Nothing may be loaded, whatever a name in a graph holds.
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
         f"<script>{SCRIPT}</script>\n</body>\n</html>\n"
     )

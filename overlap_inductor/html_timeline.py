@@ -88,11 +88,15 @@ def _reduce(matmul: float, collective: float, world_size: int, parts: int, legs:
         for band in range(parts):
             for slice_ in range(world_size):
                 own = slice_ == world_size - 1
-                bars.append(Bar("matmul", now, now + step, f"band {band + 1}, {'own slice' if own else f'slice {slice_ + 1}'}"))
+                bars.append(
+                    Bar("matmul", now, now + step, f"band {band + 1}, {'own slice' if own else f'slice {slice_ + 1}'}")
+                )
                 now += step
                 if not own:
                     free = max(free, now) + hop
-                    bars.append(Bar("transfer", free - hop, free, f"band {band + 1}, partial {slice_ + 1} to its owner"))
+                    bars.append(
+                        Bar("transfer", free - hop, free, f"band {band + 1}, partial {slice_ + 1} to its owner")
+                    )
             begin = max(free, now)
             free = begin + hop * (world_size - 1)
             bars.append(Bar("transfer", begin, free, f"band {band + 1}, sum to all"))
@@ -136,7 +140,9 @@ def render_sketch(module: str, site: SiteReport, piece: PlanPiece) -> str:
             top += _LANE + _GAP
         if end < drawing.length:
             x, height = _LEFT + end * scale, 2 * _LANE + _GAP
-            rows.append(f'<rect class="saved" x="{x:.2f}" y="{begin}" width="{(drawing.length - end) * scale:.2f}" height="{height}"/>')
+            rows.append(
+                f'<rect class="saved" x="{x:.2f}" y="{begin}" width="{(drawing.length - end) * scale:.2f}" height="{height}"/>'
+            )
         top += 10
     notes = ["Sketch, from estimates: one rank; the fixed costs of the steps are not drawn."]
     if not drawing.estimated:

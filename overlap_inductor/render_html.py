@@ -51,7 +51,8 @@ def render_html(report: OverlapReport, before: str | None = None, after: str | N
 
 
 def _head(report: OverlapReport) -> str:
-    lines = [f"overlap_inductor {report.overlap_inductor}", f"torch {report.torch}", f"world size {report.world_size}", f"mode {report.mode}"]
+    lines = [f"overlap_inductor {report.overlap_inductor}", f"torch {report.torch}"]
+    lines += [f"world size {report.world_size}", f"mode {report.mode}"]
     if report.plan_hash:
         lines.append(f"plan {report.plan_hash}")
     facts = escape(" \u00b7 ".join(lines))
@@ -65,7 +66,8 @@ def _tiles(report: OverlapReport) -> str:
     tiles.append(("", str(len(report.near_misses)), "near misses"))
     html = "".join(f'<div class="tile {tone}"><b>{value}</b><span>{label}</span></div>' for tone, value, label in tiles)
     html += _estimate_tile(report)
-    share = "".join(f'<i class="{TONES[s]}" style="flex:{statuses[s]}" title="{statuses[s]} {s}"></i>' for s in words.STATUSES if statuses[s])
+    present = [s for s in words.STATUSES if statuses[s]]
+    share = "".join(f'<i class="{TONES[s]}" style="flex:{statuses[s]}" title="{statuses[s]} {s}"></i>' for s in present)
     return f'<div class="tiles">{html}</div>' + (f'<div class="share">{share}</div>' if share else "")
 
 
@@ -125,7 +127,9 @@ def _site_row(group: SiteGroup, anchors: Mapping[str, str]) -> str:
 
 def _member(module: str, identity: str, anchors: Mapping[str, str]) -> str:
     link = f' <a href="#{escape(anchors[identity])}">in the graph</a>' if identity in anchors else ""
-    return f'<li><span class="mono">{escape(module)}</span> <span class="quiet mono">{escape(identity)}</span>{link}</li>'
+    return (
+        f'<li><span class="mono">{escape(module)}</span> <span class="quiet mono">{escape(identity)}</span>{link}</li>'
+    )
 
 
 def _plan(plan: Iterable[PlanPiece]) -> str:
@@ -152,8 +156,9 @@ def _bars(piece: PlanPiece) -> str:
 def _reasons(report: OverlapReport, groups: Sequence[SiteGroup]) -> str:
     entries: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for group in groups:
+        where = f"{group.module} ({len(group.sites)})"
         for reason in group.reasons:
-            entries.setdefault((group.decision.status, reason.code), []).append((f"{group.module} ({len(group.sites)})", reason.text))
+            entries.setdefault((group.decision.status, reason.code), []).append((where, reason.text))
     for miss in group_near_misses(report):
         where = f"{miss.module} ({len(miss.misses)}): {words.collective(miss.collective)}"
         entries.setdefault(("near miss", miss.reason.code), []).append((where, miss.reason.text))
@@ -173,7 +178,12 @@ def _timelines(groups: Sequence[SiteGroup]) -> str:
     seen: dict[str, str] = {}
     for group in groups:
         plan = group.decision.plan
-        if group.decision.status == "overlapped" and plan and plan[-1].schedule != "keep" and group.facts.collective.world_size > 1:
+        if (
+            group.decision.status == "overlapped"
+            and plan
+            and plan[-1].schedule != "keep"
+            and group.facts.collective.world_size > 1
+        ):
             seen.setdefault(group.facts.pattern, render_sketch(group.module, group.sites[0], plan[-1]))
     return "".join(seen.values())
 

@@ -51,7 +51,8 @@ def _sites(report: OverlapReport, groups: Sequence[SiteGroup]) -> list[str]:
     if not groups:
         return []
     rows = [
-        (g.module, str(len(g.sites)), g.facts.pattern, words.matmuls(g.facts), words.outcome(g.decision)) for g in groups
+        (g.module, str(len(g.sites)), g.facts.pattern, words.matmuls(g.facts), words.outcome(g.decision))
+        for g in groups
     ]
     lines = _table(("module", "sites", "pattern", "matmul [M x N x K]", "outcome"), rows)
     present = {g.decision.status for g in groups}
@@ -83,7 +84,8 @@ def _plans(groups: Sequence[SiteGroup]) -> list[str]:
     for members in alike.values():
         decision = members[0].decision
         lines += [member.module for member in members]
-        lines.append(f"  {words.collective(members[0].facts.collective)}; decided by: {words.SOURCES.get(decision.source, decision.source)}")
+        source = words.SOURCES.get(decision.source, decision.source)
+        lines.append(f"  {words.collective(members[0].facts.collective)}; decided by: {source}")
         rows = [
             (
                 f"  tokens {words.tokens(piece)}",

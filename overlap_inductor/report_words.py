@@ -158,8 +158,12 @@ def switches(report: OverlapReport) -> list[tuple[str, str, str]]:
         "schedule": _tally(_main_schedule(s.decision) for s in report.sites),
         "transport": _tally(p.transport for p in _moving_pieces(report) if p.transport),
         "patterns": _tally(s.facts.pattern for s in report.sites if s.decision.status == "overlapped"),
-        "sub_chunks": _tally(p.parameters["sub_chunks"] for p in _moving_pieces(report) if "sub_chunks" in p.parameters),
-        "ring_direction": _tally(_direction(p.parameters["route"]) for p in _moving_pieces(report) if "route" in p.parameters),
+        "sub_chunks": _tally(
+            p.parameters["sub_chunks"] for p in _moving_pieces(report) if "sub_chunks" in p.parameters
+        ),
+        "ring_direction": _tally(
+            _direction(p.parameters["route"]) for p in _moving_pieces(report) if "route" in p.parameters
+        ),
     }
     rows = []
     for name, requested in report.config.items():
@@ -175,7 +179,9 @@ def _main_schedule(decision: Decision) -> str:
 
 def _direction(route: str) -> str:
     """How a route's pieces travel; only a gather's ring has the choice that the switch gives."""
-    return {"ring": "unidirectional", "owner": "straight to the owner", "broadcast": "straight to all"}.get(route, route)
+    return {"ring": "unidirectional", "owner": "straight to the owner", "broadcast": "straight to all"}.get(
+        route, route
+    )
 
 
 def _moving_pieces(report: OverlapReport) -> list[PlanPiece]:

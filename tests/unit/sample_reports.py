@@ -30,7 +30,9 @@ return (loop,)
 ALL_REDUCE = Collective("all_reduce", tuple(range(8)), "0", "bfloat16", "tp", None, None, "sum", "16384*s0")
 ALL_GATHER = Collective("all_gather_into_tensor", (0, 1), "1", "float32", None, 1, "M", None, 4 << 20)
 ESTIMATE = {"keep": 1342.0, "ring": 901.5, "matmul": 644.0, "collective": 698.0}
-RING = PlanPiece("ring", "p2p", (512, None), {"sub_chunks": 4, "route": "owner", "unrolled": False, "min_rows": 512}, ESTIMATE)
+RING = PlanPiece(
+    "ring", "p2p", (512, None), {"sub_chunks": 4, "route": "owner", "unrolled": False, "min_rows": 512}, ESTIMATE
+)
 KEEP = PlanPiece("keep", None, (0, 511))
 CHEAP = PlanPiece("keep", None, (0, None), {}, {"keep": 95.0, "ring": 140.25, "matmul": 60.0, "collective": 35.0})
 
@@ -62,7 +64,9 @@ def llama(layers: int) -> OverlapReport:
     for layer in range(layers):
         report.sites.append(site(f"layers.{layer}.self_attn.o_proj", overlapped(), 1024))
         report.sites.append(site(f"layers.{layer}.mlp.down_proj", overlapped()))
-        reason = Reason("op_between", f"aten.relu stands between mm_{layer} and the collective and does not commute with it")
+        reason = Reason(
+            "op_between", f"aten.relu stands between mm_{layer} and the collective and does not commute with it"
+        )
         report.near_misses.append(NearMiss(ALL_GATHER, reason, f"layers.{layer}.norm"))
     report.sites.append(site("lm_head", refused("lm_head")))
     report.notices.append("micro_pipeline_tp is on and ran first: the sites that it took are not listed here")

@@ -1,0 +1,9 @@
+"""``python -m overlap_inductor``: the same as the command ``overlap-inductor``."""
+
+from __future__ import annotations
+
+import sys
+
+from overlap_inductor.cli import main
+
+sys.exit(main())
