@@ -258,7 +258,7 @@ def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
     """FSDP: a parameter (a graph input behind casts and views) is gathered and used as the right-hand operand."""
     source = nodes.collective.input
     while source.op == "call_function" and len(source.all_input_nodes) == 1 and (
-        tools.is_pointwise(source) or tools.is_reshape(source) or tools.permutation(source) is not None or source.target is aten.constant_pad_nd.default
+        tools.is_cast(source) or tools.is_reshape(source) or tools.permutation(source) is not None or source.target is aten.constant_pad_nd.default
     ):
         source = source.all_input_nodes[0]
     if source.op not in ("placeholder", "get_attr") or source.name.startswith("tangents"):

@@ -92,11 +92,15 @@ def is_bitcast(node: fx.Node) -> bool:
     return node.target is aten.view.dtype and dtype(node).itemsize == dtype(node.args[0]).itemsize  # type: ignore[arg-type]
 
 
+def is_cast(node: fx.Node) -> bool:
+    """A copy, a change of dtype, or a reinterpretation of the bits."""
+    casts = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+    return node.target in SAME or node.target in casts or is_bitcast(node)
+
+
 def is_pointwise(node: fx.Node) -> bool:
     target = node.target
-    if target in SAME or is_bitcast(node):
-        return True
-    if target in (torch.ops.prims.convert_element_type.default, aten._to_copy.default):
+    if is_cast(node):
         return True
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 

@@ -1,0 +1,131 @@
+"""Ring on NCCL: every pattern against fp64, then llama3-70b MLP shapes against the plain graph. One torchrun, one GPU a rank.
+
+    torchrun --nproc-per-node 4 -m tests.gpu.check_ring
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import overlap_inductor
+from tests.fake_group import all_gather
+from tests.fake_group import reduce_scatter
+from tests.numerics.test_agreement import _cases
+from tests.numerics.test_agreement import _tuple
+from tests.numerics.test_agreement import all_reduce
+
+
+def check(rank: int, world_size: int, fields: dict[str, Any], dtype: torch.dtype, dynamic: bool) -> list[str]:
+    """Problems found on this rank."""
+    problems = []
+    with overlap_inductor.overlap(schedule="ring", **fields):
+        for name in _cases(world_size, 4):
+            torch._dynamo.reset()
+            compiled: Any = None
+            for size in (48, 72, 24) if dynamic else (48,):
+                function, shapes, expected = _cases(world_size, size)[name]
+                generator = torch.Generator().manual_seed(7 + rank)
+                inputs = [torch.randn(s, generator=generator, dtype=torch.float64).cuda().to(dtype) for s in shapes]
+                exact = _tuple(function(*(i.double() for i in inputs)))
+                if compiled is None:
+                    compiled = torch.compile(_cases(world_size, 4)[name][0], dynamic=dynamic or None)
+                found = _tuple(compiled(*inputs))
+                tolerance = 1e-3 if dtype == torch.float32 else 6e-2
+                for e, f in zip(exact, found, strict=True):
+                    if f.shape != e.shape or not torch.allclose(f.double(), e, rtol=tolerance, atol=tolerance * 4):
+                        problems.append(f"{name} size {size}: off by {(f.double() - e).abs().max():.3g}")
+            report = overlap_inductor.last_report()
+            if report is None or report.counters()["sites_overlapped"] != expected:
+                problems.append(f"{name}: {report.counters() if report else None}, expected {expected} sites")
+    return problems
+
+
+def _time(functions: dict[str, Callable[[], Any]], repeats: int = 15) -> dict[str, float]:
+    """Median microseconds, maximum over ranks, providers interleaved."""
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for name, function in functions.items():
+        for _ in range(3):
+            function()
+    for _ in range(repeats):
+        for name, function in functions.items():
+            dist.barrier()
+            torch.cuda.synchronize()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            function()
+            end.record()
+            end.synchronize()
+            samples[name].append(start.elapsed_time(end) * 1e3)
+    medians = torch.tensor([statistics.median(s) for s in samples.values()], device="cuda")
+    dist.all_reduce(medians, dist.ReduceOp.MAX)
+    return dict(zip(samples, medians.tolist(), strict=True))
+
+
+def bench(world_size: int) -> list[dict[str, Any]]:
+    """Rows for the MLP of llama3-70b (hidden 8192, ffn 28672), bf16."""
+    g = dist.group.WORLD
+    rows = []
+    patterns: dict[str, tuple[Any, Callable[[int], list[tuple[int, ...]]]]] = {
+        "all_gather_matmul": (lambda x, a: all_gather(x, 0, g) @ a, lambda m: [(m // world_size, 8192), (8192, 28672 // world_size)]),
+        "matmul_reduce_scatter": (lambda x, a: reduce_scatter(x @ a, "sum", 0, g), lambda m: [(m, 28672 // world_size), (28672 // world_size, 8192)]),
+        "matmul_all_reduce": (lambda x, a: all_reduce(x @ a, "sum", g), lambda m: [(m, 28672 // world_size), (28672 // world_size, 8192)]),
+    }
+    for pattern, (function, shapes) in patterns.items():
+        for tokens in (2048, 8192, 16384):
+            inputs = [torch.randn(s, device="cuda", dtype=torch.bfloat16) / 32 for s in shapes(tokens)]
+            torch._dynamo.reset()
+            plain = torch.compile(function)
+            reference = plain(*inputs)
+            providers = {"keep": lambda plain=plain, inputs=inputs: plain(*inputs)}
+            for parts in (1, 2):
+                with overlap_inductor.overlap(schedule="ring", sub_chunks=parts):
+                    # A compiled function is cached by its code, so each provider gets code of its own.
+                    namespace = {"f": function}
+                    exec("def g(x, a): return f(x, a)", namespace)
+                    ring = torch.compile(namespace["g"])
+                    result = ring(*inputs)
+                error = (result.float() - reference.float()).abs().max().item() / reference.float().abs().max().item()
+                assert error < 2e-2, f"{pattern} M={tokens}: relative error {error}"
+                providers[f"ring S={parts}"] = lambda ring=ring, inputs=inputs: ring(*inputs)
+            times = _time(providers)
+            rows.append({"pattern": pattern, "world_size": world_size, "tokens": tokens, **{k: round(v, 1) for k, v in times.items()}})
+    return rows
+
+
+def main() -> int:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    variants: list[tuple[dict[str, Any], torch.dtype, bool]] = [
+        ({}, torch.float32, False),
+        ({"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, torch.bfloat16, False),
+        ({}, torch.bfloat16, True),
+        ({"step_node_budget": 1}, torch.bfloat16, False) if "--all" in sys.argv else ({"sub_chunks": 1}, torch.bfloat16, False),
+    ]
+    failed = 0
+    for fields, dtype, dynamic in variants:
+        start = time.monotonic()
+        problems = check(rank, world_size, fields, dtype, dynamic)
+        failed += len(problems)
+        if rank == 0 or problems:
+            print(f"rank {rank} {fields} {dtype} dynamic={dynamic}: {problems or 'ok'} ({time.monotonic() - start:.0f} s)", flush=True)
+    if "--bench" in sys.argv:
+        for row in bench(world_size):
+            if rank == 0:
+                print(json.dumps(row), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
