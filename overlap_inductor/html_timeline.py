@@ -45,8 +45,9 @@ def sketch(site: SiteReport, piece: PlanPiece) -> Sketch:
     matmul, collective = (piece.estimate_us[name] if estimated else 1.0 for name in words.PARTS)
     world_size = site.facts.collective.world_size
     parts = int(piece.parameters.get("sub_chunks", 1))
-    drawn = max(1, min(parts, MOST_STEPS // world_size))
     pattern = site.facts.pattern
+    slices = 1 if pattern == "matmul_all_gather" else min(world_size, MOST_STEPS)
+    drawn = max(1, min(parts, MOST_STEPS // slices))
     first, second = ("collective", "matmul") if pattern.startswith("all_gather") else ("matmul", "collective")
     lengths = {"matmul": matmul, "collective": collective}
     lanes = {"matmul": "matmul", "collective": "transfer"}
@@ -57,11 +58,11 @@ def sketch(site: SiteReport, piece: PlanPiece) -> Sketch:
     if pattern == "matmul_all_gather":
         overlapped = _after_each(matmul, collective, drawn)
     elif pattern.startswith("all_gather"):
-        overlapped = _gather(matmul, collective, min(world_size, MOST_STEPS), drawn)
+        overlapped = _gather(matmul, collective, slices, drawn)
     else:
         legs = 2 if pattern == "matmul_all_reduce" else 1
-        overlapped = _reduce(matmul, collective, min(world_size, MOST_STEPS), drawn, legs)
-    return Sketch(serial, tuple(overlapped), estimated, drawn != parts or world_size > MOST_STEPS)
+        overlapped = _reduce(matmul, collective, slices, drawn, legs)
+    return Sketch(serial, tuple(overlapped), estimated, drawn != parts or slices not in (1, world_size))
 
 
 def _gather(matmul: float, collective: float, world_size: int, parts: int) -> list[Bar]:

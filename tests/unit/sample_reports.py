@@ -54,7 +54,7 @@ def refused(module: str) -> Decision:
 
 def empty(**fields: object) -> OverlapReport:
     values: dict[str, object] = {"graph": "0_0", "phase": "inference", "mode": "on", "world_size": 8}
-    config = dict(OverlapConfig().cache_key())
+    config = {name: list(v) if isinstance(v, tuple) else v for name, v in OverlapConfig().cache_key()}
     return OverlapReport(overlap_inductor="0.1.0", torch="2.13.0", config=config, **{**values, **fields})  # type: ignore[arg-type]
 
 
