@@ -20,7 +20,7 @@ def autoload() -> None:
         from overlap_inductor.install import enable_from_environment
 
         enable_from_environment()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  whatever it is, import torch has to go on
         import logging
 
         logging.getLogger("overlap_inductor").warning(

@@ -55,8 +55,7 @@ def explain(fn: Callable[..., Any], *args: Any, config: OverlapConfig | None = N
     reports: list[OverlapReport] = []
 
     def compile_one(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Any:
-        flags = {name: bool(keywords.get(name)) for name in ("is_backward", "is_inference", "cpp_wrapper")}
-        scope = CompileScope(graph_id=keywords.get("graph_id"), **flags)
+        scope = CompileScope.of(keywords)
         post_grad.run_post_grad_passes(gm, example_inputs, scope)
         for report in scope.take_reports():
             report.graph = current_graph_name() or report.graph

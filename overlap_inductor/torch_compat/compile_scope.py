@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field
@@ -19,6 +20,7 @@ class CompileScope:
 
     Attributes:
         pinned: the graph must use ``config``, whatever is switched on now (a backward follows its forward).
+        without_us: the graph was compiled, or loaded from a cache, without the pass having seen it.
         reports: reports of the pass that no compiled graph carries yet; subgraphs come before their graph.
         seen: FX graphs that the pass has visited, kept alive so that an ``id`` is not used again.
     """
@@ -29,8 +31,19 @@ class CompileScope:
     cpp_wrapper: bool = False
     pinned: bool = False
     config: OverlapConfig | None = None
+    without_us: bool = False
     reports: list[OverlapReport] = field(default_factory=list)
     seen: dict[int, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> CompileScope:
+        """The scope of a compile with these keyword arguments of Inductor's ``compile_fx_inner``."""
+        return cls(
+            graph_id=keywords.get("graph_id"),
+            is_backward=bool(keywords.get("is_backward")),
+            is_inference=bool(keywords.get("is_inference")),
+            cpp_wrapper=bool(keywords.get("cpp_wrapper")),
+        )
 
     @property
     def phase(self) -> str:

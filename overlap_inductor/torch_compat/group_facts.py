@@ -11,7 +11,5 @@ def group_facts() -> tuple[tuple[str, tuple[int, ...], str], ...]:
         return ()
     from torch.distributed import distributed_c10d
 
-    groups = distributed_c10d._world.pg_names.items()
-    return tuple(
-        sorted((str(name), tuple(dist.get_process_group_ranks(group)), dist.get_backend(group)) for group, name in groups)
-    )
+    names = distributed_c10d._world.pg_names
+    return tuple(sorted((str(names[g]), tuple(dist.get_process_group_ranks(g)), dist.get_backend(g)) for g in names))

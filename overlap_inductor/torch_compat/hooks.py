@@ -28,9 +28,14 @@ log = logging.getLogger("overlap_inductor")
 
 ATTRIBUTE = "_overlap_inductor_reports"
 
+
+def _nothing() -> OverlapConfig | None:
+    return None
+
+
+_expected: Callable[[], OverlapConfig | None] = _nothing
 _lock = threading.RLock()
 _wrapped: list[tuple[Any, str, Any, Any]] = []
-_expected: Callable[[], OverlapConfig | None] = lambda: None
 _shared_pass: Any = None
 _forward_configs: dict[int, OverlapConfig | None] = {}
 _warned: set[str] = set()
@@ -53,7 +58,7 @@ class _Attached(str):
 
 
 def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> None:
-    """Wrap Inductor's functions, once. ``expected`` says what is switched on now, ``shared_pass`` is the pass for it."""
+    """Wrap Inductor's functions, once. ``expected`` says what is switched on; ``shared_pass`` is the pass for that."""
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
     from torch._inductor import compile_fx
     from torch._inductor.output_code import CompiledFxGraph
@@ -79,7 +84,7 @@ def uninstall() -> None:
         _wrapped.clear()
         _forward_configs.clear()
         _warned.clear()
-        _expected, _shared_pass = lambda: None, None
+        _expected, _shared_pass = _nothing, None
 
 
 def installed() -> bool:
@@ -111,12 +116,7 @@ def config_in_effect() -> OverlapConfig | None:
 
 
 def _compile_fx_inner(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    scope = CompileScope(
-        graph_id=kwargs.get("graph_id"),
-        is_backward=bool(kwargs.get("is_backward")),
-        is_inference=bool(kwargs.get("is_inference")),
-        cpp_wrapper=bool(kwargs.get("cpp_wrapper")),
-    )
+    scope = CompileScope.of(kwargs)
     with ExitStack() as stack:
         if scope.is_backward and scope.graph_id in _forward_configs:
             _follow_forward(scope, stack)
@@ -124,7 +124,7 @@ def _compile_fx_inner(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         config = config_in_effect()  # now, for a bad environment to be this compile's error even on a cache hit
         result = original(*args, **kwargs)
     if not scope.is_backward and not scope.is_inference and scope.graph_id is not None:
-        _forward_configs[scope.graph_id] = config if hasattr(result, ATTRIBUTE) else None
+        _forward_configs[scope.graph_id] = None if scope.without_us else config
     return result
 
 
@@ -166,6 +166,9 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
 def _post_compile(original: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(graph, *args, **kwargs)
     text = getattr(graph, ATTRIBUTE, None)
+    scope = compile_scope.current()
+    if text is None and scope is not None:
+        scope.without_us = True
     if text is None or getattr(text, "known", False):
         return result
     from_cache = not isinstance(text, _Attached)

@@ -30,7 +30,7 @@ _Base: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_
 
 
 class OverlapPass(_Base):
-    """Our pass as Inductor calls it. ``source`` says under which configuration; ``None`` from it makes the pass inert."""
+    """Our pass as Inductor calls it. ``source`` says under which configuration; with ``None`` the pass is inert."""
 
     def __init__(self, source: Callable[[], OverlapConfig | None]) -> None:
         self._source = source

@@ -6,10 +6,12 @@ finds is other tests' business.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +39,12 @@ refusals: list[str | None] = []
 
 
 def run_overlap_pass(
-    graph: torch.fx.Graph, config: OverlapConfig, *, is_inference: bool, graph_id: str = "graph", refusal: str | None = None
+    graph: torch.fx.Graph,
+    config: OverlapConfig,
+    *,
+    is_inference: bool,
+    graph_id: str = "graph",
+    refusal: str | None = None,
 ) -> OverlapReport:
     calls.append((config, is_inference, hooks.current_phase()))
     refusals.append(refusal)
@@ -123,3 +130,14 @@ def chain(error: BaseException | None) -> str:
         text += f"{type(error).__name__}: {error}\n"
         error = getattr(error, "inner_exception", None) or error.__cause__
     return text
+
+
+def inference(**options: Any) -> None:
+    """Compile and run one graph with one site, anew."""
+    torch.compiler.reset()
+    torch.compile(lambda x: x @ x, **options)(torch.ones(2, 2))
+
+
+def ours_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Without the lines of other loggers (other tests of a session may have set PyTorch's to be verbose)."""
+    return [r for r in caplog.records if r.name == "overlap_inductor"]

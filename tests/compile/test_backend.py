@@ -101,7 +101,10 @@ def test_backward_is_compiled_later_with_the_same_options() -> None:
     loss = torch.compile(lambda x: x @ weight, backend=backend, options=options)(torch.ones(2, 2)).sum()
     overlap_inductor.enable(schedule="keep")
     loss.backward()
-    assert [(c.schedule, c.sub_chunks, phase) for c, _, phase in calls] == [("ring", 3, "forward"), ("ring", 3, "backward")]
+    assert [(c.schedule, c.sub_chunks, phase) for c, _, phase in calls] == [
+        ("ring", 3, "forward"),
+        ("ring", 3, "backward"),
+    ]
     assert len(reporting.all_reports()) == 2
 
 

@@ -267,8 +267,10 @@ try:
 except Exception as raised:
     error = fake_pass.chain(raised)
 print(json.dumps(dict(
-    code=overlap_inductor.__file__, ran=len(fake_pass.calls), error=error, hits=counters["aot_autograd"]["autograd_cache_hit"], counts=fake_pass.count(),
-    reports=[r.to_json(graphs=True) for r in reporting.all_reports()], last=reporting.last_report().to_json(graphs=True),
+    code=overlap_inductor.__file__, ran=len(fake_pass.calls), error=error,
+    hits=counters["aot_autograd"]["autograd_cache_hit"], counts=fake_pass.count(),
+    reports=[r.to_json(graphs=True) for r in reporting.all_reports()],
+    last=reporting.last_report().to_json(graphs=True),
 )))
 """
 

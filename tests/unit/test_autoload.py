@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ def run(code: str, *path: Path, **variables: str) -> subprocess.CompletedProcess
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
 
 
-def value(code: str, *path: Path, **variables: str) -> dict[str, object]:
+def value(code: str, *path: Path, **variables: str) -> dict[str, Any]:
     done = run(code, *path, **variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Every switch: what it accepts, and that everything else is an error that names variable, value and what is allowed."""
+"""Every switch: what it accepts; everything else is an error that names variable, value and what is allowed."""
 
 from __future__ import annotations
 
