@@ -87,15 +87,12 @@ def _plans(groups: Sequence[SiteGroup]) -> list[str]:
         source = words.SOURCES.get(decision.source, decision.source)
         lines.append(f"  {words.collective(members[0].facts.collective)}; decided by: {source}")
         rows = [
-            (
-                f"  tokens {words.tokens(piece)}",
-                words.schedule(piece),
-                words.parameters(piece) or "-",
-                words.estimates(piece) or "no estimate",
-            )
-            for piece in decision.plan
+            (f"  tokens {words.tokens(piece)}", words.schedule(piece), words.parameters(piece)) for piece in decision.plan
         ]
-        lines += _aligned(rows)
+        for row, piece in zip(_aligned(rows), decision.plan, strict=True):
+            lines.append(row)
+            if estimated := words.estimates(piece):
+                lines.append(f"    estimated {estimated}")
     return _section("plan by token count (rows of the rank's own matmul)", lines) if lines else []
 
 

@@ -1,0 +1,248 @@
+"""The doctor: says what is there, and fails exactly where something needed or asked for cannot take effect."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_inductor import doctor
+from overlap_inductor import doctor_machine
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.doctor_checks import BAD
+from overlap_inductor.doctor_checks import GOOD
+from overlap_inductor.doctor_checks import NOTE
+from overlap_inductor.doctor_checks import Check
+from overlap_inductor.doctor_checks import as_text
+from overlap_inductor.torch_compat import probe
+from overlap_inductor.torch_compat import versions
+
+
+@pytest.fixture(autouse=True)
+def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("OVERLAP_INDUCTOR") or name == doctor.AUTOLOAD:
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(probe, "config_in_slot", lambda: None)
+    monkeypatch.setattr(probe, "slot_content", lambda: "nothing")
+    monkeypatch.setattr(probe, "hindrances", list)
+    monkeypatch.setattr(doctor, "_registered", lambda group: True)
+
+
+def named(checks: list[Check], name: str) -> Check:
+    found = [check for check in checks if check.name == name]
+    assert len(found) == 1, f"{name}: {[check.name for check in checks]}"
+    return found[0]
+
+
+def bad(checks: list[Check]) -> list[str]:
+    return [check.name for check in checks if check.state == BAD]
+
+
+def test_nothing_asked_for_is_usable() -> None:
+    assert bad(doctor.switches()) == []
+    assert named(doctor.switches(), "by environment").state == NOTE
+
+
+def test_asked_for_and_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERLAP_INDUCTOR", "1")
+    monkeypatch.setattr(probe, "config_in_slot", lambda: OverlapConfig.from_environment())
+    check = named(doctor.switches(), "by environment")
+    assert check.state == GOOD and "requested on, effective on" in check.value
+    assert bad(doctor.switches()) == []
+
+
+def test_asked_for_and_autoload_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the silent no-op: the variable is set, and torch is told to load no entry points."""
+    monkeypatch.setenv("OVERLAP_INDUCTOR", "strict")
+    monkeypatch.setenv(doctor.AUTOLOAD, "0")
+    check = named(doctor.switches(), "by environment")
+    assert (check.state, check.value) == (BAD, "requested strict, effective off")
+    assert doctor.AUTOLOAD in check.advice
+
+
+def test_asked_for_and_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERLAP_INDUCTOR", "on")
+    monkeypatch.setattr(doctor, "_registered", lambda group: group != "torch.backends")
+    checks = doctor.switches()
+    assert bad(checks) == ["by environment"]
+    assert "pip install" in named(checks, "by environment").advice
+    assert named(checks, "entry point torch.backends").state == NOTE
+
+
+def test_asked_for_and_replaced_by_another_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERLAP_INDUCTOR", "on")
+    monkeypatch.setattr(probe, "slot_content", lambda: "their_pass (module theirs)")
+    assert "their_pass" in named(doctor.switches(), "by environment").advice
+
+
+def test_asked_for_and_effective_with_another_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a comparison of the mode alone."""
+    monkeypatch.setenv("OVERLAP_INDUCTOR", "on")
+    monkeypatch.setenv("OVERLAP_INDUCTOR_SUB_CHUNKS", "8")
+    monkeypatch.setattr(probe, "config_in_slot", lambda: OverlapConfig(sub_chunks=2))
+    check = named(doctor.switches(), "sub_chunks")
+    assert (check.state, check.value) == (BAD, "requested 8, effective 2")
+
+
+@pytest.mark.parametrize(("mode", "state"), [("on", BAD), ("off", NOTE)])
+def test_a_hindrance_is_bad_only_where_overlap_is_asked_for(monkeypatch: pytest.MonkeyPatch, mode: str, state: str) -> None:
+    monkeypatch.setenv("OVERLAP_INDUCTOR", mode)
+    monkeypatch.setattr(probe, "hindrances", lambda: [("cpp_wrapper", "unset it")])
+    assert named(doctor.switches(), "cpp_wrapper").state == state
+
+
+def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERLAP_INDUCTOR_SCHEDULE", "spiral")
+    check = named(doctor.switches(), "configuration")
+    assert check.state == BAD
+    assert all(text in check.advice for text in ("OVERLAP_INDUCTOR_SCHEDULE", "spiral", "ring"))
+
+
+@pytest.mark.parametrize("name", ["OVERLAP_INDUCTOR_SHEDULE", "OVERLAP_INDUCTOR_MODE"])
+def test_a_switch_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Catches a misspelt variable passing as set: it would change nothing, silently."""
+    monkeypatch.setenv(name, "ring")
+    check = named(doctor.switches(), name)
+    assert check.state == BAD and "OVERLAP_INDUCTOR_SCHEDULE" in check.advice
+
+
+def test_dump_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OVERLAP_INDUCTOR_DUMP", str(tmp_path / "not" / "yet"))
+    assert named(doctor.switches(), "dump folder").state == GOOD
+    assert list(tmp_path.iterdir()) == [], "looking leaves nothing behind"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OVERLAP_INDUCTOR_DUMP", str(tmp_path / "file" / "below"))
+    assert named(doctor.switches(), "dump folder").state == BAD
+
+
+def test_an_unsupported_torch_ends_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "torch_version", lambda: "2.10.1")
+    checks = doctor.collect()
+    assert bad(checks) == ["torch"]
+    assert "2.11 to 2.15" in named(checks, "torch").advice
+    assert {check.section for check in checks} == {"Software"}
+
+
+def test_a_missing_triton_is_bad_only_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "triton":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    for gpu, state in ((False, NOTE), (True, BAD)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        assert named(doctor_machine.software(), "triton").state == state
+
+
+def test_no_backend_for_transfers_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert bad(doctor_machine.distributed()) == ["transport p2p"]
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: True)
+    assert bad(doctor_machine.distributed()) == []
+
+
+def test_gpus_without_peer_access_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"GPU model {i}")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) != (2, 0))
+    monkeypatch.setattr(doctor_machine, "tool_output", lambda command: "GPU 0\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n")
+    monkeypatch.setattr(doctor_machine, "symmetric_memory", list)
+    checks = doctor_machine.gpus()
+    assert named(checks, "GPUs").value.splitlines()[2] == "2: GPU model 2"
+    assert named(checks, "peer access").value == "missing: 2->0"
+    assert named(checks, "NVLink").value == "2 links active on 3 GPUs"
+
+
+def test_symmetric_memory_that_is_absent_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> str:
+        raise RuntimeError("no CUDA")
+
+    monkeypatch.setattr(probe, "symmetric_memory_backend", absent)
+    (check,) = doctor_machine.symmetric_memory()
+    assert check.state == NOTE and "no CUDA" in check.value
+
+
+@pytest.mark.parametrize(
+    ("scope", "refusal", "state"), [("1\n", "", GOOD), ("2\n", "", NOTE), ("0\n", "Operation not permitted", NOTE), (None, "", GOOD)]
+)
+def test_handle_exchange(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scope: str | None, refusal: str, state: str) -> None:
+    file = tmp_path / "ptrace_scope"
+    if scope is not None:
+        file.write_text(scope)
+    monkeypatch.setattr(doctor_machine, "_PTRACE_SCOPE", file)
+    monkeypatch.setattr(doctor_machine, "_FABRIC_CHANNELS", tmp_path / "absent")
+    monkeypatch.setattr(doctor_machine, "pidfd_refusal", lambda: refusal)
+    check = doctor_machine.handle_exchange("GPUs")
+    assert check.state == state
+    assert bool(check.advice) == (state != GOOD)
+
+
+def test_pidfd_probe_leaks_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    refusals = {doctor_machine.pidfd_refusal() for _ in range(5)}
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(refusals) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [(["no-such-tool-here"], ""), (["false"], ""), (["sleep", "30"], ""), (["echo", "links"], "links\n")],
+)
+def test_a_tool_that_is_absent_fails_or_hangs_gives_nothing(monkeypatch: pytest.MonkeyPatch, command: list[str], expected: str) -> None:
+    monkeypatch.setattr(doctor_machine, "_TOOL_SECONDS", 0.2)
+    assert doctor_machine.tool_output(command) == expected
+
+
+def test_text_marks_every_state_and_ends_with_the_verdict() -> None:
+    checks = [Check("A", "one", GOOD, "1"), Check("A", "two", NOTE, "2\n3"), Check("B", "three", BAD, "4", "Do this.")]
+    utf8, ascii_ = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "ascii")
+    assert as_text(checks, utf8).splitlines() == [
+        "A",
+        "  \u2713 one    1",
+        "  \u00b7 two    2",
+        "           3",
+        "",
+        "B",
+        "  \u2717 three  4",
+        "           -> Do this.",
+        "",
+        "Not usable as asked: three.",
+    ]
+    assert as_text(checks, ascii_).isascii(), "a terminal without UTF-8 must not break it"
+    assert as_text(checks[:2], utf8).endswith("Usable.\n")
+
+
+def test_json_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for state, status in ((GOOD, 0), (NOTE, 0), (BAD, 1)):
+        monkeypatch.setattr(doctor, "collect", lambda state=state: [Check("S", "n", state, "v", "a")])
+        assert doctor.run_doctor(as_json=True) == status
+        value = json.loads(capsys.readouterr().out)
+        assert value == {
+            "usable": status == 0,
+            "checks": [{"section": "S", "name": "n", "state": state, "value": "v", "advice": "a"}],
+        }
+        assert doctor.run_doctor() == status
+        assert "n  v" in capsys.readouterr().out
+
+
+def test_this_machine_in_a_process_of_its_own() -> None:
+    """The whole command, nothing replaced: whatever this machine is, the doctor comes to an end and gives JSON."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("OVERLAP_INDUCTOR")}
+    environment.update(OVERLAP_INDUCTOR="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONPATH=str(Path(__file__).parents[2]))
+    command = [sys.executable, "-m", "overlap_inductor", "doctor", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    value = json.loads(done.stdout)
+    assert "by environment" in [check["name"] for check in value["checks"] if check["state"] == BAD]
+    assert {check["section"] for check in value["checks"]} == {"Software", "Distributed", "GPUs", "Switched on"}
