@@ -15,9 +15,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report import OverlapReport
 
-all_gather = getattr(funcol, "all_gather_single", funcol.all_gather_tensor)
+_all_gather = getattr(funcol, "all_gather_single", funcol.all_gather_tensor)
 reduce_scatter = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_tensor)
 all_reduce = funcol.all_reduce
+
+
+def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """An all-gather on ``dim``. Torch 2.11's own breaks the graph where ``dim`` is not 0, so its last step is written out there."""
+    if dim == 0 or not torch.__version__.startswith("2.11"):
+        return _all_gather(x, dim, group)
+    stacked = _all_gather(x, 0, group)
+    world_size = group.size()
+    if all(s == 1 for s in x.shape[:dim]):
+        return stacked.view([*x.shape[:dim], world_size * x.shape[dim], *x.shape[dim + 1 :]])
+    return torch.cat(stacked.chunk(world_size, 0), dim)
 
 
 @contextmanager

@@ -1,0 +1,93 @@
+"""Proof on a slow link: all-gather-matmul and matmul-reduce-scatter over gloo, with and without the pass, in one run.
+
+    sudo .venv/bin/python -m bench.slow_link            # two and four ranks, about ten minutes
+
+Writes one JSON line a row to ``bench/results/slow_link.jsonl``, the table to ``slow_link.md`` and the plot to ``slow_link.png``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench import plots
+from bench import tables
+from bench.namespaces import require_tools
+from bench.namespaces import slow_hosts
+
+RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = RESULTS.parent.parent
+
+
+def run(world_size: int, options: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+    """The rows of one world size. Raises ``SystemExit`` with the ranks' output where one of them failed."""
+    with slow_hosts(world_size, options["megabits"]) as hosts:
+        processes = []
+        for rank, host in enumerate(hosts):
+            environment = {
+                **os.environ,
+                "MASTER_ADDR": "10.77.0.1",
+                "MASTER_PORT": "29511",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": "0",
+                "GLOO_SOCKET_IFNAME": f"ovli{rank}",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+                "PYTHONUNBUFFERED": "1",
+            }
+            command = ["ip", "netns", "exec", host, sys.executable, "-m", "bench.slow_link_worker", json.dumps(options)]
+            output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=None, text=True))
+        try:
+            text, _ = processes[0].communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"{world_size} ranks did not end within {timeout:.0f} s") from None
+        finally:
+            for process in processes:
+                process.kill()
+        if processes[0].returncode not in (0, None) and "ROW " not in (text or ""):
+            raise SystemExit(f"rank 0 of {world_size} ended with exit code {processes[0].returncode}")
+    return [json.loads(line[4:]) for line in text.splitlines() if line.startswith("ROW ")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--inner", type=int, default=1024)
+    parser.add_argument("--columns", type=int, nargs="+", default=[512, 1024, 2048, 3072, 4096])
+    parser.add_argument("--megabits", type=int, nargs="+", default=[500, 500], help="link rate for each entry of --ranks")
+    parser.add_argument("--sub-chunks", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--timeout", type=float, default=900.0)
+    arguments = parser.parse_args()
+    require_tools()
+    RESULTS.mkdir(exist_ok=True)
+    environment = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+    rows = []
+    for world_size, megabits in zip(arguments.ranks, arguments.megabits, strict=True):
+        options = {
+            "rows": arguments.rows,
+            "inner": arguments.inner,
+            "columns": arguments.columns,
+            "megabits": megabits,
+            "sub_chunks": arguments.sub_chunks,
+            "repeats": arguments.repeats,
+        }
+        rows += [{**row, **environment} for row in run(world_size, options, arguments.timeout)]
+    table = tables.slow_link(rows)
+    (RESULTS / "slow_link.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (RESULTS / "slow_link.md").write_text(table)
+    plots.slow_link(rows, RESULTS / "slow_link.png")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()
