@@ -6,6 +6,7 @@ A hit in one process is a load from the same files as a hit in the next; one tes
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -33,6 +34,7 @@ from tests.compile.fake_pass import calls
 from tests.compile.fake_pass import chain
 from tests.compile.fake_pass import count
 from tests.compile.fake_pass import fake as fake
+from tests.compile.fake_pass import ours_of
 from tests.compile.fake_pass import start_again
 
 pytestmark = pytest.mark.usefixtures("fake")
@@ -77,16 +79,19 @@ def files(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_hit_gives_the_same_report_and_counts(layer: str) -> None:
+def test_hit_gives_the_same_report_and_counts(layer: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "overlap_inductor")
     overlap_inductor.enable()
     train()
     assert len(calls) == 2
+    assert "from cache" not in caplog.text
     first = outcome()
     assert [json.loads(r)["phase"] for r in first[0]] == ["forward", "backward"]
     start_again()
     train()
     assert was_hit()
     assert outcome() == first
+    assert [r.getMessage().endswith("[from cache]") for r in ours_of(caplog)] == [False, False, True, True]
 
 
 def test_hit_in_the_backend_and_by_enable_share_one_entry(cache: Path) -> None:
@@ -130,7 +135,6 @@ def test_load_that_is_strict_about_the_backward_counts_each_graph_once(
     monkeypatch.setitem(fake_pass.STATUS, "status", "refused")
     overlap_inductor.enable(mode="on")
     train()
-    expected = count()
     start_again()
     # The entry is of mode "on"; make its reports strict as they are loaded.
     original = reporting.activate
@@ -142,7 +146,7 @@ def test_load_that_is_strict_about_the_backward_counts_each_graph_once(
     monkeypatch.setattr(reporting, "activate", activate)
     with pytest.raises(Exception, match="strict"):
         train()
-    assert count() == expected and calls == []
+    assert [r.phase for r in reporting.all_reports()] == ["forward", "backward"] and calls == []
 
 
 CHANGES: dict[str, dict[str, Any]] = {

@@ -282,6 +282,16 @@ def test_backward_of_a_forward_without_us_stays_without_us(caplog: pytest.LogCap
     assert calls == [] and ours_of(caplog) == []
 
 
+def test_backward_of_a_forward_that_another_pass_kept_us_from() -> None:
+    overlap_inductor.enable()
+    ours = slot()
+    set_slot(UserPass())
+    loss = training()
+    set_slot(ours)
+    loss.backward()
+    assert calls == []
+
+
 def test_backward_of_a_forward_without_operations() -> None:
     """Inductor compiles nothing for such a forward, so the pass cannot have seen it; the backward is overlapped."""
 
