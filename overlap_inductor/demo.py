@@ -10,9 +10,9 @@ import json
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
-from dataclasses import field
 from pathlib import Path
 from typing import Any
 from typing import TextIO
@@ -46,14 +46,18 @@ class DemoOptions:
     timeout: float = 600.0
 
 
-@dataclass
 class Progress:
-    """Rank 0's steps and how long each took: a live line on a terminal, else a line a step."""
+    """Rank 0's steps and how long each takes: one line a step, counting up where the stream is a terminal.
 
-    stream: TextIO = field(default_factory=lambda: sys.stdout)
-    step: str = "starting the ranks"
-    begin: float = field(default_factory=time.monotonic)
-    results: list[dict[str, Any]] = field(default_factory=list)
+    Lines come from the thread that reads rank 0's output, ``wait`` from the one that watches the ranks.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.results: list[dict[str, Any]] = []
+        self._stream = sys.stdout if stream is None else stream
+        self._live = self._stream.isatty()
+        self._lock = threading.Lock()
+        self._start("starting the ranks")
 
     def line(self, text: str) -> None:
         """Take one line of rank 0's standard output; what is not the demo's own is passed on."""
@@ -61,26 +65,37 @@ class Progress:
             record = json.loads(text)
         except ValueError:
             record = None
-        if not isinstance(record, dict):
-            self.stream.write(f"{text}\n")
-        elif "step" in record:
-            self.finish_step()
-            self.step, self.begin = record["step"], time.monotonic()
-            self.wait()
-        elif "part" in record:
-            self.results.append(record)
+        with self._lock:
+            if not isinstance(record, dict):
+                self._write(f"\n  | {text}\n")
+            elif "step" in record:
+                self._finish()
+                self._start(record["step"])
+            elif "part" in record:
+                self.results.append(record)
 
     def wait(self) -> None:
-        """Show the running step, where the stream is a terminal."""
-        if self.stream.isatty():
-            self.stream.write(f"\r\x1b[K{time.monotonic() - self.begin:6.1f} s  {self.step} ...")
-            self.stream.flush()
+        """Show the running step's time, where the stream is a terminal."""
+        if self._live:
+            with self._lock:
+                self._write(f"\r\x1b[K  {self._step} ... {time.monotonic() - self._begin:.0f} s")
 
-    def finish_step(self) -> None:
-        """End the running step's line."""
-        start = "\r\x1b[K" if self.stream.isatty() else ""
-        self.stream.write(f"{start}{time.monotonic() - self.begin:6.1f} s  {self.step}\n")
-        self.stream.flush()
+    def finish(self) -> None:
+        """End the last step's line."""
+        with self._lock:
+            self._finish()
+
+    def _start(self, step: str) -> None:
+        self._step, self._begin = step, time.monotonic()
+        self._write(f"  {step} ...")
+
+    def _finish(self) -> None:
+        again = f"\r\x1b[K  {self._step} ..." if self._live else ""
+        self._write(f"{again} {time.monotonic() - self._begin:.1f} s\n")
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -112,10 +127,10 @@ def run_demo(options: DemoOptions) -> int:
             on_wait=progress.wait,
         )
     except RankError as error:
-        progress.finish_step()
+        progress.finish()
         print(f"\nFAILED: {error}\nThe ranks' logs are in {folder}.", file=sys.stderr)
         return 1
-    progress.finish_step()
+    progress.finish()
     shutil.rmtree(folder / "llama", ignore_errors=True)
     good = [show_part(result, device) for result in progress.results]
     complete = [result["part"] for result in progress.results] == list(options.parts)
