@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from overlap_inductor.machine import Machine
 
-_CHUNK_EFFICIENCY = 0.93
 _MARGIN = 1.05
 
 
@@ -35,7 +34,7 @@ def collective_seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 def ring_seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
     """Seconds of a ring with ``parts`` sub-chunks a shard."""
-    matmul = matmul_seconds(sizes, machine) / _CHUNK_EFFICIENCY
+    matmul = matmul_seconds(sizes, machine) / machine.overlapped_efficiency
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     steps = sizes.legs * (sizes.world_size - 1) * parts
     exposed = min(matmul, wire) / (sizes.world_size * parts)

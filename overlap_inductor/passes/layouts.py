@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
+from typing import Any
+from typing import TypeAlias
 
-import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-Size = int | torch.SymInt
+Size: TypeAlias = Any  # int or torch.SymInt
 
 
 class LayoutError(Exception):

@@ -44,7 +44,10 @@ def check(rank: int, world_size: int, fields: dict[str, Any], dtype: torch.dtype
                     if f.shape != e.shape or not torch.allclose(f.double(), e, rtol=tolerance, atol=tolerance * 4):
                         problems.append(f"{name} size {size}: off by {(f.double() - e).abs().max():.3g}")
             report = overlap_inductor.last_report()
-            if report is None or report.counters()["sites_overlapped"] != expected:
+            counts = report.counters() if report else {}
+            # A node budget of one leaves what no looping op computes; the numbers are checked all the same.
+            beyond = counts.get("reason.too_many_steps", 0) if "step_node_budget" in fields else 0
+            if counts.get("sites_overlapped", 0) + beyond != expected:
                 problems.append(f"{name}: {report.counters() if report else None}, expected {expected} sites")
     return problems
 
