@@ -126,6 +126,8 @@ def _copy(source: fx.Graph, target: fx.Graph) -> None:
     output.meta = copy.copy(next(n for n in reversed(source.nodes) if n.op == "output").meta)
     for node, twin in mapping.items():
         twin.meta = copy.copy(node.meta)
+        # The graph still holds the erased nodes' names as taken.
+        twin.name = node.name
 
 
 def plan_text(chosen: list[OverlapSite], config: OverlapConfig) -> tuple[str, str]:
