@@ -8,6 +8,7 @@ from torch import fx
 from overlap_inductor.passes import collectives as finding
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import naming
+from overlap_inductor.passes.gather_finder import blocked_by
 from overlap_inductor.passes.gather_finder import find_gather
 from overlap_inductor.passes.gather_finder import is_weight_gather
 from overlap_inductor.passes.reduce_finder import find_reduce
@@ -62,12 +63,12 @@ class SiteFinder:
             first = nodes.consumers[0]
             self._add("all_gather_matmul", collective, nodes, _logical_dim(nodes), first.role)
             return
-        if not obstacles:
-            reduced, obstacle, seen = find_reduce([collective], collective.wait)
-            if reduced is not None:
-                self._add("matmul_all_gather", collective, reduced, None, reduced.role, obstacle)
-                return
-            obstacles = [obstacle] if obstacle is not None else []
+        # Whatever uses the gathered output, it may be a matmul's own.
+        reduced, obstacle, _ = find_reduce([collective], collective.wait)
+        if reduced is not None:
+            self._add("matmul_all_gather", collective, reduced, None, reduced.role, obstacle)
+            return
+        obstacles += [o for o in (obstacle, blocked_by(collective.wait)) if o is not None]
         self._miss(collective.node, "all_gather", obstacles[0] if obstacles else Reason("no_matmul", NO_MATMUL))
 
     def _added_later(self, collective: CollectiveNode) -> tuple[list[CollectiveNode], fx.Node] | None:

@@ -254,6 +254,35 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
     return GatherNodes(collective, follower.raw, consumers, follower.through), follower.obstacles
 
 
+def blocked_by(wait: fx.Node) -> Reason | None:
+    """A matmul stands close behind an op that does not commute with the gather (a softmax in its parts): name that op."""
+    pending: list[tuple[fx.Node, fx.Node | None, int]] = [(wait, None, 0)]
+    seen: set[tuple[fx.Node, bool]] = set()
+    for node, blocker, depth in pending:
+        for user in node.users:
+            if user.op != "call_function" or "_c10d_functional" in str(user.target) or depth > 12:
+                continue
+            if matmuls.parse(user) is None:
+                newest = blocker or (None if _moves(user) else user)
+                if (user, newest is None) not in seen:
+                    seen.add((user, newest is None))
+                    pending.append((user, newest, depth + 1))
+            elif blocker is not None:
+                return Reason("op_between", f"{blocker.target} stands between the all-gather and {user.name} and does not commute with it")
+    return None
+
+
+def _moves(node: fx.Node) -> bool:
+    """Whether ``node`` only moves elements, or works on each alone."""
+    return (
+        tools.is_pointwise(node)
+        or tools.is_reshape(node)
+        or tools.permutation(node) is not None
+        or node.target in (*tools.SPLITS, aten.cat.default, aten.slice.Tensor)
+        or getattr(node.target, "__name__", "") == "getitem"
+    )
+
+
 def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
     """FSDP: a parameter (a graph input behind casts and views) is gathered and used as the right-hand operand."""
     source = nodes.collective.input

@@ -14,6 +14,7 @@ from torch import fx
 
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import matmuls
+from overlap_inductor.passes.gather_finder import depends_on
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import LayoutError
 from overlap_inductor.passes.layouts import ShardedDim
@@ -153,10 +154,10 @@ def find_reduce(collectives: list[CollectiveNode], result: fx.Node) -> tuple[Red
             tracer.trace(collective.input, shared)
     except LayoutError as error:
         return None, Reason("layout", str(error)), bool(tracer.leaves)
+    if tracer.obstacle is not None:
+        return None, tracer.obstacle, bool(tracer.leaves)
     if not tracer.leaves:
         return None, _blocking_op(first.input), False
-    if tracer.obstacle is not None:
-        return None, tracer.obstacle, True
     refusal = next((r for r in (m.refusal() for m in tracer.leaves) if r), None)
     if refusal is not None:
         return None, Reason("matmul_form", refusal), True
@@ -166,6 +167,11 @@ def find_reduce(collectives: list[CollectiveNode], result: fx.Node) -> tuple[Red
         theirs = tracer.layouts[other.node].refined()
         if [len(d) for d in theirs.dims] != [len(d) for d in layout.dims] or not theirs.same_elements(layout):
             return None, Reason("layout", f"{other.node.name} and {leaf.node.name} are summed in different layouts"), True
+    known: dict[fx.Node, bool] = {}
+    forks = any(u not in tracer.region for u in leaf.node.users)
+    for node in tracer.externals if forks else []:
+        if depends_on(node, leaf.node, known):
+            return None, Reason("op_between", f"{node.target} stands between {leaf.node.name} and the collective and does not commute with it"), True
     try:
         sharded = _cut(first.kind, leaf, layout, world_size)
         _check_externals(tracer, layout)
