@@ -180,7 +180,7 @@ def find_reduce(collectives: list[CollectiveNode], result: fx.Node) -> tuple[Red
     role = leaf.output_role(sharded.dim)
     nodes = ReduceNodes(collectives, result, tracer.leaves, tracer.layouts, tracer.through, tracer.externals, sharded, role)
     ends = {c.node for c in collectives}
-    inside = tracer.region | ends | {n for n in tracer.through}
+    inside = tracer.region | ends | set(tracer.through)
     outside = [(n, u) for n in tracer.region for u in n.users if u not in inside and not _is_piece(u, inside)]
     obstacle = None
     if outside:

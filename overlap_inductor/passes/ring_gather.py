@@ -12,7 +12,6 @@ so its other users simply read it. The own slice comes first, whole; each later 
 
 from __future__ import annotations
 
-
 import torch
 from torch import fx
 

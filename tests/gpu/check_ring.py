@@ -55,7 +55,7 @@ def check(rank: int, world_size: int, fields: dict[str, Any], dtype: torch.dtype
 def _time(functions: dict[str, Callable[[], Any]], repeats: int = 15) -> dict[str, float]:
     """Median microseconds, maximum over ranks, providers interleaved."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
-    for name, function in functions.items():
+    for function in functions.values():
         for _ in range(3):
             function()
     for _ in range(repeats):
