@@ -54,7 +54,9 @@ def _axis(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | None:
         if not any(a is lead for a in present):
             continue
         if dim != sharded.dim:
-            return ("cross", dim, product(present[1:])) if present[0] is lead else None
+            # Cutting the contraction would make partial sums of what must stay whole (a shard of one row leads with its width).
+            crosses = present[0] is lead and consumer.matmul.role(consumer.operand, dim) != "K"
+            return ("cross", dim, product(present[1:])) if crosses else None
         at = next(i for i, a in enumerate(present) if a.rank)
         if present[at + 1 : at + 2] and present[at + 1] is lead:
             return "chunk", dim, product(present[at + 2 :])
