@@ -1,0 +1,96 @@
+"""The analytic gate: limits in which the answer is known, and directions in which it must move."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from overlap_inductor import cost_model
+from overlap_inductor.cost_model import SiteSizes
+from overlap_inductor.machine import Machine
+from overlap_inductor.machine import machine_for
+
+FREE = Machine("free", {4: 1e12, 2: 2e12}, 1e9, 0.0, 0.0, 0.93)
+BALANCED = SiteSizes(1e12, 1e9, 4, 8)
+
+
+def scaled(factor: float) -> SiteSizes:
+    return dataclasses.replace(BALANCED, flops=BALANCED.flops * factor, bytes_sent=BALANCED.bytes_sent * factor)
+
+
+def test_seconds_of_the_parts() -> None:
+    """FLOPs over the rate of the item size, bytes over the link, twice for an all-reduce."""
+    assert cost_model.matmul_seconds(BALANCED, FREE) == pytest.approx(1.0)
+    assert cost_model.matmul_seconds(dataclasses.replace(BALANCED, itemsize=2), FREE) == pytest.approx(0.5)
+    assert cost_model.collective_seconds(BALANCED, FREE) == pytest.approx(1.0)
+    assert cost_model.collective_seconds(dataclasses.replace(BALANCED, legs=2), FREE) == pytest.approx(2.0)
+
+
+def test_unknown_item_size_takes_the_slowest_rate() -> None:
+    """A dtype without a rate must not be taken for the fastest."""
+    assert cost_model.matmul_seconds(dataclasses.replace(BALANCED, itemsize=1), FREE) == pytest.approx(1.0)
+
+
+def test_balanced_site_pays() -> None:
+    """Where both take as long and steps cost nothing, nearly half is hidden."""
+    assert cost_model.ring_pays(BALANCED, FREE, 4)
+    estimate = cost_model.estimates_us(BALANCED, FREE, 4)
+    assert estimate["keep"] == pytest.approx(2e6) and 1e6 <= estimate["ring"] <= 1.35e6
+    assert estimate["keep"] == pytest.approx(estimate["matmul"] + estimate["collective"], abs=0.2)
+
+
+@pytest.mark.parametrize("sizes", [SiteSizes(1e12, 1e3, 4, 8), SiteSizes(1e5, 1e9, 4, 8)], ids=["no bytes", "no flops"])
+def test_one_sided_site_does_not_pay(sizes: SiteSizes) -> None:
+    """There is nothing to hide, or nothing to hide it behind."""
+    assert not cost_model.ring_pays(sizes, FREE, 4)
+
+
+def test_small_site_does_not_pay() -> None:
+    """The fixed cost of the steps decides for decode-size sites."""
+    for name in ("cpu", "cuda"):
+        machine = machine_for(name)
+        tiny = SiteSizes(2.0 * 1 * 4096 * 4096 / 8, 4096 * 2, 2, 8)
+        assert not cost_model.ring_pays(tiny, machine, 4)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("legs", [1, 2])
+def test_pays_from_some_size_on(name: str, world_size: int, legs: int) -> None:
+    """The break-even search takes the first size that pays for a threshold: above it the answer must not turn again."""
+    machine = machine_for(name)
+    flops = machine.matmul_flops[2] * 1e-6
+    bytes_sent = machine.link_bytes * 1e-6
+    answers = [
+        cost_model.ring_pays(SiteSizes(flops * 2**e, bytes_sent * 2**e, 2, world_size, legs), machine, 2) for e in range(30)
+    ]
+    assert answers == sorted(answers) and not answers[0] and answers[-1]
+
+
+def test_steps_cost() -> None:
+    """More ranks and more parts mean more fixed cost."""
+    slow = dataclasses.replace(FREE, step_seconds=0.01)
+    base = cost_model.ring_seconds(BALANCED, slow, 1)
+    assert cost_model.ring_seconds(BALANCED, slow, 16) > base
+    assert cost_model.ring_seconds(dataclasses.replace(BALANCED, world_size=64), slow, 1) > base
+
+
+def test_parts_hide_more() -> None:
+    """Without a fixed cost, finer pieces expose less."""
+    times = [cost_model.ring_seconds(BALANCED, FREE, parts) for parts in (1, 2, 4, 8)]
+    assert times == sorted(times, reverse=True) and times[0] > times[-1]
+
+
+def test_never_better_than_the_longer_side() -> None:
+    """The lower bound max(matmul, wire) holds for every ratio."""
+    for factor in (0.01, 0.1, 1.0, 10.0, 100.0):
+        sizes = dataclasses.replace(BALANCED, flops=BALANCED.flops * factor)
+        longest = max(cost_model.matmul_seconds(sizes, FREE), cost_model.collective_seconds(sizes, FREE))
+        assert cost_model.ring_seconds(sizes, FREE, 4) >= longest
+
+
+def test_unknown_machine_is_conservative() -> None:
+    """An accelerator without a profile must not be an error, nor be taken for the fastest."""
+    assert machine_for("xpu") is machine_for("cpu")
+    assert set(machine_for("cuda").matmul_flops) == {1, 2, 4, 8}

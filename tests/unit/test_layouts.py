@@ -1,0 +1,187 @@
+"""Layouts against numpy: an index map that says where an element lies must agree with what reshape, transpose and cat do to it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from overlap_inductor.passes.layouts import Atom
+from overlap_inductor.passes.layouts import Layout
+from overlap_inductor.passes.layouts import LayoutError
+from overlap_inductor.passes.layouts import ShardedDim
+from overlap_inductor.passes.layouts import product
+from overlap_inductor.passes.layouts import same_size
+
+settings.register_profile("layouts", deadline=None, max_examples=150)
+settings.load_profile("layouts")
+
+shards = st.lists(st.integers(1, 6), min_size=1, max_size=4)
+world_sizes = st.integers(2, 5)
+
+
+def array_of(layout: Layout, memory: Layout) -> np.ndarray:
+    """What a tensor in ``layout`` holds, where a tensor in ``memory`` (same atoms) holds ``arange``."""
+    source, target = memory.flat(), layout.flat()
+    data = np.arange(int(np.prod([a.size for a in source], dtype=int))).reshape([a.size for a in source])
+    return data.transpose([next(i for i, a in enumerate(source) if a is w or a.rank and w.rank) for w in target]).reshape(layout.shape())
+
+
+def arange(layout: Layout) -> np.ndarray:
+    return np.arange(int(np.prod(layout.shape(), dtype=int))).reshape(layout.shape())
+
+
+@st.composite
+def regrouped(draw: st.DrawFn, shape: list[int]) -> list[int]:
+    """A shape with the same number of elements: neighbours merged, a dim split, ones put in."""
+    shape = list(shape)
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, len(shape) - 1))
+        kind = draw(st.sampled_from(("merge", "split", "one")))
+        if kind == "merge" and at + 1 < len(shape):
+            shape[at : at + 2] = [shape[at] * shape[at + 1]]
+        elif kind == "split":
+            factor = draw(st.sampled_from([f for f in range(1, shape[at] + 1) if shape[at] % f == 0]))
+            shape[at : at + 1] = [factor, shape[at] // factor]
+        elif kind == "one":
+            shape.insert(at, 1)
+    return shape
+
+
+@given(st.data(), shards, world_sizes)
+def test_chains_of_views_and_permutes(data: st.DataObject, shard: list[int], world_size: int) -> None:
+    """A reshape after a permute assigned to the wrong atoms: rows of another rank would be multiplied."""
+    raw = Layout.gathered(shard, world_size)
+    layout, array = raw, arange(raw)
+    for _ in range(data.draw(st.integers(1, 4))):
+        if data.draw(st.booleans()):
+            order = data.draw(st.permutations(range(array.ndim)))
+            layout, array = layout.permute(order), array.transpose(order)
+        else:
+            shape = data.draw(regrouped(list(array.shape)))
+            try:
+                layout = layout.reshape(shape)
+            except LayoutError:
+                assume(False)
+            array = array.reshape(shape)
+    assert layout.shape() == list(array.shape)
+    np.testing.assert_array_equal(array_of(layout, raw.refined()), array)
+
+
+@given(st.data(), shards, world_sizes)
+def test_gather_on_another_dim(data: st.DataObject, shard: list[int], world_size: int) -> None:
+    """``cat(split(x, dim=0), dim=d)``: the rank atom must stand in front of the dim's own elements."""
+    target = data.draw(st.integers(0, len(shard) - 1))
+    raw = Layout.gathered(shard, world_size)
+    moved = raw.move_rank(0, target)
+    expected = np.concatenate(np.split(arange(raw), world_size), axis=target)
+    np.testing.assert_array_equal(array_of(moved, raw), expected)
+    assert moved.rank_dim() == target
+    sharded = ShardedDim.of(moved)
+    assert (sharded.outer, sharded.chunk, sharded.size) == (1, shard[target], shard[target] * world_size)
+
+
+@given(st.data(), shards, world_sizes)
+def test_rows_of_a_rank(data: st.DataObject, shard: list[int], world_size: int) -> None:
+    """``ShardedDim``: index = (outer, rank, chunk), also where the gathered dim was merged with those around it."""
+    target = data.draw(st.integers(0, len(shard) - 1))
+    raw = Layout.gathered(shard, world_size)
+    moved = raw.move_rank(0, target)
+    flat = moved.reshape([int(np.prod(moved.shape(), dtype=int))])
+    sharded = ShardedDim.of(flat)
+    whole = array_of(moved, raw).reshape(sharded.outer, world_size, sharded.chunk)
+    for rank in range(world_size):
+        own = arange(raw)[rank * shard[0] : (rank + 1) * shard[0]]
+        assert set(whole[:, rank].ravel()) == set(own.ravel())
+        np.testing.assert_array_equal(whole[:, rank].ravel(), own.ravel())
+
+
+@given(st.data(), shards, world_sizes)
+def test_scatter_mirrors_gather(data: st.DataObject, shard: list[int], world_size: int) -> None:
+    """``cat(split(x, dim=d), dim=0)`` before a reduce-scatter, followed backward."""
+    dim = data.draw(st.integers(0, len(shard) - 1))
+    shape = list(shard)
+    shape[dim] *= world_size
+    scattered = [shard[0] * world_size, *shard[1:]]
+    before = Layout.scattered(scattered, world_size).move_rank(0, dim)
+    assert before.shape() == shape
+    joined = np.concatenate(np.split(arange(before), world_size, axis=dim), axis=0)
+    after = before.move_rank(dim, 0)
+    np.testing.assert_array_equal(array_of(after, before), joined)
+
+
+@given(shards, world_sizes)
+def test_without_rank_is_the_shard(shard: list[int], world_size: int) -> None:
+    """A piece's layout has the shard's shape, with a sub-chunk's size where one is given."""
+    raw = Layout.gathered(shard, world_size)
+    own = raw.without_rank()
+    assert own.shape() == shard and own.rank_dim() is None
+    atom = raw.dims[0][1]
+    assert own.shape({id(atom): 99}) == [99, *shard[1:]]
+
+
+@given(st.data(), shards, world_sizes)
+def test_same_elements(data: st.DataObject, shard: list[int], world_size: int) -> None:
+    """Other order means other elements; views do not matter; an equal shape of other atoms is no proof."""
+    raw = Layout.gathered(shard, world_size)
+    order = data.draw(st.permutations(range(len(shard))))
+    moved = raw.permute(order)
+    expected = bool((array_of(moved, raw).ravel() == arange(raw).ravel()).all())
+    assert moved.same_elements(raw) is expected
+    assert not Layout.gathered(shard, world_size).same_elements(raw)
+
+
+def test_a_split_atom_is_known_to_layouts_made_before() -> None:
+    """Atoms split later must be seen as split by every layout that holds them (``refined``), or comparisons go wrong."""
+    raw = Layout.gathered([12], 2)
+    split = raw.reshape([2, 3, 4])
+    assert raw.same_elements(split) and raw.reshape([6, 4]).same_elements(split)
+    assert [a.size for a in raw.flat()] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("shape", [[2, 6], [8, 1, 2], [3, 4], [12, 2], [2, 2]])
+def test_reshapes_that_cannot_be_followed(shape: list[int]) -> None:
+    """A cut through the rank atom or through a dim without a boundary, elements left over or missing: never a wrong layout."""
+    with pytest.raises(LayoutError, match="reshape to"):
+        Layout.gathered([1, 3], 4).reshape(shape)
+
+
+def test_move_rank_needs_the_rank_in_front() -> None:
+    """Pieces of a permuted tensor are not the ranks' shards."""
+    with pytest.raises(LayoutError, match="not the ranks' shards"):
+        Layout.gathered([3, 4], 2).permute([1, 0]).move_rank(0, 1)
+    with pytest.raises(LayoutError, match="no sharded dim"):
+        ShardedDim.of(Layout.of_shape([2, 3]))
+
+
+def symbol(value: int) -> torch.SymInt:
+    from torch._dynamo.source import ConstantSource
+
+    environment = ShapeEnv()
+    source = ConstantSource("s")
+    expression = environment.create_symbol(value, source, DimDynamic.DYNAMIC)
+    return environment.create_symintnode(expression, hint=value, source=source)
+
+
+def test_symbols_add_no_guard() -> None:
+    """Comparing sizes must not specialise the token count."""
+    size = symbol(24)
+    layout = Layout.scattered([size, 8], 4)
+    assert same_size(layout.shape()[0], size) and not same_size(size, 24)
+    flat = layout.reshape([size * 8])
+    assert same_size(ShardedDim.of(flat).size, size * 8)
+    assert len(size.node.shape_env.guards) == 0
+
+
+def test_total_of_a_size_that_is_no_known_multiple() -> None:
+    """``D`` stands for ``R * (D // R)``: without ``total`` the dim's size would not compare equal to itself."""
+    size = symbol(24)
+    rank = Atom(4, rank=True, total=size)
+    assert same_size(product([rank, Atom(size // 4)]), size)
+    assert same_size(product([Atom(2), rank, Atom(size // 4), Atom(5)]), 10 * size)

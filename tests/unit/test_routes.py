@@ -1,0 +1,146 @@
+"""Routes, simulated for every rank at once: what is sent is there, what is received was sent, and in the end everybody has everything."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from overlap_inductor.transports import routes
+
+WORLDS = range(2, 10)
+PARTS = range(1, 5)
+GATHERS = ("ring", "bidirectional")
+every_size = pytest.mark.parametrize(("world_size", "parts"), [(w, s) for w in WORLDS for s in PARTS])
+
+
+def hops(route: str, world_size: int, parts: int) -> list[list[routes.Hop]]:
+    """``[hop index][rank]``."""
+    count = routes.hop_count(route, world_size, parts)
+    return [[routes.hop(route, world_size, rank, parts, i) for rank in range(world_size)] for i in range(count)]
+
+
+@every_size
+@pytest.mark.parametrize("route", routes.ROUTES)
+def test_every_hop_is_a_permutation(route: str, world_size: int, parts: int) -> None:
+    """Two senders to one receiver on one link, a send to oneself, or a receive that nobody sends: a hang."""
+    for ranks in hops(route, world_size, parts):
+        for link in range(len(ranks[0].sends)):
+            assert sorted(h.sends[link].peer for h in ranks) == list(range(world_size))
+        sent = Counter((r, m.peer, m.slot, m.part) for r, h in enumerate(ranks) for m in h.sends)
+        received = Counter((m.peer, r, m.slot, m.part) for r, h in enumerate(ranks) for m in h.receives)
+        assert sent == received
+        assert all(source != target for source, target, _, _ in sent)
+
+
+@every_size
+@pytest.mark.parametrize("route", routes.ROUTES)
+def test_slots_fit_the_buffer(route: str, world_size: int, parts: int) -> None:
+    """A piece behind the end of the exchange buffer, or two pieces received into one place."""
+    received: Counter[tuple[int, int, int]] = Counter()
+    for ranks in hops(route, world_size, parts):
+        for rank, h in enumerate(ranks):
+            assert all(0 <= m.slot < routes.slots(route, world_size) and 0 <= m.part < parts for m in h.sends + h.receives)
+            received.update((rank, m.slot, m.part) for m in h.receives)
+    assert set(received.values()) == {1}
+    assert len(received) == world_size * (world_size - 1) * parts
+
+
+@every_size
+@pytest.mark.parametrize("route", GATHERS)
+def test_gathers(route: str, world_size: int, parts: int) -> None:
+    """A rank passes on a shard before it has it, or a shard never arrives; ``distances`` promises a shard too early."""
+    have = [{(rank, part) for part in range(parts)} for rank in range(world_size)]
+    for index, ranks in enumerate(hops(route, world_size, parts)):
+        before = [set(h) for h in have]
+        for rank, h in enumerate(ranks):
+            for move in h.sends:
+                assert (move.slot, move.part) in before[rank]
+                have[move.peer].add((move.slot, move.part))
+        step, part = divmod(index, parts)
+        for rank in range(world_size):
+            for shift in routes.distances(route, world_size)[step]:
+                assert ((rank + shift) % world_size, part) in have[rank]
+    assert all(h == {(r, p) for r in range(world_size) for p in range(parts)} for h in have)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("route", GATHERS)
+def test_distances_name_every_other_rank_once(route: str, world_size: int) -> None:
+    """A slice multiplied twice, or never."""
+    found = [shift % world_size for shifts in routes.distances(route, world_size) for shift in shifts]
+    assert sorted(found) == list(range(1, world_size))
+    assert len(routes.distances(route, world_size)) == routes.hop_count(route, world_size, 1)
+
+
+@every_size
+def test_owner(world_size: int, parts: int) -> None:
+    """Hop (i, j) carries the partial for rank r + 1 + i, straight there: the owner must get one from everybody."""
+    inbox: list[list[tuple[int, int, int]]] = [[] for _ in range(world_size)]
+    for index, ranks in enumerate(hops("owner", world_size, parts)):
+        step, part = divmod(index, parts)
+        for rank, h in enumerate(ranks):
+            (send,) = h.sends
+            assert send.peer == (rank + 1 + step) % world_size and send.part == part
+            inbox[send.peer].append((rank, send.slot, send.part))
+    for rank, pieces in enumerate(inbox):
+        assert {(source, part) for source, _, part in pieces} == {(s, p) for s in range(world_size) if s != rank for p in range(parts)}
+        assert len(pieces) == (world_size - 1) * parts
+
+
+@every_size
+def test_travel(world_size: int, parts: int) -> None:
+    """The accumulator of slice r - 1 - i leaves rank r at step i and ends at its owner with every rank's partial in it, once."""
+    arrived: list[dict[tuple[int, int], tuple[int, Counter[int]]]] = [{} for _ in range(world_size)]
+    for index, ranks in enumerate(hops("travel", world_size, parts)):
+        step, part = divmod(index, parts)
+        leaving = []
+        for rank, h in enumerate(ranks):
+            owner, total = (rank - 1 - step) % world_size, Counter([rank])
+            if step:
+                named, partial = arrived[rank][step - 1, part]
+                assert named == owner
+                total += partial
+            leaving.append((h.sends[0], owner, total))
+        for move, owner, total in leaving:
+            arrived[move.peer][move.slot, move.part] = (owner, total)
+    for rank in range(world_size):
+        for part in range(parts):
+            owner, total = arrived[rank][world_size - 2, part]
+            assert owner == rank and total + Counter([rank]) == Counter(range(world_size))
+
+
+@every_size
+def test_broadcast(world_size: int, parts: int) -> None:
+    """Own piece to every other rank, under the slot of its owner."""
+    have = [{(rank, part) for part in range(parts)} for rank in range(world_size)]
+    for ranks in hops("broadcast", world_size, parts):
+        for rank, h in enumerate(ranks):
+            for move in h.sends:
+                assert move.slot == rank
+                have[move.peer].add((move.slot, move.part))
+    assert all(len(h) == world_size * parts for h in have)
+
+
+def test_hop_counts() -> None:
+    """The table in the module's text; two directions halve the steps."""
+    assert [routes.hop_count(r, 8, 3) for r in routes.ROUTES] == [21, 12, 21, 21, 3]
+    assert [routes.hop_count(r, 5, 1) for r in routes.ROUTES] == [4, 2, 4, 4, 1]
+
+
+@pytest.mark.parametrize("parts", range(1, 9))
+@pytest.mark.parametrize("total", range(20))
+def test_bounds(total: int, parts: int) -> None:
+    """Rows lost or twice at a cut, or pieces of very different size."""
+    cuts = routes.bounds(total, parts)
+    sizes = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+    assert (cuts[0], cuts[-1], len(sizes)) == (0, total, parts)
+    assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 0
+
+
+def test_unknown_routes_are_errors() -> None:
+    """A misspelt route must not silently move nothing."""
+    with pytest.raises(ValueError, match="unknown route 'circle'; expected one of ring"):
+        routes.hop("circle", 4, 0, 1, 0)
+    with pytest.raises(ValueError, match="gathers nothing in steps"):
+        routes.distances("owner", 4)
