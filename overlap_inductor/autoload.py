@@ -8,19 +8,43 @@ variables say is looked at (and complained about) by the first compile.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 OFF = ("", "0", "off")
+
+_cancel: list[Callable[[], None]] = []
 
 
 def autoload() -> None:
     """Switch on what ``OVERLAP_INDUCTOR`` asks for. Never raises."""
-    if os.environ.get("OVERLAP_INDUCTOR", "") in OFF:
-        return
-    try:
-        from overlap_inductor.install import enable_from_environment
+    if os.environ.get("OVERLAP_INDUCTOR", "") not in OFF:
+        _try(_wait)
 
-        enable_from_environment()
-    except Exception as error:  # noqa: BLE001  whatever it is, import torch has to go on
+
+def cancel() -> None:
+    """Call off what ``autoload`` has left waiting."""
+    while _cancel:
+        _cancel.pop()()
+
+
+def _wait() -> None:
+    from overlap_inductor.import_hook import when_imported
+    from overlap_inductor.torch_compat import telemetry
+
+    telemetry.register_log_name()
+    _cancel.append(when_imported("torch._inductor.config", lambda: _try(_enable)))
+
+
+def _enable() -> None:
+    from overlap_inductor.install import enable_from_environment
+
+    enable_from_environment()
+
+
+def _try(step: Callable[[], None]) -> None:
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001  whatever it is, the import that we are called from has to go on
         import logging
 
         logging.getLogger("overlap_inductor").warning(

@@ -69,7 +69,10 @@ def disable() -> None:
 
     A backward that is not compiled yet, of a graph that is, is then compiled without overlap.
     """
+    from overlap_inductor import autoload
+
     with _lock:
+        autoload.cancel()
         _switch.base = _switch.environment = None
         _switch.from_environment = False
         _stack.set(())
@@ -108,14 +111,11 @@ def overlap(**fields: Any) -> Iterator[OverlapConfig]:
 
 
 def enable_from_environment() -> None:
-    """What the autoload entry point does: like ``enable()``, but the variables are read by the first compile."""
+    """What the autoload entry point leads to: like ``enable()``, but the variables are read by the first compile."""
     reason = unsupported_reason()
     if reason:
         log.warning("OVERLAP_INDUCTOR is set, but %s", reason)
         return
-    from overlap_inductor.torch_compat import telemetry
-
-    telemetry.register_log_name()
     with _lock:
         _switch.from_environment = True
         _apply()
