@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 
-
 def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from operator import getitem
 from typing import Any
 
@@ -35,9 +36,12 @@ class Rewriter:
     def apply(self, sites: list[OverlapSite]) -> None:
         """Rewrite ``sites`` (all decided as overlapped), chain what communicates, drop what is dead."""
         register_lowerings()
-        for site in sites:
-            self._site(site)
-        self._chain_kept_collectives()
+        with warnings.catch_warnings():
+            # Sizes stand in the arguments as symbols, which is what Inductor prints into its code.
+            warnings.filterwarnings("ignore", message="Raw SymInt value")
+            for site in sites:
+                self._site(site)
+            self._chain_kept_collectives()
         self.graph.eliminate_dead_code()
         live = set(self.graph.nodes)
         preserve_order(self.graph, {n: {d for d in ds if d in live} for n, ds in self.order.items() if n in live})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
@@ -47,7 +48,9 @@ class StepEmitter:
     def annotate(self, node: fx.Node) -> fx.Node:
         values = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         mode = next(v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, torch._subclasses.FakeTensor))
-        with mode:
+        # Whatever a fake function asks about symbolic sizes here must not become a guard: the model was traced without them.
+        quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext()
+        with mode, quiet:
             node.meta["val"] = node.target(*values[0], **values[1])  # type: ignore[operator]
         node.meta.update(self.module)
         node.meta["overlap_site"] = self.site
