@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -93,7 +94,7 @@ def put_in_place() -> None:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """The fake as the pass, everything switched off before and after, no cache, nothing known yet."""
     import overlap_inductor.passes
 
@@ -102,6 +103,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(STATUS, "status", "overlapped")
     for name in [n for n in os.environ if n.startswith("OVERLAP_INDUCTOR")]:
         monkeypatch.delenv(name)
+    # Other threads do not see the caches switched off below: let theirs be empty at least.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     overlap_inductor.disable()
     start_again()
     with functorch_config.patch(enable_autograd_cache=False), inductor_config.patch(fx_graph_cache=False):
