@@ -18,8 +18,7 @@ demo: $(VENV)/ready
 	$(BIN)/overlap-inductor demo
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest tests/compile/test_spellings.py tests/compile/test_structures.py
-	$(BIN)/python -m pytest tests --ignore=tests/compile/test_spellings.py --ignore=tests/compile/test_structures.py
+	$(BIN)/python -m pytest tests
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check overlap_inductor tests bench tools

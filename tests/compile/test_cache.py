@@ -242,13 +242,11 @@ def test_a_stored_report_that_cannot_be_read_is_no_error(
 ) -> None:
     from overlap_inductor import report
 
-    monkeypatch.setattr(report, "SCHEMA_VERSION", 99)
-    overlap_inductor.enable()
-    train()
+    with monkeypatch.context() as another_version:
+        another_version.setattr(report, "SCHEMA_VERSION", 99)
+        overlap_inductor.enable()
+        train()
     start_again()
-    monkeypatch.undo()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
-    fake_pass.put_in_place()
     train()
     assert "cannot be read" in caplog.text and reporting.last_report() is None
 
