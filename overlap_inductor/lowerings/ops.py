@@ -264,6 +264,26 @@ define(
 )
 
 
+def _narrow(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+    return x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+
+
+def _narrow_fake(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+    return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
+
+
+# A slice with symbolic bounds that are known to lie inside; its lowering is a view that asks nothing (``aten.slice`` guards its clamps).
+define("narrow(Tensor x, int dim, SymInt start, SymInt length) -> Tensor", _narrow, _narrow_fake)
+
+
+def _after(piece: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    return piece.clone()
+
+
+# Orders the matmul that made ``piece`` behind ``token``; its lowering is ``piece`` itself and a scheduling edge.
+define("after(Tensor piece, Tensor token) -> Tensor", _after, lambda piece, token: torch.empty_like(piece))
+
+
 def assembled_index(
     shape: Sequence[int], dim: int, chunk: int, slot: int, start: Sequence[int], piece: Sequence[int]
 ) -> list[tuple[int, int]]:

@@ -69,7 +69,7 @@ class Rewriter:
             device = tools.value(collectives[0].input).device
             chain = self._chain(site, device)
             group = site.facts.collective
-            emit = StepEmitter(self.graph, group.group_name, group.world_size, site.facts.id, chain, module, self.order)
+            emit = StepEmitter(self.graph, group.group_name, group.world_size, site.facts.id, chain, module)
             replaced = self._unrolled(emit, site, piece.parameters) if piece.parameters["unrolled"] else self._looping(emit, site, piece.parameters)
         for old, new in replaced.items():
             if [str(s) for s in tools.shape(old)] != [str(s) for s in tools.shape(new)] or tools.dtype(old) != tools.dtype(new):

@@ -72,8 +72,8 @@ class _Slices:
             result = matmuls.emit(emit.graph, leaf, lhs, rhs, {role: cut})
             _annotate_new(emit, result)
             if self.after is not None:
-                # Without this edge Inductor may run all matmuls before the first send (or all sends last).
-                emit.order.setdefault(result, set()).add(self.after)
+                # Without this Inductor may run all matmuls before the first send (or all sends last).
+                result = emit.call(overlap.after.default, result, self.after)
         elif node in nodes.through:
             result = self._evaluate(nodes.through[node], cut, done)
         elif node in nodes.externals:

@@ -1,9 +1,8 @@
-"""``StepEmitter``: writes overlap ops into a graph, with the chain of one group and the ordering edges they need."""
+"""``StepEmitter``: writes overlap ops into a graph, in the chain of one group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
@@ -16,6 +15,7 @@ from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import ShardedDim
 from overlap_inductor.passes.layouts import Size
 from overlap_inductor.passes.layouts import same_size
+from overlap_inductor.torch_compat.guards import without_guards
 from overlap_inductor.transports import routes
 
 aten = torch.ops.aten
@@ -28,7 +28,6 @@ class StepEmitter:
 
     Attributes:
         chain: the token of this group's ops.
-        order: ordering edges to add at the end of the pass, ``{node: nodes it must come after}``.
         emitted: overlap ops that communicate, in program order.
     """
 
@@ -38,7 +37,6 @@ class StepEmitter:
     site: str
     chain: fx.Node
     module: dict[str, Any]
-    order: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     emitted: list[fx.Node] = field(default_factory=list)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -49,8 +47,7 @@ class StepEmitter:
         values = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         mode = next(v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, torch._subclasses.FakeTensor))
         # Whatever a fake function asks about symbolic sizes here must not become a guard: the model was traced without them.
-        quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext()
-        with mode, quiet:
+        with mode, without_guards(mode.shape_env):
             node.meta["val"] = node.target(*values[0], **values[1])  # type: ignore[operator]
         node.meta.update(self.module)
         node.meta["overlap_site"] = self.site
@@ -70,7 +67,10 @@ class StepEmitter:
     def narrow(self, x: fx.Node, dim: int, start: Size, length: Size) -> fx.Node:
         if same_size(length, tools.shape(x)[dim]):
             return x
-        return self.call(aten.slice.Tensor, x, dim, start, start + length)
+        if isinstance(start, int) and isinstance(length, int):
+            return self.call(aten.slice.Tensor, x, dim, start, start + length)
+        # aten's slice clamps to the dim, and each clamp asks a question whose answer would become a guard.
+        return self.call(overlap.narrow.default, x, dim, start, length)
 
     def take(self, x: fx.Node, dim: int, shift: int, chunk: Size, start: Size, length: Size) -> fx.Node:
         return self.call(overlap.take.default, x, dim, shift, chunk, start, length, self.group_name)

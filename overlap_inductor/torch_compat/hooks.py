@@ -23,6 +23,7 @@ from overlap_inductor.errors import StrictError
 from overlap_inductor.report import OverlapReport
 from overlap_inductor.torch_compat import compile_scope
 from overlap_inductor.torch_compat.compile_scope import CompileScope
+from overlap_inductor.torch_compat.guards import without_guards
 
 log = logging.getLogger("overlap_inductor")
 
@@ -61,6 +62,7 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
     """Wrap Inductor's functions, once. ``expected`` says what is switched on; ``shared_pass`` is the pass for that."""
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
     from torch._inductor import compile_fx
+    from torch._inductor.fx_utils import FakeTensorUpdater
     from torch._inductor.output_code import CompiledFxGraph
 
     global _expected, _shared_pass
@@ -72,6 +74,7 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
         _wrap(compile_fx, "fx_codegen_and_compile", _fx_codegen_and_compile)
         _wrap(CompiledFxGraph, "post_compile", _post_compile)
         _wrap(AOTAutogradCache, "try_load", _try_load)
+        _wrap(FakeTensorUpdater, "incremental_update", _incremental_update)
 
 
 def uninstall() -> None:
@@ -182,6 +185,17 @@ def _post_compile(original: Callable[..., Any], graph: Any, *args: Any, **kwargs
         return result
     _make_known(reports, from_cache)
     return result
+
+
+def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """Inductor evaluates the shapes of nodes that a pass has added once more; ours ask without guards, as when they were written."""
+    scope = compile_scope.current()
+    if scope is None or not any(s.decision.status == "overlapped" for r in scope.reports for s in r.sites):
+        return original(updater, *args, **kwargs)
+    from torch._inductor.virtualized import V
+
+    with without_guards(V.fake_mode.shape_env):
+        return original(updater, *args, **kwargs)
 
 
 def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

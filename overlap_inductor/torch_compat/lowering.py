@@ -1,4 +1,4 @@
-"""Inductor lowerings of ``take`` and ``assemble``: rotations by the rank as views, without copies.
+"""Inductor lowerings of ``take``, ``assemble``, ``narrow`` and ``after``: views and scheduling edges, without copies.
 
 The rank is a symbol of the generated code (``u0 = torch.ops.overlap_inductor.group_rank.default('tp')``), made at lowering time. A
 rank-rotated slice is then a ``ReinterpretView`` with a symbolic offset, which Inductor's own matmuls and pointwise kernels read in place,
@@ -92,6 +92,25 @@ def _take(x: Any, dim: int, shift: int, chunk: Any, start: Any, length: Any, gro
     return ir.TensorBox(_strided_view(x, sizes, offsets))
 
 
+def _narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
+    start, length = _expression(start), _expression(length)
+    data = x.data if isinstance(x, ir.TensorBox) else x
+    return ir.TensorBox(ir.SliceView.create(data, dim, start, start + length, clamp=False))
+
+
+def _after(piece: Any, token: Any) -> Any:
+    """``piece`` itself; the kernel that computes it is scheduled after the one that computes ``token``.
+
+    Why not ``control_deps``: it lowers the matmul as the output of a subgraph, whose strides Inductor then compares, and each comparison of
+    a symbolic size is a guard.
+    """
+    piece.realize()
+    token.realize()
+    kernel = V.graph.get_buffer(piece.get_name()).get_defining_op()
+    V.graph.additional_buffer_deps[kernel.get_operation_name()].add(token.get_name())
+    return piece
+
+
 def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
     """Make the kernel that computes ``source`` write into ``view``; a copy only where that kernel cannot.
 
@@ -149,6 +168,11 @@ def register_lowerings() -> None:
     import overlap_inductor.lowerings.ops  # noqa: F401  (both define ops)
 
     ops = torch.ops.overlap_inductor
-    for op, function in ((ops.take.default, _take), (ops.assemble.default, _assemble)):
+    for op, function in (
+        (ops.take.default, _take),
+        (ops.narrow.default, _narrow),
+        (ops.after.default, _after),
+        (ops.assemble.default, _assemble),
+    ):
         if op not in lowering.lowerings:
             lowering.register_lowering(op, type_promotion_kind=None)(function)
