@@ -11,7 +11,7 @@ from torch import fx
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.passes import graph_tools as tools
-from overlap_inductor.passes.gather_finder import depends_on
+from overlap_inductor.passes.placement import place
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.schedule import Reason
@@ -22,11 +22,27 @@ _FP8 = {getattr(torch, n) for n in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3
 
 @dataclass
 class Context:
-    """What the checks may look at besides the site: switches, the compile's own limits, nodes taken by sites accepted before."""
+    """What the checks may look at besides the site: switches, the compile's own limits, and the sites accepted before.
+
+    Attributes:
+        taken: accepted matmuls, and the site of each.
+        hoisted: nodes that accepted sites move up.
+        sunk: matmuls of accepted sites that run later than they stand.
+    """
 
     config: OverlapConfig
     refusal: str | None = None
     taken: dict[fx.Node, str] = field(default_factory=dict)
+    hoisted: set[fx.Node] = field(default_factory=set)
+    sunk: set[fx.Node] = field(default_factory=set)
+
+    def accept(self, site: OverlapSite) -> None:
+        self.taken.update({m.node: site.facts.id for m in site.matmuls})
+        if isinstance(site.nodes, GatherNodes):
+            placement = place(site.nodes)
+            self.hoisted.update(placement.hoisted)
+            if placement.sunk:
+                self.sunk.update(m.node for m in site.matmuls)
 
 
 Check = Callable[[OverlapSite, Context], str | None]
@@ -154,52 +170,26 @@ def _mutation(site: OverlapSite, context: Context) -> str | None:
 
 @check("hoist")
 def _hoist(site: OverlapSite, context: Context) -> str | None:
-    """A later operand of a gather's matmul must be computable before the gather: no node with side effects may stand in it."""
+    """The operands of a gather's matmuls must be computable where its steps are written, without moving what may not be moved."""
     if not isinstance(site.nodes, GatherNodes):
         return None
-    for node in hoisted(site.nodes):
-        if node.op == "call_function" and (node.is_impure() or "_c10d_functional" in str(node.target)):
-            return f"{node.name} ({node.target}) would have to run earlier than it stands"
+    placement = place(site.nodes)
+    if placement.obstacle is not None:
+        return f"{placement.obstacle.name} ({placement.obstacle.target}) would have to run earlier than it stands"
+    # Two sites that each wait for the other's results where they now stand: decided by the order in which they are found.
+    if crossing := context.sunk.intersection(placement.hoisted):
+        return f"{_names(crossing)} would have to run earlier than the site it belongs to"
+    if placement.sunk and (crossing := context.hoisted.intersection(m.node for m in site.matmuls)):
+        return f"{_names(crossing)} would have to run later than an accepted site that needs it"
     return None
+
+
+def _names(nodes: set[fx.Node]) -> str:
+    return ", ".join(sorted(n.name for n in nodes))
 
 
 def _members(site: OverlapSite) -> list[fx.Node]:
     return [n for c in site.collectives for n in (c.node, c.wait)] + [m.node for m in site.matmuls]
-
-
-def hoisted(nodes: GatherNodes) -> list[fx.Node]:
-    """What the matmuls' other operands need and stands behind the gather, in graph order."""
-    gather = nodes.collective.node
-    graph = gather.graph
-    behind: set[fx.Node] = set()
-    seen = False
-    for node in graph.nodes:
-        if seen:
-            behind.add(node)
-        seen = seen or node is gather
-    wanted: set[fx.Node] = set()
-    pending = [n for c in nodes.consumers for n in (c.other_node, c.matmul.bias, *c.matmul.scales()) if n is not None]
-    pending += [i for n in _between(nodes) for i in n.all_input_nodes if tools.is_tensor(i) and tools.is_scalar_like(i)]
-    while pending:
-        node = pending.pop()
-        if node in behind and node not in wanted:
-            wanted.add(node)
-            pending += node.all_input_nodes
-    return [n for n in graph.nodes if n in wanted]
-
-
-def _between(nodes: GatherNodes) -> list[fx.Node]:
-    """Pointwise nodes between the gather and its matmuls."""
-    known: dict[fx.Node, bool] = {}
-    found: set[fx.Node] = set()
-    pending = [c.operand_node for c in nodes.consumers]
-    while pending:
-        node = pending.pop()
-        if node in found or node is nodes.collective.wait or not depends_on(node, nodes.collective.wait, known):
-            continue
-        found.add(node)
-        pending += node.all_input_nodes
-    return list(found)
 
 
 def refuse(site: OverlapSite, context: Context) -> Reason | None:

@@ -88,7 +88,7 @@ def choose(sites: list[OverlapSite], config: OverlapConfig, refusal: str | None)
             continue
         site.decision = planner.plan(site, config)
         if site.decision.status == "overlapped":
-            context.taken.update({m.node: site.facts.id for m in site.matmuls})
+            context.accept(site)
     planner.fit_budget([s for s in sites if s.decision.status == "overlapped"], config.step_node_budget)  # type: ignore[union-attr]
     chosen = [s for s in sites if s.decision.status == "overlapped"]  # type: ignore[union-attr]
     if config.mode == "report":
@@ -109,7 +109,10 @@ def rewrite_or_restore(graph: fx.Graph, chosen: list[OverlapSite], plan: str) ->
         Rewriter(graph, plan).apply(chosen)
     except Exception as error:  # noqa: BLE001  (whatever went wrong, the model must still compile; the report and strict mode say so)
         log.warning("overlap_inductor: the rewrite failed and the graph is left as it was: %s", error, exc_info=True)
-        for node in reversed(list(graph.nodes)):
+        for node in graph.nodes:
+            # The order may be broken too, so that no order of erasing would do.
+            node.args, node.kwargs = (), {}
+        for node in list(graph.nodes):
             graph.erase_node(node)
         _copy(snapshot, graph)
         reason = Reason("rewrite_failed", f"{type(error).__name__}: {error}")

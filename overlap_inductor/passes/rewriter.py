@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from overlap_inductor.passes import graph_tools as tools
-from overlap_inductor.passes import legality
 from overlap_inductor.passes import ring_gather
 from overlap_inductor.passes import ring_reduce
+from overlap_inductor.passes.placement import place
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.passes.site_nodes import ReduceNodes
@@ -34,13 +34,13 @@ class Rewriter:
         self.emitted: dict[str, list[fx.Node]] = {}
 
     def apply(self, sites: list[OverlapSite]) -> None:
-        """Rewrite ``sites`` (all decided as overlapped), chain what communicates, drop what is dead."""
+        """Place and rewrite ``sites`` (all decided as overlapped), chain what communicates, drop what is dead."""
         register_lowerings()
         with warnings.catch_warnings():
             # Sizes stand in the arguments as symbols, which is what Inductor prints into its code.
             warnings.filterwarnings("ignore", message="Raw SymInt value")
-            for site in sites:
-                self._site(site)
+            for site, anchor in self._placed(sites):
+                self._site(site, anchor)
             self._chain_kept_collectives()
         self.graph.eliminate_dead_code()
         live = set(self.graph.nodes)
@@ -57,12 +57,21 @@ class Rewriter:
             self.chains[name] = node
         return self.chains[name]
 
-    def _site(self, site: OverlapSite) -> None:
+    def _placed(self, sites: list[OverlapSite]) -> list[tuple[OverlapSite, fx.Node]]:
+        """Sites with the node before which each is written, in graph order (their chain runs in that order); moves what must be moved."""
+        anchors = {}
+        for site in sites:
+            if isinstance(site.nodes, GatherNodes):
+                placement = place(site.nodes)
+                if placement.obstacle is not None:
+                    raise RuntimeError(f"{placement.obstacle.name} is now in the way of site {site.facts.id}")
+                anchors[placement.apply()] = site
+            else:
+                anchors[_last(self.graph, [c.node for c in site.collectives])] = site
+        return [(anchors[n], n) for n in self.graph.nodes if n in anchors]
+
+    def _site(self, site: OverlapSite, anchor: fx.Node) -> None:
         collectives = site.collectives
-        anchor = _last(self.graph, [c.node for c in collectives])
-        if isinstance(site.nodes, GatherNodes):
-            for node in legality.hoisted(site.nodes):
-                anchor.prepend(node)
         module = {k: site.matmuls[0].node.meta[k] for k in _STACK if k in site.matmuls[0].node.meta}
         piece = site.decision.plan[-1]  # type: ignore[union-attr]
         with self.graph.inserting_before(anchor):

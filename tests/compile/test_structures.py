@@ -223,6 +223,21 @@ def test_weight_gather_is_left_to_bucketing() -> None:
     assert facts(report) == [] and codes(report) == ["fsdp_weight_gather"]
 
 
+def test_operand_behind_another_collective() -> None:
+    """Full activation checkpointing: the gathered gradient comes first, what the weight's gradient needs is recomputed, and only then
+    are both results used. Refusing it loses a third of the backward sites."""
+    with fake_group(2):
+        made = HandGraph()
+        gradient = made.gather(made.input(4, 16, name="g"))
+        data = made.mm(gradient, made.input(16, 8, name="w"))
+        again = made.mm(made.gather(made.input(4, 6, name="x")), made.input(6, 8, name="v"))
+        weights = made.mm(made.call(aten.permute.default, gradient, [1, 0]), made.call(aten.relu.default, again))
+        report = made.output(made.call(aten.mul.Tensor, data, again), weights).run(sub_chunks=1)
+    assert facts(report) == [("all_gather_matmul", ["mm M", "mm K"], "overlapped"), ("all_gather_matmul", ["mm M"], "overlapped")]
+    starts = [m.start() for m in re.finditer(r"gather_start\.default\([^)]*", report.after)]
+    assert ", x," in report.after[starts[0] :].splitlines()[0] and len(starts) == 2
+
+
 # Groups and order
 
 

@@ -1,0 +1,86 @@
+"""Where a gather's steps are written: all operands of its matmuls must be there, and none of their results may be wanted before.
+
+By default at the gather, with what the other operands need moved up to it. Where that cannot be moved (activation checkpointing: a
+weight's gradient needs activations that are gathered once more first), the whole site sinks to the first use of its results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes.gather_finder import depends_on
+from overlap_inductor.passes.site_nodes import GatherNodes
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Steps go before ``anchor``, to which ``sunk`` nodes are moved down and ``hoisted`` ones up, in this order (both in graph order)."""
+
+    anchor: fx.Node
+    sunk: list[fx.Node]
+    hoisted: list[fx.Node]
+
+    @property
+    def obstacle(self) -> fx.Node | None:
+        """A node among ``hoisted`` that may not be moved, if any."""
+        return next((n for n in self.hoisted if not _movable(n)), None)
+
+    def apply(self) -> fx.Node:
+        """Move the nodes; returns the node before which the steps are written."""
+        for node in (*self.hoisted, *self.sunk):
+            self.anchor.prepend(node)
+        return self.sunk[0] if self.sunk else self.anchor
+
+
+def place(nodes: GatherNodes) -> Placement:
+    """The placement in the graph as it is now; where neither place will do, the gather's own with its ``obstacle``."""
+    gather = nodes.collective.node
+    at_gather = Placement(gather, [], _needed_behind(nodes, gather))
+    if at_gather.obstacle is None:
+        return at_gather
+    members = {gather, nodes.collective.wait, *_between(nodes), *(c.matmul.node for c in nodes.consumers)}
+    users = {user for member in members for user in member.users} - members
+    order = list(gather.graph.nodes)
+    first_use = next(i for i, n in enumerate(order) if n in users)
+    sunk = Placement(order[first_use], [n for n in order[:first_use] if n in members], _needed_behind(nodes, order[first_use]))
+    return at_gather if sunk.obstacle is not None else sunk
+
+
+def _movable(node: fx.Node) -> bool:
+    return node.op != "call_function" or not (node.is_impure() or "_c10d_functional" in str(node.target))
+
+
+def _needed_behind(nodes: GatherNodes, anchor: fx.Node) -> list[fx.Node]:
+    """What the matmuls' other operands need and stands at ``anchor`` or behind it, in graph order."""
+    behind: set[fx.Node] = set()
+    seen = False
+    for node in anchor.graph.nodes:
+        seen = seen or node is anchor
+        if seen:
+            behind.add(node)
+    wanted: set[fx.Node] = set()
+    pending = [n for c in nodes.consumers for n in (c.other_node, c.matmul.bias, *c.matmul.scales()) if n is not None]
+    pending += [i for n in _between(nodes) for i in n.all_input_nodes if tools.is_tensor(i) and tools.is_scalar_like(i)]
+    while pending:
+        node = pending.pop()
+        if node in behind and node not in wanted:
+            wanted.add(node)
+            pending += node.all_input_nodes
+    return [n for n in anchor.graph.nodes if n in wanted]
+
+
+def _between(nodes: GatherNodes) -> list[fx.Node]:
+    """Views and pointwise nodes between the gather and its matmuls."""
+    known: dict[fx.Node, bool] = {}
+    found: set[fx.Node] = set()
+    pending = [c.operand_node for c in nodes.consumers]
+    while pending:
+        node = pending.pop()
+        if node in found or node is nodes.collective.wait or not depends_on(node, nodes.collective.wait, known):
+            continue
+        found.add(node)
+        pending += node.all_input_nodes
+    return list(found)

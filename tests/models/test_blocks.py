@@ -1,0 +1,62 @@
+"""A sequence-parallel transformer block, forward and backward, in every layout, against fp64; and how many sites it has."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report import OverlapReport
+from tests.models import dtensor_block
+from tests.models.dtensor_block import Variant
+from tests.numerics.interpreted import interpreted
+from tests.numerics.ranks import run_ranks
+
+# {checkpointing: {phase: (sites found, sites overlapped)}}. A block has two gathers and two scatters; backward has as many, and with
+# checkpointing gathers once more what was not saved.
+EXPECTED = {
+    "none": {"forward": (4, 4), "backward": (4, 4)},
+    "full": {"forward": (4, 4), "backward": (7, 7)},
+    "selective": {"forward": (4, 4), "backward": (6, 6)},
+    "selective, matmuls only": {"forward": (4, 2), "backward": (6, 6)},
+}
+TORCH = tuple(int(x) for x in torch.__version__.split(".")[:2])
+if TORCH == (2, 11):
+    # Its partitioner keeps the gathered tensors although they are marked for recomputation.
+    EXPECTED["full"] = {"forward": (4, 4), "backward": (4, 4)}
+
+
+def variants(by_hand: bool, checkpointing: str) -> list[Variant]:
+    return [Variant(*rest, checkpointing, by_hand) for rest in itertools.product((0, 1), (1, 2), (False, True))]
+
+
+def problems(rank: int, world_size: int, by_hand: bool, checkpointing: str, device: str = "cpu") -> list[str]:
+    """What is wrong on this rank, over all layouts; the rewritten graphs are interpreted."""
+    mesh = dist.init_device_mesh(device, (world_size,), mesh_dim_names=("tp",))
+    found = []
+    for variant in variants(by_hand, checkpointing):
+        torch._dynamo.reset()
+        reports: list[OverlapReport] = []
+        backend = interpreted(OverlapConfig(schedule="ring"), reports)
+        error, where = dtensor_block.largest_error(mesh, variant, lambda m, backend=backend: torch.compile(m, backend=backend, fullgraph=True))
+        if not error < 1e-5:
+            found.append(f"{variant}: {where} is off by {error:.2g}")
+        counts = {r.phase: (len(r.sites), sum(s.decision.status == "overlapped" for s in r.sites)) for r in reports}
+        if counts != EXPECTED[checkpointing]:
+            reasons = Counter(x.code for r in reports for s in r.sites for x in s.decision.reasons)
+            found.append(f"{variant}: {counts} sites, expected {EXPECTED[checkpointing]}; {dict(reasons)}")
+    return found
+
+
+@pytest.mark.parametrize("checkpointing", EXPECTED)
+@pytest.mark.parametrize("by_hand", [False, True], ids=["dtensor", "by hand"])
+def test_block(by_hand: bool, checkpointing: str) -> None:
+    """A site lost in one of the layouts, a gradient summed twice or not at all, a slice of the wrong tokens."""
+    if checkpointing != "none" and not by_hand and TORCH in ((2, 12), (2, 13)):
+        pytest.skip("these torch versions take the DeviceMesh for a saved tensor under checkpointing and fail without overlap too")
+    for rank, found in enumerate(run_ranks(2, problems, by_hand, checkpointing)):
+        assert not found, f"rank {rank}: {found}"
