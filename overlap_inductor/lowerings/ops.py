@@ -34,10 +34,10 @@ NAMESPACE = "overlap_inductor"
 library = torch.library.Library(NAMESPACE, "DEF")
 
 
-def define(schema: str, implementation: object, fake: object) -> None:
-    """Define one op with its only implementation (all devices) and its fake function."""
+def define(schema: str, implementation: object, fake: object, layout: torch.Tag = torch.Tag.needs_fixed_stride_order) -> None:
+    """Define one op with its only implementation (all devices) and its fake function; ``layout`` is what its inputs are held to."""
     name = schema.split("(", 1)[0]
-    library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
+    library.define(schema, tags=(layout,))
     library.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[arg-type]
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)  # type: ignore[arg-type]
 
@@ -89,7 +89,14 @@ define(
 
 
 def _gather_step(
-    chain: torch.Tensor, gathered: torch.Tensor, bounds: Sequence[int], hop: int, route: str, group_name: str, site: str
+    chain: torch.Tensor,
+    gathered: torch.Tensor,
+    bounds: Sequence[int],
+    hop: int,
+    route: str,
+    group_name: str,
+    site: str,
+    computed: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     done = chain.new_empty(1)
     if bounds[-1] == 0:
@@ -108,10 +115,13 @@ def _token_fake(chain: torch.Tensor, *args: object) -> torch.Tensor:
     return chain.new_empty(1)
 
 
+# ``computed`` is only there to be waited for: without it Inductor fuses what each piece is made into to one kernel after the last hop.
 define(
-    "gather_step(Tensor(a!) chain, Tensor(b!) gathered, SymInt[] bounds, int hop, str route, str group_name, str site) -> Tensor",
+    "gather_step(Tensor(a!) chain, Tensor(b!) gathered, SymInt[] bounds, int hop, str route, str group_name, str site, "
+    "Tensor[]? computed=None) -> Tensor",
     _gather_step,
     _token_fake,
+    torch.Tag.flexible_layout,
 )
 
 

@@ -8,6 +8,7 @@ from torch import fx
 
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import matmuls
+from overlap_inductor.passes.epilogue import find_epilogue
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import LayoutError
 from overlap_inductor.passes.layouts import ShardedDim
@@ -209,32 +210,6 @@ def _keeps_leading(before: list[Any], after: list[Any]) -> bool:
     return bool(before) and bool(after) and same_size(before[0], after[0])
 
 
-def depends_on(node: fx.Node, target: fx.Node, known: dict[fx.Node, bool]) -> bool:
-    """Whether ``node`` is computed from ``target`` (iterative; graphs are deep)."""
-    stack = [node]
-    while stack:
-        current = stack[-1]
-        if current in known:
-            stack.pop()
-            continue
-        if current is target:
-            known[current] = True
-            stack.pop()
-            continue
-        inputs = current.all_input_nodes
-        if any(known.get(i) for i in inputs):
-            known[current] = True
-            stack.pop()
-            continue
-        pending = [i for i in inputs if i not in known]
-        if pending:
-            stack.extend(pending)
-        else:
-            known[current] = False
-            stack.pop()
-    return known[node]
-
-
 def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Reason]]:
     """The site at an all-gather, or ``None`` and what stood in the way (nothing: no matmul is fed by it)."""
     follower = _Follower(collective)
@@ -243,7 +218,7 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
     consumers = []
     for consumer in follower.consumers:
         outside = [n for n in (consumer.other_node, consumer.matmul.bias, *consumer.matmul.scales()) if n is not None]
-        if any(depends_on(n, collective.wait, known) for n in outside):
+        if any(tools.depends_on(n, collective.wait, known) for n in outside):
             follower.obstacles.append(
                 Reason("weight_depends_on_collective", f"the other operand of {consumer.matmul.node.name} is computed from the gathered tensor")
             )
@@ -251,7 +226,7 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
             consumers.append(consumer)
     if not consumers:
         return None, follower.obstacles
-    return GatherNodes(collective, follower.raw, consumers, follower.through), follower.obstacles
+    return GatherNodes(collective, follower.raw, consumers, follower.through, find_epilogue(collective, consumers)), follower.obstacles
 
 
 def blocked_by(wait: fx.Node) -> Reason | None:

@@ -111,6 +111,32 @@ def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
             yield source
 
 
+def depends_on(node: fx.Node, target: fx.Node, known: dict[fx.Node, bool]) -> bool:
+    """Whether ``node`` is computed from ``target`` (iterative; graphs are deep)."""
+    stack = [node]
+    while stack:
+        current = stack[-1]
+        if current in known:
+            stack.pop()
+            continue
+        if current is target:
+            known[current] = True
+            stack.pop()
+            continue
+        inputs = current.all_input_nodes
+        if any(known.get(i) for i in inputs):
+            known[current] = True
+            stack.pop()
+            continue
+        pending = [i for i in inputs if i not in known]
+        if pending:
+            stack.extend(pending)
+        else:
+            known[current] = False
+            stack.pop()
+    return known[node]
+
+
 def is_scalar_like(node: fx.Node) -> bool:
     return all(isinstance(s, int) and s == 1 for s in shape(node))
 

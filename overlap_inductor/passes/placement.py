@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from torch import fx
 
 from overlap_inductor.passes import graph_tools as tools
-from overlap_inductor.passes.gather_finder import depends_on
 from overlap_inductor.passes.site_nodes import GatherNodes
 
 
@@ -63,6 +62,7 @@ def _needed_behind(nodes: GatherNodes, anchor: fx.Node) -> list[fx.Node]:
             behind.add(node)
     wanted: set[fx.Node] = set()
     pending = [n for c in nodes.consumers for n in (c.other_node, c.matmul.bias, *c.matmul.scales()) if n is not None]
+    pending += nodes.epilogue.externals
     pending += [i for n in _between(nodes) for i in n.all_input_nodes if tools.is_tensor(i) and tools.is_scalar_like(i)]
     while pending:
         node = pending.pop()
@@ -79,7 +79,7 @@ def _between(nodes: GatherNodes) -> list[fx.Node]:
     pending = [c.operand_node for c in nodes.consumers]
     while pending:
         node = pending.pop()
-        if node in found or node is nodes.collective.wait or not depends_on(node, nodes.collective.wait, known):
+        if node in found or node is nodes.collective.wait or not tools.depends_on(node, nodes.collective.wait, known):
             continue
         found.add(node)
         pending += node.all_input_nodes

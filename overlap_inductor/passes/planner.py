@@ -160,7 +160,7 @@ def unrolled_nodes(site: OverlapSite) -> int:
     parts, world_size = piece.parameters["sub_chunks"], site.facts.collective.world_size
     if isinstance(site.nodes, GatherNodes):
         hops = routes.hop_count(piece.parameters["route"], world_size, parts)
-        return 4 + (hops + 1) * (2 + 4 * len(site.matmuls))
+        return 4 + (hops + 1) * (2 + 4 * len(site.matmuls) + len(site.nodes.epilogue.nodes))
     region = max(len(site.nodes.layouts) - len(site.nodes.through), 1)
     if site.facts.pattern == "matmul_all_gather":
         return 4 + parts * (2 + region)

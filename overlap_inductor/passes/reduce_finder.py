@@ -14,7 +14,6 @@ from torch import fx
 
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import matmuls
-from overlap_inductor.passes.gather_finder import depends_on
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import LayoutError
 from overlap_inductor.passes.layouts import ShardedDim
@@ -170,7 +169,7 @@ def find_reduce(collectives: list[CollectiveNode], result: fx.Node) -> tuple[Red
     known: dict[fx.Node, bool] = {}
     forks = any(u not in tracer.region for u in leaf.node.users)
     for node in tracer.externals if forks else []:
-        if depends_on(node, leaf.node, known):
+        if tools.depends_on(node, leaf.node, known):
             return None, Reason("op_between", f"{node.target} stands between {leaf.node.name} and the collective and does not commute with it"), True
     try:
         sharded = _cut(first.kind, leaf, layout, world_size)

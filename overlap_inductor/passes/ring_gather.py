@@ -12,6 +12,9 @@ so its other users simply read it. The own slice comes first, whole; each later 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from dataclasses import replace
+
 import torch
 from torch import fx
 
@@ -21,6 +24,8 @@ from overlap_inductor.passes.layouts import Atom
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import Size
 from overlap_inductor.passes.layouts import product
+from overlap_inductor.passes.layouts import same_size
+from overlap_inductor.passes.site_nodes import Epilogue
 from overlap_inductor.passes.site_nodes import GatherConsumer
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.steps import Block
@@ -66,13 +71,23 @@ def _axis(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | None:
     return None
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A part of a consumer's output: of the shard of rank ``r + shift``, where ``block`` and ``cross_start`` say."""
+
+    node: fx.Node
+    shift: int
+    block: Block
+    cross_start: Size
+
+
 class _Consumer:
     """Collects one consumer's partial results."""
 
     def __init__(self, emit: StepEmitter, consumer: GatherConsumer, lead: Atom | None) -> None:
         self.emit, self.consumer = emit, consumer
         self.axis = _axis(consumer, lead) if lead is not None else None
-        self.pieces: list[tuple[fx.Node, int, Block, Size]] = []
+        self.pieces: list[Piece] = []
         self.totals: dict[int, fx.Node] = {}
         self.bands: dict[int, tuple[Size, Size]] = {}
 
@@ -108,7 +123,7 @@ class _Consumer:
         if role != "K":
             piece = matmuls.emit(emit.graph, matmul, lhs, rhs, slicers)
             _annotate_new(emit, piece)
-            self.pieces.append((piece, shift, block, cross_start))
+            self.pieces.append(Piece(piece, shift, block, cross_start))
             return
         # The own slice is multiplied whole; where bands cross it, its total is cut to them.
         band = part if cross_length is not None and part is not None else -1
@@ -121,9 +136,11 @@ class _Consumer:
         self.totals[band] = node
 
     def finish(self) -> fx.Node:
+        return self._sum() if self.consumer.role == "K" else self.assemble(self.pieces)
+
+    def assemble(self, pieces: list[Piece]) -> fx.Node:
+        """The matmul's output, or what an epilogue made of it, in the matmul's shape."""
         matmul, emit = self.consumer.matmul, self.emit
-        if self.consumer.role == "K":
-            return self._sum()
         out_dim = matmul.output_dim(self.consumer.role)
         sharded = self.consumer.sharded
         shape = tools.shape(matmul.node)
@@ -132,7 +149,8 @@ class _Consumer:
         split = [*shape[:out_dim], *([full] if flat else [sharded.outer, full]), *shape[out_dim + 1 :]]
         dim = out_dim if flat else out_dim + 1
         nodes, shifts, starts = [], [], []
-        for piece, shift, block, cross_start in self.pieces:
+        for part in pieces:
+            piece, block = part.node, part.block
             start: list[Size] = [0] * len(split)
             start[dim] = block.start
             if not flat:
@@ -142,9 +160,9 @@ class _Consumer:
             if self.axis and self.axis[0] == "cross":
                 role = matmul.role(self.consumer.operand, self.axis[1])
                 crossing = matmul.output_dim(role)
-                start[crossing + (1 if not flat and crossing > out_dim else 0)] = cross_start
+                start[crossing + (1 if not flat and crossing > out_dim else 0)] = part.cross_start
             nodes.append(piece)
-            shifts.append(shift)
+            shifts.append(part.shift)
             starts += start
         out = emit.call(overlap.assemble.default, nodes, split, dim, sharded.chunk, shifts, starts, emit.group_name)
         trimmed = self.consumer.trimmed
@@ -168,6 +186,47 @@ class _Consumer:
         if tools.dtype(total) != wanted:
             total = emit.call(torch.ops.prims.convert_element_type.default, total, wanted)
         return total
+
+
+class _Epilogue:
+    """Computes the epilogue on the newest piece of each of its matmuls, and assembles what others read of it."""
+
+    def __init__(self, emit: StepEmitter, epilogue: Epilogue, consumers: list[_Consumer]) -> None:
+        self.emit, self.epilogue = emit, epilogue
+        self.base = {c.consumer.matmul.node: c for c in consumers if c.consumer.matmul.node in epilogue.base}
+        self.pieces: dict[fx.Node, list[Piece]] = {n: [] for n in epilogue.outputs}
+        self.newest: list[fx.Node] = []
+
+    def compute(self) -> None:
+        newest = {node: consumer.pieces[-1] for node, consumer in self.base.items()}
+        done = {node: piece.node for node, piece in newest.items()}
+        for node in self.epilogue.nodes:
+            if tools.is_reshape(node):
+                done[node] = done[node.args[0]]  # type: ignore[index]
+            else:
+                copied = self.emit.graph.node_copy(node, lambda n: done[n] if n in done else self._row(n))
+                done[node] = self.emit.annotate(copied)
+        self.newest = [done[n] for n in self.pieces if n not in self.base]
+        for node, pieces in self.pieces.items():
+            pieces.append(replace(next(iter(newest.values())), node=done[node]))
+
+    def _row(self, node: fx.Node) -> fx.Node:
+        if not tools.is_tensor(node) or len(tools.shape(node)) < 2:
+            return node
+        return self.emit.reshape(node, tools.shape(node)[-1:])
+
+    def finish(self) -> dict[fx.Node, fx.Node]:
+        results = {}
+        for node, pieces in self.pieces.items():
+            # Same rows as any of the matmuls, and the columns of the one it has the width of.
+            width = tools.shape(node)[-1]
+            consumer = next(c for n, c in self.base.items() if same_size(tools.shape(n)[-1], width))
+            whole = consumer.assemble(pieces)
+            for last in self.newest:
+                # A piece of one output may be read in the making of another's.
+                whole = whole if last is pieces[-1].node else self.emit.call(overlap.after.default, whole, last)
+            results[node] = self.emit.reshape(whole, tools.shape(node))
+        return results
 
 
 def _annotate_new(emit: StepEmitter, node: fx.Node) -> None:
@@ -219,15 +278,19 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tu
             operand = _evaluate(emit, nodes, target.consumer.operand_node, raw, done)
             operand = emit.convert(operand, flat_layout, target.consumer.layout.without_rank(), sizes)
             target.multiply(operand, shift, part, start, length)
+        epilogue.compute()
 
+    epilogue = _Epilogue(emit, nodes.epilogue, consumers)
     step(0, None)
     for index, shifts in enumerate(routes.distances(route, emit.world_size)):
         for part in range(parts):
             hop = index * parts + part
-            emit.communicate(overlap.gather_step.default, emit.chain, gathered, bounds, hop, route, emit.group_name, emit.site)
+            computed = [epilogue.newest] if epilogue.newest else []
+            emit.communicate(overlap.gather_step.default, emit.chain, gathered, bounds, hop, route, emit.group_name, emit.site, *computed)
             for shift in shifts:
                 step(shift, part if parts > 1 else None)
-    return gathered, {t.consumer.matmul.node: t.finish() for t in consumers}
+    whole = {t.consumer.matmul.node: t.finish() for t in consumers if t.consumer.matmul.node not in epilogue.base}
+    return gathered, {**whole, **epilogue.finish()}
 
 
 def _rest(shard: fx.Node, lead: Atom | None) -> Size:

@@ -57,14 +57,28 @@ class GatherConsumer:
         return self.matmul.rhs if self.operand == "lhs" else self.matmul.lhs
 
 
+@dataclass(frozen=True)
+class Epilogue:
+    """Pointwise ``nodes`` (and views among them, in graph order) behind the matmuls ``base``, to be computed piece by piece.
+
+    ``outputs`` are the nodes and matmuls that others read, ``externals`` the rows and scalars that the nodes read besides.
+    """
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    externals: list[fx.Node] = field(default_factory=list)
+    base: list[fx.Node] = field(default_factory=list)
+
+
 @dataclass
 class GatherNodes:
-    """all-gather -> views and pointwise ops -> matmuls. ``through[n]`` is the source of a view-like node ``n``."""
+    """all-gather -> views and pointwise ops -> matmuls -> epilogue. ``through[n]`` is the source of a view-like node ``n``."""
 
     collective: CollectiveNode
     raw: Layout
     consumers: list[GatherConsumer]
     through: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    epilogue: Epilogue = field(default_factory=Epilogue)
 
 
 @dataclass

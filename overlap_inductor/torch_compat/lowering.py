@@ -111,6 +111,20 @@ def _after(piece: Any, token: Any) -> Any:
     return piece
 
 
+def _gather_step(*args: Any) -> Any:
+    """The op itself, scheduled after the kernels of ``computed``: those keep a flexible layout, so that ``assemble`` can place them."""
+    op = torch.ops.overlap_inductor.gather_step.default
+    plain, computed = args[:7], args[7] if len(args) > 7 else ()
+    token = lowering.fallback_handler(op, add_to_fallback_set=False)(*plain)
+    kernel = V.graph.get_buffer(token.get_name())
+    if isinstance(kernel, ir.MultiOutput):
+        kernel = kernel.inputs[0]
+    for piece in computed:
+        piece.realize()
+        V.graph.additional_buffer_deps[kernel.get_operation_name()].add(piece.get_name())
+    return token
+
+
 def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
     """Make the kernel that computes ``source`` write into ``view``; a copy only where that kernel cannot.
 
@@ -124,8 +138,8 @@ def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
         same = len(buffer.get_stride()) == len(view.get_stride()) and all(
             known(a, b) for a, b in zip(buffer.get_stride(), view.get_stride(), strict=True)
         )
-        # Nobody else may read the matmul's own buffer: ``assemble`` is the only user of its node.
-        if same and len(node.users) == 1:
+        # Others may read the matmul's own buffer only before the whole is complete, which ``after`` sees to: then the whole may be freed.
+        if same and (len(node.users) == 1 or any(u.target is torch.ops.overlap_inductor.after.default for u in V.graph.current_node.users)):
             buffer.layout = ir.NonOwningLayout(view)
             return buffer
     return ir.ConcatKernel.realize_into(source, view)
@@ -172,6 +186,7 @@ def register_lowerings() -> None:
         (ops.take.default, _take),
         (ops.narrow.default, _narrow),
         (ops.after.default, _after),
+        (ops.gather_step.default, _gather_step),
         (ops.assemble.default, _assemble),
     ):
         if op not in lowering.lowerings:

@@ -28,6 +28,7 @@ class _GroupState:
     incarnation: int
     published: int = 0
     agreed: set[str] = field(default_factory=set)
+    newest: str | None = None
 
 
 _STATE: dict[str, _GroupState] = {}
@@ -69,6 +70,30 @@ def agree(group: dist.ProcessGroup, plan: str) -> None:
             f"versions, and the same model (waited at most {limit.total_seconds():.0f} s)."
         )
     state.agreed.add(plan)
+    state.newest = plan
+
+
+def plans_waiting(group: dist.ProcessGroup) -> str:
+    """Peers that wait with a plan which this rank has not compiled, for the error of a transfer that found no partner; or ``""``.
+
+    A rank that alone compiles again (a guard that failed only there) stops at its comparison, while the others go on with the plan that
+    all had agreed upon.
+    """
+    state = _state(group)
+    if state.newest is None:
+        return ""
+    store = group_store(group)
+    prefix = f"overlap_inductor/agree/{state.incarnation}/{state.published}"
+    found = []
+    for peer in range(group.size()):
+        try:
+            waiting = peer != group.rank() and store.check([f"{prefix}/{peer}"])
+            if waiting:
+                found.append(_difference(peer, state.newest, store.get(f"{prefix}/{peer}").decode(), group))
+        except RuntimeError:
+            # The store may have died with its rank.
+            return ""
+    return f"Meanwhile another plan was compiled by {'; '.join(found)}. " if found else ""
 
 
 def _read(store: dist.Store, key: str, deadline: float) -> str | None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.errors import TransferError
+from overlap_inductor.transports import agreement
 from overlap_inductor.transports import routes
 
 # Away from the tags that users pick, so that their own send and receive on the group are never met by ours.
@@ -71,7 +72,8 @@ class Exchange:
         ranks = ", ".join(str(self._global(p)) for p in peers)
         return TransferError(
             f"site {self.site}: {what} with rank {ranks} of group {self.group.group_name!r} failed on rank "
-            f"{dist.get_rank()}: {error}. A peer probably died, or runs another program; see its own log first."
+            f"{dist.get_rank()}: {error}. {agreement.plans_waiting(self.group)}A peer probably died, or runs another program; see its own "
+            "log first."
         )
 
     def post_receives(self) -> None:

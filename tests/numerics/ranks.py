@@ -20,7 +20,7 @@ def _free_port() -> int:
         return sock.getsockname()[1]
 
 
-def _main(rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _main(rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...], alive: bool) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -28,15 +28,17 @@ def _main(rank: int, world_size: int, port: int, folder: str, function: Callable
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
         result = True, function(rank, world_size, *args)
-        dist.barrier()
-        dist.destroy_process_group()
+        if alive:
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:  # noqa: BLE001  (handed to the parent, which raises it)
         result = False, traceback.format_exc()
     torch.save(result, os.path.join(folder, f"{rank}.pt"))
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0, expect_failure: bool = False) -> list[Any]:
-    """What ``function(rank, world_size, *args)`` returned on every rank (with ``expect_failure`` a traceback where it raised).
+    """What ``function(rank, world_size, *args)`` returned on every rank (with ``expect_failure``, where ranks may die, a traceback where
+    it raised).
 
     Raises:
         AssertionError: a rank raised, died or did not end within ``timeout`` seconds; the message holds the tracebacks.
@@ -44,7 +46,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         port = _free_port()
-        processes = [context.Process(target=_main, args=(r, world_size, port, folder, function, args)) for r in range(world_size)]
+        processes = [context.Process(target=_main, args=(r, world_size, port, folder, function, args, not expect_failure)) for r in range(world_size)]
         for process in processes:
             process.start()
         for process in processes:

@@ -1,0 +1,170 @@
+"""What Inductor writes for the steps: their order, what is fused into a chunk, and that nothing in flight is freed or reused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import overlap_inductor
+from overlap_inductor.transports import agreement
+from tests.fake_group import all_gather
+from tests.fake_group import all_reduce
+from tests.fake_group import fake_group
+from tests.fake_group import reduce_scatter
+
+WORLD_SIZE = 8
+EVENTS = {
+    "gather_start.default(": "start",
+    "gather_step.default(": "step",
+    "exchange_start.default(": "start",
+    "exchange_send.default(": "send",
+    "exchange_wait.default(": "wait",
+    "extern_kernels.mm(": "mm",
+    "extern_kernels.addmm(": "mm",
+    "cpp_fused": "pointwise",
+}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process is all ranks: nobody else publishes a plan."""
+    monkeypatch.setattr(agreement, "agree", lambda group, plan: None)
+
+
+def lines_of(fn: Callable[..., Any], *shapes: tuple[int, ...], world_size: int = WORLD_SIZE, rank: int = 3, **fields: Any) -> list[str]:
+    """The lines of the generated ``call``."""
+    from torch._inductor.utils import run_and_get_code
+
+    with fake_group(world_size, rank), torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        options = fields.pop("options", None)
+        with overlap_inductor.overlap(schedule="ring", **{"sub_chunks": 1, **fields}):
+            _, (code,) = run_and_get_code(torch.compile(fn, options=options), *[torch.randn(s) for s in shapes])
+    return [line.strip() for line in code[code.index("def call(") :].split("runner = ")[0].splitlines()]
+
+
+def events(lines: list[str]) -> list[str]:
+    found = []
+    for line in lines:
+        found += [event for mark, event in EVENTS.items() if mark in line and not line.startswith(("assert", "#"))]
+    return found
+
+
+def world() -> Any:
+    return dist.group.WORLD
+
+
+def test_bias_and_activation_are_fused_into_each_chunk() -> None:
+    """One matmul (with its bias) and one pointwise kernel a chunk, each under the next hop, written in place: nothing is left for the end."""
+    lines = lines_of(lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, world()), w)) * 2, (16, 32), (32, 24), (24,))
+    assert events(lines) == ["start", "mm", "pointwise", *["step", "mm", "pointwise"] * (WORLD_SIZE - 1)]
+    whole = re.findall(r"(buf\d+) = empty_strided_cpu\(\(128, 24\)", "\n".join(lines))
+    assert len(whole) == 1 and f"return ({whole[0]}, )" in lines
+
+
+def test_gated_mlp_in_chunks() -> None:
+    """``silu(gate) * up`` needs both matmuls of a chunk; where the halves are saved for backward they too are written in place."""
+
+    def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gathered = all_gather(x, 0, world())
+        g, u = gathered @ gate, gathered @ up
+        return g, u, F.silu(g) * u
+
+    lines = lines_of(mlp, (16, 32), (32, 24), (32, 24))
+    assert events(lines) == ["start", "mm", "mm", "pointwise", *["step", "mm", "mm", "pointwise"] * (WORLD_SIZE - 1)]
+    assert len(re.findall(r"empty_strided_cpu\(\(128, 24\)", "\n".join(lines))) == 3
+    assert "empty_strided_cpu((16, 24)" not in "\n".join(lines)
+
+
+def test_what_is_fused_elsewhere_stays_there() -> None:
+    """A scale in front of a softmax is free in the softmax's kernel: taken into the chunks it would cost a pass over the memory."""
+    lines = lines_of(lambda x, w: torch.softmax(all_gather(x, 0, world()) @ w * 2, 1), (16, 32), (32, 24))
+    assert events(lines) == ["start", "mm", *["step", "mm"] * (WORLD_SIZE - 1), "pointwise"]
+
+
+def test_order_of_a_reduction() -> None:
+    """Each partial leaves before the next is computed, the own one comes last, and only the sum is exposed after it."""
+    lines = lines_of(lambda x, w: reduce_scatter(x @ w, "sum", 0, world()), (128, 32), (32, 24))
+    assert events(lines) == ["start", *["mm", "send"] * (WORLD_SIZE - 1), "mm", "wait", "pointwise"]
+
+
+def test_cast_before_a_reduction_is_fused_into_each_chunk() -> None:
+    """What stands between a matmul and its reduction is computed on the partial that is sent, not on a whole matrix first."""
+    lines = lines_of(lambda x, w: reduce_scatter((x @ w).relu().bfloat16(), "sum", 0, world()), (128, 32), (32, 24))
+    assert events(lines) == ["start", *["mm", "pointwise", "send"] * (WORLD_SIZE - 1), "mm", "pointwise", "wait", "pointwise"]
+
+
+def test_chunks_are_read_in_place() -> None:
+    """A copy of each slice would cost what the overlap gains."""
+    lines = lines_of(lambda x, w: all_gather(x, 1, world()) @ w, (1, 16, 32), (32, 24))
+    assert events(lines) == ["start", "mm", *["step", "mm"] * (WORLD_SIZE - 1)]
+    lines = lines_of(lambda x, w: reduce_scatter(x @ w, "sum", 1, world()), (1, 128, 32), (32, 24))
+    assert events(lines).count("pointwise") == 1
+
+
+def test_max_autotune_applies_to_the_chunks() -> None:
+    """The user's options reach the chunks' matmuls; autotuning one of them must not disturb the order."""
+    fn = lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, world()), w))  # noqa: E731
+    lines = lines_of(fn, (16, 32), (32, 24), (24,), options={"max_autotune": True, "max_autotune_gemm_backends": "ATEN"})
+    assert events(lines) == ["start", "mm", "pointwise", *["step", "mm", "pointwise"] * (WORLD_SIZE - 1)]
+
+
+def branches(collective: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Work of the same sizes beside the site: buffers for the allocator to reuse, kernels for the scheduler to move."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        early = torch.sin(z @ v)
+        y = collective(x, w)
+        late = torch.cos(z @ v.flip(0))
+        return y.sum() + torch.tanh(early @ v.t()).sum() + torch.tanh(late @ v.t()).sum()
+
+    return fn
+
+
+@pytest.mark.parametrize("sub_chunks", [1, 2])
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda x, w: all_gather(x, 0, world()) @ w,
+        lambda x, w: reduce_scatter(x @ w, "sum", 0, world()),
+        lambda x, w: all_reduce(x @ w, "sum", world()),
+        lambda x, w: all_gather(x @ w, 0, world()),
+    ],
+    ids=["gather", "scatter", "all-reduce", "gathered output"],
+)
+def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Tensor], sub_chunks: int) -> None:
+    """A buffer handed to a transfer and written by another kernel before the wait: wrong numbers, now and then."""
+    lines = lines_of(branches(collective), (64, 32), (32, 24), (64, 32), (32, 24), sub_chunks=sub_chunks)
+    # {exchange buffer: {hop: buffers that it sends}}
+    in_flight: dict[str, dict[int, set[str]]] = {}
+    checked = 0
+    for line in lines:
+        if line.startswith("del ") or "# reuse" in line:
+            for exchange, hops in in_flight.items():
+                lost = set(re.findall(r"\bbuf\d+\b", line)) & {exchange}.union(*hops.values())
+                assert not lost, f"{line} while {lost} is in flight"
+        if match := re.search(r"(\w+) = torch\.ops\.overlap_inductor\.(?:gather|exchange)_start", line):
+            in_flight[match[1]] = {}
+        elif (match := re.match(r"(buf\d+) = (buf\d+)$", line)) and match[2] in in_flight:
+            # The op's result under the name that all later lines use; the first name goes away at once.
+            in_flight[match[1]] = in_flight.pop(match[2])
+        elif match := re.search(r"exchange_send\.default\(buf\d+, (buf\d+), (.*?), \[[\d, ]*\], (\d+), '(\w+)'", line):
+            # A broadcast copies the piece into its place in the buffer, and sends from there.
+            sent = set() if match[4] == "broadcast" else set(re.findall(r"\bbuf\d+\b", match[2]))
+            in_flight[match[1]][int(match[3])] = sent
+            checked += 1
+        elif match := re.search(r"gather_step\.default\(buf\d+, (buf\d+),.* (\d+), 'ring'", line):
+            checked += 1
+            if int(match[2]) == (WORLD_SIZE - 1) * sub_chunks - 1:
+                in_flight.pop(match[1])
+        elif match := re.search(r"exchange_wait\.default\(buf\d+, (buf\d+), \[.*?\], \[[\d, ]*\], \[([\d, ]*)\]", line):
+            for hop in match[2].split(","):
+                in_flight[match[1]].pop(int(hop))
+            if not in_flight[match[1]]:
+                in_flight.pop(match[1])
+    assert checked >= sub_chunks and not in_flight, in_flight

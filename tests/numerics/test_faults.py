@@ -1,0 +1,279 @@
+"""Ranks that disagree, die, or start anew, and inputs at the edge: an error that says what is wrong, or the right result; never a hang."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report import OverlapReport
+from tests.fake_group import all_gather
+from tests.fake_group import all_reduce
+from tests.numerics.interpreted import interpreted
+from tests.numerics.ranks import run_ranks
+
+SECONDS = 20
+
+
+def _group() -> dist.ProcessGroup:
+    return dist.new_group(timeout=timedelta(seconds=SECONDS))
+
+
+def _site(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
+    return lambda x, w: all_gather(x, 0, group) @ w
+
+
+def _inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(4, 16, generator=generator), torch.randn(16, 8, generator=generator)
+
+
+def _outcome(call: Callable[[], Any]) -> tuple[str, str, float]:
+    """``(exception type or "ok", message, seconds)``."""
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  (the outcome is what is tested)
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "ok", "", time.monotonic() - start
+
+
+# Ranks that disagree
+
+
+def _disagree(rank: int, world_size: int, fields: list[dict[str, Any]]) -> tuple[str, str, float]:
+    group = _group()
+    backend = interpreted(OverlapConfig(schedule="ring", agreement_timeout=3, **fields[rank]), [])
+    compiled = torch.compile(_site(group), backend=backend, dynamic=False)
+    return _outcome(lambda: compiled(*_inputs(rank)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ([{}, {}, {"sub_chunks": 2}], "sub_chunks is"),
+        ([{}, {"ring_direction": "bidirectional"}, {}], "ring_direction is"),
+        ([{"step_node_budget": 1}, {}, {}], "step_node_budget is"),
+    ],
+    ids=["sub-chunks", "direction", "plan"],
+)
+def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
+    """Ranks that send pieces of different sizes to each other: a hang, or a wrong number. Every rank must hear who differs, and in what."""
+    odd = next(i for i, f in enumerate(fields) if f)
+    for rank, (kind, text, _) in enumerate(run_ranks(3, _disagree, fields)):
+        assert kind == "AgreementError" and words in text, f"rank {rank}: {kind} {text}"
+        others = [r for r in range(3) if r != rank] if rank == odd else [odd]
+        assert [r for r in range(3) if f"rank {r}: " in text] == others
+
+
+def _other_version(rank: int, world_size: int) -> tuple[str, str, float]:
+    from overlap_inductor.passes import overlap_pass
+
+    if rank:
+        overlap_pass.__version__ = "9.9"
+    return _disagree(rank, world_size, [{}, {}])
+
+
+def test_different_versions() -> None:
+    """Two versions of the package may cut differently with the same switches."""
+    for kind, text, _ in run_ranks(2, _other_version):
+        assert kind == "AgreementError" and "overlap_inductor is '" in text and "9.9" in text
+
+
+def _switched_off_on_one(rank: int, world_size: int) -> tuple[str, str, float]:
+    group = _group()
+    inputs = _inputs(rank)
+    if rank == 1:
+        return _outcome(lambda: _site(group)(*inputs))
+    compiled = torch.compile(_site(group), backend=interpreted(OverlapConfig(schedule="ring", agreement_timeout=3), []), dynamic=False)
+    return _outcome(lambda: compiled(*inputs))
+
+
+def test_switched_off_on_one_rank() -> None:
+    """The rank that is off publishes no plan: the other must say so at its deadline, and not move data to a peer that waits elsewhere."""
+    on, off = run_ranks(2, _switched_off_on_one)
+    assert on[0] == "AgreementError" and "rank 1 published no plan" in on[1] and on[2] < 60
+    # Its own all-gather finds no peer and ends with the group's timeout, or with the peer's process.
+    assert off[0] != "ok"
+
+
+def _compiled_once(rank: int, world_size: int, folder: str, fields: list[dict[str, Any]]) -> tuple[tuple[str, str, float], int]:
+    """``(outcome, hits of the graph cache)`` with generated code; each rank has a cache folder of its own."""
+    import overlap_inductor
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{rank}"
+    group = _group()
+    with overlap_inductor.overlap(schedule="ring", agreement_timeout=60, **fields[rank]):
+        compiled = torch.compile(_site(group), dynamic=False)
+        outcome = _outcome(lambda: compiled(*_inputs(rank)))
+    counters = torch._dynamo.utils.counters
+    return outcome, counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def test_warm_cache_on_one_rank(tmp_path: Path) -> None:
+    """A cached graph brings its plan along: the comparison must not be left out where nothing is compiled."""
+    for outcome, hits in run_ranks(2, _compiled_once, str(tmp_path), [{}, {}]):
+        assert outcome[0] == "ok" and hits == 0, outcome
+    (warm, hits), (cold, misses) = run_ranks(2, _compiled_once, str(tmp_path), [{}, {"sub_chunks": 2}])
+    assert hits > 0 and misses == 0
+    for outcome in (warm, cold):
+        assert outcome[0] == "AgreementError" and "sub_chunks is" in outcome[1], outcome
+
+
+def _one_compiles_again(rank: int, world_size: int) -> list[tuple[str, str, float]]:
+    group = _group()
+    outcomes = []
+    for fields in ({}, {"sub_chunks": 2} if rank else {}):
+        torch._dynamo.reset()
+        backend = interpreted(OverlapConfig(schedule="ring", agreement_timeout=5, **fields), [])
+        compiled = torch.compile(_site(group), backend=backend, dynamic=False)
+        outcomes.append(_outcome(lambda compiled=compiled: compiled(*_inputs(rank))))
+    return outcomes
+
+
+def test_one_rank_alone_compiles_again() -> None:
+    """The other goes on with the plan agreed upon and finds no partner: its error must say why."""
+    (first, kept), (second, changed) = run_ranks(2, _one_compiles_again, expect_failure=True)
+    assert first[0] == second[0] == "ok", (first, second)
+    assert changed[0] == "AgreementError" and "rank 0 published no plan" in changed[1]
+    assert kept[0] == "TransferError" and kept[2] < SECONDS + 15
+    assert "another plan was compiled by rank 1" in kept[1] and "sub_chunks is 4 here and 2 there" in kept[1]
+
+
+# A peer that dies
+
+
+def _peer_dies(rank: int, world_size: int, first_call: bool) -> tuple[str, str, float]:
+    group = _group()
+    compiled = torch.compile(_site(group), backend=interpreted(OverlapConfig(schedule="ring", agreement_timeout=5), []), dynamic=False)
+    inputs = _inputs(rank)
+    if not first_call:
+        compiled(*inputs)
+    dist.barrier(group)
+    if rank == 2:
+        os._exit(9)
+    return _outcome(lambda: compiled(*inputs))
+
+
+@pytest.mark.parametrize("first_call", [True, False], ids=["before the plans are compared", "after"])
+def test_killed_peer(first_call: bool) -> None:
+    """Survivors must end within the group's timeout, with an error that names the site or the rank."""
+    *survivors, dead = run_ranks(3, _peer_dies, first_call, expect_failure=True)
+    assert dead == "rank 2 left no result"
+    for kind, text, seconds in survivors:
+        assert kind == ("AgreementError" if first_call else "TransferError"), (kind, text)
+        assert re.search(r"rank (\d, )*2\b", text) and seconds < SECONDS + 15
+        assert first_call or "all_gather_matmul-" in text
+
+
+# Groups
+
+
+def _recycled(rank: int, world_size: int) -> list[str]:
+    problems = []
+    # By name, as a compiled graph has it: the same function meets a new group each round.
+    name = dist.group.WORLD.group_name
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(x, world_size, name)
+        return torch.ops._c10d_functional.wait_tensor(gathered) @ w
+
+    compiled = torch.compile(function, backend=interpreted(OverlapConfig(schedule="ring"), []), dynamic=False)
+    for round_ in range(3):
+        if round_:
+            store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]) + round_, world_size, is_master=rank == 0)
+            dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+        x, w = _inputs(rank + 10 * round_)
+        found = compiled(x, w)
+        exact = function(x, w)
+        if not torch.allclose(found, exact, atol=1e-5):
+            problems.append(f"round {round_}: off by {(found - exact).abs().max()}")
+        if dist.group.WORLD.group_name != name:
+            problems.append(f"round {round_}: the group is called {dist.group.WORLD.group_name}, not {name}")
+        dist.barrier()
+        if round_ < 2:
+            dist.destroy_process_group()
+    return problems
+
+
+def test_recycled_group_names() -> None:
+    """A compiled graph that outlives its group: counters, keys and buffers of the dead group must not be met by the new one."""
+    assert run_ranks(2, _recycled) == [[], []]
+
+
+# Inputs at the edge
+
+
+def _edges(rank: int, world_size: int) -> list[str]:
+    group = dist.group.WORLD
+    functions: dict[str, Callable[..., torch.Tensor]] = {
+        "gather": _site(group),
+        "gather, inner dim": lambda x, w: all_gather(x, 1, group) @ torch.cat([w] * world_size),
+        "all-reduce": lambda x, w: all_reduce(x @ w, "sum", group),
+        "gathered output": lambda x, w: all_gather(x @ w, 0, group),
+    }
+    inputs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "transposed": lambda x: x.t().contiguous().t(),
+        "strided rows": lambda x: x.repeat(2, 1)[::2],
+        "with an offset": lambda x: torch.cat([x, x])[1:-1],
+        "zero tokens": lambda x: x[:0],
+        "one token": lambda x: x[:1],
+        "expanded": lambda x: x[:1].expand(5, -1),
+        "no multiple of the ranks": lambda x: x[:3],
+    }
+    problems = []
+    x, w = _inputs(rank)
+    for name, function in functions.items():
+        for kind, make in inputs.items():
+            torch._dynamo.reset()
+            reports: list[OverlapReport] = []
+            value = make(x)
+            found = torch.compile(function, backend=interpreted(OverlapConfig(schedule="ring"), reports), dynamic=False)(value, w)
+            exact = function(value.double(), w.double())
+            if found.shape != exact.shape or not torch.allclose(found.double(), exact, atol=1e-4):
+                problems.append(f"{name}, {kind}: wrong")
+            if found.stride() != function(value, w).stride():
+                problems.append(f"{name}, {kind}: strides {found.stride()}")
+            for site in reports[0].sites:
+                if site.decision.status != "overlapped":
+                    problems.append(f"{name}, {kind}: {site.decision.status} {[(r.code, r.text) for r in site.decision.reasons]}")
+            if not reports[0].sites:
+                problems.append(f"{name}, {kind}: no site")
+    return problems
+
+
+def test_inputs_at_the_edge() -> None:
+    """Strides of the example baked in, a piece of no rows waited for, a lost remainder."""
+    for rank, found in enumerate(run_ranks(2, _edges, timeout=400)):
+        assert found == [], f"rank {rank}: {found}"
+
+
+def _alone(rank: int, world_size: int) -> tuple[bool, list[tuple[str, list[str]]]]:
+    reports: list[OverlapReport] = []
+    x, w = _inputs(rank)
+    function = lambda x, w: all_reduce(x @ w, "sum", dist.group.WORLD)  # noqa: E731
+    found = torch.compile(function, backend=interpreted(OverlapConfig(schedule="ring"), reports), dynamic=False)(x, w)
+    return torch.allclose(found, x @ w, atol=1e-5), [(s.decision.status, [r.code for r in s.decision.reasons]) for s in reports[0].sites]
+
+
+def test_world_size_one() -> None:
+    """One rank: nothing to hide, said so, and the result right."""
+    assert run_ranks(1, _alone) == [(True, [("kept", ["world_size_one"])])]
+
+
+def test_uninitialised_process_group() -> None:
+    """Without distributed there is no site, and nothing about the pass may need a group."""
+    assert not dist.is_initialized()
+    reports: list[OverlapReport] = []
+    x, w = _inputs(0)
+    found = torch.compile(lambda x, w: torch.relu(x @ w), backend=interpreted(OverlapConfig(schedule="ring"), reports))(x, w)
+    assert torch.allclose(found, torch.relu(x @ w)) and [(r.sites, r.near_misses) for r in reports] == [([], [])]

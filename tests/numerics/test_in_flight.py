@@ -1,0 +1,66 @@
+"""From a trace of generated code: transfers span the matmuls that they are to be hidden behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.fake_group import all_gather
+from tests.fake_group import reduce_scatter
+from tests.numerics.ranks import run_ranks
+
+Span = tuple[float, float]
+
+
+def _trace(rank: int, world_size: int) -> dict[str, dict[str, list[Span]]]:
+    """``{pattern: {event: [(start, end) in microseconds]}}``. A send or receive lasts from its start to the end of its wait."""
+    import overlap_inductor
+
+    group = dist.group.WORLD
+    functions: dict[str, Callable[..., torch.Tensor]] = {
+        "gather": lambda x, w: all_gather(x[:64], 0, group) @ w,
+        "scatter": lambda x, w: reduce_scatter(x @ w, "sum", 0, group),
+    }
+    torch._inductor.config.force_disable_caches = True
+    found = {}
+    for name, function in functions.items():
+        inputs = torch.randn(64 * world_size, 64), torch.randn(64, 64)
+        for fields in ({"schedule": "ring"}, {"schedule": "keep"}):
+            torch._dynamo.reset()
+            with overlap_inductor.overlap(sub_chunks=2, **fields):
+                compiled: Any = torch.compile(function)
+                compiled(*inputs)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                compiled(*inputs)
+            spans: dict[str, list[Span]] = {}
+            for event in profile.events():
+                spans.setdefault(event.name, []).append((event.time_range.start, event.time_range.end))
+            found[f"{name} {fields['schedule']}"] = {k: sorted(v) for k, v in spans.items()}
+    return found
+
+
+def _under(matmul: Span, transfers: list[Span]) -> int:
+    """Transfers that had begun before the matmul did and were waited for after it."""
+    return sum(start < matmul[0] and matmul[1] < end for start, end in transfers)
+
+
+def test_transfers_are_in_flight_while_matmuls_run() -> None:
+    """Steps in the right order in the graph, but run one after the other: nothing would be hidden. Three ranks, two parts a shard."""
+    for trace in run_ranks(3, _trace):
+        gather, scatter = trace["gather ring"], trace["scatter ring"]
+        # Gather: own slice, then 2 x 2 sub-chunks; all but the last matmul run under the next hops.
+        assert len(gather["aten::mm"]) == 5 and len(gather["gloo:recv"]) == 4
+        for matmul in gather["aten::mm"][:-1]:
+            assert _under(matmul, gather["gloo:recv"]) and _under(matmul, gather["gloo:send"]), trace
+        assert not _under(gather["aten::mm"][-1], gather["gloo:recv"])
+        # Scatter: 2 x 2 partials for others, then the own slice, cut in two or whole; all but the first run under sends.
+        assert len(scatter["aten::mm"]) >= 5 and len(scatter["gloo:send"]) == 4
+        for matmul in scatter["aten::mm"][1:]:
+            assert _under(matmul, scatter["gloo:send"]), trace
+        # The same graphs without overlap: one matmul, after or before all of it.
+        for name in ("gather keep", "scatter keep"):
+            (matmul,) = trace[name]["aten::mm"]
+            assert not any(_under(matmul, spans) for event, spans in trace[name].items() if "gloo" in event)
