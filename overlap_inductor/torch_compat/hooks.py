@@ -64,6 +64,7 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
     from torch._inductor import compile_fx
     from torch._inductor.fx_utils import FakeTensorUpdater
     from torch._inductor.output_code import CompiledFxGraph
+    from torch._inductor.scheduler import BaseSchedulerNode
 
     global _expected, _shared_pass
     with _lock:
@@ -75,6 +76,7 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
         _wrap(CompiledFxGraph, "post_compile", _post_compile)
         _wrap(AOTAutogradCache, "try_load", _try_load)
         _wrap(FakeTensorUpdater, "incremental_update", _incremental_update)
+        _wrap(BaseSchedulerNode, "has_aliasing_or_mutation", _has_aliasing_or_mutation)
 
 
 def uninstall() -> None:
@@ -196,6 +198,16 @@ def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, 
 
     with without_guards(V.fake_mode.shape_env):
         return original(updater, *args, **kwargs)
+
+
+def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
+    """Inductor asks this only before it fuses. It fuses nothing that aliases into a template; a piece that is written into its place may be:
+    whoever reads the whole waits for all pieces, and nobody writes to it before.
+    """
+    outputs = node.get_outputs()
+    if compile_scope.current() is None or not outputs or not all(getattr(o.node, "overlap_piece", False) for o in outputs):
+        return original(node)
+    return any(o.get_mutations() for o in outputs)
 
 
 def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

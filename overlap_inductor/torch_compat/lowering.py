@@ -142,7 +142,10 @@ def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
         if same and (len(node.users) == 1 or any(u.target is torch.ops.overlap_inductor.after.default for u in V.graph.current_node.users)):
             buffer.layout = ir.NonOwningLayout(view)
             return buffer
-    return ir.ConcatKernel.realize_into(source, view)
+    written = ir.ConcatKernel.realize_into(source, view)
+    # For ``hooks``: an alias that Inductor may fuse into a template all the same.
+    written.overlap_piece = True
+    return written
 
 
 def _assemble(

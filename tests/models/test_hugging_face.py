@@ -47,6 +47,8 @@ def problems(rank: int, world_size: int, family: str, folder: str, trains: bool,
     ids = hugging_face.ids(device)
     torch._inductor.config.force_disable_caches = True
     reports: list[OverlapReport] = []
+    reporting.forget_reports()
+    torch._dynamo.utils.counters.clear()
     if generated:
         with overlap_inductor.overlap(schedule="ring"):
             errors = _run(torch.compile(model, fullgraph=True), model, reference, ids, trains)

@@ -1,0 +1,115 @@
+"""The model tests on NCCL, the kernels that Inductor makes of a chunk, and a trace of what runs under what. One GPU a rank.
+
+    torchrun --nproc-per-node 4 -m tests.gpu.check_models
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import overlap_inductor
+from tests.fake_group import all_gather
+from tests.fake_group import reduce_scatter
+from tests.models import test_blocks
+from tests.models import test_hugging_face
+
+
+def kernels(rank: int, world_size: int) -> list[str]:
+    """With Triton templates a chunk's matmul, bias and activation are one kernel, and no other kernel computes anything."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    group = dist.group.WORLD
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    w, b = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16) / 20, torch.randn(256, device="cuda", dtype=torch.bfloat16)
+    fn = lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, group), w))  # noqa: E731
+    options = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON"}
+    with overlap_inductor.overlap(schedule="ring", sub_chunks=1):
+        result, (code,) = run_and_get_code(torch.compile(fn, options=options), x, w, b)
+    body = code[code.index("def call(") :].split("runner = ")[0]
+    launched = re.findall(r"^\s*(triton_\w+)\.run\(|^\s*(extern_kernels\.\w+)\(", body, re.M)
+    names = [a or b for a, b in launched]
+    exact = fn(x.double(), w.double(), b.double())
+    problems = [] if (result.double() - exact).abs().max() < 0.05 * exact.abs().max() else ["fused templates: wrong result"]
+    if len(names) != world_size or not all("triton_tem_fused" in n and "relu" in n for n in names):
+        problems.append(f"expected {world_size} templates with a fused relu, found {names}")
+    return problems
+
+
+def trace(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Microseconds of matmul kernels, of transfer kernels, and of both at once, in one call at llama3-70b's MLP with 8192 tokens."""
+    group = dist.group.WORLD
+    n, rows = 28672 // world_size, 8192
+    cases: dict[str, tuple[Any, tuple[tuple[int, int], ...]]] = {
+        "all_gather_matmul": (lambda x, w: all_gather(x, 0, group) @ w, ((rows // world_size, 8192), (8192, n))),
+        "matmul_reduce_scatter": (lambda x, w: reduce_scatter(x @ w, "sum", 0, group), ((rows, n), (n, 8192))),
+    }
+    found = []
+    for pattern, (fn, shapes) in cases.items():
+        inputs = [torch.randn(s, device="cuda", dtype=torch.bfloat16) / 32 for s in shapes]
+        for schedule in ("keep", "ring"):
+            torch._dynamo.reset()
+            with overlap_inductor.overlap(schedule=schedule, sub_chunks=1):
+                compiled: Any = torch.compile(fn)
+                for _ in range(3):
+                    compiled(*inputs)
+            torch.cuda.synchronize()
+            dist.barrier()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                compiled(*inputs)
+                torch.cuda.synchronize()
+            spans = [(e.name, e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+            matmuls = [(a, b) for name, a, b in spans if re.search(r"gemm|nvjet|cutlass|triton_tem", name)]
+            transfers = [(a, b) for name, a, b in spans if "nccl" in name.lower()]
+            both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in matmuls for c, d in transfers)
+            row = {"pattern": pattern, "schedule": schedule, "matmul_kernels": len(matmuls), "transfer_kernels": len(transfers)}
+            total = lambda s: round(sum(b - a for a, b in s), 1)  # noqa: E731
+            found.append({**row, "matmul_us": total(matmuls), "transfer_us": total(transfers), "both_us": round(both, 1)})
+    return found
+
+
+def main() -> int:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    failed = 0
+
+    def report(name: str, problems: list[str], start: float) -> None:
+        nonlocal failed
+        failed += len(problems)
+        if rank == 0 or problems:
+            print(f"rank {rank} {name}: {problems or 'ok'} ({time.monotonic() - start:.0f} s)", flush=True)
+
+    start = time.monotonic()
+    report("fused templates", kernels(rank, world_size), start)
+    for by_hand in (False, True):
+        for checkpointing in test_blocks.EXPECTED:
+            start = time.monotonic()
+            report(f"block by_hand={by_hand} {checkpointing}", test_blocks.problems(rank, world_size, by_hand, checkpointing, "cuda"), start)
+    for family in test_hugging_face.FORWARD:
+        start = time.monotonic()
+        torch._dynamo.reset()
+        trains = family in test_hugging_face.BACKWARD
+        problems = test_hugging_face.problems(rank, world_size, family, folder[0], trains, True, "cuda")
+        report(f"{family} trains={trains}", problems, start)
+    for row in trace(rank, world_size):
+        if rank == 0:
+            print(json.dumps({"world_size": world_size, **row}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
