@@ -1,6 +1,6 @@
 """Proof on a slow link: all-gather-matmul and matmul-reduce-scatter over gloo, with and without the pass, in one run.
 
-    sudo .venv/bin/python -m bench.slow_link            # two and four ranks, about ten minutes
+    sudo .venv/bin/python -m bench.slow_link            # two and four ranks, about five minutes
 
 Writes one JSON line a row to ``bench/results/slow_link.jsonl``, the table to ``slow_link.md`` and the plot to ``slow_link.png``.
 """
@@ -63,9 +63,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--inner", type=int, default=1024)
     parser.add_argument("--columns", type=int, nargs="+", default=[512, 1024, 2048, 3072, 4096])
-    parser.add_argument("--megabits", type=int, nargs="+", default=[500, 500], help="link rate for each entry of --ranks")
-    parser.add_argument("--sub-chunks", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--megabits", type=int, nargs="+", default=[500, 250], help="link rate for each entry of --ranks")
+    parser.add_argument("--sub-chunks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--timeout", type=float, default=900.0)
     arguments = parser.parse_args()
     require_tools()
