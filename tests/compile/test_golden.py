@@ -1,0 +1,70 @@
+"""Golden texts: report, graph before and graph after of every spelling and structure, the same on every rank of every world.
+
+The files in ``golden/`` are for the torch version below; EXPECTTEST_ACCEPT=1 writes them anew (read the difference). Whole graphs stand
+there for two ranks, reports for more; on every torch version the text must be the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from overlap_inductor.render_text import render_text
+from overlap_inductor.report import OverlapReport
+from tests.compile.spellings import SPELLINGS
+from tests.compile.spellings import STRUCTURES
+from tests.compile.spellings import Function
+from tests.compile.spellings import Make
+from tests.fake_group import fake_group
+from tests.fake_group import reports_of
+
+GOLDEN = Path(__file__).parent / "golden"
+TORCH = "2.13"
+ROWS: dict[str, tuple[Function, tuple[Make, ...]]] = {**{f"row {k}": v[:2] for k, v in SPELLINGS.items()}, **STRUCTURES}
+
+
+def reports(row: str, world_size: int, rank: int) -> list[OverlapReport]:
+    fn, makes = ROWS[row]
+    trained = row.endswith("trained")
+    with fake_group(world_size, rank), torch.set_grad_enabled(trained):
+        arguments = [make(world_size).requires_grad_(trained) for make in makes]
+        return reports_of(fn, *arguments, sub_chunks=1)
+
+
+def text(found: list[OverlapReport], graphs: bool) -> str:
+    parts = []
+    for report in found:
+        parts.append(render_text(report))
+        if graphs:
+            parts += ["before\n" + report.before, "after\n" + report.after if report.after != report.before else "after: the same\n"]
+    joined = "\n".join(parts)
+    # Versions and hashes change with every release.
+    return re.sub(r"plan [0-9a-f]{16}|torch [0-9][\w.+]*|overlap_inductor [0-9][\w.]*", lambda m: m[0].split()[0] + " ...", joined)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_golden(row: str) -> None:
+    """Any change of what is found, decided, written or said."""
+    sections = []
+    for world_size in (2, 3, 8, 64):
+        texts = {text(reports(row, world_size, rank), graphs=world_size == 2) for rank in {0, world_size // 2, world_size - 1}}
+        assert len(texts) == 1, f"{world_size} ranks have {len(texts)} texts"
+        sections.append(f"==== {world_size} ranks\n{texts.pop()}")
+    if not torch.__version__.startswith(TORCH):
+        return
+    file = GOLDEN / (re.sub(r"\W+", "_", row).strip("_") + ".txt")
+    found = "\n".join(sections).rstrip() + "\n"
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(found)
+    assert found == file.read_text()
+
+
+def test_no_golden_file_is_left_over() -> None:
+    """A row that was renamed or dropped."""
+    expected = {re.sub(r"\W+", "_", row).strip("_") + ".txt" for row in ROWS}
+    assert {f.name for f in GOLDEN.glob("*.txt")} == expected

@@ -1,0 +1,139 @@
+"""What only looks like a gather or a scatter is none; bits that travel under another dtype are seen through."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tests.compile.spellings import GATHER
+from tests.compile.spellings import SCATTER
+from tests.compile.spellings import misses
+from tests.compile.spellings import summary
+from tests.compile.spellings import world
+from tests.fake_group import all_gather
+from tests.fake_group import fake_group
+from tests.fake_group import reduce_scatter
+from tests.fake_group import report_of
+from tests.hand_graph import HandGraph
+from tests.hand_graph import aten
+
+# fp8
+
+
+def fp8(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).to(torch.float8_e4m3fn)
+
+
+def as_bytes(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return all_gather(x.view(torch.uint8), dim, world()).view(torch.float8_e4m3fn)
+
+
+def scaled(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch._scaled_mm(x, w, a, b, out_dtype=torch.bfloat16)
+
+
+def scales(row_wise: bool, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return (torch.rand(rows, 1), torch.rand(1, columns)) if row_wise else (torch.tensor(0.5), torch.tensor(0.25))
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("row_wise", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_row_f_fp8_gathered_as_bytes(row_wise: bool, dim: int) -> None:
+    """fp8 travels as uint8: the views of the bits, and scales of rows that must be cut with the rows, hid the site."""
+    def fn(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return scaled(as_bytes(x, dim).flatten(0, 1), w, a, b)
+
+    report = report_of(fn, fp8(2, 16, 32), fp8(16, 32).t(), *scales(row_wise, 64, 16))
+    assert summary(report) == [(GATHER, dim, ["scaled_mm M"], "overlapped")]
+    pieces = re.findall(r"_scaled_mm\.default\(\w+, \w+, (\w+),", report.after)
+    assert len(pieces) == 3 and (len(set(pieces)) == 3) is row_wise
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("row_wise", [False, True])
+def test_fp8_before_a_scatter(row_wise: bool) -> None:
+    """Row-wise scales must be cut with the rows that are sent."""
+    report = report_of(lambda *a: reduce_scatter(scaled(*a), "sum", 0, world()), fp8(16, 32), fp8(16, 32).t(), *scales(row_wise, 16, 16))
+    assert summary(report) == [(SCATTER, 0, ["scaled_mm M"], "overlapped")]
+
+
+# Slices in hand-made graphs: what is a plain gather and what is not.
+
+
+def sliced(spans: Sequence[tuple[int, int]], dim: int = 1) -> HandGraph:
+    """``cat`` of row ranges of a gathered ``[2, 4, 16]`` shard, multiplied."""
+    made = HandGraph()
+    x, w = made.input(2, 4, 16), made.input(16, 8, name="w")
+    gathered = made.gather(x)
+    joined = made.call(aten.cat.default, [made.call(aten.slice.Tensor, gathered, 0, a, b) for a, b in spans], dim)
+    return made.output(made.mm(made.view(joined, -1, 16), w))
+
+
+@pytest.mark.parametrize("end", ["exact", "open"])
+def test_row_d_slices_are_a_gather(end: str) -> None:
+    """The spelling for sizes only known at run time; the last slice may be open ended."""
+    with fake_group(3):
+        report = sliced([(0, 2), (2, 4), (4, 6 if end == "exact" else 2**63 - 1)]).run()
+    assert summary(report) == [(GATHER, 1, ["mm M"], "overlapped")]
+
+
+NOT_PLAIN = {
+    "wrong order": [(2, 4), (0, 2), (4, 6)],
+    "overlap": [(0, 2), (1, 3), (4, 6)],
+    "the same twice": [(0, 2), (0, 2), (4, 6)],
+    "gap": [(0, 1), (2, 3), (4, 5)],
+    "a shard missing": [(0, 2), (2, 4)],
+    "one too many": [(0, 2), (2, 4), (4, 6), (0, 2)],
+}
+
+
+@pytest.mark.parametrize("spans", NOT_PLAIN.values(), ids=NOT_PLAIN)
+def test_what_only_looks_like_a_gather(spans: list[tuple[int, int]]) -> None:
+    """Any cat of slices taken for the plain gather gives wrong numbers; the graph must be left alone."""
+    with fake_group(3):
+        made = sliced(spans)
+        before = made.text()
+        report = made.run()
+    assert summary(report) == [] and misses(report) == [("all_gather", "not_plain_gather")]
+    assert made.text() == before
+
+
+def test_order_matters_for_splits_too() -> None:
+    """The same through split and getitem."""
+    for order, expected in (((0, 1, 2), [GATHER]), ((0, 2, 1), [])):
+        with fake_group(3):
+            made = HandGraph()
+            x, w = made.input(2, 4, 16), made.input(16, 8, name="w")
+            joined = made.join(made.gather(x), 2, 1, order)
+            report = made.output(made.mm(made.view(joined, -1, 16), w)).run()
+        assert [s.facts.pattern for s in report.sites] == expected
+
+
+@pytest.mark.parametrize("starts", [(0, 2, 4), (2, 0, 4), (0, 0, 4)])
+def test_scatter_by_slices(starts: tuple[int, int, int]) -> None:
+    """Slices before a reduce-scatter in another order send rows to the wrong owner."""
+    with fake_group(3):
+        made = HandGraph()
+        y = made.view(made.mm(made.input(24, 16), made.input(16, 8, name="w")), 4, 6, 8)
+        joined = made.call(aten.cat.default, [made.call(aten.slice.Tensor, y, 1, s, s + 2) for s in starts])
+        report = made.output(made.scatter(joined)).run()
+    if starts == (0, 2, 4):
+        assert summary(report) == [(SCATTER, 0, ["mm M"], "overlapped")]
+    else:
+        assert summary(report) == [] and misses(report) == [("reduce_scatter", "not_plain_scatter")]
+
+
+def test_trim_of_uneven_shards() -> None:
+    """Row E by hand: rows cut off the end of the gathered tensor are cut off the result, not computed from other rows."""
+    with fake_group(3):
+        made = HandGraph()
+        gathered = made.gather(made.input(4, 16))
+        report = made.output(made.mm(made.call(aten.slice.Tensor, gathered, 0, 0, 10), made.input(16, 8, name="w"))).run()
+    assert summary(report) == [(GATHER, 0, ["mm M"], "overlapped")]
+    assert re.search(r"\[10, 8\] = aten\.slice\.Tensor\(assemble_default, 0, 0, 10\)", report.after)
+
+
