@@ -35,7 +35,8 @@ def expected(by_hand: bool, checkpointing: str) -> dict[str, tuple[int, int]]:
 
 
 def variants(by_hand: bool, checkpointing: str) -> list[Variant]:
-    return [Variant(*rest, checkpointing, by_hand) for rest in itertools.product((0, 1), (1, 2), (False, True))]
+    layouts = itertools.product((0, 1), (1, 2), (False, True)) if not by_hand else [(0, 1, False), (0, 2, True), (1, 1, True), (1, 2, False)]
+    return [Variant(*rest, checkpointing, by_hand) for rest in layouts]
 
 
 def problems(rank: int, world_size: int, by_hand: bool, checkpointing: str, device: str = "cpu") -> list[str]:
