@@ -73,28 +73,50 @@ class SiteFinder:
 
     def _added_later(self, collective: CollectiveNode) -> tuple[list[CollectiveNode], fx.Node] | None:
         """All-reduces whose results are only added to each other: one reduction of the sum serves (linearity)."""
-        if len(collective.wait.users) != 1 or collective.reduce_op not in ("sum", "avg"):
+        terms, total = [collective], collective.wait
+        sums: list[tuple[list[CollectiveNode], fx.Node]] = []
+        while (above := self._sum_of_like(collective, total)) is not None:
+            more, total = above
+            if any(m.node is t.node for m in more for t in terms):
+                break
+            terms = terms + more
+            sums.append((terms, total))
+        for found, result in reversed(sums):
+            nodes, obstacle, _ = find_reduce(found, result)
+            if nodes is not None and obstacle is None:
+                self._merged.update(c.node for c in found)
+                return found, result
+        return None
+
+    def _sum_of_like(self, collective: CollectiveNode, term: fx.Node) -> tuple[list[CollectiveNode], fx.Node] | None:
+        """``(all-reduces in the other term, sum)`` where ``term`` is only added to all-reduces of the same kind."""
+        total = next(iter(term.users)) if len(term.users) == 1 else None
+        if total is None or total.target is not aten.add.Tensor or total.kwargs or not all(isinstance(a, fx.Node) for a in total.args):
             return None
-        total = next(iter(collective.wait.users))
-        if total.target is not aten.add.Tensor or total.kwargs or tools.dtype(total) != tools.dtype(collective.wait):
+        others = [a for a in total.args if a is not term]
+        same_shape = [str(s) for s in tools.shape(term)] == [str(s) for s in tools.shape(total)]
+        if len(others) != 1 or not same_shape or tools.dtype(total) != tools.dtype(term) or collective.reduce_op not in ("sum", "avg"):
             return None
-        found = []
-        for term in total.args:
-            if not isinstance(term, fx.Node) or len(term.users) != 1:
+        found = self._all_reduces_in(others[0], collective)  # type: ignore[arg-type]
+        return (found, total) if found is not None else None
+
+    def _all_reduces_in(self, term: fx.Node, like: CollectiveNode) -> list[CollectiveNode] | None:
+        """The all-reduces that ``term`` is a sum of, all of the group, op, shape and dtype of ``like``; ``None`` where it is anything else."""
+        found, pending = [], [term]
+        while pending:
+            node = pending.pop()
+            if len(node.users) != 1 or [str(s) for s in tools.shape(node)] != [str(s) for s in tools.shape(like.wait)]:
                 return None
-            partner = self._all_reduce_of(term)
-            if partner is None or partner.group_name != collective.group_name or partner.reduce_op != collective.reduce_op:
+            if tools.dtype(node) != tools.dtype(like.wait):
                 return None
-            if [str(s) for s in tools.shape(term)] != [str(s) for s in tools.shape(total)]:
+            if node.target is aten.add.Tensor and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args):
+                pending += reversed(node.args)  # type: ignore[arg-type]
+                continue
+            one = self._all_reduce_of(node)
+            if one is None or one.group_name != like.group_name or one.reduce_op != like.reduce_op:
                 return None
-            found.append(partner)
-        if len(found) != 2 or found[0].node is found[1].node:
-            return None
-        reduced, _, _ = find_reduce(found, total)
-        if reduced is None:
-            return None
-        self._merged.update(c.node for c in found)
-        return found, total
+            found.append(one)
+        return found
 
     def _all_reduce_of(self, wait: fx.Node) -> CollectiveNode | None:
         if wait.target is not torch.ops._c10d_functional.wait_tensor.default:

@@ -150,6 +150,17 @@ def test_two_all_reduces_added_are_one() -> None:
     report = traced(fn, (4, 16), (16, 8), (16, 8))
     assert facts(report) == [("matmul_all_reduce", ["mm M", "mm M"], "overlapped")]
 
+    def three(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x @ w, "sum", world()) + (all_reduce(x @ v, "sum", world()) + all_reduce(x @ (w + v), "sum", world()))
+
+    assert facts(traced(three, (4, 16), (16, 8), (16, 8))) == [("matmul_all_reduce", ["mm M", "mm M", "mm M"], "overlapped")]
+
+    def partly(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x @ w, "sum", world()) + all_reduce(x @ v, "sum", world()) + all_reduce(torch.softmax(x @ (w * v), 0), "sum", world())
+
+    report = traced(partly, (4, 16), (16, 8), (16, 8))
+    assert facts(report) == [("matmul_all_reduce", ["mm M", "mm M"], "overlapped")] and codes(report) == ["op_between"]
+
     def used(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         left = all_reduce(x @ w, "sum", world())
         return left + all_reduce(x @ v, "sum", world()), left.relu()

@@ -59,6 +59,11 @@ def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, .
         "all-reduce": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(s * w, 8), (8, 5)], 1),
         "all-reduce, rows no multiple of the ranks": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(1, s * w + 1, 8), (8, 5)], 1),
         "two all-reduces added": (lambda x, a, b: all_reduce(x @ a, "sum", g) + all_reduce(x @ b, "sum", g), [(s, 8), (8, 5), (8, 5)], 1),
+        "three all-reduces added": (
+            lambda x, a, b: all_reduce(x @ a, "sum", g) + all_reduce(x @ b, "sum", g) + all_reduce(x @ (a * b), "sum", g),
+            [(s, 8), (8, 5), (8, 5)],
+            1,
+        ),
         "gathered output": (lambda x, a: all_gather(x @ a, 1, g), [(s, 8), (8, 5)], 1),
     }
 
