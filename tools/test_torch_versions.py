@@ -1,7 +1,7 @@
 """Runs the pure and graph-snapshot tests on every supported torch minor version, each in its own environment.
 
 ``TORCH_PYTHONS`` may list interpreters that already have a torch (separated by spaces); without it an environment is made for each
-version below ``.torch-versions/``. A version that cannot be installed is reported as such.
+version below ``.torch-versions/``. Two run at a time. A version that cannot be installed is reported as such.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
@@ -33,22 +34,26 @@ def interpreters() -> list[tuple[str, str | None]]:
     return found
 
 
+def run(label: str, python: str | None) -> tuple[str, str, str]:
+    """``(torch version, result line, output where it failed)``."""
+    if python is None:
+        return label, "could not be installed", ""
+    version = subprocess.run([python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=False)
+    command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    output = done.stdout[-6000:] + done.stderr[-2000:] if done.returncode else ""
+    return version.stdout.strip() or label, lines[-1] if lines else f"exit code {done.returncode}", output
+
+
 def main() -> int:
-    rows, failed = [], False
-    for label, python in interpreters():
-        if python is None:
-            rows.append((label, "could not be installed"))
-            continue
-        version = subprocess.run([python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=False)
-        run = subprocess.run([python, "-m", "pytest", "-q", "-x", *TESTS], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
-        lines = [line for line in run.stdout.splitlines() if line.strip()]
-        rows.append((version.stdout.strip() or label, lines[-1] if lines else f"exit code {run.returncode}"))
-        if run.returncode:
-            failed = True
-            print(run.stdout[-6000:], run.stderr[-2000:])
-    for version, result in rows:
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        rows = list(pool.map(lambda pair: run(*pair), interpreters()))
+    for _, _, output in rows:
+        print(output, end="")
+    for version, result, _ in rows:
         print(f"torch {version:14s} {result}")
-    return 1 if failed else 0
+    return 1 if any(output for _, _, output in rows) else 0
 
 
 if __name__ == "__main__":

@@ -49,12 +49,14 @@ def text(found: list[OverlapReport], graphs: bool) -> str:
 @pytest.mark.parametrize("row", ROWS)
 def test_golden(row: str) -> None:
     """Any change of what is found, decided, written or said."""
+    pinned = torch.__version__.startswith(TORCH)
     sections = []
-    for world_size in (2, 3, 8, 64):
-        texts = {text(reports(row, world_size, rank), graphs=world_size == 2) for rank in {0, world_size // 2, world_size - 1}}
+    for world_size in (2, 3, 8, 64) if pinned else (2, 8):
+        ranks = {0, world_size // 2, world_size - 1} if world_size < 64 else {0, world_size - 1}
+        texts = {text(reports(row, world_size, rank), graphs=world_size == 2) for rank in sorted(ranks)}
         assert len(texts) == 1, f"{world_size} ranks have {len(texts)} texts"
         sections.append(f"==== {world_size} ranks\n{texts.pop()}")
-    if not torch.__version__.startswith(TORCH):
+    if not pinned:
         return
     file = GOLDEN / (re.sub(r"\W+", "_", row).strip("_") + ".txt")
     found = "\n".join(sections).rstrip() + "\n"

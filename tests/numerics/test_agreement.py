@@ -81,7 +81,8 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], dtype: torch.dtyp
     torch._inductor.config.force_disable_caches = True
     for name in names or _cases(world_size, 4):
         reports: list[OverlapReport] = []
-        for size in (6, 1):
+        # (Shards of one row cost as much time as any; two of the settings see them.)
+        for size in (6, 1) if not fields else (6,):
             torch._dynamo.reset()
             function, shapes, expected = _cases(world_size, size)[name]
             generator = torch.Generator().manual_seed(7 + rank)

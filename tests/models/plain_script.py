@@ -1,0 +1,27 @@
+"""A user's script: a Hugging Face Llama, sharded by its plan, under ``torch.compile``. It knows nothing of this project."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers import LlamaConfig
+from transformers import LlamaForCausalLM
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+folder = sys.argv[1]
+if dist.get_rank() == 0:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+dist.barrier()
+model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
+ids = torch.arange(24)[None]
+with torch.no_grad():
+    eager = model(ids, use_cache=False).logits
+    compiled = torch.compile(model)(ids, use_cache=False).logits
+breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+print("RESULT", dist.get_rank(), ((compiled - eager).abs().max() / eager.abs().max()).item(), breaks, flush=True)
+dist.barrier()
+dist.destroy_process_group()
