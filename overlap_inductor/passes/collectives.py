@@ -55,6 +55,14 @@ def group_name(node: fx.Node) -> str | None:
     return getattr(name, "group_name", None)
 
 
+def group_of(node: fx.Node) -> str | None:
+    """The group's name where ``node`` is a collective of any spelling, else ``None``."""
+    if _kind(node) is not None:
+        return group_name(node)
+    is_collective = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.startswith("_c10d_functional::")
+    return group_name(node) if is_collective else None
+
+
 def _bytes(node: fx.Node, kind: str) -> int | str:
     value = tools.value(node)
     if isinstance(value, (list, tuple)):

@@ -64,6 +64,8 @@ class _Region:
             return False
         if node.target._schema.is_mutable:  # type: ignore[union-attr]
             return False
+        if any(tools.depends_on(n, self.wait, self.known) for n in node.all_input_nodes if not tools.is_tensor(n)):
+            return False
         return all(_same_shape(node, n) if self._inside(n) else self._is_row(n) for n in inputs)
 
     def _is_row(self, node: fx.Node) -> bool:
@@ -90,7 +92,7 @@ class _Region:
             return Epilogue()
         members = [*self.base, *self.nodes]
         outputs = [n for n in members if any(u not in self.nodes for u in n.users)]
-        externals = [n for m in self.nodes for n in tools.tensor_inputs(m) if not self._inside(n)]
+        externals = [n for m in self.nodes if not tools.is_reshape(m) for n in m.all_input_nodes if not self._inside(n)]
         return Epilogue(list(self.nodes), outputs, list(dict.fromkeys(externals)), list(self.base))
 
 

@@ -90,6 +90,7 @@ class _Follower:
         self.through: dict[fx.Node, fx.Node] = {}
         self.trimmed: dict[fx.Node, Any] = {}
         self.obstacles: list[Reason] = []
+        self.known: dict[fx.Node, bool] = {}
         self.consumers: list[GatherConsumer] = []
 
     def run(self) -> None:
@@ -168,6 +169,14 @@ class _Follower:
 
     def _visit_pointwise(self, node: fx.Node, source: fx.Node) -> None:
         layout = self.layouts[source]
+        if [str(s) for s in tools.shape(node)] != [str(s) for s in tools.shape(source)]:
+            return
+        for other in node.all_input_nodes:
+            # A scale taken from the whole gathered tensor is known only when all of it is here.
+            if other not in self.layouts and tools.depends_on(other, self.collective.wait, self.known):
+                if any(matmuls.parse(u) for u in node.users):
+                    self.obstacles.append(Reason("weight_depends_on_collective", f"{other.name}, which {node.name} reads, needs the whole gathered tensor"))
+                return
         for other in tools.tensor_inputs(node):
             same = other in self.layouts and self.layouts[other].same_elements(layout) and self.trimmed.get(other) is self.trimmed.get(source)
             if not same and not tools.is_scalar_like(other):

@@ -11,6 +11,7 @@ from torch import fx
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes.placement import between
 from overlap_inductor.passes.placement import place
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
@@ -156,6 +157,10 @@ def _streams(site: OverlapSite, context: Context) -> str | None:
 def _mutation(site: OverlapSite, context: Context) -> str | None:
     """A tensor that the site reads is written in place between the site's first and last node: moving reads would see other data."""
     members = _members(site)
+    if isinstance(site.nodes, GatherNodes):
+        members += [*site.nodes.epilogue.nodes, *between(site.nodes), *place(site.nodes).hoisted]
+    else:
+        members += [n for n in site.nodes.layouts if n.op == "call_function"]
     graph = members[0].graph
     positions = {n: i for i, n in enumerate(graph.nodes)}
     first, last = min(positions[n] for n in members), max(positions[n] for n in members)

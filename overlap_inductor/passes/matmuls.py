@@ -24,13 +24,27 @@ KINDS = {
 
 @dataclass(frozen=True)
 class MatmulNode:
-    """``out[b, M, N] = lhs[b, M, K] @ rhs[b, K, N] (+ bias)``; the batch dim only for bmm and baddbmm."""
+    """``out[b, M, N] = lhs[b, M, K] @ rhs[b, K, N] (+ bias)``; the batch dim only for bmm and baddbmm.
+
+    Operands are read from the node each time: the rewrite of a site before may have put others in their place.
+    """
 
     node: fx.Node
     kind: str
-    lhs: fx.Node
-    rhs: fx.Node
-    bias: fx.Node | None = None
+
+    @property
+    def lhs(self) -> fx.Node:
+        return self.node.args[1 if self.kind in ("addmm", "baddbmm") else 0]  # type: ignore[return-value]
+
+    @property
+    def rhs(self) -> fx.Node:
+        return self.node.args[2 if self.kind in ("addmm", "baddbmm") else 1]  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> fx.Node | None:
+        if self.kind in ("addmm", "baddbmm"):
+            return self.node.args[0]  # type: ignore[return-value]
+        return tools.argument(self.node, "bias") if self.kind == "scaled_mm" else None
 
     @property
     def batched(self) -> bool:
@@ -76,7 +90,17 @@ class MatmulNode:
             return f"{self.kind} scales its terms (alpha={self.node.kwargs.get('alpha', 1)}, beta={self.node.kwargs.get('beta', 1)})"
         if self.kind == "scaled_mm" and tools.argument(self.node, "scale_result") is not None:
             return "_scaled_mm scales its result"
+        for scale, one_a_row in ((self.scales()[0], 0), (self.scales()[1], 1)):
+            if scale is not None and not _is_plain_scale(scale, self.node, one_a_row):
+                return f"{scale.name} of shape {tools.shape(scale)} is neither one scale nor one a row or column"
         return None
+
+
+def _is_plain_scale(scale: fx.Node, matmul: fx.Node, dim: int) -> bool:
+    shape = tools.shape(scale)
+    if tools.is_scalar_like(scale):
+        return True
+    return len(shape) == 2 and str(shape[dim]) == str(tools.shape(matmul)[dim]) and isinstance(shape[1 - dim], int) and shape[1 - dim] == 1
 
 
 def parse(node: fx.Node) -> MatmulNode | None:
@@ -84,12 +108,7 @@ def parse(node: fx.Node) -> MatmulNode | None:
     kind = KINDS.get(node.target)  # type: ignore[arg-type]
     if kind is None or not tools.is_tensor(node):
         return None
-    if kind in ("addmm", "baddbmm"):
-        bias, lhs, rhs = node.args[:3]
-        return MatmulNode(node, kind, lhs, rhs, bias)  # type: ignore[arg-type]
-    lhs, rhs = node.args[:2]
-    bias = tools.argument(node, "bias") if kind == "scaled_mm" else None
-    return MatmulNode(node, kind, lhs, rhs, bias)  # type: ignore[arg-type]
+    return MatmulNode(node, kind)
 
 
 Slicer = Callable[[fx.Node, int], fx.Node]
@@ -116,7 +135,7 @@ def emit(
     if bias is not None and with_bias:
         rank = len(tools.shape(bias))
         roles = ["B", "M", "N"] if matmul.batched else ["M", "N"]
-        bias = cut(bias, dict(enumerate(roles[-rank:])))
+        bias = cut(bias, dict(enumerate(roles[len(roles) - rank :])))
     call = graph.call_function
     if matmul.kind == "scaled_mm":
         scale_a, scale_b = matmul.scales()

@@ -25,6 +25,7 @@ from torch import fx
 
 from overlap_inductor import __version__
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.errors import StrictError
 from overlap_inductor.passes import legality
 from overlap_inductor.passes import planner
 from overlap_inductor.passes.finder import SiteFinder
@@ -46,19 +47,39 @@ def run_overlap_pass(
 
     Args:
         refusal: a sentence why this compile cannot hold overlap ops at all (AOTInductor, cpp_wrapper), or ``None``.
+
+    Raises:
+        StrictError: in ``strict`` mode, where the pass itself failed; else the graph stays as it was and the report says so.
     """
     phase = graph_phase(graph, is_inference)
-    found = SiteFinder(graph, phase).run()
-    sites = found.sites
-    before = readable(graph) if sites or found.near_misses else ""
+    try:
+        return _find_and_rewrite(graph, config, phase, graph_id, refusal)
+    except Exception as error:  # noqa: BLE001  (a model that compiles without the pass must compile with it)
+        log.warning("overlap_inductor: the pass failed and the graph is left as it was: %s", error, exc_info=True)
+        text = f"the pass failed and the graph is left as it was: {type(error).__name__}: {error}"
+        if config.mode == "strict":
+            raise StrictError(text) from error
+        report = {"overlap_inductor": __version__, "torch": torch.__version__, "mode": config.mode, "phase": phase, "graph": graph_id}
+        return OverlapReport(**report, world_size=1, config=dict(config.cache_key()), sites=[], near_misses=[], before="", after="", plan_hash="", notices=[text])
 
-    chosen = choose(sites, config, refusal)
 
-    plan_hash = ""
-    notices: list[str] = []
-    if chosen and config.mode in ("on", "strict"):
+def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, graph_id: str, refusal: str | None) -> OverlapReport:
+    failed: dict[str, Reason] = {}
+    plan_hash, before = "", ""
+    while True:
+        found = SiteFinder(graph, phase).run()
+        sites = found.sites
+        before = before or (readable(graph) if sites or found.near_misses else "")
+        chosen = choose(sites, config, refusal, failed)
+        if not chosen or config.mode not in ("on", "strict"):
+            break
         plan_hash, plan = plan_text(chosen, config)
-        notices += rewrite_or_restore(graph, chosen, plan)
+        failures = rewrite_or_restore(graph, chosen, plan)
+        if not failures:
+            break
+        # The graph is as before; once more without the site that failed.
+        failed.update(failures)
+    notices = [f"the rewrite of {site} failed and was taken back: {reason.text}" for site, reason in failed.items()]
 
     return OverlapReport(
         overlap_inductor=__version__,
@@ -72,15 +93,18 @@ def run_overlap_pass(
         near_misses=found.near_misses,
         before=before,
         after=readable(graph) if before else "",
-        plan_hash=plan_hash,
+        plan_hash=plan_hash if chosen and config.mode in ("on", "strict") else "",
         notices=notices,
     )
 
 
-def choose(sites: list[OverlapSite], config: OverlapConfig, refusal: str | None) -> list[OverlapSite]:
-    """Decide every site; returns those to overlap."""
+def choose(sites: list[OverlapSite], config: OverlapConfig, refusal: str | None, failed: dict[str, Reason]) -> list[OverlapSite]:
+    """Decide every site; returns those to overlap. ``failed`` are those whose rewrite has failed already, by id."""
     context = legality.Context(config, refusal)
     for site in sites:
+        if site.facts.id in failed:
+            site.decision = Decision("failed", "analytic", [PlanPiece("keep")], [failed[site.facts.id]])
+            continue
         reason = legality.refuse(site, context)
         if reason is not None:
             status = "kept" if reason.code in _NOT_A_FAILURE else "refused"
@@ -101,14 +125,16 @@ def choose(sites: list[OverlapSite], config: OverlapConfig, refusal: str | None)
 _NOT_A_FAILURE = {"switched_off", "world_size_one"}
 
 
-def rewrite_or_restore(graph: fx.Graph, chosen: list[OverlapSite], plan: str) -> list[str]:
-    """Rewrite; if that fails put the graph back as it was, and mark every chosen site as failed."""
+def rewrite_or_restore(graph: fx.Graph, chosen: list[OverlapSite], plan: str) -> dict[str, Reason]:
+    """Rewrite; if that fails put the graph back as it was. Returns the reason of the site that failed, or of all where none can be blamed."""
     snapshot = fx.Graph()
     _copy(graph, snapshot)
+    rewriter = Rewriter(graph, plan)
     try:
-        Rewriter(graph, plan).apply(chosen)
+        rewriter.apply(chosen)
     except Exception as error:  # noqa: BLE001  (whatever went wrong, the model must still compile; the report and strict mode say so)
-        log.warning("overlap_inductor: the rewrite failed and the graph is left as it was: %s", error, exc_info=True)
+        blamed = [rewriter.current] if rewriter.current is not None else chosen
+        log.warning("overlap_inductor: the rewrite failed and is taken back: %s", error, exc_info=True)
         for node in graph.nodes:
             # The order may be broken too, so that no order of erasing would do.
             node.args, node.kwargs = (), {}
@@ -116,10 +142,8 @@ def rewrite_or_restore(graph: fx.Graph, chosen: list[OverlapSite], plan: str) ->
             graph.erase_node(node)
         _copy(snapshot, graph)
         reason = Reason("rewrite_failed", f"{type(error).__name__}: {error}")
-        for site in chosen:
-            site.decision = Decision("failed", "analytic", [PlanPiece("keep")], [reason])
-        return [f"the rewrite failed, the graph is left as it was: {reason.text}"]
-    return []
+        return {site.facts.id: reason for site in blamed}
+    return {}
 
 
 def _copy(source: fx.Graph, target: fx.Graph) -> None:

@@ -40,7 +40,7 @@ def place(nodes: GatherNodes) -> Placement:
     at_gather = Placement(gather, [], _needed_behind(nodes, gather))
     if at_gather.obstacle is None:
         return at_gather
-    members = {gather, nodes.collective.wait, *_between(nodes), *(c.matmul.node for c in nodes.consumers)}
+    members = {gather, nodes.collective.wait, *between(nodes), *(c.matmul.node for c in nodes.consumers)}
     users = {user for member in members for user in member.users} - members
     order = list(gather.graph.nodes)
     first_use = next(i for i, n in enumerate(order) if n in users)
@@ -63,7 +63,7 @@ def _needed_behind(nodes: GatherNodes, anchor: fx.Node) -> list[fx.Node]:
     wanted: set[fx.Node] = set()
     pending = [n for c in nodes.consumers for n in (c.other_node, c.matmul.bias, *c.matmul.scales()) if n is not None]
     pending += nodes.epilogue.externals
-    pending += [i for n in _between(nodes) for i in n.all_input_nodes if tools.is_tensor(i) and tools.is_scalar_like(i)]
+    pending += [i for n in between(nodes) for i in n.all_input_nodes if not tools.is_tensor(i) or tools.is_scalar_like(i)]
     while pending:
         node = pending.pop()
         if node in behind and node not in wanted:
@@ -72,7 +72,7 @@ def _needed_behind(nodes: GatherNodes, anchor: fx.Node) -> list[fx.Node]:
     return [n for n in anchor.graph.nodes if n in wanted]
 
 
-def _between(nodes: GatherNodes) -> list[fx.Node]:
+def between(nodes: GatherNodes) -> list[fx.Node]:
     """Views and pointwise nodes between the gather and its matmuls."""
     known: dict[fx.Node, bool] = {}
     found: set[fx.Node] = set()

@@ -213,3 +213,15 @@ def _check_externals(tracer: _Tracer, layout: Layout) -> None:
             not (isinstance(s, int) and s == 1) for s in shape[:-1]
         ):
             raise LayoutError(f"{node.name} of shape {shape} is added between matmul and collective and cannot be cut along")
+        for user in node.users:
+            if user in tracer.region and not tracer.layouts[node].same_elements(layout) and not _same_columns(tracer.layouts[user], layout):
+                raise LayoutError(f"{node.name} of shape {shape} lies along another dim than the matmul's columns")
+
+
+def _same_columns(layout: Layout, leaf: Layout) -> bool:
+    """Whether the last dim of both is made of the same atoms."""
+
+    def columns(one: Layout) -> list[int]:
+        return [id(a) for a in one.refined().dims[-1] if a.rank or not (isinstance(a.size, int) and a.size == 1)]
+
+    return columns(layout) == columns(leaf)

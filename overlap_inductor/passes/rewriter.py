@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from overlap_inductor.passes import collectives
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import ring_gather
 from overlap_inductor.passes import ring_reduce
@@ -32,6 +33,8 @@ class Rewriter:
         self.chains: dict[str, fx.Node] = {}
         self.order: dict[fx.Node, set[fx.Node]] = {}
         self.emitted: dict[str, list[fx.Node]] = {}
+        self.current: OverlapSite | None = None
+        """The site at work, to blame where it fails."""
 
     def apply(self, sites: list[OverlapSite]) -> None:
         """Place and rewrite ``sites`` (all decided as overlapped), chain what communicates, drop what is dead."""
@@ -39,23 +42,41 @@ class Rewriter:
         with warnings.catch_warnings():
             # Sizes stand in the arguments as symbols, which is what Inductor prints into its code.
             warnings.filterwarnings("ignore", message="Raw SymInt value")
-            for site, anchor in self._placed(sites):
-                self._site(site, anchor)
-            self._chain_kept_collectives()
+            placed = self._placed(sites)
+            self._agree(placed)
+            for index, (site, anchor) in enumerate(placed):
+                self.current = site
+                replaced = self._site(site, anchor)
+                for later, _ in placed[index + 1 :]:
+                    if isinstance(later.nodes, ReduceNodes):
+                        later.nodes.rename(replaced)
+            self.current = None
         self.graph.eliminate_dead_code()
+        self._chain_kept_collectives()
         live = set(self.graph.nodes)
+        for site in sites:
+            if left := [c.node.name for c in site.collectives if c.node in live]:
+                self.current = site
+                raise RuntimeError(f"{', '.join(left)} is still there beside its replacement")
         preserve_order(self.graph, {n: {d for d in ds if d in live} for n, ds in self.order.items() if n in live})
         self.graph.lint()
 
-    def _chain(self, site: OverlapSite, device: torch.device) -> fx.Node:
-        name = site.facts.collective.group_name
-        if name not in self.chains:
-            node = self.graph.call_function(overlap.agree.default, (name, self.plan, device))
-            fake = tools.value(site.collectives[0].input).fake_mode
-            with fake:
-                node.meta["val"] = torch.empty(1, dtype=torch.uint8, device=device)
-            self.chains[name] = node
-        return self.chains[name]
+    def _agree(self, placed: list[tuple[OverlapSite, fx.Node]]) -> None:
+        """One agreement a group, all of them before the first step of any: no data moves while ranks may still differ."""
+        with self.graph.inserting_before(placed[0][1]):
+            for site, _ in placed:
+                name = site.facts.collective.group_name
+                if name not in self.chains:
+                    source = tools.value(site.collectives[0].input)
+                    node = self.graph.call_function(overlap.agree.default, (name, self.plan, source.device))
+                    with source.fake_mode:
+                        node.meta["val"] = torch.empty(1, dtype=torch.uint8, device=source.device)
+                    self.chains[name] = node
+            for chain in self.chains.values():
+                for other in self.chains.values():
+                    if other is not chain:
+                        follow = self.graph.call_function(overlap.follow.default, (chain, other))
+                        follow.meta["val"] = tools.value(chain)
 
     def _placed(self, sites: list[OverlapSite]) -> list[tuple[OverlapSite, fx.Node]]:
         """Sites with the node before which each is written, in graph order (their chain runs in that order); moves what must be moved."""
@@ -70,26 +91,33 @@ class Rewriter:
                 anchors[_last(self.graph, [c.node for c in site.collectives])] = site
         return [(anchors[n], n) for n in self.graph.nodes if n in anchors]
 
-    def _site(self, site: OverlapSite, anchor: fx.Node) -> None:
-        collectives = site.collectives
+    def _site(self, site: OverlapSite, anchor: fx.Node) -> dict[fx.Node, fx.Node]:
+        """Write one site's steps; returns what they replace."""
         module = {k: site.matmuls[0].node.meta[k] for k in _STACK if k in site.matmuls[0].node.meta}
         piece = site.decision.plan[-1]  # type: ignore[union-attr]
         with self.graph.inserting_before(anchor):
-            device = tools.value(collectives[0].input).device
-            chain = self._chain(site, device)
             group = site.facts.collective
-            emit = StepEmitter(self.graph, group.group_name, group.world_size, site.facts.id, chain, module)
+            emit = StepEmitter(self.graph, group.group_name, group.world_size, site.facts.id, self.chains[group.group_name], module)
             replaced = self._unrolled(emit, site, piece.parameters) if piece.parameters["unrolled"] else self._looping(emit, site, piece.parameters)
         for old, new in replaced.items():
             if [str(s) for s in tools.shape(old)] != [str(s) for s in tools.shape(new)] or tools.dtype(old) != tools.dtype(new):
                 raise RuntimeError(f"{old.name} {tools.shape(old)} {tools.dtype(old)} would become {tools.shape(new)} {tools.dtype(new)}")
             old.replace_all_uses_with(new)
-        for collective in collectives:
-            # A wait counts as having effects, so it would outlive its collective.
-            for node in (collective.wait, collective.node):
-                if not node.users:
-                    self.graph.erase_node(node)
+        ends = {n for c in site.collectives for n in (c.wait, c.node)}
+        for end in [*replaced, *ends]:
+            self._erase_unused(end, ends)
         self.emitted.setdefault(group.group_name, []).extend(emit.emitted)
+        return replaced
+
+    def _erase_unused(self, node: fx.Node, ends: set[fx.Node]) -> None:
+        """Erase what led from the site's collectives to its result: a wait counts as having effects, so it would outlive its collective."""
+        pending = [node]
+        while pending:
+            node = pending.pop()
+            if not node._erased and not node.users and (node in ends or node.target is torch.ops.aten.add.Tensor):
+                sources = node.all_input_nodes
+                self.graph.erase_node(node)
+                pending += sources
 
     def _unrolled(self, emit: StepEmitter, site: OverlapSite, parameters: dict[str, Any]) -> dict[fx.Node, fx.Node]:
         parts, route, nodes = parameters["sub_chunks"], parameters["route"], site.nodes
@@ -140,16 +168,27 @@ class Rewriter:
                 if pending.get(group):
                     with self.graph.inserting_before(node):
                         for other in pending.pop(group):
-                            follow = self.graph.call_function(overlap.follow.default, (node.args[0], other))
+                            follow = self.graph.call_function(overlap.follow.default, (node.args[0], _tensor_of(self.graph, other)))
                             follow.meta["val"] = tools.value(node.args[0])
                 newest[group] = node
-            elif node.op == "call_function" and str(node.target).startswith("_c10d_functional.") and "wait" not in str(node.target):
-                group = tools.argument(node, "group_name")
-                if group in self.emitted and len(node.users):
-                    if group in newest and tools.is_tensor(newest[group]):
-                        self.order.setdefault(node, set()).add(newest[group])
-                    if tools.is_tensor(node):
-                        pending.setdefault(group, []).append(node)
+            elif node.op == "call_function" and (group := collectives.group_of(node) or "") in self.emitted and node.users:
+                if group in newest:
+                    self.order.setdefault(node, set()).add(_tensor_of(self.graph, newest[group]))
+                pending.setdefault(group, []).append(node)
+
+
+def _tensor_of(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """``node``, or an element of what it returns: something that an edge can start from."""
+    if tools.is_tensor(node):
+        return node
+    index = len(tools.value(node)) - 1
+    existing = next((u for u in node.users if u.target is getitem and u.args[1] == index and tools.is_tensor(u)), None)
+    if existing is not None:
+        return existing
+    with graph.inserting_after(node):
+        element = graph.call_function(getitem, (node, index))
+    element.meta["val"] = tools.value(node)[index]
+    return element
 
 
 def _reduced(nodes: ReduceNodes, result: fx.Node) -> dict[fx.Node, fx.Node]:

@@ -57,6 +57,9 @@ class _Slices:
         total = pieces[0]
         for piece in pieces[1:]:
             total = self.emit.call(aten.add.Tensor, total, piece)
+        expected = tools.dtype(self.nodes.collectives[0].input)
+        if tools.dtype(total) != expected:
+            raise RuntimeError(f"a piece is {tools.dtype(total)}, the collective moves {expected}")
         return total
 
     def _evaluate(self, node: fx.Node, cut: matmuls.Slicer, done: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -87,7 +90,8 @@ class _Slices:
         shape = tools.shape(node)
         leaf = tools.shape(self.nodes.leaves[0].node)
         if not shape or tools.is_scalar_like(node):
-            return self.emit.reshape(node, [])
+            # A tensor of one element and some rank takes part in type promotion, one of none does not.
+            return self.emit.reshape(node, [1]) if len(shape) > 1 else node
         if self.nodes.layouts[node].same_elements(self.nodes.leaf_layout):
             return cut(self.emit.reshape(node, leaf), self.nodes.sharded.dim)
         vector = self.emit.reshape(node, [shape[-1]])

@@ -95,6 +95,14 @@ class ReduceNodes:
     sharded: ShardedDim
     role: str
 
+    def rename(self, replaced: dict[fx.Node, fx.Node]) -> None:
+        """Follow a rewrite before: what is read from outside may be another node now."""
+        self.externals = [replaced.get(n, n) for n in self.externals]
+        for old, new in replaced.items():
+            if old in self.layouts:
+                self.layouts[new] = self.layouts[old]
+        self.through = {n: replaced.get(source, source) for n, source in self.through.items()}
+
     @property
     def leaf_layout(self) -> Layout:
         return self.layouts[self.leaves[0].node]
