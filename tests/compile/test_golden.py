@@ -21,6 +21,7 @@ from tests.compile.spellings import Function
 from tests.compile.spellings import Make
 from tests.fake_group import fake_group
 from tests.fake_group import reports_of
+from tests.graph_text import waste
 
 GOLDEN = Path(__file__).parent / "golden"
 TORCH = "2.13"
@@ -38,6 +39,7 @@ def reports(row: str, world_size: int, rank: int) -> list[OverlapReport]:
 def text(found: list[OverlapReport], graphs: bool) -> str:
     parts = []
     for report in found:
+        assert waste(report) == []
         parts.append(render_text(report))
         if graphs:
             parts += ["before\n" + report.before, "after\n" + report.after if report.after != report.before else "after: the same\n"]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report import OverlapReport
+from tests.graph_text import waste
 from tests.models import dtensor_block
 from tests.models.dtensor_block import Variant
 from tests.numerics.interpreted import interpreted
@@ -50,6 +51,7 @@ def problems(rank: int, world_size: int, by_hand: bool, checkpointing: str, devi
         error, where = dtensor_block.largest_error(mesh, variant, lambda m, backend=backend: torch.compile(m, backend=backend, fullgraph=True))
         if not error < 1e-5:
             found.append(f"{variant}: {where} is off by {error:.2g}")
+        found += [f"{variant}: {text}" for r in reports for text in waste(r)]
         counts = {r.phase: (len(r.sites), sum(s.decision.status == "overlapped" for s in r.sites)) for r in reports}
         if counts != expected(by_hand, checkpointing):
             reasons = Counter(x.code for r in reports for s in r.sites for x in s.decision.reasons)

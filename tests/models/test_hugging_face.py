@@ -11,6 +11,7 @@ import torch
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report import OverlapReport
+from tests.graph_text import waste
 from tests.models import hugging_face
 from tests.models.hugging_face import LAYERS
 from tests.numerics.interpreted import interpreted
@@ -63,6 +64,7 @@ def problems(rank: int, world_size: int, family: str, folder: str, trains: bool,
         counts = {r.phase: dict(Counter(s.facts.pattern for s in r.sites if status in ("found", s.decision.status))) for r in reports}
         if counts != expected:
             found.append(f"sites {status}: {counts}, expected {expected}")
+    found += [text for r in reports for text in waste(r)]
     breaks = torch._dynamo.utils.counters["graph_break"]
     return found + [f"graph breaks: {dict(breaks)}"] * bool(breaks)
 

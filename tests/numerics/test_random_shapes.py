@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report import OverlapReport
 from tests.fake_group import all_reduce
+from tests.graph_text import waste
 from tests.models.hand_written import GatherTokens
 from tests.models.hand_written import ScatterTokens
 from tests.numerics.interpreted import interpreted
@@ -92,6 +93,7 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
                 problems.append(f"{what}: {name} is {a}, expected {b}")
             elif a is not None and (a.shape != b.shape or (a.double() - b).abs().max() > tolerance * max(1.0, float(b.abs().max()))):
                 problems.append(f"{what}: {name} is off by {(a.double() - b).abs().max():.3g} of {b.abs().max():.3g}")
+        problems.extend(f"{what}: {text}" for r in reports for text in waste(r))
         overlapped = [sum(s.decision.status == "overlapped" for s in r.sites) for r in reports]
         # Matrices of one row or column may be computed without a matmul, and then there is no site.
         if min(k, n, tokens * batch) > 1 and overlapped != expected:

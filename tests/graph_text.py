@@ -1,0 +1,27 @@
+"""Questions to the text of a rewritten graph that numbers cannot answer: is anything computed or moved that nobody needs?"""
+
+from __future__ import annotations
+
+import re
+
+from overlap_inductor.report import OverlapReport
+
+
+def waste(report: OverlapReport) -> list[str]:
+    """What is wrong: matmuls that lead nowhere, collectives beside their replacement."""
+    lines = {line.split(":")[0].split(" = ")[0]: line for line in report.after.splitlines() if " = " in line}
+    wanted: set[str] = set()
+    pending = [line for line in report.after.splitlines() if line.startswith("return") or "overlap_inductor.exchange_" in line]
+    while pending:
+        line = pending.pop()
+        for name in re.findall(r"\w+", line.split(" = ", 1)[-1]):
+            if name in lines and name not in wanted:
+                wanted.add(name)
+                pending.append(lines[name])
+    found = [f"{n} is computed for nothing" for n, line in lines.items() if re.search(r"aten\.(?:mm|addmm|bmm|baddbmm)\.", line) and n not in wanted]
+    kept = len(report.near_misses) + sum(s.decision.status != "overlapped" for s in report.sites)
+    waits = sum("_c10d_functional.wait_tensor" in line for line in lines.values())
+    # (Two all-reduces that are added to each other are one site also where it is kept.)
+    if all(s.decision.status == "overlapped" for s in report.sites) and waits > kept:
+        found.append(f"{waits} collectives are left, {kept} were kept")
+    return found
