@@ -63,7 +63,9 @@ def _needed_behind(nodes: GatherNodes, anchor: fx.Node) -> list[fx.Node]:
     wanted: set[fx.Node] = set()
     pending = [n for c in nodes.consumers for n in (c.other_node, c.matmul.bias, *c.matmul.scales()) if n is not None]
     pending += nodes.epilogue.externals
-    pending += [i for n in between(nodes) for i in n.all_input_nodes if not tools.is_tensor(i) or tools.is_scalar_like(i)]
+    # (Views are written anew for the pieces; the sizes that they were given are not needed.)
+    copied = [n for n in between(nodes) if n not in nodes.through]
+    pending += [i for n in copied for i in n.all_input_nodes if not tools.is_tensor(i) or tools.is_scalar_like(i)]
     while pending:
         node = pending.pop()
         if node in behind and node not in wanted:

@@ -364,6 +364,22 @@ def test_size_of_the_result_is_used_behind_it() -> None:
     assert [f[2] for f in facts(report)] == ["overlapped"] and report.notices == []
 
 
+def test_dynamic_gated_mlp_of_a_sequence() -> None:
+    """Sizes read off the gathered tensor for its views are not needed by the pieces, and need not be moved."""
+
+    def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gathered = all_gather(x, 1, world())
+        g, u = gathered @ gate, gathered @ up
+        return g, u.double(), torch.nn.functional.gelu(g) * u
+
+    with fake_group(4), torch.no_grad():
+        x = torch.randn(2, 48, 8)
+        for dim in (0, 1):
+            torch._dynamo.mark_dynamic(x, dim)
+        report = report_of(mlp, x, torch.randn(8, 5), torch.randn(8, 5))
+    assert facts(report) == [("all_gather_matmul", ["mm M", "mm M"], "overlapped")] and report.notices == []
+
+
 def test_broadcast_that_changes_the_rank_is_not_followed() -> None:
     """A tensor of more dims in a pointwise op gives a result of more dims; a layout of fewer crashed the finder, and with it the compile."""
     with fake_group(2):
