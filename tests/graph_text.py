@@ -11,7 +11,7 @@ def waste(report: OverlapReport) -> list[str]:
     """What is wrong: matmuls that lead nowhere, collectives beside their replacement."""
     lines = {line.split(":")[0].split(" = ")[0]: line for line in report.after.splitlines() if " = " in line}
     wanted: set[str] = set()
-    pending = [line for line in report.after.splitlines() if line.startswith("return") or "overlap_inductor.exchange_" in line]
+    pending = [line for line in report.after.splitlines() if line.startswith("return") or re.search(r"overlap_inductor\.(exchange_|reduce_tail)", line)]
     while pending:
         line = pending.pop()
         for name in re.findall(r"\w+", line.split(" = ", 1)[-1]):
