@@ -1,7 +1,8 @@
 """The pass: find matmuls beside collectives, check them, plan, rewrite, report.
 
 Contract: ``graph`` is a post-grad graph (functional, views normalised or not); it is changed in place only where a site was found,
-may be touched and pays. Where the rewrite fails the graph is as before and the report says so. Nothing here communicates; every
+may be touched and pays. A site whose rewrite fails is left out and reported, the graph is put back and the others are tried again; where the
+pass itself fails the graph is as before. Nothing here communicates; every
 decision rests on facts that all ranks of a group share, so all ranks write the same text.
 
 Pseudo-code::
