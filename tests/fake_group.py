@@ -21,8 +21,8 @@ all_reduce = funcol.all_reduce
 
 
 def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """An all-gather on ``dim``. Torch 2.11's own breaks the graph where ``dim`` is not 0, so its last step is written out there."""
-    if dim == 0 or not torch.__version__.startswith("2.11"):
+    """An all-gather on ``dim``. Those of torch 2.11 and 2.12 break the graph where ``dim`` is not 0, so its last step is written out there."""
+    if dim == 0 or not torch.__version__.startswith(("2.11", "2.12")):
         return _all_gather(x, dim, group)
     stacked = _all_gather(x, 0, group)
     world_size = group.size()
