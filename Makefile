@@ -17,8 +17,10 @@ $(VENV)/ready: pyproject.toml
 demo: $(VENV)/ready
 	$(BIN)/overlap-inductor demo
 
+# Single processes two at a time; then tests that start a process for every rank themselves.
 test: $(VENV)/ready
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests/unit tests/compile -n 2
+	$(BIN)/python -m pytest tests/numerics tests/models
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check overlap_inductor tests bench tools

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,22 +66,8 @@ def explain(fn: Callable[..., Any], *args: Any, config: OverlapConfig | None = N
     fn = post_grad.without_compile_wrappers(fn)
     torch.compiler.reset()
     try:
-        with post_grad.every_graph_compiled_now(), _in_place_compile_undone(fn):
+        with post_grad.every_graph_compiled_now(), post_grad.in_place_compile_undone(fn):
             torch.compile(fn, backend=backend)(*args, **kwargs)
     finally:
         torch.compiler.reset()
     return Explanation(reports)
-
-
-@contextmanager
-def _in_place_compile_undone(fn: Any) -> Iterator[None]:
-    """``module.compile()`` makes the module call its own compiled form, which would compile for real."""
-    modules = list(fn.modules()) if hasattr(fn, "modules") else []
-    calls = [(m, m._compiled_call_impl) for m in modules if getattr(m, "_compiled_call_impl", None) is not None]
-    for module, _ in calls:
-        module._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for module, call in calls:
-            module._compiled_call_impl = call

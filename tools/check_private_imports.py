@@ -1,4 +1,4 @@
-"""Fails where a module outside ``overlap_inductor/torch_compat`` imports a private part of torch."""
+"""Fails where a module outside ``overlap_inductor/torch_compat`` imports or names a private part of torch, or reads a private attribute."""
 
 from __future__ import annotations
 
@@ -10,27 +10,47 @@ ROOT = Path(__file__).resolve().parent.parent / "overlap_inductor"
 ALLOWED = ROOT / "torch_compat"
 
 
-def private_imports(path: Path) -> list[str]:
-    """``file:line name`` of each import of a torch module with a private component."""
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def dotted(node: ast.expr) -> list[str]:
+    """``["torch", "ops", "aten"]`` of an attribute chain on a name; its first part is empty on anything else."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    parts.append(node.id if isinstance(node, ast.Name) else "")
+    return parts[::-1]
+
+
+def private_parts(source: str) -> list[tuple[int, str]]:
+    """``(line, name)`` of each import of a private torch module, and of each private attribute that is not an object's or module's own.
+
+    ``aten._to_copy`` and its like are names of operators, which are public however they are spelled.
+    """
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "torch" and any(part.startswith("_") for part in parts[1:]):
-                if not name.startswith("torch.distributed._functional_collectives"):
-                    found.append(f"{path.relative_to(ROOT.parent)}:{node.lineno} {name}")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.module else ""
+            for name in (module + alias.name for alias in node.names):
+                parts = name.split(".")
+                if parts[0] == "torch" and any(map(is_private, parts)):
+                    found.append((node.lineno, name))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            parts = dotted(node)
+            if parts[0] not in ("self", "cls", "aten") and parts[:2] != ["torch", "ops"]:
+                found.append((node.lineno, ".".join(parts)))
     return found
 
 
 def main() -> int:
-    found = [line for path in sorted(ROOT.rglob("*.py")) if ALLOWED not in path.parents for line in private_imports(path)]
-    for line in found:
-        print(f"{line}: private torch APIs belong in overlap_inductor/torch_compat")
+    found = False
+    for path in sorted(ROOT.rglob("*.py")):
+        if ALLOWED not in path.parents:
+            for line, name in private_parts(path.read_text()):
+                print(f"{path.relative_to(ROOT.parent)}:{line} {name}: private torch APIs belong in overlap_inductor/torch_compat")
+                found = True
     return 1 if found else 0
 
 

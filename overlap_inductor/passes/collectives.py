@@ -11,6 +11,7 @@ from overlap_inductor import site as facts
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes.site_nodes import CollectiveNode
 from overlap_inductor.schedule import Reason
+from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.distributed import group_description
 from overlap_inductor.torch_compat.distributed import group_ranks
 
@@ -24,9 +25,7 @@ _NAMES = {
 
 def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
     """``(kind, reason it can be no site)`` of a collective node; ``None`` for another node."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    namespace, _, name = node.target._schema.name.partition("::")
+    namespace, name = operators.qualified_name(node)
     if namespace == "symm_mem" and name.startswith("fused_"):
         return "fused", Reason("taken_by_async_tp", f"Inductor's own async TP has replaced this site by {name} before this pass ran")
     if (namespace, name) == ("_dtensor", "shard_dim_alltoall"):
@@ -47,7 +46,7 @@ def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
 
 def group_name(node: fx.Node) -> str | None:
     """The name of a collective's process group: a string, or a node that holds the group (compile on one rank)."""
-    name = tools.argument(node, "group_name")
+    name = operators.argument(node, "group_name")
     if isinstance(name, str):
         return name
     if isinstance(name, fx.Node):
@@ -59,8 +58,7 @@ def group_of(node: fx.Node) -> str | None:
     """The group's name where ``node`` is a collective of any spelling, else ``None``."""
     if _kind(node) is not None:
         return group_name(node)
-    is_collective = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.startswith("_c10d_functional::")
-    return group_name(node) if is_collective else None
+    return group_name(node) if operators.qualified_name(node)[0] == "_c10d_functional" else None
 
 
 def _bytes(node: fx.Node, kind: str) -> int | str:
@@ -80,7 +78,7 @@ def describe(node: fx.Node, kind: str, dim: int | None = None, role: str | None 
     ranks = group_ranks(name) if name is not None else None
     value = tools.value(node)
     dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else ""
-    reduce_op = tools.argument(node, "reduce_op")
+    reduce_op = operators.argument(node, "reduce_op")
     return facts.Collective(
         kind=kind,
         ranks=ranks or (),
@@ -117,5 +115,5 @@ def find_collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Collective
         if name is None or ranks is None:
             yield node, kind, Reason("group_not_resolved", f"its process group {name!r} does not exist in this process")
             continue
-        reduce_op = tools.argument(node, "reduce_op")
+        reduce_op = operators.argument(node, "reduce_op")
         yield node, kind, CollectiveNode(node, wait, kind, name, ranks, str(reduce_op).lower() if reduce_op is not None else None)

@@ -19,6 +19,7 @@ from overlap_inductor.passes.layouts import same_size
 from overlap_inductor.passes.site_nodes import CollectiveNode
 from overlap_inductor.passes.site_nodes import Epilogue
 from overlap_inductor.passes.site_nodes import GatherConsumer
+from overlap_inductor.torch_compat import operators
 
 
 def find_epilogue(collective: CollectiveNode, consumers: list[GatherConsumer]) -> Epilogue:
@@ -60,9 +61,9 @@ class _Region:
             return False
         if tools.is_reshape(node):
             return same_size(tools.shape(node)[-1], tools.shape(inside[0])[-1])
-        if not tools.is_pointwise(node) or tools.is_bitcast(node) or torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
+        if not tools.is_pointwise(node) or tools.is_bitcast(node) or operators.is_mutable(node):
             return False
-        if node.target._schema.is_mutable:  # type: ignore[union-attr]
+        if operators.has_tag(node, torch.Tag.nondeterministic_seeded):
             return False
         if any(tools.depends_on(n, self.wait, self.known) for n in node.all_input_nodes if not tools.is_tensor(n)):
             return False

@@ -19,6 +19,7 @@ from overlap_inductor.passes.site_nodes import ReduceNodes
 from overlap_inductor.report import NearMiss
 from overlap_inductor.schedule import Reason
 from overlap_inductor.site import SiteFacts
+from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
 NO_MATMUL = "no matmul stands beside it: there is nothing to hide it behind"
@@ -166,4 +167,4 @@ class SiteFinder:
 def _logical_dim(nodes: GatherNodes) -> int | None:
     """The dim of the gathered tensor that the user gathered (before it was flattened for the matmul)."""
     sources = [n for n in nodes.through if n.target is aten.cat.default]
-    return tools.argument(sources[0], "dim") if sources else 0
+    return operators.argument(sources[0], "dim") if sources else 0

@@ -17,6 +17,7 @@ from overlap_inductor.passes.site_nodes import CollectiveNode
 from overlap_inductor.passes.site_nodes import GatherConsumer
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.schedule import Reason
+from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
 
@@ -31,13 +32,13 @@ def _pieces(cat: fx.Node) -> tuple[fx.Node, list[tuple[Any, Any]]] | None:
         if not isinstance(piece, fx.Node):
             return None
         if piece.target is tools.aten.slice.Tensor:
-            base, dim = piece.args[0], tools.argument(piece, "dim")
-            start, length = tools.argument(piece, "start") or 0, tools.shape(piece)[0]
-            if dim != 0 or tools.argument(piece, "step") != 1:
+            base, dim = piece.args[0], operators.argument(piece, "dim")
+            start, length = operators.argument(piece, "start") or 0, tools.shape(piece)[0]
+            if dim != 0 or operators.argument(piece, "step") != 1:
                 return None
         elif getattr(piece.target, "__name__", "") == "getitem" and isinstance(piece.args[0], fx.Node):
             split, index = piece.args
-            if split.target not in tools.SPLITS or tools.argument(split, "dim") != 0:  # type: ignore[union-attr]
+            if split.target not in tools.SPLITS or operators.argument(split, "dim") != 0:  # type: ignore[union-attr]
                 return None
             base = split.args[0]  # type: ignore[union-attr]
             lengths = [v.shape[0] for v in split.meta["val"]]  # type: ignore[union-attr]
@@ -63,7 +64,7 @@ def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason 
     source, spans = found
     rows = tools.shape(source)[0]
     shard = rows // world_size
-    target = tools.argument(cat, "dim") % len(tools.shape(cat))
+    target = operators.argument(cat, "dim") % len(tools.shape(cat))
     if len(spans) > world_size:
         return Reason("not_plain_gather", f"{len(spans)} pieces of {world_size} shards are concatenated")
     short = False
@@ -149,7 +150,7 @@ class _Follower:
             self.obstacles.append(found)
         elif found is not None and found[0] in self.layouts:
             source, kept = found
-            target = tools.argument(node, "dim") % len(tools.shape(node))
+            target = operators.argument(node, "dim") % len(tools.shape(node))
             layout = self.layouts[source]
             if target != 0:
                 layout = layout.move_rank(0, target)
@@ -158,11 +159,11 @@ class _Follower:
                 self.trimmed[node] = kept
 
     def _visit_slice(self, node: fx.Node, source: fx.Node) -> None:
-        dim, start = tools.argument(node, "dim"), tools.argument(node, "start") or 0
+        dim, start = operators.argument(node, "dim"), operators.argument(node, "start") or 0
         layout = self.layouts[source]
         if same_size(tools.shape(node)[dim], tools.shape(source)[dim]):
             self._pass_on(node, source, layout)
-        elif start == 0 and tools.argument(node, "step") == 1 and layout.rank_dim() == dim == 0 and source not in self.trimmed:
+        elif start == 0 and operators.argument(node, "step") == 1 and layout.rank_dim() == dim == 0 and source not in self.trimmed:
             if not ShardedDim.of(layout).before:
                 self._pass_on(node, source, layout)
                 self.trimmed[node] = tools.shape(node)[0]

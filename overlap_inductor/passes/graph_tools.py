@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from overlap_inductor.torch_compat import operators
+
 aten = torch.ops.aten
 
 RESHAPES = {
@@ -45,16 +47,6 @@ def numel(sizes: list[Any]) -> Any:
     for size in sizes:
         result = result * size
     return result
-
-
-def argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """An argument by the schema's name, however it was passed."""
-    for position, schema_argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if schema_argument.name == name:
-            if position < len(node.args):
-                return node.args[position]
-            return node.kwargs.get(name, schema_argument.default_value if schema_argument.has_default_value() else default)
-    return node.kwargs.get(name, default)
 
 
 def permutation(node: fx.Node) -> list[int] | None:
@@ -99,10 +91,7 @@ def is_cast(node: fx.Node) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    target = node.target
-    if is_cast(node):
-        return True
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return is_cast(node) or operators.has_tag(node, torch.Tag.pointwise)
 
 
 def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:

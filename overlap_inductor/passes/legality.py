@@ -16,6 +16,7 @@ from overlap_inductor.passes.placement import place
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.schedule import Reason
+from overlap_inductor.torch_compat import operators
 
 _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 _FP8 = {getattr(torch, n) for n in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz") if hasattr(torch, n)} | {torch.uint8}
@@ -166,9 +167,9 @@ def _mutation(site: OverlapSite, context: Context) -> str | None:
     first, last = min(positions[n] for n in members), max(positions[n] for n in members)
     read = {id(i): i for n in members for i in n.all_input_nodes}
     for node, position in positions.items():
-        if first < position < last and node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            for argument, schema in zip(node.args, node.target._schema.arguments, strict=False):
-                if schema.alias_info is not None and schema.alias_info.is_write and isinstance(argument, fx.Node) and id(argument) in read:
+        if first < position < last:
+            for argument in operators.written(node):
+                if id(argument) in read:
                     return f"{argument.name} is written in place by {node.name} between the site's nodes"
     return None
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from overlap_inductor import site as facts
 from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.torch_compat import operators
 
 aten = torch.ops.aten
 KINDS = {
@@ -44,7 +45,7 @@ class MatmulNode:
     def bias(self) -> fx.Node | None:
         if self.kind in ("addmm", "baddbmm"):
             return self.node.args[0]  # type: ignore[return-value]
-        return tools.argument(self.node, "bias") if self.kind == "scaled_mm" else None
+        return operators.argument(self.node, "bias") if self.kind == "scaled_mm" else None
 
     @property
     def batched(self) -> bool:
@@ -82,13 +83,13 @@ class MatmulNode:
     def scales(self) -> tuple[fx.Node | None, fx.Node | None]:
         if self.kind != "scaled_mm":
             return None, None
-        return tools.argument(self.node, "scale_a"), tools.argument(self.node, "scale_b")
+        return operators.argument(self.node, "scale_a"), operators.argument(self.node, "scale_b")
 
     def refusal(self) -> str | None:
         """Why this matmul cannot be cut at all, or ``None``."""
         if self.kind in ("addmm", "baddbmm") and (self.node.kwargs.get("beta", 1), self.node.kwargs.get("alpha", 1)) != (1, 1):
             return f"{self.kind} scales its terms (alpha={self.node.kwargs.get('alpha', 1)}, beta={self.node.kwargs.get('beta', 1)})"
-        if self.kind == "scaled_mm" and tools.argument(self.node, "scale_result") is not None:
+        if self.kind == "scaled_mm" and operators.argument(self.node, "scale_result") is not None:
             return "_scaled_mm scales its result"
         for scale, one_a_row in ((self.scales()[0], 0), (self.scales()[1], 1)):
             if scale is not None and not _is_plain_scale(scale, self.node, one_a_row):
@@ -143,7 +144,7 @@ def emit(
             scale_a = cut(scale_a, {0: "M"})
         if scale_b is not None and len(tools.shape(scale_b)) == 2:
             scale_b = cut(scale_b, {1: "N"})
-        rest: dict[str, Any] = {k: tools.argument(matmul.node, k) for k in ("out_dtype", "use_fast_accum")}
+        rest: dict[str, Any] = {k: operators.argument(matmul.node, k) for k in ("out_dtype", "use_fast_accum")}
         return call(aten._scaled_mm.default, (lhs, rhs, scale_a, scale_b, bias), rest)
     if matmul.kind == "mm" or matmul.kind == "bmm" or not with_bias:
         return call(aten.bmm.default if matmul.batched else aten.mm.default, (lhs, rhs))

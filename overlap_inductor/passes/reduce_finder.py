@@ -21,6 +21,7 @@ from overlap_inductor.passes.layouts import same_size
 from overlap_inductor.passes.site_nodes import CollectiveNode
 from overlap_inductor.passes.site_nodes import ReduceNodes
 from overlap_inductor.schedule import Reason
+from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
 
@@ -30,18 +31,18 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
     source: Any = None
     dim: Any = None
     pieces: list[Any] = list(cat.args[0])  # type: ignore[arg-type]
-    if tools.argument(cat, "dim") != 0 or len(pieces) != world_size:
+    if operators.argument(cat, "dim") != 0 or len(pieces) != world_size:
         return None
     for i, piece in enumerate(pieces):
         if not isinstance(piece, fx.Node):
             return None
         if piece.target is aten.slice.Tensor:
-            base, d = piece.args[0], tools.argument(piece, "dim")
-            start = tools.argument(piece, "start") or 0
+            base, d = piece.args[0], operators.argument(piece, "dim")
+            start = operators.argument(piece, "start") or 0
             start = start.meta["val"] if isinstance(start, fx.Node) else start
         elif getattr(piece.target, "__name__", "") == "getitem" and piece.args[0].target in tools.SPLITS:  # type: ignore[union-attr]
             split, index = piece.args
-            base, d = split.args[0], tools.argument(split, "dim")  # type: ignore[union-attr, arg-type]
+            base, d = split.args[0], operators.argument(split, "dim")  # type: ignore[union-attr, arg-type]
             start = sum(v.shape[d] for v in split.meta["val"][:index])  # type: ignore[union-attr]
         else:
             return None

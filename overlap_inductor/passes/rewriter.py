@@ -104,19 +104,19 @@ class Rewriter:
                 raise RuntimeError(f"{old.name} {tools.shape(old)} {tools.dtype(old)} would become {tools.shape(new)} {tools.dtype(new)}")
             old.replace_all_uses_with(new)
         ends = {n for c in site.collectives for n in (c.wait, c.node)}
-        for end in [*replaced, *ends]:
-            self._erase_unused(end, ends)
+        self._erase_unused([*replaced, *ends], ends)
         self.emitted.setdefault(group.group_name, []).extend(emit.emitted)
         return replaced
 
-    def _erase_unused(self, node: fx.Node, ends: set[fx.Node]) -> None:
+    def _erase_unused(self, pending: list[fx.Node], ends: set[fx.Node]) -> None:
         """Erase what led from the site's collectives to its result: a wait counts as having effects, so it would outlive its collective."""
-        pending = [node]
+        erased: set[fx.Node] = set()
         while pending:
             node = pending.pop()
-            if not node._erased and not node.users and (node in ends or node.target is torch.ops.aten.add.Tensor):
+            if node not in erased and not node.users and (node in ends or node.target is torch.ops.aten.add.Tensor):
                 sources = node.all_input_nodes
                 self.graph.erase_node(node)
+                erased.add(node)
                 pending += sources
 
     def _unrolled(self, emit: StepEmitter, site: OverlapSite, parameters: dict[str, Any]) -> dict[fx.Node, fx.Node]:

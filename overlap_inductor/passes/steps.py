@@ -16,6 +16,7 @@ from overlap_inductor.passes.layouts import ShardedDim
 from overlap_inductor.passes.layouts import Size
 from overlap_inductor.passes.layouts import same_size
 from overlap_inductor.torch_compat.guards import without_guards
+from overlap_inductor.torch_compat.operators import fake_mode
 from overlap_inductor.transports import routes
 
 aten = torch.ops.aten
@@ -45,7 +46,7 @@ class StepEmitter:
 
     def annotate(self, node: fx.Node) -> fx.Node:
         values = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        mode = next(v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, torch._subclasses.FakeTensor))
+        mode = fake_mode(values)
         # Whatever a fake function asks about symbolic sizes here must not become a guard: the model was traced without them.
         with mode, without_guards(mode.shape_env):
             node.meta["val"] = node.target(*values[0], **values[1])  # type: ignore[operator]

@@ -79,3 +79,17 @@ def without_compile_wrappers(fn: Any) -> Any:
     from torch._dynamo.eval_frame import innermost_fn
 
     return innermost_fn(getattr(fn, "_orig_mod", fn))
+
+
+@contextmanager
+def in_place_compile_undone(fn: Any) -> Iterator[None]:
+    """``module.compile()`` makes the module call its own compiled form, which would compile for real."""
+    modules = list(fn.modules()) if hasattr(fn, "modules") else []
+    calls = [(m, m._compiled_call_impl) for m in modules if getattr(m, "_compiled_call_impl", None) is not None]
+    for module, _ in calls:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in calls:
+            module._compiled_call_impl = call

@@ -11,7 +11,6 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.tensor
 import torch.nn.functional as F
 
-from overlap_inductor.report import OverlapReport
 from tests.fake_group import all_gather
 from tests.fake_group import all_reduce
 from tests.fake_group import reduce_scatter
@@ -21,17 +20,6 @@ Make = Callable[[int], torch.Tensor]
 """An input for a world of that many ranks."""
 
 GATHER, SCATTER, REDUCE, HEAD = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_gather"
-
-
-def summary(report: OverlapReport) -> list[tuple[str, int | None, list[str], str]]:
-    """``(pattern, logical dim, kind and role of every matmul, status)`` of every site."""
-    return [
-        (s.facts.pattern, s.facts.collective.dim, [f"{m.kind} {m.role}" for m in s.facts.matmuls], s.decision.status) for s in report.sites
-    ]
-
-
-def misses(report: OverlapReport) -> list[tuple[str, str]]:
-    return [(m.collective.kind, m.reason.code) for m in report.near_misses]
 
 
 def world() -> Any:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from tests.compile.readings import misses
+from tests.compile.readings import summary
 from tests.compile.spellings import GATHER
 from tests.compile.spellings import SCATTER
-from tests.compile.spellings import misses
-from tests.compile.spellings import summary
 from tests.compile.spellings import world
 from tests.fake_group import all_gather
 from tests.fake_group import fake_group

@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 
+from tests.compile.readings import misses
+from tests.compile.readings import summary
 from tests.compile.spellings import GATHER
 from tests.compile.spellings import SCATTER
 from tests.compile.spellings import SPELLINGS
 from tests.compile.spellings import Function
 from tests.compile.spellings import GatherTokens
 from tests.compile.spellings import ScatterTokens
-from tests.compile.spellings import misses
-from tests.compile.spellings import summary
 from tests.compile.spellings import weight
 from tests.compile.spellings import world
 from tests.compile.spellings import x2

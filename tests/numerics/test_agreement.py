@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -136,26 +138,36 @@ def test_every_pattern_agrees_with_fp64(
         assert not problems, f"rank {rank}: {problems}"
 
 
-def _dynamic(rank: int, world_size: int) -> list[str]:
+def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool) -> list[str]:
     """One compile of a site serves every token count; zero and one token are torch's own specialisations."""
     import overlap_inductor
 
-    group = dist.group.WORLD
+    g = dist.group.WORLD
     torch._inductor.config.force_disable_caches = True
     problems = []
-    functions: dict[str, Callable[..., Any]] = {
-        "gather": lambda x, a, b: all_gather(x, 0, group) @ a,
-        "all-reduce": lambda x, a, b: all_reduce(x @ a, "sum", group),
-        "all-reduce of what has a bias": lambda x, a, b: all_reduce(torch.addmm(b, x, a), "sum", group),
-        "gathered output": lambda x, a, b: all_gather(x @ a, 1, group),
+    config = OverlapConfig(schedule="ring", **fields)
+    everywhere: dict[str, Callable[..., Any]] = {
+        "gather": lambda x, a, b: all_gather(x, 0, g) @ a,
+        "all-reduce": lambda x, a, b: all_reduce(x @ a, "sum", g),
+        "all-reduce of what has a bias": lambda x, a, b: all_reduce(torch.addmm(b, x, a), "sum", g),
+        "gathered output": lambda x, a, b: all_gather(x @ a, 1, g),
+        "scatter": lambda x, a, b: reduce_scatter(x.repeat(g.size(), 1) @ a, "sum", 0, g),
+    }
+    interpreted_only: dict[str, Callable[..., Any]] = {
+        "gather the contracted dim": lambda x, a, b: all_gather(x, 1, g) @ a.repeat(g.size(), 1),
+        "gather columns on the right": lambda x, a, b: a.t() @ all_gather(x * 3, 0, g).t(),
+        "gather sequence, batch 2": lambda x, a, b: all_gather(torch.stack([x, x + 1]), 1, g) @ a,
+        "scatter sequence, batch 2": lambda x, a, b: reduce_scatter(torch.stack([x, x + 1]).repeat(1, g.size(), 1) @ a, "sum", 1, g),
+        "scatter the last dim": lambda x, a, b: reduce_scatter(x @ a.repeat(1, g.size()), "sum", 1, g),
     }
     generator = torch.Generator().manual_seed(rank)
     weight, bias = torch.randn(16, 8, generator=generator), torch.randn(8, generator=generator)
-    for name, function in functions.items():
+    for name, function in (everywhere if generated else everywhere | interpreted_only).items():
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        with overlap_inductor.overlap(schedule="ring"):
-            compiled = torch.compile(function)
+        reports: list[OverlapReport] = []
+        with overlap_inductor.overlap(**dataclasses.asdict(config)) if generated else contextlib.nullcontext():
+            compiled = torch.compile(function) if generated else torch.compile(function, backend=interpreted(config, reports))
             # The first count cuts every chunk to one row: a shape that must not be baked in.
             for tokens in (8, 7, 12, 2, 33, 100):
                 x = torch.randn(tokens, 16, generator=torch.Generator().manual_seed(rank + tokens))
@@ -164,13 +176,24 @@ def _dynamic(rank: int, world_size: int) -> list[str]:
                 error = (compiled(x, weight, bias).double() - exact).abs().max().item()
                 if error > 1e-3:
                     problems.append(f"{name} {tokens} tokens: off by {error}")
-        counters = torch._dynamo.utils.counters
-        if counters["stats"]["unique_graphs"] != 1 or counters["overlap_inductor"]["sites_overlapped"] != 1:
-            problems.append(f"{name}: {counters['stats']}, {counters['overlap_inductor']}")
+            reports = reports or [r for r in [overlap_inductor.last_report()] if r is not None]
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        overlapped = [r.counters()["sites_overlapped"] for r in reports]
+        if graphs != 1 or overlapped != [1]:
+            problems.append(f"{name}: {graphs} graphs, {overlapped} sites overlapped; {[r.notices for r in reports]}")
     return problems
 
 
-def test_dynamic_token_counts_share_one_compile() -> None:
+@pytest.mark.parametrize(
+    ("world_size", "fields", "generated"),
+    [
+        (2, {}, True),
+        (3, {}, False),
+        (3, {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 3}, False),
+    ],
+    ids=["generated code", "3 ranks", "3 ranks, hop rounding, bidirectional"],
+)
+def test_dynamic_token_counts_share_one_compile(world_size: int, fields: dict[str, Any], generated: bool) -> None:
     """Catches a guard added by the pass, and a remainder lost where the token count is no multiple of the ranks."""
-    for rank, problems in enumerate(run_ranks(2, _dynamic, timeout=500)):
+    for rank, problems in enumerate(run_ranks(world_size, _dynamic, fields, generated, timeout=500)):
         assert not problems, f"rank {rank}: {problems}"

@@ -1,0 +1,56 @@
+"""What a node of a graph calls and what that does to its arguments; PyTorch keeps the type of an operator private."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree
+
+
+def operator(node: fx.Node) -> torch._ops.OpOverload | None:
+    """The operator that ``node`` calls; ``None`` for an input, an output, or a plain Python function."""
+    target = node.target
+    return target if node.op == "call_function" and isinstance(target, torch._ops.OpOverload) else None
+
+
+def qualified_name(node: fx.Node) -> tuple[str, str]:
+    """``("aten", "mm")``: namespace and name without the overload; two empty strings where no operator is called."""
+    op = operator(node)
+    namespace, _, name = op._schema.name.partition("::") if op is not None else ("", "", "")
+    return namespace, name
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """An argument by the schema's name, however it was passed; else the schema's default, else ``default``."""
+    op = operator(node)
+    for position, schema in enumerate(op._schema.arguments if op is not None else ()):
+        if schema.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            return node.kwargs.get(name, schema.default_value if schema.has_default_value() else default)
+    return node.kwargs.get(name, default)
+
+
+def has_tag(node: fx.Node, tag: torch.Tag) -> bool:
+    op = operator(node)
+    return op is not None and tag in op.tags
+
+
+def is_mutable(node: fx.Node) -> bool:
+    """Whether the operator writes to any of its arguments."""
+    op = operator(node)
+    return op is not None and op._schema.is_mutable
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that the operator writes in place."""
+    op = operator(node)
+    names = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write] if op is not None else []
+    return [value for value in (argument(node, name) for name in names) if isinstance(value, fx.Node)]
+
+
+def fake_mode(values: Any) -> Any:
+    """The ``FakeTensorMode`` of the first fake tensor in ``values``; raises ``StopIteration`` where there is none."""
+    return next(v.fake_mode for v in _pytree.tree_leaves(values) if isinstance(v, torch._subclasses.FakeTensor))

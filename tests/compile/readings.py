@@ -1,0 +1,36 @@
+"""What the tests of recognition read from a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from overlap_inductor.report import OverlapReport
+from tests.fake_group import fake_group
+from tests.fake_group import report_of
+
+
+def summary(report: OverlapReport) -> list[tuple[str, int | None, list[str], str]]:
+    """``(pattern, logical dim, kind and role of every matmul, status)`` of every site."""
+    return [
+        (s.facts.pattern, s.facts.collective.dim, [f"{m.kind} {m.role}" for m in s.facts.matmuls], s.decision.status) for s in report.sites
+    ]
+
+
+def misses(report: OverlapReport) -> list[tuple[str, str]]:
+    return [(m.collective.kind, m.reason.code) for m in report.near_misses]
+
+
+def facts(report: OverlapReport) -> list[tuple[str, list[str], str]]:
+    return [(s.facts.pattern, [f"{m.kind} {m.role}" for m in s.facts.matmuls], s.decision.status) for s in report.sites]
+
+
+def codes(report: OverlapReport) -> list[str]:
+    return [m.reason.code for m in report.near_misses]
+
+
+def traced(fn: Callable[..., Any], *shapes: tuple[int, ...], world_size: int = 2, **fields: Any) -> OverlapReport:
+    with fake_group(world_size), torch.no_grad():
+        return report_of(fn, *[torch.randn(s) for s in shapes], **fields)

@@ -1,0 +1,171 @@
+"""Sites that read each other, what a rewrite leaves behind, and what one that fails costs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.compile.readings import codes
+from tests.compile.readings import facts
+from tests.compile.spellings import world
+from tests.fake_group import all_gather
+from tests.fake_group import fake_group
+from tests.fake_group import report_of
+from tests.hand_graph import HandGraph
+from tests.hand_graph import aten
+
+
+def reach(made: HandGraph) -> None:
+    """Every matmul and collective of the graph leads to its output, or to something that is sent."""
+    wanted, pending = set(), [n for n in made.graph.nodes if n.op == "output" or "exchange_" in str(n.target)]
+    while pending:
+        node = pending.pop()
+        if node not in wanted:
+            wanted.add(node)
+            pending += node.all_input_nodes
+    dead = [n.name for n in made.graph.nodes if n.op == "call_function" and str(n.target).startswith(("aten.", "_c10d")) and n not in wanted]
+    assert dead == [], f"computed for nothing: {dead}"
+
+
+def test_a_site_that_feeds_another() -> None:
+    """Sequence-parallel MLP: the second site must read the first one's chunks, not a whole matmul that nobody hides anything behind."""
+    with fake_group(2):
+        made = HandGraph()
+        first = made.mm(made.gather(made.input(4, 16)), made.input(16, 8, name="w"))
+        second = made.mm(made.call(aten.relu.default, first), made.input(8, 16, name="v"))
+        report = made.output(made.scatter(second)).run(sub_chunks=1)
+        reach(made)
+    assert [f[2] for f in facts(report)] == ["overlapped"] * 2 and report.notices == []
+    assert not re.search(r"mm\.default\(gather_start", report.after) and "_c10d_functional" not in report.after
+    assert len(re.findall(r" aten\.mm\.default", report.after)) == 4
+
+
+@pytest.mark.parametrize("kind", ["operand", "external", "weight"])
+def test_a_site_that_reads_a_reduced_tensor(kind: str) -> None:
+    """The first site's result is an operand, a summand or the weight of the second: its wait is gone by then."""
+    with fake_group(2):
+        made = HandGraph()
+        reduced = made.reduce(made.mm(made.input(4, 16), made.input(16, 16, name="w")))
+        other, weight = made.input(4, 16, name="y"), made.input(16, 16, name="v")
+        if kind == "operand":
+            made.output(made.reduce(made.mm(reduced, weight)))
+        elif kind == "external":
+            made.output(made.reduce(made.call(aten.add.Tensor, made.mm(other, weight), reduced)))
+        else:
+            made.output(made.mm(made.gather(other), made.call(aten.permute.default, reduced, [1, 0])))
+        report = made.run()
+        reach(made)
+    assert [f[2] for f in facts(report)] == ["overlapped"] * 2 and report.notices == []
+
+
+def test_merged_all_reduces_leave_nothing_behind() -> None:
+    """The old sum kept the waits, the waits their all-reduces, those the whole matmuls: twice the work and the traffic."""
+    with fake_group(2):
+        made = HandGraph()
+        x = made.input(4, 16)
+        terms = [made.reduce(made.mm(x, made.input(16, 8, name=name))) for name in "uvw"]
+        total = made.call(aten.add.Tensor, made.call(aten.add.Tensor, terms[0], terms[1]), terms[2])
+        report = made.output(made.call(aten.relu.default, total)).run(sub_chunks=1)
+        reach(made)
+    assert facts(report) == [("matmul_all_reduce", ["mm M"] * 3, "overlapped")]
+    assert "_c10d_functional" not in report.after and not re.search(r"\[4, 8\] = aten\.mm", report.after)
+
+
+def test_vector_along_another_dim() -> None:
+    """A vector added behind a permute or a view lies along the matmul's rows or parts of its columns: added along the columns it is wrong."""
+    with fake_group(2):
+        made = HandGraph()
+        y = made.call(aten.permute.default, made.mm(made.input(8, 4), made.input(4, 8, name="w")), [1, 0])
+        permuted = made.output(made.reduce(made.call(aten.add.Tensor, y, made.input(8, name="b")))).run()
+        made = HandGraph()
+        y = made.view(made.mm(made.input(8, 4), made.input(4, 6, name="w")), 8, 2, 3)
+        heads = made.output(made.scatter(made.call(aten.mul.Tensor, y, made.input(3, name="b")))).run()
+    for report in (permuted, heads):
+        assert facts(report) == [] and codes(report) == ["layout"] and report.before == report.after and report.notices == []
+
+
+def test_a_scale_of_rank_one_keeps_its_promotion() -> None:
+    """bf16 times fp32[1] is fp32: pieces of another dtype than the collective's are half the bytes that the peer expects."""
+    with fake_group(2):
+        made = HandGraph()
+        y = made.mm(made.input(4, 16, dtype=torch.bfloat16), made.input(16, 8, dtype=torch.bfloat16, name="w"))
+        report = made.output(made.scatter(made.call(aten.mul.Tensor, y, made.input(1, name="s")))).run(sub_chunks=1)
+    assert [f[2] for f in facts(report)] == ["overlapped"]
+    sent = re.search(r"exchange_send\.default\(\w+, \w+, (\w+),", report.after)
+    assert sent is not None and f"{sent[1]}: float32" in report.after
+
+
+def test_written_in_place_between_site_and_epilogue() -> None:
+    """The bias is overwritten after the matmul and before it is added: an epilogue moved up would read the old one."""
+    with fake_group(2):
+        made = HandGraph()
+        bias, newer = made.input(8, name="b"), made.input(8, name="n")
+        y = made.mm(made.gather(made.input(4, 16)), made.input(16, 8, name="w"))
+        made.call(aten.copy_.default, bias, newer)
+        report = made.output(made.mm(made.call(aten.add.Tensor, y, bias), made.input(8, 4, name="v"))).run()
+    assert [r.code for r in report.sites[0].decision.reasons] == ["mutation"] and report.before == report.after
+
+
+def test_scale_computed_from_what_is_gathered() -> None:
+    """A dynamic scale needs the whole gathered tensor before the first chunk."""
+    with fake_group(2):
+        made = HandGraph()
+        gathered = made.gather(made.input(4, 16))
+        largest = made.call(aten.amax.default, made.call(aten.abs.default, gathered), [0, 1], True)
+        report = made.output(made.mm(made.call(aten.div.Tensor, gathered, largest), made.input(16, 8, name="w"))).run()
+    assert facts(report) == [] and codes(report) == ["weight_depends_on_collective"] and report.before == report.after
+
+
+def test_size_of_the_result_is_used_behind_it() -> None:
+    """A symbolic size read off the matmul's output and used in its epilogue: computed before the matmul there is."""
+    with fake_group(2):
+        made = HandGraph()
+        y = made.mm(made.gather(made.input(4, 16, dynamic=(0,))), made.input(16, 8, name="w"))
+        rows = made.call(aten.sym_size.int, y, 0)
+        report = made.output(made.mm(made.call(aten.div.Tensor, y, rows), made.input(8, 4, name="v"))).run(sub_chunks=1)
+        reach(made)
+    assert [f[2] for f in facts(report)] == ["overlapped"] and report.notices == []
+
+
+def test_dynamic_gated_mlp_of_a_sequence() -> None:
+    """Sizes read off the gathered tensor for its views are not needed by the pieces, and need not be moved."""
+
+    def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gathered = all_gather(x, 1, world())
+        g, u = gathered @ gate, gathered @ up
+        return g, u.double(), torch.nn.functional.gelu(g) * u
+
+    with fake_group(4), torch.no_grad():
+        x = torch.randn(2, 48, 8)
+        for dim in (0, 1):
+            torch._dynamo.mark_dynamic(x, dim)
+        report = report_of(mlp, x, torch.randn(8, 5), torch.randn(8, 5))
+    assert facts(report) == [("all_gather_matmul", ["mm M", "mm M"], "overlapped")] and report.notices == []
+
+
+def test_broadcast_that_changes_the_rank_is_not_followed() -> None:
+    """A tensor of more dims in a pointwise op gives a result of more dims; a layout of fewer crashed the finder, and with it the compile."""
+    with fake_group(2):
+        made = HandGraph()
+        scaled = made.call(aten.mul.Tensor, made.gather(made.input(4, 8)), made.input(1, 1, 1, name="s"))
+        made.output(made.call(aten.bmm.default, made.call(aten.permute.default, scaled, [0, 2, 1]), made.input(1, 8, 4, name="w")))
+        report = made.run()
+    assert facts(report) == [] and report.notices == []
+
+
+def test_a_failing_pass_is_no_failing_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong while looking: the graph stays, the report says so, and only strict mode raises."""
+    from overlap_inductor.errors import StrictError
+    from overlap_inductor.passes.finder import SiteFinder
+
+    monkeypatch.setattr(SiteFinder, "run", lambda self: 1 / 0)
+    with fake_group(2):
+        made = HandGraph()
+        made.output(made.mm(made.gather(made.input(4, 16)), made.input(16, 8, name="w")))
+        before = made.text()
+        report = made.run()
+        assert made.text() == before and report.sites == [] and "ZeroDivisionError" in report.notices[0]
+        with pytest.raises(StrictError, match="ZeroDivisionError"):
+            made.run(mode="strict")

@@ -1,0 +1,90 @@
+"""Dims that are symbols: nothing may tie the graph to the example it was traced with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_inductor import OverlapConfig
+from overlap_inductor.passes.overlap_pass import run_overlap_pass
+from overlap_inductor.report import OverlapReport
+from tests.compile.readings import facts
+from tests.compile.spellings import world
+from tests.fake_group import all_gather
+from tests.fake_group import all_reduce
+from tests.fake_group import fake_group
+from tests.fake_group import report_of
+from tests.hand_graph import HandGraph
+
+
+@pytest.mark.parametrize("kind", ["gather", "gather inner dim", "reduce", "scatter", "head"])
+def test_rows_that_are_a_product_of_symbols(kind: str) -> None:
+    """Batch and tokens both dynamic: M is s0*s1, and no rewrite may need it to be known or tie the graph to its example."""
+    with fake_group(2):
+        made = HandGraph()
+        x = made.input(4, 6, 16, dynamic=(0, 1))
+        w = made.input(16, 8, name="w")
+        batch, tokens, _ = x.meta["val"].shape
+        if kind.startswith("gather"):
+            gathered = made.gather_on(x, 1) if kind == "gather inner dim" else made.gather(x)
+            sizes = gathered.meta["val"].shape
+            result = made.mm(made.view(gathered, sizes[0] * sizes[1], 16), w)
+        else:
+            y = made.mm(made.view(x, batch * tokens, 16), w)
+            collective = {"reduce": made.reduce, "scatter": made.scatter, "head": made.gather}[kind]
+            result = collective(made.view(y, batch, tokens, 8) if kind == "reduce" else y)
+        made.output(result)
+        report = made.run(sub_chunks=2)
+        for guard in made.shapes.guards:
+            for rows, columns in ((4, 6), (6, 8), (10, 12), (32, 200)):
+                assert guard.expr.subs({batch.node.expr: rows, tokens.node.expr: columns}), guard
+    assert [f[2] for f in facts(report)] == ["overlapped"], (report.notices, report.near_misses)
+    assert "*" in str(report.sites[0].facts.matmuls[0].m)
+
+
+def test_two_dynamic_dims_when_traced() -> None:
+    """The same through Dynamo."""
+    with fake_group(2), torch.no_grad():
+        x = torch.randn(4, 6, 16)
+        for dim in (0, 1):
+            torch._dynamo.mark_dynamic(x, dim)
+        report = report_of(lambda x, w: all_reduce(x @ w, "sum", world()), x, torch.randn(16, 8))
+    assert facts(report) == [("matmul_all_reduce", ["mm M"], "overlapped")]
+    assert "*" in str(report.sites[0].facts.matmuls[0].m)
+
+
+def test_dynamic_shapes_compile_once() -> None:
+    """A guard added by the pass makes every new token count a new compile, on some ranks and not on others."""
+    from torch._dynamo.testing import CompileCounter
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    reports: list[OverlapReport] = []
+    frames = CompileCounter()
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        frames(module, inputs)
+
+        def lower(lowered: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+            # The pass on a copy: what runs afterwards is the plain graph, under the same guards.
+            copied = torch.fx.GraphModule(lowered, torch.fx.Graph())
+            copied.graph.output(copied.graph.graph_copy(lowered.graph, {}))
+            for node, twin in zip(lowered.graph.nodes, copied.graph.nodes, strict=True):
+                twin.meta = dict(node.meta)
+            reports.append(run_overlap_pass(copied.graph, OverlapConfig(schedule="ring", sub_chunks=2), is_inference=True))
+            return lowered.forward
+
+        return aot_module_simplified(module, inputs, fw_compiler=lower)
+
+    with fake_group(2), torch.no_grad():
+        fn = torch.compile(lambda x, w: all_gather(x, 0, world()) @ w, backend=backend)
+        w = torch.randn(16, 8)
+        for tokens in (6, 10, 7, 128):
+            x = torch.randn(tokens, 16)
+            torch._dynamo.mark_dynamic(x, 0)
+            fn(x, w)
+    assert frames.frame_count == 1
+    (report,) = reports
+    assert facts(report) == [("all_gather_matmul", ["mm M"], "overlapped")], report.notices

@@ -1,0 +1,47 @@
+"""The check that keeps private torch APIs in one place: it must see every way to reach one."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[2] / "tools" / "check_private_imports.py"
+spec = importlib.util.spec_from_file_location("check_private_imports", FILE)
+assert spec is not None and spec.loader is not None
+check = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(check)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._inductor",
+        "from torch._inductor import config",
+        "from torch import _guards",
+        "from torch.utils import _pytree",
+        "isinstance(x, torch._ops.OpOverload)",
+        "x = torch.utils._pytree.tree_map",
+        "node.target._schema.name",
+        "f(x)._private",
+    ],
+)
+def test_private_parts_are_seen(source: str) -> None:
+    assert len(check.private_parts(source)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.fx",
+        "from torch import fx",
+        "torch.ops._c10d_functional.wait_tensor",
+        "aten._to_copy.default",
+        "self._own",
+        "x.__class__.__name__",
+        "from overlap_inductor.passes import _own",
+    ],
+)
+def test_public_parts_are_left_alone(source: str) -> None:
+    assert check.private_parts(source) == []
