@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-
 PRELOADED = ["torch._inductor.compile_fx", "torch._inductor.fx_passes.post_grad", "torch.distributed.tensor", "torch.testing", "hypothesis"]
 
 
