@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
 
 from overlap_inductor import cost_model
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.machine import machine_for
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import ring_gather
+from overlap_inductor.passes.looping import chooses_at_run_time
+from overlap_inductor.passes.looping import loopable
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.passes.steps import part_count
@@ -69,12 +70,11 @@ def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
         return Decision("kept", "analytic", [PlanPiece("keep", None, (0, None), {}, estimate)], [_too_small(estimate)])
     # The token count is only known at run time: below the break-even the looping op runs the plain collective.
     threshold = _break_even(site, config)
-    if threshold is None or not loopable(site):
-        if pays and loopable(site):
-            return Decision("overlapped", "analytic", [ring])
+    if threshold is None or not chooses_at_run_time(site):
         reason = _too_small(estimate)
-        if pays:
-            reason = Reason("dynamic_shape", "the ring pays only above some token count, and this site has no op that can choose at run time")
+        if threshold is not None:
+            text = f"the ring pays from about {threshold} tokens on, and this site has no op that can choose at run time"
+            reason = Reason("dynamic_shape", text)
         return Decision("kept", "analytic", [PlanPiece("keep", None, (0, None), {}, estimate)], [reason])
     pieces = [
         PlanPiece("keep", None, (0, threshold - 1), {}, {}),
@@ -113,44 +113,6 @@ def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:
         if cost_model.ring_pays(sizes_at(site, scale), machine, config.sub_chunks):
             return 2**exponent
     return None
-
-
-def loopable(site: OverlapSite) -> bool:
-    """Whether one of the looping ops computes this site: plain 2-D matmuls, cut along their contiguous leading rows."""
-    if any(m.kind not in ("mm", "addmm") for m in site.matmuls):
-        return False
-    if any(m.bias is not None and len(tools.shape(m.bias)) != 1 for m in site.matmuls):
-        return False
-    nodes = site.nodes
-    if isinstance(nodes, GatherNodes):
-        raw = nodes.raw.without_rank()
-        return all(
-            c.role == "M"
-            and c.trimmed is None
-            and isinstance(c.sharded.outer, int)
-            and c.sharded.outer == 1
-            and raw.same_elements(c.layout.without_rank())
-            and _only_views(c.operand_node, nodes)
-            for c in nodes.consumers
-        )
-    sharded = nodes.sharded
-    leading = sharded.dim == 0 and isinstance(sharded.outer, int) and sharded.outer == 1
-    plain = not nodes.externals and all(
-        n in nodes.through or n.target is torch.ops.aten.add.Tensor or any(n is m.node for m in nodes.leaves) for n in nodes.layouts
-    )
-    target = nodes.layouts[nodes.collectives[0].input].without_rank()
-    same = nodes.leaf_layout.without_rank().same_elements(target)
-    if site.facts.pattern == "matmul_all_gather":
-        return leading and plain and same and len(nodes.leaves) == 1
-    return leading and plain and same
-
-
-def _only_views(node: fx.Node, nodes: GatherNodes) -> bool:
-    while node is not nodes.collective.wait:
-        if node not in nodes.through:
-            return False
-        node = nodes.through[node]
-    return True
 
 
 def unrolled_nodes(site: OverlapSite) -> int:

@@ -11,6 +11,7 @@ from torch import fx
 
 from overlap_inductor.passes import collectives
 from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes import looping
 from overlap_inductor.passes import ring_gather
 from overlap_inductor.passes import ring_reduce
 from overlap_inductor.passes.placement import place
@@ -133,29 +134,12 @@ class Rewriter:
         return _reduced(nodes, result)
 
     def _looping(self, emit: StepEmitter, site: OverlapSite, parameters: dict[str, Any]) -> dict[fx.Node, fx.Node]:
-        parts, floor, nodes = parameters["sub_chunks"], parameters.get("min_rows", 0), site.nodes
-        name = emit.group_name
+        nodes = site.nodes
         if isinstance(nodes, GatherNodes):
-            shape = tools.shape(nodes.consumers[0].operand_node)
-            shard = emit.reshape(nodes.collective.input, [shape[0] // emit.world_size, shape[1]])
-            rhs = [c.matmul.rhs for c in nodes.consumers]
-            biases = [c.matmul.bias for c in nodes.consumers]
-            out = emit.communicate(overlap.all_gather_matmul.default, emit.chain, shard, rhs, biases, parts, floor, parameters["route"], name, site.facts.id)
-            results = emit.call(getitem, out, 0)
-            gathered = emit.reshape(emit.call(getitem, out, 1), tools.shape(nodes.collective.node))
-            self.chains[name] = emit.call(getitem, out, 2)
-            replaced = {c.matmul.node: emit.call(getitem, results, i) for i, c in enumerate(nodes.consumers)}
-            return {**replaced, nodes.collective.wait: gathered, nodes.collective.node: gathered}
-        lhs, rhs = [m.lhs for m in nodes.leaves], [m.rhs for m in nodes.leaves]
-        biases = [m.bias for m in nodes.leaves]
-        op = nodes.collectives[0].reduce_op or "sum"
-        if site.facts.pattern == "matmul_all_gather":
-            out = emit.communicate(overlap.matmul_all_gather.default, emit.chain, lhs[0], rhs[0], biases[0], parts, floor, name, site.facts.id)
-        else:
-            target = overlap.matmul_reduce_scatter if site.facts.pattern == "matmul_reduce_scatter" else overlap.matmul_all_reduce
-            out = emit.communicate(target.default, emit.chain, lhs, rhs, biases, parts, floor, op, name, site.facts.id)
-        self.chains[name] = emit.call(getitem, out, 1)
-        return _reduced(nodes, emit.reshape(emit.call(getitem, out, 0), tools.shape(nodes.collectives[0].node)))
+            self.chains[emit.group_name], gathered, results = looping.rewrite_gather(emit, nodes, parameters)
+            return {**results, nodes.collective.wait: gathered, nodes.collective.node: gathered}
+        self.chains[emit.group_name], result = looping.rewrite_reduce(emit, site.facts.pattern, nodes, parameters)
+        return _reduced(nodes, result)
 
     def _chain_kept_collectives(self) -> None:
         """Collectives of our groups that were left in place take their turn in the group's order, on every rank the same."""

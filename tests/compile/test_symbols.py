@@ -88,3 +88,14 @@ def test_dynamic_shapes_compile_once() -> None:
     assert frames.frame_count == 1
     (report,) = reports
     assert facts(report) == [("all_gather_matmul", ["mm M"], "overlapped")], report.notices
+
+
+def test_columns_do_not_tell_how_many_tokens_there_are() -> None:
+    """A looping op that scatters columns sees their number where others see tokens: its run-time threshold would compare the wrong size."""
+    with fake_group(2):
+        for schedule, status, reasons in (("auto", "kept", ["dynamic_shape"]), ("ring", "overlapped", [])):
+            made = HandGraph()
+            x, w = made.input(2**14, 128, dynamic=(0,)), made.input(128, 8192, name="w")
+            made.output(made.scatter_on(made.mm(x, w), 1))
+            (site,) = made.run(schedule=schedule, step_node_budget=1).sites
+            assert site.decision.status == status and [r.code for r in site.decision.reasons] == reasons, site.decision.reasons

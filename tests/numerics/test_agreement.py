@@ -70,6 +70,15 @@ def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, .
     }
 
 
+WITHOUT_LOOPING_OP = {
+    "gather the contracted dim",
+    "dgrad and wgrad on one gather",
+    "cast and activation behind the gather",
+    "bmm",
+    "scatter a sum of matmuls with bias",
+}
+
+
 def _tuple(value: Any) -> tuple[torch.Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
@@ -102,8 +111,9 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], dtype: torch.dtyp
                 if f.dtype not in (dtype, torch.float64) or f.shape != e.shape or not torch.allclose(f.double(), e, rtol=tolerance, atol=tolerance * 4):
                     problems.append(f"{name} size {size}: off by {(f.double() - e).abs().max():.3g}")
             counts = reports[0].counters()
-            beyond = counts["reason.too_many_steps"] if "step_node_budget" in fields else 0
-            if counts["sites_overlapped"] + beyond != expected:
+            if "step_node_budget" in fields and name in WITHOUT_LOOPING_OP:
+                expected = 0
+            if counts["sites_overlapped"] != expected:
                 problems.append(f"{name} size {size}: {dict(counts)}, expected {expected} sites")
             if generated:
                 break

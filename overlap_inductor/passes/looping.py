@@ -1,0 +1,130 @@
+"""A site as one looping op: which sites the ops compute, and how operands and results are laid out for them.
+
+The ops of ``lowerings.looping`` cut plain 2-D matmuls along leading rows in the ranks' order. Rows that lie otherwise are brought there:
+``[outer, rank, chunk]`` (a gather or scatter of an inner dim) by a permute of the result or of the left operand, and a cut along columns
+by computing the transposed product, which the vendor's matmul does without a copy. A cut along the contracted dim has no looping op.
+"""
+
+from __future__ import annotations
+
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes.layouts import Atom
+from overlap_inductor.passes.layouts import Layout
+from overlap_inductor.passes.layouts import ShardedDim
+from overlap_inductor.passes.matmuls import MatmulNode
+from overlap_inductor.passes.site_nodes import GatherConsumer
+from overlap_inductor.passes.site_nodes import GatherNodes
+from overlap_inductor.passes.site_nodes import OverlapSite
+from overlap_inductor.passes.site_nodes import ReduceNodes
+from overlap_inductor.passes.steps import StepEmitter
+
+aten = torch.ops.aten
+overlap = torch.ops.overlap_inductor
+
+
+def loopable(site: OverlapSite) -> bool:
+    """Whether one of the looping ops computes this site."""
+    if any(m.kind not in ("mm", "addmm") for m in site.matmuls):
+        return False
+    if any(m.bias is not None and len(tools.shape(m.bias)) != 1 for m in site.matmuls):
+        return False
+    if isinstance(site.nodes, GatherNodes):
+        return all(_gathers_rows(c, site.nodes) for c in site.nodes.consumers)
+    return _reduces_rows(site.facts.pattern, site.nodes)
+
+
+def chooses_at_run_time(site: OverlapSite) -> bool:
+    """Whether the op can also tell from its rows how many tokens there are, to run the plain collective where they are few."""
+    return loopable(site) and (isinstance(site.nodes, GatherNodes) or site.nodes.sharded.dim == 0)
+
+
+def _gathers_rows(consumer: GatherConsumer, nodes: GatherNodes) -> bool:
+    if consumer.role not in ("M", "N") or consumer.trimmed is not None or (consumer.role == "N" and consumer.matmul.bias is not None):
+        return False
+    rows_first = consumer.layout if consumer.role == "M" else consumer.layout.permute([1, 0])
+    return nodes.raw.without_rank().same_elements(rows_first.without_rank()) and _only_views(consumer.operand_node, nodes)
+
+
+def _only_views(node: fx.Node, nodes: GatherNodes) -> bool:
+    while node is not nodes.collective.wait:
+        if node not in nodes.through:
+            return False
+        node = nodes.through[node]
+    return True
+
+
+def _reduces_rows(pattern: str, nodes: ReduceNodes) -> bool:
+    sharded = nodes.sharded
+    in_order = sharded.dim == 0 and isinstance(sharded.outer, int) and sharded.outer == 1
+    if pattern != "matmul_reduce_scatter" and not in_order:
+        return False
+    if sharded.dim == 1 and any(m.bias is not None for m in nodes.leaves):
+        return False
+    plain = not nodes.externals and all(
+        n in nodes.through or n.target is aten.add.Tensor or any(n is m.node for m in nodes.leaves) for n in nodes.layouts
+    )
+    target = nodes.layouts[nodes.collectives[0].input].without_rank()
+    same = nodes.leaf_layout.without_rank().same_elements(target)
+    return plain and same and (pattern != "matmul_all_gather" or len(nodes.leaves) == 1)
+
+
+def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, parameters: dict[str, Any]) -> tuple[fx.Node, fx.Node, dict[fx.Node, fx.Node]]:
+    """``(next token of the chain, gathered tensor, {matmul: its result})``."""
+    first = nodes.consumers[0]
+    rows, inner = tools.shape(first.operand_node)[:: 1 if first.role == "M" else -1]
+    shard = emit.reshape(nodes.collective.input, [rows // emit.world_size, inner])
+    rhs = [c.matmul.rhs if c.role == "M" else _transposed(emit, c.matmul.lhs) for c in nodes.consumers]
+    biases = [c.matmul.bias for c in nodes.consumers]
+    parts, floor, route = parameters["sub_chunks"], parameters.get("min_rows", 0), parameters["route"]
+    out = emit.communicate(
+        overlap.all_gather_matmul.default, emit.chain, shard, rhs, biases, parts, floor, route, emit.group_name, emit.site
+    )
+    results, gathered, chain = (emit.call(getitem, out, i) for i in range(3))
+    replaced = {}
+    for i, consumer in enumerate(nodes.consumers):
+        result = _rows_in_place(emit, emit.call(getitem, results, i), consumer.sharded, from_ranks=True)
+        replaced[consumer.matmul.node] = result if consumer.role == "M" else _transposed(emit, result)
+    return chain, emit.reshape(gathered, tools.shape(nodes.collective.node)), replaced
+
+
+def rewrite_reduce(emit: StepEmitter, pattern: str, nodes: ReduceNodes, parameters: dict[str, Any]) -> tuple[fx.Node, fx.Node]:
+    """``(next token of the chain, what the collective returned)``."""
+    columns = nodes.sharded.dim == 1
+    pairs = [_operands(emit, m, columns) for m in nodes.leaves]
+    lhs = [_rows_in_place(emit, a, nodes.sharded, from_ranks=False) for a, _ in pairs]
+    rhs, biases = [b for _, b in pairs], [m.bias for m in nodes.leaves]
+    parts, floor = parameters["sub_chunks"], parameters.get("min_rows", 0)
+    if pattern == "matmul_all_gather":
+        out = emit.communicate(overlap.matmul_all_gather.default, emit.chain, lhs[0], rhs[0], biases[0], parts, floor, emit.group_name, emit.site)
+    else:
+        op = overlap.matmul_reduce_scatter if pattern == "matmul_reduce_scatter" else overlap.matmul_all_reduce
+        reduce_op = nodes.collectives[0].reduce_op or "sum"
+        out = emit.communicate(op.default, emit.chain, lhs, rhs, biases, parts, floor, reduce_op, emit.group_name, emit.site)
+    result, chain = (emit.call(getitem, out, i) for i in range(2))
+    return chain, emit.reshape(_transposed(emit, result) if columns else result, tools.shape(nodes.collectives[0].node))
+
+
+def _operands(emit: StepEmitter, matmul: MatmulNode, columns: bool) -> tuple[fx.Node, fx.Node]:
+    if columns:
+        return _transposed(emit, matmul.rhs), _transposed(emit, matmul.lhs)
+    return matmul.lhs, matmul.rhs
+
+
+def _transposed(emit: StepEmitter, x: fx.Node) -> fx.Node:
+    return emit.call(aten.permute.default, x, [1, 0])
+
+
+def _rows_in_place(emit: StepEmitter, x: fx.Node, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
+    """``x [rows, columns]`` with its rows brought from the ranks' order into the tensor's, or the other way."""
+    if isinstance(sharded.outer, int) and sharded.outer == 1:
+        return x
+    rank, columns = Atom(emit.world_size, rank=True), Atom(tools.shape(x)[1])
+    by_rank = Layout(((rank, *sharded.before, *sharded.after), (columns,)))
+    in_place = Layout(((*sharded.before, rank, *sharded.after), (columns,)))
+    return emit.convert(x, by_rank, in_place) if from_ranks else emit.convert(x, in_place, by_rank)
