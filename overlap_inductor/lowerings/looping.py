@@ -84,15 +84,7 @@ def _all_gather_matmul(
 
 
 def _all_gather_matmul_fake(
-    chain: torch.Tensor,
-    shard: torch.Tensor,
-    rhs: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    parts: int,
-    min_rows: int,
-    route: str,
-    group_name: str,
-    site: str,
+    chain: torch.Tensor, shard: torch.Tensor, rhs: Tensors, biases: object, parts: int, floor: int, route: str, group_name: str, site: str
 ) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
     rows = resolve_group(group_name).size() * shard.shape[0]
     outs = [shard.new_empty(rows, b.shape[1]) for b in rhs]
@@ -168,15 +160,7 @@ def _matmul_reduce_scatter(
 
 
 def _matmul_reduce_scatter_fake(
-    chain: torch.Tensor,
-    lhs: Sequence[torch.Tensor],
-    rhs: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    parts: int,
-    min_rows: int,
-    reduce_op: str,
-    group_name: str,
-    site: str,
+    chain: torch.Tensor, lhs: Tensors, rhs: Tensors, biases: object, parts: int, floor: int, reduce_op: str, group_name: str, site: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = lhs[0].shape[0] // resolve_group(group_name).size()
     return lhs[0].new_empty(rows, rhs[0].shape[1]), chain.new_empty(1)
@@ -241,7 +225,7 @@ def _matmul_all_reduce(
     return result, chain.new_empty(1)
 
 
-def _full_fake(chain: torch.Tensor, lhs: Sequence[torch.Tensor], rhs: Sequence[torch.Tensor], *args: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _full_fake(chain: torch.Tensor, lhs: Tensors, rhs: Tensors, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
     return lhs[0].new_empty(lhs[0].shape[0], rhs[0].shape[1]), chain.new_empty(1)
 
 
@@ -283,14 +267,7 @@ def _matmul_all_gather(
 
 
 def _matmul_all_gather_fake(
-    chain: torch.Tensor,
-    lhs: torch.Tensor,
-    rhs: torch.Tensor,
-    bias: torch.Tensor | None,
-    parts: int,
-    min_rows: int,
-    group_name: str,
-    site: str,
+    chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: object, parts: int, floor: int, group_name: str, site: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return lhs.new_empty(resolve_group(group_name).size() * lhs.shape[0], rhs.shape[1]), chain.new_empty(1)
 
