@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,27 +47,6 @@ def numel(sizes: list[Any]) -> Any:
     for size in sizes:
         result = result * size
     return result
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A slice of ``base`` along ``dim`` that begins at ``start``, spelled as a slice or as an element of a split."""
-
-    base: fx.Node
-    dim: int
-    start: Any
-
-
-def piece_of(node: fx.Node) -> Piece | None:
-    if node.target is aten.slice.Tensor:
-        base, dim = node.args[0], operators.argument(node, "dim")
-        start = operators.argument(node, "start") or 0
-        return Piece(base, dim, start.meta["val"] if isinstance(start, fx.Node) else start)  # type: ignore[arg-type]
-    if getattr(node.target, "__name__", "") == "getitem" and node.args[0].target in SPLITS:  # type: ignore[union-attr]
-        split, index = node.args
-        base, dim = split.args[0], operators.argument(split, "dim")  # type: ignore[union-attr, arg-type]
-        return Piece(base, dim, sum(v.shape[dim] for v in split.meta["val"][:index]))  # type: ignore[union-attr, arg-type]
-    return None
 
 
 def permutation(node: fx.Node) -> list[int] | None:

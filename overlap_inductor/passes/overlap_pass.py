@@ -7,7 +7,6 @@ decision rests on facts that all ranks of a group share, so all ranks write the 
 
 Pseudo-code::
 
-    pad operands instead of results                       # uneven shards become even ones; taken back where nothing comes of it
     sites  = find(graph)                                  # what is there, whatever its spelling
     legal  = [s for s in sites if refuse(s) is None]      # may it be touched
     chosen = [s for s in legal if plan(s) is a schedule]  # does it pay
@@ -28,9 +27,7 @@ from torch import fx
 from overlap_inductor import __version__
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.errors import StrictError
-from overlap_inductor.passes import collectives
 from overlap_inductor.passes import legality
-from overlap_inductor.passes import padding
 from overlap_inductor.passes import planner
 from overlap_inductor.passes.finder import SiteFinder
 from overlap_inductor.passes.rewriter import Rewriter
@@ -69,15 +66,12 @@ def run_overlap_pass(
 
 def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, graph_id: str, refusal: str | None) -> OverlapReport:
     failed: dict[str, Reason] = {}
-    plan_hash = ""
-    before = readable(graph) if any(True for _ in collectives.find_collectives(graph)) else ""
-    padded = padding.move_up(graph)
+    plan_hash, before = "", ""
     while True:
         found = SiteFinder(graph, phase).run()
         sites = found.sites
+        before = before or (readable(graph) if sites or found.near_misses else "")
         chosen = choose(sites, config, refusal, failed)
-        overlapped = {c.node.name for s in chosen for c in s.collectives} if config.mode in ("on", "strict") else set()
-        padded = padding.take_back(graph, padded, overlapped)
         if not chosen or config.mode not in ("on", "strict"):
             break
         plan_hash, plan = plan_text(chosen, config)

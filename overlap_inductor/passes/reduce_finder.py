@@ -36,10 +36,17 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
     for i, piece in enumerate(pieces):
         if not isinstance(piece, fx.Node):
             return None
-        if (found := tools.piece_of(piece)) is None:
+        if piece.target is aten.slice.Tensor:
+            base, d = piece.args[0], operators.argument(piece, "dim")
+            start = operators.argument(piece, "start") or 0
+            start = start.meta["val"] if isinstance(start, fx.Node) else start
+        elif getattr(piece.target, "__name__", "") == "getitem" and piece.args[0].target in tools.SPLITS:  # type: ignore[union-attr]
+            split, index = piece.args
+            base, d = split.args[0], operators.argument(split, "dim")  # type: ignore[union-attr, arg-type]
+            start = sum(v.shape[d] for v in split.meta["val"][:index])  # type: ignore[union-attr]
+        else:
             return None
-        base, d, start = found.base, found.dim, found.start
-        size = tools.shape(base)[d]
+        size = tools.shape(base)[d]  # type: ignore[arg-type]
         shard = tools.shape(piece)[d]
         # Symbolic pieces are equal because ``cat`` joins them on another dim.
         equal = d != 0 if isinstance(size, torch.SymInt) else shard * world_size == size
