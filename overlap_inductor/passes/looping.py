@@ -17,6 +17,7 @@ from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes.layouts import Atom
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import ShardedDim
+from overlap_inductor.passes.layouts import same_size
 from overlap_inductor.passes.matmuls import MatmulNode
 from overlap_inductor.passes.site_nodes import GatherConsumer
 from overlap_inductor.passes.site_nodes import GatherNodes
@@ -35,7 +36,7 @@ def loopable(site: OverlapSite) -> bool:
     if any(m.bias is not None and len(tools.shape(m.bias)) != 1 for m in site.matmuls):
         return False
     if isinstance(site.nodes, GatherNodes):
-        return all(_gathers_rows(c, site.nodes) for c in site.nodes.consumers)
+        return all(_gathers_rows(c, site.nodes) for c in site.nodes.consumers) and _one_shape(site.nodes.consumers)
     return _reduces_rows(site.facts.pattern, site.nodes)
 
 
@@ -49,6 +50,17 @@ def _gathers_rows(consumer: GatherConsumer, nodes: GatherNodes) -> bool:
         return False
     rows_first = consumer.layout if consumer.role == "M" else consumer.layout.permute([1, 0])
     return nodes.raw.without_rank().same_elements(rows_first.without_rank()) and _only_views(consumer.operand_node, nodes)
+
+
+def _one_shape(consumers: list[GatherConsumer]) -> bool:
+    """Whether all matmuls see the gathered tensor as one matrix."""
+    shapes = [_rows_and_width(c) for c in consumers]
+    return all(same_size(a, b) for other in shapes[1:] for a, b in zip(shapes[0], other, strict=True))
+
+
+def _rows_and_width(consumer: GatherConsumer) -> list[Any]:
+    shape = tools.shape(consumer.operand_node)
+    return shape if consumer.role == "M" else shape[::-1]
 
 
 def _only_views(node: fx.Node, nodes: GatherNodes) -> bool:
@@ -66,18 +78,33 @@ def _reduces_rows(pattern: str, nodes: ReduceNodes) -> bool:
         return False
     if sharded.dim == 1 and any(m.bias is not None for m in nodes.leaves):
         return False
-    plain = not nodes.externals and all(
-        n in nodes.through or n.target is aten.add.Tensor or any(n is m.node for m in nodes.leaves) for n in nodes.layouts
-    )
     target = nodes.layouts[nodes.collectives[0].input].without_rank()
     same = nodes.leaf_layout.without_rank().same_elements(target)
-    return plain and same and (pattern != "matmul_all_gather" or len(nodes.leaves) == 1)
+    return same and _is_sum(nodes) and (pattern != "matmul_all_gather" or len(nodes.leaves) == 1)
+
+
+def _is_sum(nodes: ReduceNodes) -> bool:
+    """Whether what is reduced is the sum of the matmuls, each once, and nothing else: no scalar added, no factor, no other op."""
+    leaves = [m.node for m in nodes.leaves]
+    found: list[fx.Node] = []
+    pending: list[Any] = [c.input for c in nodes.collectives]
+    while pending:
+        node = pending.pop()
+        if node in leaves:
+            found.append(node)
+        elif node in nodes.through:
+            pending.append(nodes.through[node])
+        elif isinstance(node, fx.Node) and node.target is aten.add.Tensor and not node.kwargs:
+            pending += node.args
+        else:
+            return False
+    return len(found) == len(leaves) == len(set(found))
 
 
 def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, parameters: dict[str, Any]) -> tuple[fx.Node, fx.Node, dict[fx.Node, fx.Node]]:
     """``(next token of the chain, gathered tensor, {matmul: its result})``."""
     first = nodes.consumers[0]
-    rows, inner = tools.shape(first.operand_node)[:: 1 if first.role == "M" else -1]
+    rows, inner = _rows_and_width(first)
     shard = emit.reshape(nodes.collective.input, [rows // emit.world_size, inner])
     rhs = [c.matmul.rhs if c.role == "M" else _transposed(emit, c.matmul.lhs) for c in nodes.consumers]
     biases = [c.matmul.bias for c in nodes.consumers]
@@ -89,7 +116,7 @@ def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, parameters: dict[str, 
     replaced = {}
     for i, consumer in enumerate(nodes.consumers):
         result = _rows_in_place(emit, emit.call(getitem, results, i), consumer.sharded, from_ranks=True)
-        replaced[consumer.matmul.node] = result if consumer.role == "M" else _transposed(emit, result)
+        replaced[consumer.matmul.node] = result if consumer.role == "M" else _contiguous(emit, _transposed(emit, result))
     return chain, emit.reshape(gathered, tools.shape(nodes.collective.node)), replaced
 
 
@@ -107,7 +134,13 @@ def rewrite_reduce(emit: StepEmitter, pattern: str, nodes: ReduceNodes, paramete
         reduce_op = nodes.collectives[0].reduce_op or "sum"
         out = emit.communicate(op.default, emit.chain, lhs, rhs, biases, parts, floor, reduce_op, emit.group_name, emit.site)
     result, chain = (emit.call(getitem, out, i) for i in range(2))
-    return chain, emit.reshape(_transposed(emit, result) if columns else result, tools.shape(nodes.collectives[0].node))
+    result = _contiguous(emit, _transposed(emit, result)) if columns else result
+    return chain, emit.reshape(result, tools.shape(nodes.collectives[0].node))
+
+
+def _contiguous(emit: StepEmitter, x: fx.Node) -> fx.Node:
+    """A matmul's result and a collective's are contiguous, and what follows may rest on it."""
+    return emit.call(aten.clone.default, x, memory_format=torch.contiguous_format)
 
 
 def _operands(emit: StepEmitter, matmul: MatmulNode, columns: bool) -> tuple[fx.Node, fx.Node]:

@@ -173,7 +173,7 @@ def find_reduce(collectives: list[CollectiveNode], result: fx.Node) -> tuple[Red
         if tools.depends_on(node, leaf.node, known):
             return None, Reason("op_between", f"{node.target} stands between {leaf.node.name} and the collective and does not commute with it"), True
     try:
-        sharded = _cut(first.kind, leaf, layout, world_size)
+        sharded = _cut(first.kind, leaf, layout, tracer.layouts[first.input], world_size)
         _check_externals(tracer, layout)
     except LayoutError as error:
         return None, Reason("layout", str(error)), True
@@ -196,10 +196,12 @@ def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
     return False
 
 
-def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, world_size: int) -> ShardedDim:
+def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, gathered: Layout, world_size: int) -> ShardedDim:
     """The output dim of the matmul that is cut: the scattered one; for an all-reduce or a gathered output, the rows."""
     if kind == "reduce_scatter":
         return ShardedDim.of(layout)
+    if kind == "all_gather" and not layout.same_elements(gathered):
+        raise LayoutError(f"{leaf.node.name} is gathered in another order of its elements than it is computed in")
     dim = 0
     size = tools.shape(leaf.node)[dim]
     return ShardedDim(dim, 1, size // world_size, size, (), ())

@@ -37,6 +37,10 @@ overlap = torch.ops.overlap_inductor
 convert_dtype = torch.ops.prims.convert_element_type.default
 
 
+_MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default}
+"""Never inlined into what reads them."""
+
+
 class _Slices:
     """Computes slices of the collective's input, in the matmuls' own layout."""
 
@@ -60,7 +64,13 @@ class _Slices:
         expected = tools.dtype(self.nodes.collectives[0].input)
         if tools.dtype(total) != expected:
             raise RuntimeError(f"a piece is {tools.dtype(total)}, the collective moves {expected}")
-        return total
+        return self.in_memory(total)
+
+    def in_memory(self, piece: fx.Node) -> fx.Node:
+        """``piece``, computed once: Inductor would compute a cheap op anew for the op that waits, and reuse the memory that is being sent."""
+        if piece.target is overlap.after.default or piece.target in _MATMULS:
+            return piece
+        return self.emit.call(overlap.after.default, piece, self.after or self.emit.chain)
 
     def _evaluate(self, node: fx.Node, cut: matmuls.Slicer, done: dict[fx.Node, fx.Node]) -> fx.Node:
         if node in done:
@@ -226,6 +236,7 @@ def _travel(
                     piece = emit.call(aten.div.Tensor, piece, world_size)
                 if wide != dtype:
                     piece = emit.call(convert_dtype, piece, dtype)
+                piece = slices.in_memory(piece)
             if step < world_size - 1:
                 hop = step * parts + part
                 slices.after = emit.communicate(overlap.exchange_send.default, emit.chain, buffer, piece, bounds, hop, *arguments)
