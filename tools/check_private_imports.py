@@ -39,7 +39,9 @@ def private_parts(source: str) -> list[tuple[int, str]]:
                     found.append((node.lineno, name))
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             parts = dotted(node)
-            if parts[0] not in ("self", "cls", "aten") and parts[:2] != ["torch", "ops"]:
+            own = len(parts) == 2 and parts[0] in ("self", "cls")
+            name_of_an_operator = parts[:-1] == ["aten"] or (parts[:2] == ["torch", "ops"] and len(parts) <= 4)
+            if not own and not name_of_an_operator:
                 found.append((node.lineno, ".".join(parts)))
     return found
 

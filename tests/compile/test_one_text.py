@@ -253,15 +253,17 @@ exchange_wait_default: uint8[1] = overlap_inductor.exchange_wait.default(agree_d
 select_int: float32[48] = aten.select.int(exchange_start_default, 0, 0)
 reshape_default_1: float32[4, 12] = aten.reshape.default(select_int, [4, 12])
 add_tensor: float32[4, 12] = aten.add.Tensor(reshape_default_1, after_default)
-exchange_send_default_1: uint8[1] = overlap_inductor.exchange_send.default(agree_default, exchange_start_default, add_tensor, [0, 48], 1, 'travel', '0', 'matmul_reduce_scatter-a75bf926')
+after_default_1: float32[4, 12] = overlap_inductor.after.default(add_tensor, exchange_send_default)
+exchange_send_default_1: uint8[1] = overlap_inductor.exchange_send.default(agree_default, exchange_start_default, after_default_1, [0, 48], 1, 'travel', '0', 'matmul_reduce_scatter-a75bf926')
 take_default_2: float32[4, 16] = overlap_inductor.take.default(reshape_default, 0, -3, 4, 0, 4, '0')
 mm_default_3: float32[4, 12] = aten.mm.default(take_default_2, w)
-after_default_1: float32[4, 12] = overlap_inductor.after.default(mm_default_3, exchange_send_default_1)
-exchange_wait_default_1: uint8[1] = overlap_inductor.exchange_wait.default(agree_default, exchange_start_default, [add_tensor, after_default_1], [0, 48], [1], 'travel', '0', 'matmul_reduce_scatter-a75bf926')
+after_default_2: float32[4, 12] = overlap_inductor.after.default(mm_default_3, exchange_send_default_1)
+exchange_wait_default_1: uint8[1] = overlap_inductor.exchange_wait.default(agree_default, exchange_start_default, [after_default_1, after_default_2], [0, 48], [1], 'travel', '0', 'matmul_reduce_scatter-a75bf926')
 select_int_1: float32[48] = aten.select.int(exchange_start_default, 0, 1)
 reshape_default_2: float32[4, 12] = aten.reshape.default(select_int_1, [4, 12])
-add_tensor_1: float32[4, 12] = aten.add.Tensor(reshape_default_2, after_default_1)
-return [add_tensor_1]
+add_tensor_1: float32[4, 12] = aten.add.Tensor(reshape_default_2, after_default_2)
+after_default_3: float32[4, 12] = overlap_inductor.after.default(add_tensor_1, exchange_send_default_1)
+return [after_default_3]
 """)
 
     def test_reduce(self) -> None:

@@ -169,3 +169,39 @@ def test_a_failing_pass_is_no_failing_compile(monkeypatch: pytest.MonkeyPatch) -
         assert made.text() == before and report.sites == [] and "ZeroDivisionError" in report.notices[0]
         with pytest.raises(StrictError, match="ZeroDivisionError"):
             made.run(mode="strict")
+
+
+@pytest.mark.parametrize(
+    "kind", ["plus one", "a factor", "twice the same", "a bias along cut columns", "a bias beside gathered columns", "two shapes of what is gathered"]
+)
+def test_no_looping_op_for_what_it_does_not_compute(kind: str) -> None:
+    """The looping ops know sums of matmuls and nothing else: anything left out would be a wrong number."""
+    with fake_group(2):
+        made = HandGraph()
+        x, w, b = made.input(8, 16), made.input(16, 8, name="w"), made.input(8, name="bias")
+        y = made.mm(x, w)
+        if kind == "plus one":
+            result = made.scatter(made.call(aten.add.Tensor, y, 1))
+        elif kind == "a factor":
+            result = made.scatter(made.call(aten.add.Tensor, y, made.mm(x, made.call(aten.relu.default, w)), alpha=3))
+        elif kind == "twice the same":
+            result = made.scatter(made.call(aten.add.Tensor, y, y))
+        elif kind == "a bias along cut columns":
+            result = made.scatter_on(made.call(aten.addmm.default, b, x, w), 1)
+        elif kind == "a bias beside gathered columns":
+            columns = made.call(aten.permute.default, made.gather(made.call(aten.relu.default, x)), [1, 0])
+            result = made.call(aten.addmm.default, made.input(16, name="row"), made.input(5, 16, name="left"), columns)
+        else:
+            gathered = made.gather(x)
+            result = made.call(aten.cat.default, [made.mm(gathered, w), made.mm(made.view(gathered, 32, 8), made.input(8, 8, name="v"))])
+        (site,) = made.output(result).run(step_node_budget=1).sites
+    assert site.decision.status == "refused" and [r.code for r in site.decision.reasons] == ["too_many_steps"], site.decision
+
+
+def test_an_output_gathered_in_another_order() -> None:
+    """A transposed result is gathered element by element as it lies in memory; bands of the matmul's rows are other elements."""
+    with fake_group(2):
+        made = HandGraph()
+        y = made.call(aten.permute.default, made.mm(made.input(8, 16), made.input(16, 8, name="w")), [1, 0])
+        report = made.output(made.gather(made.call(aten.clone.default, y))).run()
+    assert report.sites == [] and codes(report) == ["layout"]

@@ -59,6 +59,8 @@ def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, .
         ),
         "scatter the last dim": (lambda x, a: reduce_scatter(x @ a, "sum", 1, g), [(7, 8), (8, s * w)], 1),
         "all-reduce": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(s * w, 8), (8, 5)], 1),
+        "all-reduce of a result plus one": (lambda x, a: all_reduce(x @ a + 1, "sum", g), [(s * w, 8), (8, 5)], 1),
+        "scatter an average over a sequence": (lambda x, a: reduce_scatter(x @ a, "avg", 1, g), [(2, s * w, 8), (8, 5)], 1),
         "all-reduce, rows no multiple of the ranks": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(1, s * w + 1, 8), (8, 5)], 1),
         "two all-reduces added": (lambda x, a, b: all_reduce(x @ a, "sum", g) + all_reduce(x @ b, "sum", g), [(s, 8), (8, 5), (8, 5)], 1),
         "three all-reduces added": (
@@ -76,6 +78,7 @@ WITHOUT_LOOPING_OP = {
     "cast and activation behind the gather",
     "bmm",
     "scatter a sum of matmuls with bias",
+    "all-reduce of a result plus one",
 }
 
 
@@ -135,10 +138,10 @@ GENERATED = [
         (2, {}, torch.float32, GENERATED, True),
         (3, {}, torch.bfloat16, None, False),
         (3, {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, torch.float32, None, False),
-        (2, {"step_node_budget": 1}, torch.float32, None, False),
+        (3, {"step_node_budget": 1}, torch.float32, None, False),
         (4, {"ring_direction": "bidirectional", "sub_chunks": 3}, torch.bfloat16, None, False),
     ],
-    ids=["2 ranks", "2 ranks, generated code", "3 ranks, bf16", "3 ranks, hop rounding, bidirectional", "2 ranks, looping ops", "4 ranks"],
+    ids=["2 ranks", "2 ranks, generated code", "3 ranks, bf16", "3 ranks, hop rounding, bidirectional", "3 ranks, looping ops", "4 ranks"],
 )
 def test_every_pattern_agrees_with_fp64(
     world_size: int, fields: dict[str, Any], dtype: torch.dtype, names: list[str] | None, generated: bool

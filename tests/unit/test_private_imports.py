@@ -25,6 +25,9 @@ spec.loader.exec_module(check)
         "x = torch.utils._pytree.tree_map",
         "node.target._schema.name",
         "f(x)._private",
+        "torch.ops.aten.mm.default._schema",
+        "aten.mm.default._schema",
+        "self.graph._codegen",
     ],
 )
 def test_private_parts_are_seen(source: str) -> None:
@@ -38,6 +41,7 @@ def test_private_parts_are_seen(source: str) -> None:
         "from torch import fx",
         "torch.ops._c10d_functional.wait_tensor",
         "aten._to_copy.default",
+        "torch.ops.aten._to_copy.default",
         "self._own",
         "x.__class__.__name__",
         "from overlap_inductor.passes import _own",
