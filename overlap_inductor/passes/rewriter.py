@@ -83,6 +83,7 @@ class Rewriter:
         """Sites with the node before which each is written, in graph order (their chain runs in that order); moves what must be moved."""
         anchors = {}
         for site in sites:
+            self.current = site
             if isinstance(site.nodes, GatherNodes):
                 placement = place(site.nodes)
                 if placement.obstacle is not None:
@@ -90,6 +91,7 @@ class Rewriter:
                 anchors[placement.apply()] = site
             else:
                 anchors[_last(self.graph, [c.node for c in site.collectives])] = site
+        self.current = None
         return [(anchors[n], n) for n in self.graph.nodes if n in anchors]
 
     def _site(self, site: OverlapSite, anchor: fx.Node) -> dict[fx.Node, fx.Node]:

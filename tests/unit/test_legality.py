@@ -11,6 +11,7 @@ import torch
 
 import overlap_inductor.passes
 from overlap_inductor.passes import legality
+from overlap_inductor.passes import rewriter
 from overlap_inductor.passes.rewriter import Rewriter
 from overlap_inductor.report import OverlapReport
 from tests.fake_group import fake_group
@@ -452,7 +453,7 @@ def test_the_first_check_that_speaks_gives_the_reason() -> None:
     assert [r.code for r in site.decision.reasons] == ["switched_off"]
 
 
-@pytest.mark.parametrize("point", ["apply", "half way", "order", "lint"])
+@pytest.mark.parametrize("point", ["apply", "placing", "half way", "order", "lint"])
 def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph left half rewritten, values without meta, or another site marked as overlapped."""
     with fake_group(2):
@@ -463,6 +464,8 @@ def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.Monke
         before = made.text()
         if point == "apply":
             monkeypatch.setattr(Rewriter, "apply", lambda self, sites: 1 / 0)
+        elif point == "placing":
+            monkeypatch.setattr(rewriter, "place", lambda nodes: 1 / 0)
         elif point == "half way":
             original = Rewriter._site
             monkeypatch.setattr(Rewriter, "_site", lambda self, s, a: 1 / 0 if self.emitted else original(self, s, a))
@@ -474,6 +477,10 @@ def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.Monke
         monkeypatch.undo()
         assert report.before == before
         failed = [(s.decision.status, s.decision.reasons[0].code) for s in report.sites if s.decision.status == "failed"]
+        if point == "placing":
+            # Only the gather is placed; the all-reduce is rewritten all the same.
+            assert failed == [("failed", "rewrite_failed")] and report.sites[1].decision.status == "overlapped"
+            return
         if point == "half way":
             # Only the second site fails; the first is rewritten all the same.
             assert failed == [("failed", "rewrite_failed")] and report.sites[0].decision.status == "overlapped"
