@@ -102,7 +102,7 @@ def _is_sum(nodes: ReduceNodes) -> bool:
 
 
 def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, parameters: dict[str, Any]) -> tuple[fx.Node, fx.Node, dict[fx.Node, fx.Node]]:
-    """``(next token of the chain, gathered tensor, {matmul: its result})``."""
+    """``(next token of the chain, gathered tensor, {matmul: its result})``, each in the shape and strides of what it replaces."""
     first = nodes.consumers[0]
     rows, inner = _rows_and_width(first)
     shard = emit.reshape(nodes.collective.input, [rows // emit.world_size, inner])
@@ -116,12 +116,12 @@ def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, parameters: dict[str, 
     replaced = {}
     for i, consumer in enumerate(nodes.consumers):
         result = _rows_in_place(emit, emit.call(getitem, results, i), consumer.sharded, from_ranks=True)
-        replaced[consumer.matmul.node] = result if consumer.role == "M" else _contiguous(emit, _transposed(emit, result))
+        replaced[consumer.matmul.node] = result if consumer.role == "M" else emit.contiguous(_transposed(emit, result))
     return chain, emit.reshape(gathered, tools.shape(nodes.collective.node)), replaced
 
 
 def rewrite_reduce(emit: StepEmitter, pattern: str, nodes: ReduceNodes, parameters: dict[str, Any]) -> tuple[fx.Node, fx.Node]:
-    """``(next token of the chain, what the collective returned)``."""
+    """``(next token of the chain, result)``; the result has the collective's shape and is contiguous."""
     columns = nodes.sharded.dim == 1
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
     lhs = [_rows_in_place(emit, a, nodes.sharded, from_ranks=False) for a, _ in pairs]
@@ -134,13 +134,8 @@ def rewrite_reduce(emit: StepEmitter, pattern: str, nodes: ReduceNodes, paramete
         reduce_op = nodes.collectives[0].reduce_op or "sum"
         out = emit.communicate(op.default, emit.chain, lhs, rhs, biases, parts, floor, reduce_op, emit.group_name, emit.site)
     result, chain = (emit.call(getitem, out, i) for i in range(2))
-    result = _contiguous(emit, _transposed(emit, result)) if columns else result
+    result = emit.contiguous(_transposed(emit, result)) if columns else result
     return chain, emit.reshape(result, tools.shape(nodes.collectives[0].node))
-
-
-def _contiguous(emit: StepEmitter, x: fx.Node) -> fx.Node:
-    """A matmul's result and a collective's are contiguous, and what follows may rest on it."""
-    return emit.call(aten.clone.default, x, memory_format=torch.contiguous_format)
 
 
 def _operands(emit: StepEmitter, matmul: MatmulNode, columns: bool) -> tuple[fx.Node, fx.Node]:

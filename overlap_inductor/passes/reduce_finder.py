@@ -40,6 +40,8 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
             base, d = piece.args[0], operators.argument(piece, "dim")
             start = operators.argument(piece, "start") or 0
             start = start.meta["val"] if isinstance(start, fx.Node) else start
+            if (step := operators.argument(piece, "step")) != 1:
+                return Reason("not_plain_scatter", f"piece {i} takes every {step}th row on dim {d}; expected consecutive rows")
         elif getattr(piece.target, "__name__", "") == "getitem" and piece.args[0].target in tools.SPLITS:  # type: ignore[union-attr]
             split, index = piece.args
             base, d = split.args[0], operators.argument(split, "dim")  # type: ignore[union-attr, arg-type]

@@ -160,14 +160,7 @@ def rewrite_reduce_scatter(emit: StepEmitter, nodes: ReduceNodes, parts: int, ro
     target = _scattered_layout(nodes)
     result = emit.convert(own, nodes.leaf_layout.without_rank(), target)
     result = emit.reshape(result, tools.shape(collective.node))
-    return _contiguous(emit, result)
-
-
-def _contiguous(emit: StepEmitter, x: fx.Node) -> fx.Node:
-    """A collective's result is contiguous, and what follows may rest on it."""
-    if tools.value(x).is_contiguous():
-        return x
-    return emit.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return emit.contiguous(result)
 
 
 def _scattered_layout(nodes: ReduceNodes) -> Layout:
@@ -300,7 +293,7 @@ def rewrite_all_reduce(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.
     _reduce_left_over(emit, nodes, slices, result, inner, reduce_op)
     emit.communicate(overlap.exchange_wait.default, emit.chain, result, [], bounds, list(range(parts)), *back)
     final = emit.convert(result, nodes.leaf_layout, nodes.layouts[collective.input])
-    return _contiguous(emit, emit.reshape(final, tools.shape(collective.node)))
+    return emit.contiguous(emit.reshape(final, tools.shape(collective.node)))
 
 
 def _reduce_left_over(

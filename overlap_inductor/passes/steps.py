@@ -65,6 +65,10 @@ class StepEmitter:
             return x
         return self.call(aten.reshape.default, x, list(shape))
 
+    def contiguous(self, x: fx.Node) -> fx.Node:
+        """The result of a collective or a matmul is contiguous, and what follows may rest on it."""
+        return x if tools.value(x).is_contiguous() else self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
     def narrow(self, x: fx.Node, dim: int, start: Size, length: Size) -> fx.Node:
         if same_size(length, tools.shape(x)[dim]):
             return x

@@ -127,6 +127,19 @@ def test_scatter_by_slices(starts: tuple[int, int, int]) -> None:
         assert summary(report) == [] and misses(report) == [("reduce_scatter", "not_plain_scatter")]
 
 
+@pytest.mark.parametrize("steps", [(2, 1), (1, 1)])
+def test_scatter_by_slices_with_gaps(steps: tuple[int, int]) -> None:
+    """Every other row is as many rows as the first half, and begins at the same one."""
+    with fake_group(2):
+        made = HandGraph()
+        y = made.mm(made.input(8, 16), made.input(16, 8, name="w"))
+        ends = [(0, 8 if steps[0] == 2 else 4), (4, 8)]
+        pieces = [made.call(aten.slice.Tensor, y, 0, a, b, step) for (a, b), step in zip(ends, steps, strict=True)]
+        report = made.output(made.scatter(made.call(aten.cat.default, pieces))).run()
+    assert [s.decision.status for s in report.sites] == (["overlapped"] if steps == (1, 1) else [])
+    assert misses(report) == ([] if steps == (1, 1) else [("reduce_scatter", "not_plain_scatter")])
+
+
 def test_trim_of_uneven_shards() -> None:
     """Row E by hand: rows cut off the end of the gathered tensor are cut off the result, not computed from other rows."""
     with fake_group(3):
