@@ -13,6 +13,8 @@ from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import LayoutError
 from overlap_inductor.passes.layouts import ShardedDim
 from overlap_inductor.passes.layouts import same_size
+from overlap_inductor.passes.pieces import behind_copies
+from overlap_inductor.passes.pieces import piece_of
 from overlap_inductor.passes.site_nodes import CollectiveNode
 from overlap_inductor.passes.site_nodes import GatherConsumer
 from overlap_inductor.passes.site_nodes import GatherNodes
@@ -26,30 +28,12 @@ def _pieces(cat: fx.Node) -> tuple[fx.Node, list[tuple[Any, Any]]] | None:
     """``(source, [(start, length) of every piece along dim 0])`` of a cat of pieces of one tensor, else ``None``."""
     source: fx.Node | None = None
     spans: list[tuple[Any, Any]] = []
-    for piece in cat.args[0]:  # type: ignore[union-attr]
-        while isinstance(piece, fx.Node) and (tools.is_bitcast(piece) or piece.target in tools.SAME):
-            piece = piece.args[0]
-        if not isinstance(piece, fx.Node):
+    for node in cat.args[0]:  # type: ignore[union-attr]
+        piece = piece_of(behind_copies(node))
+        if piece is None or piece.dim != 0 or piece.step != 1 or (source or piece.base) is not piece.base:
             return None
-        if piece.target is tools.aten.slice.Tensor:
-            base, dim = piece.args[0], operators.argument(piece, "dim")
-            start, length = operators.argument(piece, "start") or 0, tools.shape(piece)[0]
-            if dim != 0 or operators.argument(piece, "step") != 1:
-                return None
-        elif getattr(piece.target, "__name__", "") == "getitem" and isinstance(piece.args[0], fx.Node):
-            split, index = piece.args
-            if split.target not in tools.SPLITS or operators.argument(split, "dim") != 0:  # type: ignore[union-attr]
-                return None
-            base = split.args[0]  # type: ignore[union-attr]
-            lengths = [v.shape[0] for v in split.meta["val"]]  # type: ignore[union-attr]
-            start, length = sum(lengths[:index]), lengths[index]  # type: ignore[index, misc]
-        else:
-            return None
-        start = start.meta["val"] if isinstance(start, fx.Node) else start
-        if source is not None and base is not source:
-            return None
-        source = base  # type: ignore[assignment]
-        spans.append((start, length))
+        source = piece.base
+        spans.append((piece.start, piece.length))
     return (source, spans) if source is not None else None
 
 
@@ -100,13 +84,18 @@ class _Follower:
         for node in graph.nodes:
             if node is self.collective.wait:
                 started = True
-            elif started and node.op == "call_function" and any(s in self.layouts for s in node.all_input_nodes):
+            elif started and node.op == "call_function" and self._reads_gathered(node):
                 try:
                     self._visit(node)
                 except LayoutError as error:
                     self.obstacles.append(Reason("layout", f"{node.name}: {error}"))
             elif started and node.op == "call_function" and node.target is aten.cat.default:
                 self._visit_cat(node)
+
+    def _reads_gathered(self, node: fx.Node) -> bool:
+        matmul = matmuls.parse(node)
+        sources = node.all_input_nodes if matmul is None else [n for n in (matmul.lhs, matmul.rhs, matmul.bias) if n is not None]
+        return any(s in self.layouts for s in sources)
 
     def _pass_on(self, node: fx.Node, source: fx.Node, layout: Layout) -> None:
         self.layouts[node] = layout
@@ -139,7 +128,7 @@ class _Follower:
         elif tools.is_pointwise(node):
             self._visit_pointwise(node, source)
         elif node.target not in tools.SPLITS and getattr(node.target, "__name__", "") != "getitem":
-            if any(matmuls.parse(u) for u in node.users):
+            if any((m := matmuls.parse(u)) is not None and node not in m.nodes for u in node.users):
                 self.obstacles.append(
                     Reason("op_between", f"{node.target} stands between the all-gather and a matmul and does not commute with it")
                 )

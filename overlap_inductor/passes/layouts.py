@@ -88,7 +88,10 @@ class Layout:
         return Layout(tuple(tuple(leaf for atom in dim for leaf in atom.leaves()) for dim in self.dims))
 
     def flat(self) -> list[Atom]:
-        return [a for dim in self.refined().dims for a in dim if not same_size(a.size, 1) or a.rank]
+        """Atoms in order, without those of one index (but for the one that a ``total`` counts with the rank atom)."""
+        atoms = [a for dim in self.refined().dims for a in dim]
+        counted = {id(b) for a, b in zip(atoms, atoms[1:], strict=False) if a.total is not None}
+        return [a for a in atoms if not same_size(a.size, 1) or a.rank or id(a) in counted]
 
     def same_elements(self, other: Layout) -> bool:
         mine, theirs = self.flat(), other.flat()
@@ -107,7 +110,8 @@ class Layout:
                 if not queue:
                     raise LayoutError(f"a reshape to {list(shape)} has no boundary where the collective's dims have one")
                 atom = queue.pop(0)
-                if atom.total is not None and queue and same_size(product([*taken, atom, queue[0]]), size):
+                closes = atom.total is not None and queue and same_size(product([*taken, atom, queue[0]]), size)
+                if closes or (isinstance(atom.total, int) and queue):
                     taken += [atom, queue.pop(0)]
                     continue
                 wanted, have = size, product(taken)
@@ -138,6 +142,17 @@ class Layout:
         dims[target].insert(0, rank)
         return Layout(tuple(tuple(d) for d in dims))
 
+    def cut_short(self, dim: int, size: int) -> Layout:
+        """The layout before rows were appended along ``dim`` to make the ranks' shards equal: the last ones are short, or empty."""
+        dims = list(self.refined().dims)
+        if len(dims[dim]) != 2 or not dims[dim][0].rank:
+            raise LayoutError("rows are appended to a dim that is not the scattered one")
+        rank, chunk = dims[dim]
+        if size < 2:
+            raise LayoutError(f"the scattered dim has {size} rows before others are appended: in a reshape it could be any dim")
+        dims[dim] = (Atom(rank.size, rank=True, total=size), chunk)
+        return Layout(tuple(dims))
+
     def rank_dim(self) -> int | None:
         for i, dim in enumerate(self.refined().dims):
             if any(a.rank for a in dim):
@@ -155,7 +170,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class ShardedDim:
-    """A dim that holds the rank atom: index = (outer, rank, chunk). ``size`` is the dim's full size."""
+    """A dim that holds the rank atom: index = (outer, rank, chunk). ``size`` is the dim's full size; of each outer index ``missing`` rows
+    are not there that would make the last ranks' chunks as long as the others' (``Layout.cut_short``)."""
 
     dim: int
     outer: Size
@@ -163,6 +179,7 @@ class ShardedDim:
     size: Size
     before: tuple[Atom, ...]
     after: tuple[Atom, ...]
+    missing: int = 0
 
     @classmethod
     def of(cls, layout: Layout) -> ShardedDim:
@@ -172,4 +189,7 @@ class ShardedDim:
         atoms = layout.refined().dims[dim]
         at = next(i for i, a in enumerate(atoms) if a.rank)
         before, after = atoms[:at], atoms[at + 1 :]
-        return cls(dim, product(before), product(after), product(atoms), tuple(before), tuple(after))
+        rank, missing = atoms[at], 0
+        if isinstance(rank.total, int):
+            missing = (rank.size * after[0].size - rank.total) * product(after[1:])
+        return cls(dim, product(before), product(after), product(atoms), tuple(before), tuple(after), missing)

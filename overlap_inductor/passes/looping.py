@@ -124,7 +124,7 @@ def rewrite_reduce(emit: StepEmitter, pattern: str, nodes: ReduceNodes, paramete
     """``(next token of the chain, result)``; the result has the collective's shape and is contiguous."""
     columns = nodes.sharded.dim == 1
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
-    lhs = [_rows_in_place(emit, a, nodes.sharded, from_ranks=False) for a, _ in pairs]
+    lhs = [_rows_in_place(emit, emit.whole_chunks(a, 0, nodes.sharded), nodes.sharded, from_ranks=False) for a, _ in pairs]
     rhs, biases = [b for _, b in pairs], [m.bias for m in nodes.leaves]
     parts, floor = parameters["sub_chunks"], parameters.get("min_rows", 0)
     if pattern == "matmul_all_gather":

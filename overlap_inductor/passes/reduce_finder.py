@@ -18,6 +18,8 @@ from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import LayoutError
 from overlap_inductor.passes.layouts import ShardedDim
 from overlap_inductor.passes.layouts import same_size
+from overlap_inductor.passes.pieces import appended_to
+from overlap_inductor.passes.pieces import piece_of
 from overlap_inductor.passes.site_nodes import CollectiveNode
 from overlap_inductor.passes.site_nodes import ReduceNodes
 from overlap_inductor.schedule import Reason
@@ -33,30 +35,20 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
     pieces: list[Any] = list(cat.args[0])  # type: ignore[arg-type]
     if operators.argument(cat, "dim") != 0 or len(pieces) != world_size:
         return None
-    for i, piece in enumerate(pieces):
-        if not isinstance(piece, fx.Node):
+    for i, piece in enumerate(map(piece_of, pieces)):
+        if piece is None:
             return None
-        if piece.target is aten.slice.Tensor:
-            base, d = piece.args[0], operators.argument(piece, "dim")
-            start = operators.argument(piece, "start") or 0
-            start = start.meta["val"] if isinstance(start, fx.Node) else start
-            if (step := operators.argument(piece, "step")) != 1:
-                return Reason("not_plain_scatter", f"piece {i} takes every {step}th row on dim {d}; expected consecutive rows")
-        elif getattr(piece.target, "__name__", "") == "getitem" and piece.args[0].target in tools.SPLITS:  # type: ignore[union-attr]
-            split, index = piece.args
-            base, d = split.args[0], operators.argument(split, "dim")  # type: ignore[union-attr, arg-type]
-            start = sum(v.shape[d] for v in split.meta["val"][:index])  # type: ignore[union-attr]
-        else:
-            return None
-        size = tools.shape(base)[d]  # type: ignore[arg-type]
-        shard = tools.shape(piece)[d]
+        size, shard = tools.shape(piece.base)[piece.dim], piece.length
+        if piece.step != 1:
+            return Reason("not_plain_scatter", f"piece {i} takes every {piece.step}th row on dim {piece.dim}; expected consecutive rows")
         # Symbolic pieces are equal because ``cat`` joins them on another dim.
-        equal = d != 0 if isinstance(size, torch.SymInt) else shard * world_size == size
-        if (source is not None and (base is not source or d != dim)) or not (equal or same_size(shard * world_size, size)):
-            return Reason("not_plain_scatter", f"piece {i} holds {shard} of {size} rows on dim {d}; expected equal pieces of one tensor")
-        if not same_size(start, i * shard):
-            return Reason("not_plain_scatter", f"piece {i} begins at {start}, expected {i * shard}: the slices are out of order")
-        source, dim = base, d
+        equal = piece.dim != 0 if isinstance(size, torch.SymInt) else shard * world_size == size
+        same = source is None or (piece.base is source and piece.dim == dim)
+        if not same or not (equal or same_size(shard * world_size, size)):
+            return Reason("not_plain_scatter", f"piece {i} holds {shard} of {size} rows on dim {piece.dim}; expected equal pieces of one tensor")
+        if not same_size(piece.start, i * shard):
+            return Reason("not_plain_scatter", f"piece {i} begins at {piece.start}, expected {i * shard}: the slices are out of order")
+        source, dim = piece.base, piece.dim
     return source, dim
 
 
@@ -91,6 +83,9 @@ class _Tracer:
             self.region.add(node)
             if node.op != "call_function":
                 self._external(node)
+            elif (padded := appended_to(node)) is not None:
+                source, dim = padded
+                self._through(node, source, layout.cut_short(dim, tools.shape(source)[dim]), pending)
             elif node.target is aten.cat.default and isinstance(found := _scatter_source(node, self.world_size), tuple):
                 source, dim = found
                 rank_first = layout.refined().dims[0]
@@ -180,6 +175,8 @@ def find_reduce(collectives: list[CollectiveNode], result: fx.Node) -> tuple[Red
     except LayoutError as error:
         return None, Reason("layout", str(error)), True
     role = leaf.output_role(sharded.dim)
+    if sharded.missing and (reason := _not_zero(tracer, sharded, role)) is not None:
+        return None, reason, True
     nodes = ReduceNodes(collectives, result, tracer.leaves, tracer.layouts, tracer.through, tracer.externals, sharded, role)
     ends = {c.node for c in collectives}
     inside = tracer.region | ends | set(tracer.through)
@@ -191,9 +188,23 @@ def find_reduce(collectives: list[CollectiveNode], result: fx.Node) -> tuple[Red
     return nodes, obstacle, True
 
 
+def _not_zero(tracer: _Tracer, sharded: ShardedDim, role: str) -> Reason | None:
+    """Why rows of zeros in the matmuls' operands would not give the rows of zeros that are appended to their result."""
+    for matmul in tracer.leaves:
+        if matmul.kind == "scaled_mm" or matmul.bias is not None or role == "B":
+            return Reason("not_plain_scatter", f"the result of {matmul.node.name} ({matmul.kind}) is padded, which its operands cannot stand for")
+    if not same_size(sharded.size, tools.shape(tracer.leaves[0].node)[sharded.dim]):
+        return Reason("layout", f"rows of {tracer.leaves[0].node.name} are appended to in a dim that is cut further")
+    for node in tracer.region:
+        if tools.is_pointwise(node) and not tools.is_cast(node):
+            return Reason("not_plain_scatter", f"{node.name} stands between the matmul and the padding of its result")
+    return None
+
+
 def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """A split, getitem or slice that only feeds the region's own cat."""
-    if node.target in tools.SPLITS or node.target is aten.slice.Tensor or getattr(node.target, "__name__", "") == "getitem":
+    """A split, getitem, slice, copy or padding of one that only feeds the region's own cat."""
+    cuts = (*tools.SPLITS, *tools.SAME, aten.slice.Tensor, aten.constant_pad_nd.default)
+    if node.target in cuts or getattr(node.target, "__name__", "") == "getitem":
         return all(u in inside or _is_piece(u, inside) for u in node.users)
     return False
 

@@ -47,6 +47,7 @@ class _Slices:
     def __init__(self, emit: StepEmitter, nodes: ReduceNodes) -> None:
         self.emit, self.nodes = emit, nodes
         self.after: fx.Node | None = None
+        self.whole: dict[fx.Node, fx.Node] = {}
 
     def of_rank(self, shift: int, block: Block) -> fx.Node:
         sharded = self.nodes.sharded
@@ -80,8 +81,8 @@ class _Slices:
         if leaf is not None:
             role = nodes.role
             lhs_dim, rhs_dim = leaf.operand_dim("lhs", role), leaf.operand_dim("rhs", role)
-            lhs = cut(leaf.lhs, lhs_dim) if lhs_dim is not None else leaf.lhs
-            rhs = cut(leaf.rhs, rhs_dim) if rhs_dim is not None else leaf.rhs
+            lhs = cut(self._whole(leaf.lhs, lhs_dim), lhs_dim) if lhs_dim is not None else leaf.lhs
+            rhs = cut(self._whole(leaf.rhs, rhs_dim), rhs_dim) if rhs_dim is not None else leaf.rhs
             result = matmuls.emit(emit.graph, leaf, lhs, rhs, {role: cut})
             _annotate_new(emit, result)
             if self.after is not None:
@@ -95,6 +96,11 @@ class _Slices:
             result = emit.annotate(emit.graph.node_copy(node, lambda n: self._evaluate(n, cut, done) if tools.is_tensor(n) else n))
         done[node] = result
         return result
+
+    def _whole(self, operand: fx.Node, dim: int) -> fx.Node:
+        if operand not in self.whole:
+            self.whole[operand] = self.emit.whole_chunks(operand, dim, self.nodes.sharded)
+        return self.whole[operand]
 
     def _external(self, node: fx.Node, cut: matmuls.Slicer) -> fx.Node:
         shape = tools.shape(node)

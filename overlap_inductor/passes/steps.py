@@ -90,6 +90,16 @@ class StepEmitter:
         part = self.narrow(part, dim, block.outer_start, block.outer_length)
         return self.reshape(part, [*shape[:dim], block.outer_length * block.length, *shape[dim + 1 :]])
 
+    def whole_chunks(self, x: fx.Node, dim: int, sharded: ShardedDim) -> fx.Node:
+        """``x`` with rows of zeros for those that dim ``dim`` (laid out as ``sharded``) is short of."""
+        if not sharded.missing:
+            return x
+        shape = tools.shape(x)
+        have = shape[dim] // sharded.outer
+        split = self.reshape(x, [*shape[:dim], sharded.outer, have, *shape[dim + 1 :]])
+        padded = self.call(aten.constant_pad_nd.default, split, [0, 0] * (len(shape) - 1 - dim) + [0, sharded.missing])
+        return self.reshape(padded, [*shape[:dim], sharded.outer * (have + sharded.missing), *shape[dim + 1 :]])
+
     def convert(self, x: fx.Node, source: Layout, target: Layout, sizes: dict[int, Size] | None = None) -> fx.Node:
         """``x`` in layout ``source`` brought into layout ``target`` (same atoms in another order), views wherever they can be."""
         source, target = source.refined(), target.refined()

@@ -140,6 +140,50 @@ def test_scatter_by_slices_with_gaps(steps: tuple[int, int]) -> None:
     assert misses(report) == ([] if steps == (1, 1) else [("reduce_scatter", "not_plain_scatter")])
 
 
+@pytest.mark.parametrize(
+    ("value", "short", "bias", "found"),
+    [
+        pytest.param(0, 1, False, ["overlapped"], id="zeros appended"),
+        pytest.param(1, 1, False, [], id="ones appended"),
+        pytest.param(0, 0, False, [], id="zeros in the middle"),
+        pytest.param(0, 1, True, [], id="bias under the zeros"),
+    ],
+)
+def test_scatter_of_padded_pieces(value: int, short: int, bias: bool, found: list[str]) -> None:
+    """Uneven shards: only zeros behind all rows, of a result that is zero where its operands are."""
+    with fake_group(2):
+        made = HandGraph()
+        x, w = made.input(7, 16), made.input(16, 8, name="w")
+        y = made.call(aten.addmm.default, made.input(8, name="b"), x, w) if bias else made.mm(x, w)
+        ends = [(0, 4), (4, 7)] if short else [(0, 3), (3, 7)]
+        pieces = [made.call(aten.slice.Tensor, y, 0, a, b) for a, b in ends]
+        pieces[short] = made.call(aten.constant_pad_nd.default, pieces[short], [0, 0, 0, 1], value)
+        report = made.output(made.scatter(made.call(aten.cat.default, pieces))).run()
+    assert [s.decision.status for s in report.sites] == found
+    assert len(report.near_misses) == 1 - len(found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "code"),
+    [((2, 3, 16), None), ((2, 1, 16), "layout"), ((6, 16), None)],
+    ids=["in each of two", "one row in each of two", "columns beside the rows"],
+)
+def test_scatter_of_padded_rows_of_a_batch(shape: tuple[int, ...], code: str | None) -> None:
+    """Rows appended to the middle dim stand between rows of the matmul, each batch's behind its own."""
+    with fake_group(2):
+        made = HandGraph()
+        x, w = made.call(aten.reshape.default, made.input(*shape), [-1, 16]), made.input(16, 8, name="w")
+        y = made.call(aten.reshape.default, made.mm(x, w), [2, -1, 8] if len(shape) == 3 else [3, 2, 8])
+        dim = len(shape) - 2
+        short = 4 - y.meta["val"].shape[dim] if shape[-2] != 1 else 1
+        padded = made.call(aten.constant_pad_nd.default, y, [0, 0, 0, short] if dim else [0, 0, 0, 0, 0, short])
+        half = padded.meta["val"].shape[dim] // 2
+        pieces = [made.call(aten.slice.Tensor, padded, dim, a, a + half) for a in (0, half)]
+        report = made.output(made.scatter(made.call(aten.cat.default, pieces))).run()
+    assert [s.decision.status for s in report.sites] == (["overlapped"] if code is None else [])
+    assert misses(report) == ([] if code is None else [("reduce_scatter", code)])
+
+
 def test_trim_of_uneven_shards() -> None:
     """Row E by hand: rows cut off the end of the gathered tensor are cut off the result, not computed from other rows."""
     with fake_group(3):

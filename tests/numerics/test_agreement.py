@@ -22,6 +22,16 @@ from tests.numerics.ranks import run_ranks
 all_reduce = funcol.all_reduce
 
 
+def _evened(x: torch.Tensor, dim: int, world_size: int, chunk: int) -> torch.Tensor:
+    """Zeros appended to make ``world_size`` chunks of ``dim``, as DTensor writes it: every short chunk is padded alone."""
+    if x.shape[dim] == world_size * chunk:
+        return x
+    pieces = list(x.split(chunk, dim))
+    pieces += [x.narrow(dim, 0, 0)] * (world_size - len(pieces))
+    behind = [0, 0] * (x.dim() - 1 - dim)
+    return torch.cat([torch.nn.functional.pad(p, [*behind, 0, chunk - p.shape[dim]]) if p.shape[dim] < chunk else p for p in pieces], dim)
+
+
 def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
     """``name: (function, input shapes, sites that must be overlapped)``; ``size`` is a shard's row count."""
     g = dist.group.WORLD
@@ -66,6 +76,18 @@ def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, .
         "three all-reduces added": (
             lambda x, a, b: all_reduce(x @ a, "sum", g) + all_reduce(x @ b, "sum", g) + all_reduce(x @ (a * b), "sum", g),
             [(s, 8), (8, 5), (8, 5)],
+            1,
+        ),
+        "scatter uneven rows": (lambda x, a: reduce_scatter(_evened(x @ a, 0, w, s), "sum", 0, g), [(max(s * w - 1, 2), 8), (8, 5)], 1),
+        "scatter an uneven sequence, batch 2, shards empty": (
+            lambda x, a: reduce_scatter(_evened(x @ a, 1, w, s), "avg", 1, g),
+            [(2, max(s * w - s - 1, 2), 8), (8, 5)],
+            1,
+        ),
+        "scatter uneven columns": (lambda x, a: reduce_scatter(_evened(x @ a, 1, w, s), "sum", 1, g), [(7, 8), (8, max(s * w - 1, 2))], 1),
+        "scatter uneven blocks of rows": (
+            lambda x, a: reduce_scatter(_evened((x @ a).view(-1, 3, 5), 0, w, s), "sum", 0, g),
+            [(3 * max(s * w - 1, 2), 8), (8, 5)],
             1,
         ),
         "gathered output": (lambda x, a: all_gather(x @ a, 1, g), [(s, 8), (8, 5)], 1),

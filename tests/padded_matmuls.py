@@ -1,0 +1,17 @@
+"""Inductor's padding of matmuls to aligned sizes, which it does on GPUs alone and where a timing says so, done here or not as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch._inductor.fx_passes import pad_mm
+
+
+@contextmanager
+def padded_matmuls(wanted: bool = True) -> Iterator[None]:
+    patched = {name: mock.patch.object(pad_mm, name, lambda *args: wanted) for name in ("check_device", "has_triton")}
+    with patched["check_device"], patched["has_triton"], torch._inductor.config.patch(force_shape_pad=wanted):
+        yield
