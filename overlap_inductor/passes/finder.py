@@ -155,7 +155,8 @@ class SiteFinder:
             anchor = nodes.leaves[0].node
         facts = finding.describe(collective.node, collective.kind, dim, role)
         module = naming.module_of(anchor) or naming.module_of(collective.node) or anchor.name
-        identity = naming.site_id(pattern, naming.module_of(collective.node), self.phase, len(self.sites), facts)
+        sizes = "|".join(f"{m.kind}:{m.n}:{m.k}:{m.dtype}" for m in matmuls)
+        identity = naming.site_id(pattern, module, self.phase, len(self.sites), sizes)
         self.sites.append(OverlapSite(SiteFacts(identity, pattern, module, facts, tuple(matmuls)), nodes, obstacle=obstacle))
 
     def _miss(self, node: fx.Node, kind: str, reason: Reason, anchor: fx.Node | None = None) -> None:

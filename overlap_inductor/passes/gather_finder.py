@@ -84,18 +84,13 @@ class _Follower:
         for node in graph.nodes:
             if node is self.collective.wait:
                 started = True
-            elif started and node.op == "call_function" and self._reads_gathered(node):
+            elif started and node.op == "call_function" and any(s in self.layouts for s in node.all_input_nodes):
                 try:
                     self._visit(node)
                 except LayoutError as error:
                     self.obstacles.append(Reason("layout", f"{node.name}: {error}"))
             elif started and node.op == "call_function" and node.target is aten.cat.default:
                 self._visit_cat(node)
-
-    def _reads_gathered(self, node: fx.Node) -> bool:
-        matmul = matmuls.parse(node)
-        sources = node.all_input_nodes if matmul is None else [n for n in (matmul.lhs, matmul.rhs, matmul.bias) if n is not None]
-        return any(s in self.layouts for s in sources)
 
     def _pass_on(self, node: fx.Node, source: fx.Node, layout: Layout) -> None:
         self.layouts[node] = layout
@@ -128,7 +123,7 @@ class _Follower:
         elif tools.is_pointwise(node):
             self._visit_pointwise(node, source)
         elif node.target not in tools.SPLITS and getattr(node.target, "__name__", "") != "getitem":
-            if any((m := matmuls.parse(u)) is not None and node not in m.nodes for u in node.users):
+            if any(matmuls.parse(u) for u in node.users):
                 self.obstacles.append(
                     Reason("op_between", f"{node.target} stands between the all-gather and a matmul and does not commute with it")
                 )

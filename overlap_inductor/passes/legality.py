@@ -195,7 +195,7 @@ def _names(nodes: set[fx.Node]) -> str:
 
 
 def _members(site: OverlapSite) -> list[fx.Node]:
-    return [n for c in site.collectives for n in (c.node, c.wait)] + [n for m in site.matmuls for n in m.nodes]
+    return [n for c in site.collectives for n in (c.node, c.wait)] + [m.node for m in site.matmuls]
 
 
 def refuse(site: OverlapSite, context: Context) -> Reason | None:

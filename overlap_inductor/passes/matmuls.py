@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from overlap_inductor import site as facts
-from overlap_inductor.passes import alignment
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.torch_compat import operators
 
@@ -33,36 +32,20 @@ class MatmulNode:
 
     node: fx.Node
     kind: str
-    core: fx.Node
-    """The call itself: another node than ``node`` where padded operands make slices of its result the matmul."""
 
     @property
     def lhs(self) -> fx.Node:
-        return self._operand(1 if self.kind in ("addmm", "baddbmm") else 0)
+        return self.node.args[1 if self.kind in ("addmm", "baddbmm") else 0]  # type: ignore[return-value]
 
     @property
     def rhs(self) -> fx.Node:
-        return self._operand(2 if self.kind in ("addmm", "baddbmm") else 1)
-
-    def _operand(self, position: int) -> fx.Node:
-        operand: fx.Node = self.core.args[position]  # type: ignore[assignment]
-        return alignment.behind_padding(operand) if self._aligned else operand
+        return self.node.args[2 if self.kind in ("addmm", "baddbmm") else 1]  # type: ignore[return-value]
 
     @property
     def bias(self) -> fx.Node | None:
         if self.kind in ("addmm", "baddbmm"):
-            return self._operand(0)
-        return operators.argument(self.core, "bias") if self.kind == "scaled_mm" else None
-
-    @property
-    def _aligned(self) -> alignment.Aligned | None:
-        return None if self.kind == "scaled_mm" else alignment.aligned(self.core, operands_of(self.core))
-
-    @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        """All nodes that make it: one, or the padding of its operands, the call, and the slices of its result."""
-        found = self._aligned
-        return (self.node,) if found is None else found.nodes
+            return self.node.args[0]  # type: ignore[return-value]
+        return operators.argument(self.node, "bias") if self.kind == "scaled_mm" else None
 
     @property
     def batched(self) -> bool:
@@ -100,13 +83,13 @@ class MatmulNode:
     def scales(self) -> tuple[fx.Node | None, fx.Node | None]:
         if self.kind != "scaled_mm":
             return None, None
-        return operators.argument(self.core, "scale_a"), operators.argument(self.core, "scale_b")
+        return operators.argument(self.node, "scale_a"), operators.argument(self.node, "scale_b")
 
     def refusal(self) -> str | None:
         """Why this matmul cannot be cut at all, or ``None``."""
-        if self.kind in ("addmm", "baddbmm") and (self.core.kwargs.get("beta", 1), self.core.kwargs.get("alpha", 1)) != (1, 1):
-            return f"{self.kind} scales its terms (alpha={self.core.kwargs.get('alpha', 1)}, beta={self.core.kwargs.get('beta', 1)})"
-        if self.kind == "scaled_mm" and operators.argument(self.core, "scale_result") is not None:
+        if self.kind in ("addmm", "baddbmm") and (self.node.kwargs.get("beta", 1), self.node.kwargs.get("alpha", 1)) != (1, 1):
+            return f"{self.kind} scales its terms (alpha={self.node.kwargs.get('alpha', 1)}, beta={self.node.kwargs.get('beta', 1)})"
+        if self.kind == "scaled_mm" and operators.argument(self.node, "scale_result") is not None:
             return "_scaled_mm scales its result"
         for scale, one_a_row in ((self.scales()[0], 0), (self.scales()[1], 1)):
             if scale is not None and not _is_plain_scale(scale, self.node, one_a_row):
@@ -121,21 +104,12 @@ def _is_plain_scale(scale: fx.Node, matmul: fx.Node, dim: int) -> bool:
     return len(shape) == 2 and str(shape[dim]) == str(tools.shape(matmul)[dim]) and isinstance(shape[1 - dim], int) and shape[1 - dim] == 1
 
 
-def operands_of(core: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """``(lhs, rhs)`` as the call has them."""
-    first = 1 if KINDS[core.target] in ("addmm", "baddbmm") else 0  # type: ignore[index]
-    return core.args[first], core.args[first + 1]  # type: ignore[return-value]
-
-
 def parse(node: fx.Node) -> MatmulNode | None:
-    """The matmul whose result ``node`` is, or ``None``. A call whose padded result is sliced is no matmul: its last slice is."""
-    core = alignment.core_of(node)
-    kind = KINDS.get(core.target)  # type: ignore[arg-type]
-    if kind is None or not tools.is_tensor(core):
+    """The matmul that ``node`` is, or ``None``."""
+    kind = KINDS.get(node.target)  # type: ignore[arg-type]
+    if kind is None or not tools.is_tensor(node):
         return None
-    found = alignment.aligned(core, operands_of(core)) if kind != "scaled_mm" else None
-    result = core if found is None else found.result
-    return MatmulNode(node, kind, core) if node is result else None
+    return MatmulNode(node, kind)
 
 
 Slicer = Callable[[fx.Node, int], fx.Node]
@@ -170,7 +144,7 @@ def emit(
             scale_a = cut(scale_a, {0: "M"})
         if scale_b is not None and len(tools.shape(scale_b)) == 2:
             scale_b = cut(scale_b, {1: "N"})
-        rest: dict[str, Any] = {k: operators.argument(matmul.core, k) for k in ("out_dtype", "use_fast_accum")}
+        rest: dict[str, Any] = {k: operators.argument(matmul.node, k) for k in ("out_dtype", "use_fast_accum")}
         return call(aten._scaled_mm.default, (lhs, rhs, scale_a, scale_b, bias), rest)
     if matmul.kind == "mm" or matmul.kind == "bmm" or not with_bias:
         return call(aten.bmm.default if matmul.batched else aten.mm.default, (lhs, rhs))

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import fx
 
-from overlap_inductor.site import Collective
-
 _WRAPPERS = re.compile(r"^(L\['self'\]|L__self__|self)\.?|\._orig_mod|_orig_mod\.?|_checkpoint_wrapped_module\.?")
 
 
@@ -33,11 +31,7 @@ def module_of(node: fx.Node) -> str:
     return ""
 
 
-def site_id(pattern: str, module: str, phase: str, ordinal: int, collective: Collective) -> str:
-    """``<pattern>-<8 hex digits>``: a digest of the site's collective and where it stands in its graph.
-
-    Not of its matmuls: what Inductor makes of them (padding, a bias folded in) rests on timings of one rank.
-    """
-    moved = (collective.kind, collective.dtype, collective.dim, collective.role, collective.reduce_op, collective.bytes, collective.world_size)
-    digest = hashlib.sha256(f"{pattern}|{module}|{phase}|{ordinal}|{moved}".encode()).hexdigest()[:8]
+def site_id(pattern: str, module: str, phase: str, ordinal: int, sizes: str) -> str:
+    """``<pattern>-<8 hex digits>``: a digest of what the site is and where it stands in its graph."""
+    digest = hashlib.sha256(f"{pattern}|{module}|{phase}|{ordinal}|{sizes}".encode()).hexdigest()[:8]
     return f"{pattern}-{digest}"

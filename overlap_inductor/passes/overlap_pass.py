@@ -161,7 +161,7 @@ def _copy(source: fx.Graph, target: fx.Graph) -> None:
 def plan_text(chosen: list[OverlapSite], config: OverlapConfig) -> tuple[str, str]:
     """``(hash, JSON text)`` of what the ranks must agree on: versions, configuration, and a digest of every site's plan."""
     sites = [
-        [s.facts.id, s.facts.pattern, [[p.schedule, p.transport, p.parameters] for p in s.decision.plan]]  # type: ignore[union-attr]
+        [s.facts.id, s.facts.pattern, [str(m) for m in s.facts.matmuls], [[p.schedule, p.transport, p.parameters] for p in s.decision.plan]]  # type: ignore[union-attr]
         for s in chosen
     ]
     digest = hashlib.sha256(json.dumps(sites, sort_keys=True).encode()).hexdigest()[:16]

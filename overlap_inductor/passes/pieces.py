@@ -52,8 +52,8 @@ def behind_copies(node: Any) -> Any:
 
 def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
     """``(x, dim)`` where ``node`` is ``x`` with zeros appended along ``dim``, in one piece or as ``cat`` of pieces of which the last ones
-    are padded (how DTensor makes uneven shards even); else ``None``."""
-    if node.target is aten.constant_pad_nd.default:
+    are padded (how DTensor makes uneven shards even); else ``None``. Sizes must be known: which ranks are short rests on them."""
+    if node.target is aten.constant_pad_nd.default and all(isinstance(s, int) for s in tools.shape(node)):
         return _padded(node)
     if node.target is not aten.cat.default or any(not isinstance(s, int) for s in tools.shape(node)):
         return None

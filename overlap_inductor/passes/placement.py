@@ -40,7 +40,7 @@ def place(nodes: GatherNodes) -> Placement:
     at_gather = Placement(gather, [], _needed_behind(nodes, gather))
     if at_gather.obstacle is None:
         return at_gather
-    members = {gather, nodes.collective.wait, *between(nodes), *(n for c in nodes.consumers for n in c.matmul.nodes)}
+    members = {gather, nodes.collective.wait, *between(nodes), *(c.matmul.node for c in nodes.consumers)}
     users = {user for member in members for user in member.users} - members
     order = list(gather.graph.nodes)
     first_use = next(i for i, n in enumerate(order) if n in users)

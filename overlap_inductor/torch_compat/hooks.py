@@ -1,4 +1,4 @@
-"""Functions of Inductor that we wrap, so that a graph's report is stored with the compiled graph.
+"""Functions of Inductor that we wrap, most of them so that a graph's report is stored with the compiled graph.
 
 Inductor skips every pass where a cache has the compiled graph. Therefore the pass only leaves its report in the
 compile scope; the report's text becomes an attribute of ``CompiledFxGraph``, which is pickled into the FX graph cache,
@@ -24,6 +24,7 @@ from overlap_inductor.report import OverlapReport
 from overlap_inductor.torch_compat import compile_scope
 from overlap_inductor.torch_compat.compile_scope import CompileScope
 from overlap_inductor.torch_compat.guards import without_guards
+from overlap_inductor.torch_compat.padding import beside_collective
 
 log = logging.getLogger("overlap_inductor")
 
@@ -62,6 +63,7 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
     """Wrap Inductor's functions, once. ``expected`` says what is switched on; ``shared_pass`` is the pass for that."""
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
     from torch._inductor import compile_fx
+    from torch._inductor.fx_passes import pad_mm
     from torch._inductor.fx_utils import FakeTensorUpdater
     from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.scheduler import BaseSchedulerNode
@@ -76,6 +78,7 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
         _wrap(CompiledFxGraph, "post_compile", _post_compile)
         _wrap(AOTAutogradCache, "try_load", _try_load)
         _wrap(FakeTensorUpdater, "incremental_update", _incremental_update)
+        _wrap(pad_mm, "should_pad", _should_pad)
         _wrap(BaseSchedulerNode, "has_aliasing_or_mutation", _has_aliasing_or_mutation)
 
 
@@ -198,6 +201,14 @@ def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, 
 
     with without_guards(V.fake_mode.shape_env):
         return original(updater, *args, **kwargs)
+
+
+def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs: Any) -> bool:
+    """Asked of the joint graph, before a forward and its backward are told apart."""
+    config = config_in_effect()
+    if config is not None and config.mode in ("on", "strict") and any(beside_collective(n) for n in match.output_nodes() if n is not None):
+        return False
+    return original(match, *args, **kwargs)
 
 
 def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:

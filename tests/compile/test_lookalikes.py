@@ -17,6 +17,7 @@ from tests.fake_group import all_gather
 from tests.fake_group import fake_group
 from tests.fake_group import reduce_scatter
 from tests.fake_group import report_of
+from tests.fake_group import reports_of
 from tests.hand_graph import HandGraph
 from tests.hand_graph import aten
 
@@ -182,6 +183,19 @@ def test_scatter_of_padded_rows_of_a_batch(shape: tuple[int, ...], code: str | N
         report = made.output(made.scatter(made.call(aten.cat.default, pieces))).run()
     assert [s.decision.status for s in report.sites] == (["overlapped"] if code is None else [])
     assert misses(report) == ([] if code is None else [("reduce_scatter", code)])
+
+
+def test_rows_appended_to_an_unknown_number() -> None:
+    """Which ranks are short cannot be told, so it is left alone."""
+    with fake_group(2) as group:
+        (report,) = reports_of(
+            lambda x, w: reduce_scatter(torch.nn.functional.pad(x @ w, (0, 0, 0, 1)), "sum", 0, group),
+            torch.randn(7, 16),
+            torch.nn.Parameter(torch.randn(16, 8), requires_grad=False),
+            dynamic=True,
+        )
+    assert "constant_pad_nd: float32[s" in report.before
+    assert summary(report) == [] and misses(report) == [("reduce_scatter", "op_between")]
 
 
 def test_trim_of_uneven_shards() -> None:

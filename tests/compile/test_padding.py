@@ -1,0 +1,70 @@
+"""Inductor pads a matmul where a timing on that rank says so. What is found beside a collective does not rest on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_inductor.report import OverlapReport
+from tests.fake_group import all_gather
+from tests.fake_group import all_reduce
+from tests.fake_group import fake_group
+from tests.fake_group import reduce_scatter
+from tests.fake_group import reports_of
+from tests.numerics.test_agreement import _cases
+from tests.padded_matmuls import padded_matmuls
+
+
+def _reports(function: Callable[..., Any], shapes: list[tuple[int, ...]], pads: bool, trains: bool = False, **fields: Any) -> list[OverlapReport]:
+    torch._dynamo.reset()
+    with padded_matmuls(pads):
+        return reports_of(function, *[torch.randn(s, requires_grad=trains) for s in shapes], **fields)
+
+
+def _paddings(reports: list[OverlapReport]) -> int:
+    return sum(r.before.count("constant_pad_nd.") for r in reports)
+
+
+def test_padding_changes_neither_sites_nor_plan() -> None:
+    """Row and column counts of which none is aligned."""
+    with fake_group(3):
+        for name in _cases(3, 4):
+            function, shapes, expected = _cases(3, 7)[name]
+            plain, padded = ([r] for pads in (False, True) for r in _reports(function, shapes, pads))
+            assert padded[0].before == plain[0].before, name
+            assert padded[0].plan_hash == plain[0].plan_hash, name
+            assert padded[0].counters()["sites_overlapped"] == expected, name
+
+
+TRAINED: dict[str, Callable[..., Any]] = {
+    "activation behind the gather's matmul": lambda x, a, b: torch.nn.functional.gelu(all_gather(x, 0, torch.distributed.group.WORLD) @ a),
+    "gather, activation, scatter": lambda x, a, b: reduce_scatter(
+        torch.nn.functional.gelu(all_gather(x, 0, torch.distributed.group.WORLD) @ a) @ b, "sum", 0, torch.distributed.group.WORLD
+    ),
+    "activation, all-reduce": lambda x, a, b: all_reduce(torch.nn.functional.gelu(x @ a) @ b, "sum", torch.distributed.group.WORLD),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_padding_changes_nothing_in_forward_and_backward(name: str) -> None:
+    with fake_group(3):
+        plain, padded = (_reports(TRAINED[name], [(7, 18), (18, 10), (10, 18)], pads, trains=True) for pads in (False, True))
+    assert [r.plan_hash for r in padded] == [r.plan_hash for r in plain] and any(r.plan_hash for r in plain)
+    assert [[s.facts.id for s in r.sites] for r in padded] == [[s.facts.id for s in r.sites] for r in plain]
+
+
+@pytest.mark.parametrize("mode", ["on", "report"])
+def test_matmuls_elsewhere_are_padded_as_ever(mode: str) -> None:
+    """A softmax keeps the first matmul from the collective; where nothing is rewritten, nothing is asked to stay as it is."""
+    group = torch.distributed.group
+
+    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return reduce_scatter(torch.softmax(x @ a, -1) @ b, "sum", 0, group.WORLD)
+
+    with fake_group(3):
+        assert _paddings(_reports(function, [(21, 18), (18, 10), (10, 18)], False, mode=mode)) == 0
+        elsewhere, everywhere = 2, 4
+        assert _paddings(_reports(function, [(21, 18), (18, 10), (10, 18)], True, mode=mode)) == (elsewhere if mode == "on" else everywhere)
