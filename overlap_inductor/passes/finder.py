@@ -154,10 +154,11 @@ class SiteFinder:
             matmuls = [m.describe(nodes.role) for m in nodes.leaves]
             anchor = nodes.leaves[0].node
         facts = finding.describe(collective.node, collective.kind, dim, role)
-        module = naming.module_of(anchor) or naming.module_of(collective.node) or anchor.name
+        module = naming.module_of(anchor) or naming.module_of(collective.node)
         sizes = "|".join(f"{m.kind}:{m.n}:{m.k}:{m.dtype}" for m in matmuls)
         identity = naming.site_id(pattern, module, self.phase, len(self.sites), sizes)
-        self.sites.append(OverlapSite(SiteFacts(identity, pattern, module, facts, tuple(matmuls)), nodes, obstacle=obstacle))
+        # (Node names are no part of the identity: Inductor numbers them after what it did elsewhere in the graph.)
+        self.sites.append(OverlapSite(SiteFacts(identity, pattern, module or anchor.name, facts, tuple(matmuls)), nodes, obstacle=obstacle))
 
     def _miss(self, node: fx.Node, kind: str, reason: Reason, anchor: fx.Node | None = None) -> None:
         module = naming.module_of(anchor or node)

@@ -143,13 +143,14 @@ class Layout:
         return Layout(tuple(tuple(d) for d in dims))
 
     def cut_short(self, dim: int, size: int) -> Layout:
-        """The layout before rows were appended along ``dim`` to make the ranks' shards equal: the last ones are short, or empty."""
+        """The layout before rows were appended along ``dim``, which had ``size``, to make the ranks' shards equal: the last ones are short,
+        or empty. Raises ``LayoutError`` where that is not the scattered dim, or the size is not known."""
         dims = list(self.refined().dims)
         if len(dims[dim]) != 2 or not dims[dim][0].rank:
             raise LayoutError("rows are appended to a dim that is not the scattered one")
         rank, chunk = dims[dim]
-        if size < 2:
-            raise LayoutError(f"the scattered dim has {size} rows before others are appended: in a reshape it could be any dim")
+        if not isinstance(size, int) or size < 2:
+            raise LayoutError(f"the scattered dim has {size} rows before others are appended: a reshape of that could move them anywhere")
         dims[dim] = (Atom(rank.size, rank=True, total=size), chunk)
         return Layout(tuple(dims))
 

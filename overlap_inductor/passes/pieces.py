@@ -53,9 +53,10 @@ def behind_copies(node: Any) -> Any:
 def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
     """``(x, dim)`` where ``node`` is ``x`` with zeros appended along ``dim``, in one piece or as ``cat`` of pieces of which the last ones
     are padded (how DTensor makes uneven shards even); else ``None``. Sizes must be known: which ranks are short rests on them."""
-    if node.target is aten.constant_pad_nd.default and all(isinstance(s, int) for s in tools.shape(node)):
-        return _padded(node)
-    if node.target is not aten.cat.default or any(not isinstance(s, int) for s in tools.shape(node)):
+    if node.target is aten.constant_pad_nd.default:
+        found = _padded(node)
+        return found if found is not None and isinstance(tools.shape(found[0])[found[1]], int) else None
+    if node.target is not aten.cat.default:
         return None
     dim = operators.argument(node, "dim") % len(tools.shape(node))
     source: fx.Node | None = None
@@ -70,6 +71,8 @@ def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
             ended = True
             continue
         piece = piece_of(behind_copies(inner)) or Piece(inner, dim, 0, tools.shape(inner)[dim])
+        if not all(isinstance(n, int) for n in (piece.start, piece.length, tools.shape(piece.base)[piece.dim])):
+            return None
         if ended or piece.step != 1 or piece.dim != dim or not same_size(piece.start, rows) or (source or piece.base) is not piece.base:
             return None
         source, rows, ended = piece.base, rows + piece.length, short

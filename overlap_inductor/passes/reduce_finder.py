@@ -52,6 +52,15 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
     return source, dim
 
 
+def _is_matmul_result(node: fx.Node) -> bool:
+    """Whether ``node`` is the result of a matmul in another form."""
+    while matmuls.parse(node) is None:
+        if not (tools.is_reshape(node) or tools.permutation(node) is not None or tools.is_cast(node)):
+            return False
+        node = node.args[0]  # type: ignore[assignment]
+    return True
+
+
 class _Tracer:
     """Walks backward from the collective's input, assigning every region node its layout."""
 
@@ -83,7 +92,7 @@ class _Tracer:
             self.region.add(node)
             if node.op != "call_function":
                 self._external(node)
-            elif (padded := appended_to(node)) is not None:
+            elif (padded := appended_to(node)) is not None and _is_matmul_result(padded[0]):
                 source, dim = padded
                 self._through(node, source, layout.cut_short(dim, tools.shape(source)[dim]), pending)
             elif node.target is aten.cat.default and isinstance(found := _scatter_source(node, self.world_size), tuple):

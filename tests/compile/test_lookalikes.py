@@ -198,6 +198,33 @@ def test_rows_appended_to_an_unknown_number() -> None:
     assert summary(report) == [] and misses(report) == [("reduce_scatter", "op_between")]
 
 
+def test_rows_cut_from_an_unknown_number() -> None:
+    """Pieces of known size of a tensor whose size is not: no question is asked that would become a guard."""
+    with fake_group(2):
+        made = HandGraph()
+        y = made.mm(made.input(9, 16, dynamic=[0]), made.input(16, 8, name="w"))
+        pieces = [made.call(aten.slice.Tensor, y, 0, a, b) for a, b in ((0, 4), (4, 7))]
+        pieces[1] = made.call(aten.constant_pad_nd.default, pieces[1], [0, 0, 0, 1])
+        scattered = made.scatter(made.call(aten.cat.default, pieces))
+        before = len(made.shapes.guards)
+        report = made.output(scattered).run()
+        assert len(made.shapes.guards) == before
+    assert summary(report) == [] and len(misses(report)) == 1
+
+
+@pytest.mark.parametrize("scatters", [True, False])
+def test_padded_factor(scatters: bool) -> None:
+    """A factor that was padded for itself is data like any other."""
+    with fake_group(2):
+        made = HandGraph()
+        y = made.mm(made.input(8, 16), made.input(16, 8, name="w"))
+        factor = made.call(aten.constant_pad_nd.default, made.input(5, 8, name="r"), [0, 0, 0, 3])
+        product = made.call(aten.mul.Tensor, y, factor)
+        out = made.scatter(product) if scatters else made.reduce(product)
+        report = made.output(out).run()
+    assert [s.decision.status for s in report.sites] == ["overlapped"]
+
+
 def test_trim_of_uneven_shards() -> None:
     """Row E by hand: rows cut off the end of the gathered tensor are cut off the result, not computed from other rows."""
     with fake_group(3):

@@ -51,9 +51,38 @@ TRAINED: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", TRAINED)
 def test_padding_changes_nothing_in_forward_and_backward(name: str) -> None:
     with fake_group(3):
-        plain, padded = (_reports(TRAINED[name], [(7, 18), (18, 10), (10, 18)], pads, trains=True) for pads in (False, True))
+        plain, padded = (_reports(TRAINED[name], SMALL, pads, trains=True) for pads in (False, True))
     assert [r.plan_hash for r in padded] == [r.plan_hash for r in plain] and any(r.plan_hash for r in plain)
     assert [[s.facts.id for s in r.sites] for r in padded] == [[s.facts.id for s in r.sites] for r in plain]
+
+
+SMALL = [(7, 18), (18, 10), (10, 18)]
+
+
+def test_padding_elsewhere_renames_no_site() -> None:
+    """Inductor numbers its own nodes; a site of a plain function has no module to be named after."""
+    group = torch.distributed.group
+
+    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(reduce_scatter(x @ a + b, "sum", 0, group.WORLD), -1) @ c + d
+
+    with fake_group(3):
+        plain, padded = (_reports(function, [(21, 18), (18, 10), (10,), (10, 18), (18,)], pads) for pads in (False, True))
+    assert _paddings(padded) > _paddings(plain)
+    assert [s.facts.id for s in padded[0].sites] == [s.facts.id for s in plain[0].sites] and len(plain[0].sites) == 1
+    assert padded[0].plan_hash == plain[0].plan_hash
+
+
+@pytest.mark.parametrize("budget", [80, 4000])
+def test_padding_of_the_next_matmul_leaves_the_epilogue(budget: int) -> None:
+    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(all_gather(x, 0, torch.distributed.group.WORLD) @ a) @ b
+
+    with fake_group(3):
+        plain, padded = (_reports(function, SMALL, pads, step_node_budget=budget) for pads in (False, True))
+    pieces = plain[0].after.count("aten.erf.default(")
+    assert pieces == 1 if budget == 80 else pieces > 3
+    assert padded[0].after == plain[0].after
 
 
 @pytest.mark.parametrize("mode", ["on", "report"])
