@@ -20,6 +20,7 @@ demo: $(VENV)/ready
 # Single processes two at a time; then tests that start a process for every rank themselves.
 test: $(VENV)/ready
 	$(BIN)/python -m pytest tests/unit tests/compile -n 2
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
 	$(BIN)/python -m pytest tests/numerics tests/models
 
 lint: $(VENV)/ready

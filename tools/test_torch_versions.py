@@ -29,7 +29,7 @@ def interpreters() -> list[tuple[str, str | None]]:
         python = home / "bin" / "python"
         if not python.exists():
             venv.create(home, with_pip=True)
-        command = [str(python), "-m", "pip", "install", "-q", f"torch=={version}", "numpy", "pytest", "pytest-timeout", "hypothesis", "expecttest"]
+        command = [str(python), "-m", "pip", "install", "-q", f"torch=={version}", "numpy<2.4", "triton==3.6.0", "pytest", "pytest-timeout", "hypothesis", "expecttest"]
         found.append((version, str(python) if subprocess.run(command, check=False).returncode == 0 else None))
     return found
 

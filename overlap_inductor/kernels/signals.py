@@ -1,0 +1,155 @@
+"""Signals between GPUs: release, bounded wait, fault record.
+
+A flag is one int32 in symmetric memory, alone in its 128 bytes. It only grows (modulo 2**32): a wait is for *at least* a value, so that a
+signal that runs ahead is not lost.
+
+Memory ordering (PTX memory model, section 8). A signal is ``bar.sync`` and then one thread's ``st.release.sys`` or ``red.release.sys``:
+the barrier orders the block's stores before that thread's release, and release is cumulative, so whoever acquires the value sees them all.
+A wait is one thread's ``ld.acquire.sys`` until the value is there and then ``bar.sync``: the block's later loads come after it. Both barriers
+are written out, because Triton 3.6 puts none around atomics. This covers ordinary loads and stores. Loads and stores by the bulk copy unit
+belong to another proxy: ``store_fence`` goes between bulk stores and their signal, ``load_fence`` between a wait and bulk loads.
+
+Forward progress. A wait ends: with the value; with the group's abort word set; or when its patience is over, which it records and then sets
+the abort word itself. After that every wait of the kernel returns at once and the kernel runs to its end, with data that the host rejects
+because the abort word is set. Nothing branches on the outcome, so no thread of a block is missing at a later barrier.
+
+CUDA graphs. Nothing here holds a value of the host: flags, targets and patience are arguments or memory that the kernel reads.
+
+``TRITON_INTERPRET=1`` has no inline assembly and runs the blocks of a kernel one after the other: the twins at the end do the same with
+atomics, and know no clock (a test bounds its own time).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FLAG_STRIDE = tl.constexpr(32)
+"""int32 words between flags: 128 bytes."""
+FAULT_WORDS = 8
+"""Words of a fault record: abort word, code of the wait, peer, value wanted, value seen."""
+
+_WAIT = tl.constexpr("""
+{
+.reg .pred at_work, done, stopped, early, look;
+.reg .s32 seen, ahead, abort;
+.reg .u32 thread, turns;
+.reg .u64 start, now;
+mov.u32 thread, %tid.x;
+setp.ne.u32 at_work, thread, 0;
+@at_work bra LEAVE;
+mov.u64 start, %globaltimer;
+mov.u32 turns, 0;
+AGAIN:
+ld.acquire.sys.global.s32 seen, [$1];
+sub.s32 ahead, seen, $2;
+setp.ge.s32 done, ahead, 0;
+@done bra LEAVE;
+add.u32 turns, turns, 1;
+and.b32 thread, turns, 63;
+setp.ne.u32 look, thread, 0;
+@look bra AGAIN;
+ld.relaxed.sys.global.s32 abort, [$3];
+setp.ne.s32 stopped, abort, 0;
+@stopped bra LEAVE;
+mov.u64 now, %globaltimer;
+sub.u64 now, now, start;
+setp.lt.u64 early, now, $4;
+@early bra AGAIN;
+st.relaxed.sys.global.s32 [$3+4], $5;
+st.relaxed.sys.global.s32 [$3+8], $6;
+st.relaxed.sys.global.s32 [$3+12], $2;
+st.relaxed.sys.global.s32 [$3+16], seen;
+st.release.sys.global.s32 [$3], 1;
+LEAVE:
+mov.u32 $0, 0;
+}
+""")
+
+_SET = tl.constexpr("""
+{
+.reg .pred other;
+.reg .u32 thread;
+mov.u32 thread, %tid.x;
+setp.ne.u32 other, thread, 0;
+@other bra LEAVE;
+st.release.sys.global.s32 [$1], $2;
+LEAVE:
+mov.u32 $0, 0;
+}
+""")
+
+_ADD = tl.constexpr("""
+{
+.reg .pred other;
+.reg .u32 thread;
+mov.u32 thread, %tid.x;
+setp.ne.u32 other, thread, 0;
+@other bra LEAVE;
+red.release.sys.global.add.s32 [$1], $2;
+LEAVE:
+mov.u32 $0, 0;
+}
+""")
+
+
+@triton.jit
+def _wait_at_least(flag, target, fault, patience_ns, code, peer):
+    tl.inline_asm_elementwise(_WAIT, "=r,l,r,l,l,r,r", [flag, target, fault, patience_ns, code, peer], dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _set_flag(flag, value):
+    tl.debug_barrier()
+    tl.inline_asm_elementwise(_SET, "=r,l,r", [flag, value], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _add_flag(flag, value):
+    tl.debug_barrier()
+    tl.inline_asm_elementwise(_ADD, "=r,l,r", [flag, value], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _store_fence():
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.u32 $0, 0;",
+        "=r",
+        [],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _load_fence():
+    tl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _wait_twin(flag, target, fault, patience_ns, code, peer):
+    while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - target < 0) & (tl.load(fault) == 0):
+        pass
+
+
+@triton.jit
+def _set_twin(flag, value):
+    tl.atomic_xchg(flag, value, sem="release", scope="sys")
+
+
+@triton.jit
+def _add_twin(flag, value):
+    tl.atomic_add(flag, value, sem="release", scope="sys")
+
+
+@triton.jit
+def _no_fence():
+    pass
+
+
+if triton.knobs.runtime.interpret:
+    wait_at_least, set_flag, add_flag, store_fence, load_fence = _wait_twin, _set_twin, _add_twin, _no_fence, _no_fence
+else:
+    wait_at_least, set_flag, add_flag, store_fence, load_fence = _wait_at_least, _set_flag, _add_flag, _store_fence, _load_fence

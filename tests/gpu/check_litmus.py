@@ -1,0 +1,184 @@
+"""Litmus tests of the orderings that the kernels rest on, between two GPUs at a time; every ordering has a twin without it that may fail.
+
+    torchrun --nproc-per-node 2 -m tests.gpu.check_litmus [--rounds 20000]
+
+Message passing: block b of the even rank writes a round's number all over a tile in its partner's memory and signals; block b of the partner
+waits, counts the words that are not that number, and acknowledges. One JSON row a way, written by rank 0; wrong words fail the run where the
+ordering is claimed to hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from overlap_inductor.kernels.signals import FAULT_WORDS
+from overlap_inductor.kernels.signals import load_fence
+from overlap_inductor.kernels.signals import set_flag
+from overlap_inductor.kernels.signals import store_fence
+from overlap_inductor.kernels.signals import wait_at_least
+
+ROWS, COLUMNS, BLOCKS = 64, 128, 64
+PATIENCE_NS = 5_000_000_000
+
+
+@triton.jit
+def write_rounds(peer, peer_desc, acknowledged, peer_flags, fault, first, rounds, patience, way: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """``way``: ordinary | unordered (the flag first, relaxed) | bulk | bulk without fence | bulk, barrier only."""
+    block = tl.program_id(0)
+    offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
+    for i in range(first, first + rounds):
+        tile = tl.full((R, C), 0, tl.int32) + i
+        if way == "unordered":
+            tl.store(peer_flags + block * 64, i)
+            tl.store(peer + block * R * C + offsets, tile)
+        elif way == "ordinary":
+            tl.store(peer + block * R * C + offsets, tile)
+            set_flag(peer_flags + block * 64, i)
+        else:
+            peer_desc.store([block * R, 0], tile)
+            if way == "bulk":
+                store_fence()
+            set_flag(peer_flags + block * 64, i)
+        wait_at_least(acknowledged + block * 64 + 32, i, fault, patience, 1, 0)
+
+
+@triton.jit
+def read_rounds(mine, desc, flags, peer_flags, wrong, fault, first, rounds, patience, way: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """``way``: ordinary | bulk | bulk without fence."""
+    block = tl.program_id(0)
+    offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
+    bad = tl.full((), 0, tl.int32)
+    for i in range(first, first + rounds):
+        wait_at_least(flags + block * 64, i, fault, patience, 2, 0)
+        if way == "ordinary":
+            tile = tl.load(mine + block * R * C + offsets)
+        else:
+            if way == "bulk":
+                load_fence()
+            tile = desc.load([block * R, 0])
+        bad += tl.sum((tile != i).to(tl.int32))
+        set_flag(peer_flags + block * 64 + 32, i)
+    tl.store(wrong + block, bad)
+
+
+@triton.jit
+def wait_for(flag, value, fault, patience):
+    wait_at_least(flag, value, fault, patience, 3, 0)
+
+
+WAYS = [  # (what the writer does, what the reader does, whether the kernels rest on it)
+    ("ordinary", "ordinary", True),
+    ("unordered", "ordinary", False),
+    ("bulk", "ordinary", True),
+    ("bulk without fence", "ordinary", False),
+    ("ordinary", "bulk", True),
+    ("ordinary", "bulk without fence", False),
+    ("bulk", "bulk", True),
+    ("copy engine", "ordinary", True),
+    ("copy engine", "bulk", True),
+]
+
+
+class Litmus:
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.partner = rank, rank ^ 1
+        self.writes = rank % 2 == 0 and self.partner < world_size
+        self.reads = rank % 2 == 1
+        shape = (BLOCKS * ROWS, COLUMNS)
+        self.data = symmetric_memory.empty(shape, dtype=torch.int32, device="cuda").zero_()
+        self.flags = symmetric_memory.empty(BLOCKS * 64, dtype=torch.int32, device="cuda").zero_()
+        handles = [symmetric_memory.rendezvous(t, dist.group.WORLD) for t in (self.data, self.flags)]
+        other = self.partner if self.partner < world_size else rank
+        self.peer = handles[0].get_buffer(other, shape, torch.int32)
+        self.peer_flags = handles[1].get_buffer(other, (BLOCKS * 64,), torch.int32)
+        self.handles = handles
+        self.fault = torch.zeros(FAULT_WORDS, dtype=torch.int32).pin_memory()
+        self.wrong = torch.zeros(BLOCKS, dtype=torch.int32, device="cuda")
+        self.descriptors = [TensorDescriptor.from_tensor(t, [ROWS, COLUMNS]) for t in (self.data, self.peer)]
+        self.next = 1
+
+    def write(self, way: str, rounds: int) -> None:
+        if way != "copy engine":
+            arguments = (self.peer, self.descriptors[1], self.flags, self.peer_flags, self.fault, self.next, rounds, PATIENCE_NS)
+            write_rounds[(BLOCKS,)](*arguments, way, ROWS, COLUMNS, num_warps=4)
+            return
+        source = torch.empty_like(self.data)
+        for i in range(self.next, self.next + rounds):
+            source.fill_(i)
+            self.peer.copy_(source)
+            for block in range(BLOCKS):
+                torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(self.peer_flags.view(torch.uint32), block * 64, i)
+            for block in range(BLOCKS):
+                wait_for[(1,)](self.flags[block * 64 + 32 :], i, self.fault, PATIENCE_NS, num_warps=1)
+
+    def read(self, way: str, rounds: int) -> None:
+        arguments = (self.data, self.descriptors[0], self.flags, self.peer_flags, self.wrong, self.fault, self.next, rounds, PATIENCE_NS)
+        read_rounds[(BLOCKS,)](*arguments, way, ROWS, COLUMNS, num_warps=4)
+
+    def run(self, writer: str, reader: str, rounds: int) -> dict[str, Any]:
+        # Everything is loaded before anything waits: a first load waits for the device.
+        for amount in (0, rounds):
+            dist.barrier()
+            torch.cuda.synchronize()
+            if amount == 0:
+                wait_for[(1,)](self.flags, 0, self.fault, PATIENCE_NS, num_warps=1)
+            if self.writes:
+                self.write(writer, amount)
+            if self.reads:
+                self.read(reader, amount)
+            torch.cuda.synchronize()
+        self.next += rounds
+        wrong = torch.tensor([int(self.wrong.sum()) if self.reads else 0, int(self.fault[0])], device="cuda")
+        dist.all_reduce(wrong)
+        return {"writer": writer, "reader": reader, "rounds": rounds, "wrong_words": int(wrong[0]), "faults": int(wrong[1]), "words": rounds * BLOCKS * ROWS * COLUMNS}
+
+
+def fault_is_recorded(litmus: Litmus) -> dict[str, Any]:
+    """A signal that never comes: the wait ends when its patience does, and says which it was."""
+    fault = torch.zeros(FAULT_WORDS, dtype=torch.int32).pin_memory()
+    wait_for[(8,)](litmus.flags, 0, fault, 50_000_000, num_warps=4)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    wait_for[(8,)](litmus.flags, litmus.next + 12345, fault, 50_000_000, num_warps=4)
+    end.record()
+    torch.cuda.synchronize()
+    return {"fault": fault.tolist(), "expected_wanted": litmus.next + 12345, "ms": round(start.elapsed_time(end), 2)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=20000)
+    rounds = parser.parse_args().rounds
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    litmus = Litmus(rank, world_size)
+    failed = 0
+    for writer, reader, claimed in WAYS:
+        row = litmus.run(writer, reader, min(rounds, 300) if writer == "copy engine" else rounds)
+        row["claimed"] = claimed
+        failed += bool(row["faults"]) or (claimed and bool(row["wrong_words"]))
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+    row = fault_is_recorded(litmus)
+    failed += row["fault"][:1] != [1] or row["fault"][1] != 3 or row["fault"][3] != row["expected_wanted"] or not 45 < row["ms"] < 200
+    if rank == 0:
+        print(json.dumps(row), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Signals between processes over shared memory: the interpreter's twins, with the same calls as on GPUs."""
+
+from __future__ import annotations
+
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+import triton
+import triton.language as tl
+
+from overlap_inductor.kernels.signals import FAULT_WORDS
+from overlap_inductor.kernels.signals import FLAG_STRIDE
+from overlap_inductor.kernels.signals import add_flag
+from overlap_inductor.kernels.signals import set_flag
+from overlap_inductor.kernels.signals import wait_at_least
+
+STRIDE = int(FLAG_STRIDE.value)
+WORDS = 256
+
+
+@triton.jit
+def pass_on(data, peer_data, flags, peer_flags, fault, wrong, rounds, base, N: tl.constexpr, WRITES: tl.constexpr):
+    """The writer fills its peer's words with the round's number and signals; the reader counts what is another number, and acknowledges."""
+    offsets = tl.arange(0, N)
+    bad = tl.full((), 0, tl.int32)
+    for i in range(1, rounds + 1):
+        if WRITES:
+            tl.store(peer_data + offsets, tl.full((N,), 0, tl.int32) + i)
+            add_flag(peer_flags, 1)
+            wait_at_least(flags + 32, base + i, fault, 1_000_000_000, 1, 0)
+        else:
+            wait_at_least(flags, base + i, fault, 1_000_000_000, 2, 0)
+            bad += tl.sum((tl.load(data + offsets) != i).to(tl.int32))
+            set_flag(peer_flags + 32, base + i)
+    tl.store(wrong, bad)
+
+
+def _one(rank: int, data: torch.Tensor, flags: torch.Tensor, wrong: torch.Tensor, base: int) -> None:
+    other = 1 - rank
+    fault = torch.zeros(FAULT_WORDS, dtype=torch.int32)
+    pass_on[(1,)](data[rank], data[other], flags[rank], flags[other], fault, wrong[rank:], 50, base, WORDS, rank == 0)
+
+
+def _two_ranks(base: int) -> torch.Tensor:
+    context = multiprocessing.get_context("spawn")
+    data = torch.zeros(2, WORDS, dtype=torch.int32).share_memory_()
+    flags = torch.full((2, 2 * STRIDE), base, dtype=torch.int32).share_memory_()
+    wrong = torch.full((2,), -1, dtype=torch.int32).share_memory_()
+    ranks: list[SpawnProcess] = [context.Process(target=_one, args=(r, data, flags, wrong, base)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    hung = [process.is_alive() for process in ranks]
+    for process in ranks:
+        process.kill()
+    assert not any(hung), "a rank waits for a signal that was given"
+    return wrong
+
+
+def test_data_is_there_when_its_signal_is() -> None:
+    assert _two_ranks(0).tolist() == [0, 0]
+
+
+def test_flags_may_wrap_around() -> None:
+    """A counter that passes 2**31 goes on: what is compared is the difference."""
+    assert _two_ranks(2**31 - 20).tolist() == [0, 0]
+
+
+@triton.jit
+def wait_once(flag, target, fault, reached):
+    wait_at_least(flag, target, fault, 1_000_000_000, 1, 0)
+    tl.store(reached, 1)
+
+
+def test_a_wait_returns_where_the_group_has_been_aborted() -> None:
+    state: dict[str, Any] = {name: torch.zeros(FAULT_WORDS, dtype=torch.int32) for name in ("flag", "fault", "reached")}
+    state["fault"][0] = 1
+    wait_once[(1,)](state["flag"], 5, state["fault"], state["reached"])
+    assert state["reached"][0] == 1
