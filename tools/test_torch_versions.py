@@ -29,8 +29,12 @@ def interpreters() -> list[tuple[str, str | None]]:
         python = home / "bin" / "python"
         if not python.exists():
             venv.create(home, with_pip=True)
-        command = [str(python), "-m", "pip", "install", "-q", f"torch=={version}", "numpy<2.4", "triton==3.6.0", "pytest", "pytest-timeout", "hypothesis", "expecttest"]
-        found.append((version, str(python) if subprocess.run(command, check=False).returncode == 0 else None))
+        pip = [str(python), "-m", "pip", "install", "-q"]
+        installed = subprocess.run([*pip, f"torch=={version}", "numpy<2.4", "pytest", "pytest-timeout", "hypothesis", "expecttest"], check=False)
+        # A build for GPUs brings the Triton that belongs to it.
+        if installed.returncode == 0 and subprocess.run([str(python), "-c", "import triton"], capture_output=True, check=False).returncode:
+            installed = subprocess.run([*pip, "triton==3.6.0"], check=False)
+        found.append((version, str(python) if installed.returncode == 0 else None))
     return found
 
 
