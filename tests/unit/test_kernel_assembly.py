@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import triton
@@ -11,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from overlap_inductor.kernels import signals
+from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul
 
 
 @triton.jit
@@ -27,7 +30,9 @@ def everything(flag, peer_flag, fault, mine, theirs, value, patience):
     signals.add_flag(peer_flag + 32, 1)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has no assembler")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has no assembler")
+
+
 def test_signals_assemble_for_hopper() -> None:
     pointers = dict.fromkeys(("flag", "peer_flag", "fault"), "*i32")
     descriptors = dict.fromkeys(("mine", "theirs"), "tensordesc<bf16[64, 64]>")
@@ -41,3 +46,22 @@ def test_signals_assemble_for_hopper() -> None:
     for before, after in zip(events, events[1:]):
         assert before != "ld.acquire.sys" or after == "bar.sync", "loads of other threads may run before the signal is seen"
         assert "release" not in after or before == "bar.sync", "stores of other threads may come after the signal"
+
+
+def test_all_gather_matmul_keeps_its_sums_in_registers(tmp_path: Path) -> None:
+    """The tile shape that pays on this chip; two loops over K one after the other share their stages."""
+    constants = {"WORLD": 8, "PARTS": 2, "PIECES": 16, "PUSHERS": 8, "BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "BLOCK": 4096}
+    types = {"own_desc": "tensordesc<bf16[128, 64]>", "gathered_desc": "tensordesc<bf16[128, 64]>", "b_desc": "tensordesc<bf16[256, 64]>"}
+    types |= {"c": "*bf16", "peer_data": "*i64", "peer_flags": "*i64", "patience": "i64"}
+    types |= dict.fromkeys(("words", "flags", "queues", "calls", "fault"), "*i32")
+    names = all_gather_matmul.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name != "rank" and signature[name][0] in "*i"}
+    source = ASTSource(all_gather_matmul, signature, {(names.index(k),): v for k, v in constants.items()}, divisible)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3})
+    assert compiled.asm["ptx"].count("wgmma.mma_async") and compiled.metadata.shared <= 227 * 1024
+    binary = tmp_path / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    tool = triton.knobs.nvidia.cuobjdump.path
+    usage = subprocess.run([tool, "-res-usage", str(binary)], capture_output=True, text=True, check=True).stdout
+    assert re.search(r"LOCAL:0 ", usage) and re.search(r"STACK:0 ", usage), usage

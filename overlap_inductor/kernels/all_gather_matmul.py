@@ -1,0 +1,131 @@
+"""Schedule ``fused``, transport ``sm_push``: ``all_gather(a) @ b`` in one persistent kernel.
+
+The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, part after part and to all peers in turn; all other blocks
+multiply the own shard, which is read in place, and then the peers' shards in the order in which their parts come. Pushers join them when
+nothing is left to send.
+
+Work is claimed from three queues (pieces to send, own tiles, tiles of peers), so no block has work that only it can do.
+
+Forward progress. A block waits for a peer's part only when every outgoing piece of its own rank has been claimed (it claims what is left
+itself), and for a credit only of the call before, which does not rest on this one. So one resident block on each rank is enough, in
+whatever order blocks become resident. All waits are bounded (``signals``).
+
+Memory ordering. A piece is stored by ordinary stores of one block and counted by ``add_flag`` on the receiver's flag (source, part); the receiver
+waits for the count and then ``load_fence``, because it reads by bulk loads. The workspace of this call is written again by a peer in a later
+call, after the credit that the last block gives when all blocks have finished. That block also resets the queues for the next launch on the
+stream.
+
+CUDA graphs. The number of the call is read from device memory (``calls``) and counted on by the last block; no argument changes from replay to
+replay.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from overlap_inductor.kernels.signals import add_flag
+from overlap_inductor.kernels.signals import load_fence
+from overlap_inductor.kernels.signals import set_flag
+from overlap_inductor.kernels.signals import wait_at_least
+from overlap_inductor.kernels.tile_order import arriving
+from overlap_inductor.kernels.tile_order import grouped
+
+QUEUES = 4
+"""int32 words of ``queues``: pieces sent, own tiles, tiles of peers, blocks that have finished. All zero before the first call."""
+WAIT_CREDIT = tl.constexpr(1)
+WAIT_PART = tl.constexpr(2)
+
+
+@triton.jit
+def _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, fault, patience, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+    """Send pieces until none is left to claim. Piece ``i`` belongs to part ``i // (PIECES * (WORLD - 1))``; neighbours go to different peers."""
+    i = tl.atomic_add(queues, 1, sem="relaxed")
+    while i < PARTS * PIECES * (WORLD - 1):
+        part = i // (PIECES * (WORLD - 1))
+        rest = i % (PIECES * (WORLD - 1))
+        peer = (rank + 1 + rest % (WORLD - 1)) % WORLD
+        piece = rest // (WORLD - 1)
+        wait_at_least(flags + peer * 32, call, fault, patience, WAIT_CREDIT, peer)
+        end = tl.minimum((part + 1) * part_words, total)
+        size = tl.cdiv(tl.cdiv(part_words, PIECES), BLOCK) * BLOCK
+        first = part * part_words + piece * size
+        last = tl.minimum(first + size, end)
+        to = tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16) + tl.cast(rank, tl.int64) * total
+        for start in range(first, last, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(to + at, tl.load(words + at, mask=at < last), mask=at < last)
+        flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
+        add_flag(flag + (WORLD + rank * PARTS + part) * 32, 1)
+        i = tl.atomic_add(queues, 1, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rank"])
+def all_gather_matmul(
+    own_desc, gathered_desc, b_desc, c, words, peer_data, peer_flags, flags, queues, calls, fault, patience,
+    rank, rows, columns, inner, total, part_rows, part_words,
+    WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``c[WORLD * rows, columns] = gathered @ b``, grid: any number of blocks, at best one an SM.
+
+    Args:
+        own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. ``words`` is the same memory as int32 ``[total]``.
+        gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; its own shard's rows are not read.
+        b_desc: ``[columns, inner]`` (the right operand transposed), blocks ``[BLOCK_N, BLOCK_K]``.
+        c: row-major output, fp16 or bf16.
+        peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags; ``flags``: this rank's own flags.
+            Flag ``p``: calls that peer ``p`` has finished. Flag ``WORLD + s * PARTS + i``: pieces of part ``i`` that have come from rank ``s``.
+        queues, calls: int32 in this rank's own memory (``QUEUES`` words; one word).
+        part_rows: rows of a part, a multiple of ``BLOCK_M``; ``part_words``: their int32 words.
+    """
+    call = tl.load(calls)
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    tiles_shard = tl.cdiv(rows, BLOCK_M)
+    if tl.program_id(0) < PUSHERS:
+        _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, fault, patience, WORLD, PARTS, PIECES, BLOCK)
+
+    turn = tl.atomic_add(queues + 1, 1, sem="relaxed")
+    while turn < tiles_shard * tiles_n:
+        m, n = grouped(turn, tiles_shard, tiles_n, GROUP_M)
+        total_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in tl.range(0, inner, BLOCK_K):
+            total_sum = tl.dot(own_desc.load([m * BLOCK_M, k]), b_desc.load([n * BLOCK_N, k]).T, total_sum)
+        _store(c, total_sum, rank, m, n, rows, columns, BLOCK_M, BLOCK_N)
+        turn = tl.atomic_add(queues + 1, 1, sem="relaxed")
+
+    _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, fault, patience, WORLD, PARTS, PIECES, BLOCK)
+
+    turn = tl.atomic_add(queues + 2, 1, sem="relaxed")
+    seen = -1
+    while turn < tiles_shard * tiles_n * (WORLD - 1):
+        shard, m, n = arriving(turn, rank, tiles_shard, part_rows // BLOCK_M, tiles_n, WORLD, GROUP_M)
+        part = m // (part_rows // BLOCK_M)
+        if shard * PARTS + part != seen:
+            seen = shard * PARTS + part
+            wait_at_least(flags + (WORLD + seen) * 32, (call + 1) * PIECES, fault, patience, WAIT_PART, shard)
+            load_fence()
+        total_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in tl.range(0, inner, BLOCK_K):
+            total_sum = tl.dot(gathered_desc.load([shard * rows + m * BLOCK_M, k]), b_desc.load([n * BLOCK_N, k]).T, total_sum)
+        _store(c, total_sum, shard, m, n, rows, columns, BLOCK_M, BLOCK_N)
+        turn = tl.atomic_add(queues + 2, 1, sem="relaxed")
+
+    tl.debug_barrier()
+    finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")
+    if finished == tl.num_programs(0) - 1:
+        for word in tl.static_range(4):
+            tl.store(queues + word, 0)
+        tl.store(calls, call + 1)
+        for step in range(1, WORLD):
+            flag = tl.load(peer_flags + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
+            set_flag(flag + rank * 32, call + 1)
+
+
+@triton.jit
+def _store(c, total_sum, shard, m, n, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One tile of the result; a tile that reaches beyond its shard stops there (the rows behind are another shard's)."""
+    at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    to = c + (shard * rows + at_m)[:, None].to(tl.int64) * columns + at_n[None, :]
+    tl.store(to, total_sum.to(c.dtype.element_ty), mask=(at_m < rows)[:, None] & (at_n < columns)[None, :])

@@ -1,0 +1,180 @@
+"""``WorkspaceArena``: who holds which bytes of a group's symmetric memory, until when. The only place that allocates it.
+
+A group has a few *slots*. A call of a site holds one slot from its start to its end; sites take the slots in turn, in the order of the plan
+that all ranks have agreed upon, so that neighbours in the graph, or on two streams, never meet in one slot. What keeps a rank from writing
+into a slot that a peer still reads is a credit, which the peer gives when its call ends (word ``credit(peer)`` of the flags holds the calls
+that the peer has finished). Calls are counted in device memory (``Slot.calls``), never by the host: a CUDA graph that is replayed, or mixed
+with eager calls, counts on.
+
+Sizes are planned before anything runs (``slots_for``; a dynamic site asks for its largest token count), so that ``prepare`` happens at the
+graph's first run, outside any capture. Slots are never moved, grown or freed while the group lives: graphs captured before hold their
+addresses. A later graph that needs more gets slots of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Protocol
+
+import torch
+
+from overlap_inductor.errors import OverlapError
+
+ALIGNMENT = 1024
+FLAG_WORDS = 32
+"""int32 words from flag to flag: 128 bytes."""
+
+
+class Buffer(Protocol):
+    """What an arena needs of one symmetric allocation (``torch_compat.symmetric.SymmetricBuffer``)."""
+
+    @property
+    def local(self) -> torch.Tensor: ...
+    @property
+    def peers(self) -> tuple[torch.Tensor, ...]: ...
+    @property
+    def pointers(self) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """One site's need: ``nbytes`` that peers write into, and ``signals`` that each peer sends in a call."""
+
+    site: str
+    nbytes: int
+    signals: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Bytes and flags for one call at a time.
+
+    Attributes:
+        data: uint8 ``[nbytes]`` on every rank.
+        flags: int32; flag ``i`` is word ``i * FLAG_WORDS``. Flags ``credit(peer)`` come first, then ``signal(peer, i)``.
+        calls: int32 ``[1]`` on the device: calls of this rank that have used the slot.
+    """
+
+    nbytes: int
+    signals: int
+    world_size: int
+    data: Buffer
+    flags: Buffer
+    calls: torch.Tensor
+
+    def credit(self, peer: int) -> int:
+        """Number of the flag in which ``peer`` says how many calls of this slot it has finished."""
+        return peer
+
+    def signal(self, peer: int, index: int) -> int:
+        """Number of the flag that ``peer`` sets when its ``index``-th part has come."""
+        return self.world_size + peer * self.signals + index
+
+
+def slots_for(requests: Sequence[Request], count: int) -> list[tuple[int, int]]:
+    """``(nbytes, signals)`` of each of at most ``count`` slots, taken in turn by the sites in their order."""
+    used = min(count, len(requests))
+    return [
+        (max(_aligned(r.nbytes) for r in requests[i::used]), max(r.signals for r in requests[i::used])) for i in range(used)
+    ]
+
+
+def planned_bytes(requests: Sequence[Request], count: int, world_size: int) -> int:
+    """Bytes a rank that ``prepare`` would allocate for these sites alone."""
+    return sum(nbytes + _flag_words(world_size, signals) * 4 for nbytes, signals in slots_for(requests, count))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+
+
+def _flag_words(world_size: int, signals: int) -> int:
+    return world_size * (1 + signals) * FLAG_WORDS
+
+
+@dataclass
+class WorkspaceArena:
+    """The slots of one group on one device.
+
+    Args:
+        allocate: ``(elements, dtype) -> Buffer``; zeroed, and called by all ranks of the group together.
+        capturing: whether a CUDA graph is being captured on the current stream.
+        limit: bytes a rank that all slots together may take.
+    """
+
+    world_size: int
+    device: torch.device
+    allocate: Callable[[int, torch.dtype], Buffer]
+    capturing: Callable[[], bool]
+    limit: int
+    slots: list[Slot] = field(default_factory=list)
+    _of_site: dict[str, Slot] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a rank of all slots, flags included."""
+        return sum(s.nbytes + _flag_words(self.world_size, s.signals) * 4 for s in self.slots)
+
+    def prepare(self, requests: Sequence[Request], count: int = 2) -> None:
+        """Give every site a slot: slots that are there where they suffice, in turn; else new ones. All ranks call this with equal arguments.
+
+        Raises:
+            OverlapError: something would have to be allocated while a graph is captured, or beyond the limit.
+        """
+        unknown = [r for r in requests if r.site not in self._of_site]
+        if not unknown:
+            return
+        wanted = slots_for(unknown, count)
+        free = list(self.slots)
+        chosen: list[Slot | None] = []
+        for nbytes, signals in wanted:
+            fitting = next((s for s in free if s.nbytes >= nbytes and s.signals >= signals), None)
+            chosen.append(fitting)
+            if fitting is not None:
+                free.remove(fitting)
+        missing = [sizes for sizes, slot in zip(wanted, chosen, strict=True) if slot is None]
+        if missing:
+            self._check(missing, unknown)
+        ready = [slot or self._new(*sizes) for sizes, slot in zip(wanted, chosen, strict=True)]
+        for i, request in enumerate(unknown):
+            self._of_site[request.site] = ready[i % len(ready)]
+
+    def _check(self, missing: list[tuple[int, int]], requests: list[Request]) -> None:
+        names = ", ".join(r.site for r in requests[:4]) + (", ..." if len(requests) > 4 else "")
+        if self.capturing():
+            raise OverlapError(
+                f"sites {names} need workspace while a CUDA graph is being captured, where none can be allocated. "
+                "Run the compiled function once before capturing it."
+            )
+        more = sum(nbytes + _flag_words(self.world_size, signals) * 4 for nbytes, signals in missing)
+        if self.nbytes + more > self.limit:
+            raise OverlapError(
+                f"sites {names} need {more} bytes of workspace beyond the {self.nbytes} that their group holds; the limit is {self.limit}. "
+                "Raise the limit, or keep the largest sites."
+            )
+
+    def _new(self, nbytes: int, signals: int) -> Slot:
+        slot = Slot(
+            nbytes,
+            signals,
+            self.world_size,
+            self.allocate(nbytes, torch.uint8),
+            self.allocate(_flag_words(self.world_size, signals), torch.int32),
+            torch.zeros(1, dtype=torch.int32, device=self.device),
+        )
+        self.slots.append(slot)
+        return slot
+
+    def slot(self, site: str) -> Slot:
+        """The slot of a site that has been prepared for.
+
+        Raises:
+            OverlapError: it has not.
+        """
+        found = self._of_site.get(site)
+        if found is None:
+            raise OverlapError(f"site {site} has no workspace: its graph was not prepared for before its first run")
+        return found

@@ -1,0 +1,101 @@
+"""The arena's bookkeeping, with ordinary memory in the place of symmetric memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlap_inductor.errors import OverlapError
+from overlap_inductor.transports.arena import ALIGNMENT
+from overlap_inductor.transports.arena import Request
+from overlap_inductor.transports.arena import WorkspaceArena
+from overlap_inductor.transports.arena import planned_bytes
+from overlap_inductor.transports.arena import slots_for
+
+
+@dataclass(frozen=True)
+class Plain:
+    local: torch.Tensor
+
+    @property
+    def peers(self) -> tuple[torch.Tensor, ...]:
+        return (self.local,)
+
+    @property
+    def pointers(self) -> torch.Tensor:
+        return torch.tensor([self.local.data_ptr()])
+
+
+def arena(limit: int = 2**30, capturing: bool = False) -> WorkspaceArena:
+    return WorkspaceArena(4, torch.device("cpu"), lambda n, dtype: Plain(torch.zeros(n, dtype=dtype)), lambda: capturing, limit)
+
+
+requests = st.lists(st.tuples(st.integers(1, 10_000), st.integers(1, 8)), min_size=1, max_size=12).map(
+    lambda pairs: [Request(f"site{i}", nbytes, signals) for i, (nbytes, signals) in enumerate(pairs)]
+)
+
+
+@given(requests, st.integers(2, 4))
+def test_every_site_has_room_and_its_neighbour_another_slot(sites: list[Request], count: int) -> None:
+    made = arena()
+    made.prepare(sites, count)
+    slots = [made.slot(r.site) for r in sites]
+    assert all(slot.nbytes >= r.nbytes and slot.signals >= r.signals for slot, r in zip(slots, sites, strict=True))
+    assert all(a is not b for a, b in zip(slots, slots[1:]))
+    assert made.nbytes == planned_bytes(sites, count, 4) and len(made.slots) == min(count, len(sites))
+
+
+@given(requests, requests)
+def test_a_later_graph_moves_no_slot(first: list[Request], second: list[Request]) -> None:
+    """Captured graphs hold addresses: what a site was given it keeps."""
+    made = arena()
+    made.prepare(first)
+    before = {r.site: made.slot(r.site).data.local.data_ptr() for r in first}
+    later = [Request(f"later {r.site}", r.nbytes, r.signals) for r in second]
+    made.prepare([*first, *later])
+    assert {r.site: made.slot(r.site).data.local.data_ptr() for r in first} == before
+    assert all(made.slot(r.site).nbytes >= r.nbytes for r in later)
+    assert all(made.slot(a.site) is not made.slot(b.site) for a, b in zip(later, later[1:]))
+
+
+def test_slots_that_suffice_serve_again() -> None:
+    made = arena()
+    made.prepare([Request("a", 5000, 2), Request("b", 3000, 1)])
+    size = made.nbytes
+    made.prepare([Request("c", 4000, 2), Request("d", 100, 1)])
+    assert made.nbytes == size and len(made.slots) == 2
+
+
+def test_flags_lie_apart_and_do_not_meet() -> None:
+    made = arena()
+    made.prepare([Request("a", 10, 3)])
+    slot = made.slot("a")
+    numbers = [slot.credit(p) for p in range(4)] + [slot.signal(p, i) for p in range(4) for i in range(3)]
+    assert sorted(numbers) == list(range(16)) and slot.flags.local.numel() == 16 * 32
+
+
+def test_sizes_of_slots() -> None:
+    sites = [Request("a", 10, 1), Request("b", 5000, 4), Request("c", 2000, 2)]
+    assert slots_for(sites, 2) == [(2 * ALIGNMENT, 2), (5 * ALIGNMENT, 4)]
+
+
+def test_nothing_is_allocated_in_a_capture() -> None:
+    with pytest.raises(OverlapError, match="captured"):
+        arena(capturing=True).prepare([Request("a", 10, 1)])
+
+
+def test_the_limit_is_kept() -> None:
+    made = arena(limit=100_000)
+    made.prepare([Request("a", 50_000, 1)])
+    with pytest.raises(OverlapError, match="the limit is 100000"):
+        made.prepare([Request("b", 60_000, 1)])
+    assert len(made.slots) == 1
+
+
+def test_a_site_that_was_not_prepared_for() -> None:
+    with pytest.raises(OverlapError, match="not prepared"):
+        arena().slot("a")
