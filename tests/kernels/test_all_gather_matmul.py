@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from overlap_inductor.kernels.all_gather_matmul import QUEUES
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul
 from overlap_inductor.kernels.signals import FAULT_WORDS
+from tests.kernels.ranks import addresses
+from tests.kernels.ranks import run_ranks
+from tests.kernels.ranks import shared
 
 BLOCK_M, BLOCK_N, BLOCK_K = 16, 16, 16
 
@@ -18,8 +20,7 @@ def _rank(rank: int, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, workspac
     world_size, rows, columns, inner, part_rows, pieces, pushers, blocks = shape
     parts = -(-rows // part_rows)
     queues, calls = torch.zeros(QUEUES, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    data = torch.tensor([w.data_ptr() for w in workspace])
-    signals = torch.tensor([f.data_ptr() for f in flags])
+    data, signals = addresses(workspace), addresses(flags)
     # Two calls: counters, queues and credits of the first must serve the second.
     for call in range(2):
         mine = a[call, rank].contiguous()
@@ -44,25 +45,16 @@ def _rank(rank: int, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, workspac
     ],
 )
 def test_agrees_with_fp64(world_size: int, rows: int, columns: int, inner: int, part_rows: int, pieces: int, pushers: int, blocks: int) -> None:
-    context = multiprocessing.get_context("spawn")
     generator = torch.Generator().manual_seed(1)
+    parts = -(-rows // part_rows)
     a = torch.randn(2, world_size, rows, inner, generator=generator).half().share_memory_()
     b = torch.randn(world_size, columns, inner, generator=generator).half().share_memory_()
-    c = torch.full((2, world_size, world_size * rows, columns), float("nan"), dtype=torch.float16).share_memory_()
-    workspace = torch.full((world_size, world_size * rows * inner // 2), 0x7E007E00, dtype=torch.int32).share_memory_()
-    parts = -(-rows // part_rows)
-    flags = torch.zeros(world_size, world_size * (1 + parts) * 32, dtype=torch.int32).share_memory_()
-    fault = torch.zeros(world_size, FAULT_WORDS, dtype=torch.int32).share_memory_()
+    c = shared(2, world_size, world_size * rows, columns, dtype=torch.float16, fill=float("nan"))
+    workspace = shared(world_size, world_size * rows * inner // 2, fill=0x7E007E00)
+    flags = shared(world_size, world_size * (1 + parts) * 32)
+    fault = shared(world_size, FAULT_WORDS)
     shape = (world_size, rows, columns, inner, part_rows, pieces, pushers, blocks)
-    ranks = [context.Process(target=_rank, args=(r, a, b, c, workspace, flags, fault, shape)) for r in range(world_size)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(200)
-    hung = [process.is_alive() for process in ranks]
-    for process in ranks:
-        process.kill()
-    assert not any(hung) and [p.exitcode for p in ranks] == [0] * world_size
+    run_ranks(world_size, _rank, a, b, c, workspace, flags, fault, shape)
     for call in range(2):
         for rank in range(world_size):
             exact = a[call].double().flatten(0, 1) @ b[rank].double().t()

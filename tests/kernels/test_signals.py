@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import torch
-import torch.multiprocessing as multiprocessing
 import triton
 import triton.language as tl
 
@@ -15,6 +13,8 @@ from overlap_inductor.kernels.signals import FLAG_STRIDE
 from overlap_inductor.kernels.signals import add_flag
 from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import wait_at_least
+from tests.kernels.ranks import run_ranks
+from tests.kernels.ranks import shared
 
 STRIDE = int(FLAG_STRIDE.value)
 WORDS = 256
@@ -44,19 +44,8 @@ def _one(rank: int, data: torch.Tensor, flags: torch.Tensor, wrong: torch.Tensor
 
 
 def _two_ranks(base: int) -> torch.Tensor:
-    context = multiprocessing.get_context("spawn")
-    data = torch.zeros(2, WORDS, dtype=torch.int32).share_memory_()
-    flags = torch.full((2, 2 * STRIDE), base, dtype=torch.int32).share_memory_()
-    wrong = torch.full((2,), -1, dtype=torch.int32).share_memory_()
-    ranks: list[SpawnProcess] = [context.Process(target=_one, args=(r, data, flags, wrong, base)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    hung = [process.is_alive() for process in ranks]
-    for process in ranks:
-        process.kill()
-    assert not any(hung), "a rank waits for a signal that was given"
+    data, wrong = shared(2, WORDS), shared(2, fill=-1)
+    run_ranks(2, _one, data, shared(2, 2 * STRIDE, fill=base), wrong, base)
     return wrong
 
 

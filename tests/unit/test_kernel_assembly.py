@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import triton
@@ -14,6 +15,7 @@ from triton.compiler import ASTSource
 
 from overlap_inductor.kernels import signals
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul
+from overlap_inductor.kernels.matmul_reduce import matmul_reduce
 
 
 @triton.jit
@@ -48,20 +50,36 @@ def test_signals_assemble_for_hopper() -> None:
         assert "release" not in after or before == "bar.sync", "stores of other threads may come after the signal"
 
 
-def test_all_gather_matmul_keeps_its_sums_in_registers(tmp_path: Path) -> None:
-    """The tile shape that pays on this chip; two loops over K one after the other share their stages."""
-    constants = {"WORLD": 8, "PARTS": 2, "PIECES": 16, "PUSHERS": 8, "BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "BLOCK": 4096}
-    types = {"own_desc": "tensordesc<bf16[128, 64]>", "gathered_desc": "tensordesc<bf16[128, 64]>", "b_desc": "tensordesc<bf16[256, 64]>"}
-    types |= {"c": "*bf16", "peer_data": "*i64", "peer_flags": "*i64", "patience": "i64"}
+def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int], folder: Path) -> tuple[str, str, int]:
+    """``(PTX, resource usage, bytes of shared memory)`` of a kernel on bf16, for Hopper."""
+    block_m, block_n, block_k = tile
+    constants = {**constants, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8}
+    left, right = f"tensordesc<bf16[{block_m}, {block_k}]>", f"tensordesc<bf16[{block_n}, {block_k}]>"
+    types = {"own_desc": left, "gathered_desc": left, "a_desc": left, "b_desc": right, "patience": "i64", "scale": "fp32"}
+    types |= dict.fromkeys(("c", "out", "staging"), "*bf16") | dict.fromkeys(("peer_data", "peer_flags", "peer_staging", "peer_out"), "*i64")
     types |= dict.fromkeys(("words", "flags", "queues", "calls", "fault"), "*i32")
-    names = all_gather_matmul.arg_names
+    names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name != "rank" and signature[name][0] in "*i"}
-    source = ASTSource(all_gather_matmul, signature, {(names.index(k),): v for k, v in constants.items()}, divisible)
+    source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, divisible)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3})
-    assert compiled.asm["ptx"].count("wgmma.mma_async") and compiled.metadata.shared <= 227 * 1024
-    binary = tmp_path / "kernel.cubin"
+    binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     tool = triton.knobs.nvidia.cuobjdump.path
     usage = subprocess.run([tool, "-res-usage", str(binary)], capture_output=True, text=True, check=True).stdout
+    return compiled.asm["ptx"], usage, compiled.metadata.shared
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [
+        pytest.param(all_gather_matmul, {"WORLD": 8, "PARTS": 2, "PIECES": 16, "PUSHERS": 8, "BLOCK": 4096}, id="all_gather_matmul"),
+        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 2, "LAG": 2, "BROADCAST": False}, id="matmul_reduce_scatter"),
+        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 4, "LAG": 1, "BROADCAST": True}, id="matmul_all_reduce"),
+    ],
+)
+def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
+    """The tile shape that pays on this chip. What goes to peers is stored 16 bytes at a time; loops over K share their stages."""
+    text, usage, shared = _assembled(kernel, constants, (128, 256, 64), tmp_path)
+    assert "wgmma.mma_async" in text and "st.global.v4" in text and shared <= 227 * 1024
     assert re.search(r"LOCAL:0 ", usage) and re.search(r"STACK:0 ", usage), usage
