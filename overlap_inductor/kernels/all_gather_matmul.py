@@ -10,8 +10,8 @@ Forward progress. A block waits for a peer's part only when every outgoing piece
 itself), and for a credit only of the call before, which does not rest on this one. So one resident block on each rank is enough, in
 whatever order blocks become resident. All waits are bounded (``signals``).
 
-Memory ordering. A piece is stored by ordinary stores of one block and counted by ``add_flag`` on the receiver's flag (source, part); the receiver
-waits for the count and then ``load_fence``, because it reads by bulk loads. The workspace of this call is written again by a peer in a later
+Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``); the last piece of a part sets the receiver's
+flag (source, part) to the number of the call. The receiver waits for that and then ``load_fence``, because it reads by bulk loads. The workspace of this call is written again by a peer in a later
 call, after the credit that the last block gives when all blocks have finished. That block also resets the queues for the next launch on the
 stream.
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from overlap_inductor.kernels.signals import add_flag
+from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import load_fence
 from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import wait_at_least
@@ -32,13 +32,14 @@ from overlap_inductor.kernels.tile_order import arriving
 from overlap_inductor.kernels.tile_order import grouped
 
 QUEUES = 4
-"""int32 words of ``queues``: pieces sent, own tiles, tiles of peers, blocks that have finished. All zero before the first call."""
+"""int32 words at the head of ``queues``: pieces sent, own tiles, tiles of peers, blocks that have finished. ``WORLD * PARTS`` counters of pieces
+stored follow. All zero before a call and after it."""
 WAIT_CREDIT = tl.constexpr(1)
 WAIT_PART = tl.constexpr(2)
 
 
 @triton.jit
-def _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, fault, patience, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+def _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, fault, patience, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
     """Send pieces until none is left to claim. Piece ``i`` belongs to part ``i // (PIECES * (WORLD - 1))``; neighbours go to different peers."""
     i = tl.atomic_add(queues, 1, sem="relaxed")
     while i < PARTS * PIECES * (WORLD - 1):
@@ -56,14 +57,14 @@ def _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, 
             at = start + tl.arange(0, BLOCK)
             tl.store(to + at, tl.load(words + at, mask=at < last), mask=at < last)
         flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
-        add_flag(flag + (WORLD + rank * PARTS + part) * 32, 1)
+        count_and_signal(queues + 4 + peer * PARTS + part, PIECES, flag + (WORLD + rank * signals + part) * 32, call + 1)
         i = tl.atomic_add(queues, 1, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["rank"])
 def all_gather_matmul(
     own_desc, gathered_desc, b_desc, c, words, peer_data, peer_flags, flags, queues, calls, fault, patience,
-    rank, rows, columns, inner, total, part_rows, part_words,
+    rank, rows, columns, inner, total, part_rows, part_words, signals,
     WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -75,15 +76,15 @@ def all_gather_matmul(
         b_desc: ``[columns, inner]`` (the right operand transposed), blocks ``[BLOCK_N, BLOCK_K]``.
         c: row-major output, fp16 or bf16.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags; ``flags``: this rank's own flags.
-            Flag ``p``: calls that peer ``p`` has finished. Flag ``WORLD + s * PARTS + i``: pieces of part ``i`` that have come from rank ``s``.
-        queues, calls: int32 in this rank's own memory (``QUEUES`` words; one word).
+            Flag ``p``: calls that peer ``p`` has finished. Flag ``WORLD + s * signals + i``: the call whose part ``i`` has come from rank ``s``.
+        queues, calls: int32 in this rank's own memory (``QUEUES + WORLD * PARTS`` words; one word).
         part_rows: rows of a part, a multiple of ``BLOCK_M``; ``part_words``: their int32 words.
     """
     call = tl.load(calls)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
     if tl.program_id(0) < PUSHERS:
-        _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, fault, patience, WORLD, PARTS, PIECES, BLOCK)
+        _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, fault, patience, signals, WORLD, PARTS, PIECES, BLOCK)
 
     turn = tl.atomic_add(queues + 1, 1, sem="relaxed")
     while turn < tiles_shard * tiles_n:
@@ -94,7 +95,7 @@ def all_gather_matmul(
         _store(c, total_sum, rank, m, n, rows, columns, BLOCK_M, BLOCK_N)
         turn = tl.atomic_add(queues + 1, 1, sem="relaxed")
 
-    _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, fault, patience, WORLD, PARTS, PIECES, BLOCK)
+    _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, fault, patience, signals, WORLD, PARTS, PIECES, BLOCK)
 
     turn = tl.atomic_add(queues + 2, 1, sem="relaxed")
     seen = -1
@@ -103,7 +104,7 @@ def all_gather_matmul(
         part = m // (part_rows // BLOCK_M)
         if shard * PARTS + part != seen:
             seen = shard * PARTS + part
-            wait_at_least(flags + (WORLD + seen) * 32, (call + 1) * PIECES, fault, patience, WAIT_PART, shard)
+            wait_at_least(flags + (WORLD + shard * signals + part) * 32, call + 1, fault, patience, WAIT_PART, shard)
             load_fence()
         total_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, inner, BLOCK_K):

@@ -15,7 +15,7 @@ the peers' tiles of band ``p``, all of which stand before own band ``p`` in the 
 bands before ``p``. So by induction no wait rests on itself, with one resident block a rank as with all. Credits rest on the call before.
 The wait at the end comes when a block has nothing left to claim. All waits are bounded (``signals``).
 
-Memory ordering: ordinary stores and ``add_flag``; the receiver waits and loads by ordinary loads that bypass L1. The workspace is written again
+Memory ordering: ordinary stores and ``count_and_signal``, the last tile of a band setting the flag to the number of the call; the receiver waits and loads by ordinary loads that bypass L1. The workspace is written again
 after the credits: the last block gives them, or with ``BROADCAST``, whose result stands in the workspace, ``give_credits`` behind the kernel that
 has copied it. CUDA graphs: the number of the call is read from device memory and counted on by the last block.
 """
@@ -25,14 +25,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from overlap_inductor.kernels.signals import add_flag
+from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.kernels.tile_order import arriving
 from overlap_inductor.kernels.tile_order import grouped
 
 QUEUES = 2
-"""int32 words of ``queues``: tiles claimed, blocks that have finished. Zero before the first call."""
+"""int32 words at the head of ``queues``: tiles claimed, blocks that have finished. ``WORLD * (PARTS + 1)`` counters of tiles stored follow. All zero
+before a call and after it."""
 WAIT_CREDIT = tl.constexpr(1)
 WAIT_PARTIALS = tl.constexpr(3)
 WAIT_RESULT = tl.constexpr(4)
@@ -63,8 +64,8 @@ def _turn(turn, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, PARTS: tl
 
 @triton.jit(do_not_specialize=["rank"])
 def matmul_reduce(
-    a_desc, b_desc, out, staging, peer_staging, peer_out, peer_flags, flags, queues, calls, fault, patience,
-    rank, rows, columns, inner, part_rows, scale,
+    a_desc, b_desc, out, staging, peer_data, out_offset, peer_flags, flags, queues, calls, fault, patience,
+    rank, rows, columns, inner, part_rows, signals, scale,
     WORLD: tl.constexpr, PARTS: tl.constexpr, LAG: tl.constexpr, BROADCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -74,9 +75,11 @@ def matmul_reduce(
         a_desc: ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; b_desc: ``[columns, inner]`` (the right operand transposed).
         out: this rank's result: its shard ``[rows, columns]``, or with ``BROADCAST`` all shards ``[WORLD * rows, columns]`` in workspace.
         staging: this rank's workspace ``[WORLD, rows, columns]`` of ``out``'s dtype: what has come from each source.
-        peer_staging, peer_out, peer_flags: int64 ``[WORLD]``, addresses of the peers' (``peer_out`` is read with ``BROADCAST`` only).
-        flags: flag ``p``: calls that peer ``p`` has finished; ``WORLD + s * PARTS + i``: tiles of band ``i`` that have come from source ``s``;
-            with ``BROADCAST`` ``WORLD * (1 + PARTS) + s``: finished tiles that have come from ``s``.
+        peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags. ``staging`` stands at its head, and with
+            ``BROADCAST`` ``out`` stands ``out_offset`` elements behind it.
+        flags: flag ``p``: calls that peer ``p`` has finished; ``WORLD + s * signals + i``: the call whose band ``i`` has come from source ``s``;
+            with ``BROADCAST`` ``WORLD + s * signals + PARTS``: the call whose finished shard has come from ``s``.
+        queues, calls: int32 in this rank's own memory.
         part_rows: rows of a band, a multiple of ``BLOCK_M``. scale: what the sum is multiplied with (1, or ``1 / WORLD`` for an average).
     """
     call = tl.load(calls)
@@ -105,10 +108,9 @@ def matmul_reduce(
         offsets = at_m[:, None].to(tl.int64) * columns + at_n[None, :]
         if own == 1:
             if part != complete:
-                band_tiles = tl.minimum(tiles_shard - part * tiles_part, tiles_part) * tiles_n
                 for step in range(1, WORLD):
                     source = (rank + step) % WORLD
-                    wait_at_least(flags + (WORLD + source * PARTS + part) * 32, (call + 1) * band_tiles, fault, patience, WAIT_PARTIALS, source)
+                    wait_at_least(flags + (WORLD + source * signals + part) * 32, call + 1, fault, patience, WAIT_PARTIALS, source)
                 complete = part
             for step in range(1, WORLD):
                 source = (rank + step) % WORLD
@@ -119,26 +121,28 @@ def matmul_reduce(
                 for step in range(1, WORLD):
                     peer = (rank + step) % WORLD
                     wait_at_least(flags + peer * 32, call, fault, patience, WAIT_CREDIT, peer)
-                    to = tl.multiple_of(tl.load(peer_out + peer).to(out.dtype), 16)
+                    to = tl.multiple_of(tl.load(peer_data + peer).to(out.dtype), 16) + out_offset
                     tl.store(to + rank * size + offsets, result, mask=inside)
                     flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
-                    add_flag(flag + (WORLD * (1 + PARTS) + rank) * 32, 1)
+                    done = queues + 2 + WORLD * PARTS + peer
+                    count_and_signal(done, tiles_shard * tiles_n, flag + (WORLD + rank * signals + PARTS) * 32, call + 1)
             else:
                 tl.store(out + offsets, result, mask=inside)
         else:
             if shard != credit:
                 wait_at_least(flags + shard * 32, call, fault, patience, WAIT_CREDIT, shard)
                 credit = shard
-            to = tl.multiple_of(tl.load(peer_staging + shard).to(out.dtype), 16)
+            to = tl.multiple_of(tl.load(peer_data + shard).to(out.dtype), 16)
             tl.store(to + rank * size + offsets, total.to(out.dtype.element_ty), mask=inside)
             flag = tl.load(peer_flags + shard).to(tl.pointer_type(tl.int32))
-            add_flag(flag + (WORLD + rank * PARTS + part) * 32, 1)
+            band_tiles = tl.minimum(tiles_shard - part * tiles_part, tiles_part) * tiles_n
+            count_and_signal(queues + 2 + shard * PARTS + part, band_tiles, flag + (WORLD + rank * signals + part) * 32, call + 1)
         claimed = tl.atomic_add(queues, 1, sem="relaxed")
 
     if BROADCAST:
         for step in range(1, WORLD):
             source = (rank + step) % WORLD
-            wait_at_least(flags + (WORLD * (1 + PARTS) + source) * 32, (call + 1) * tiles_shard * tiles_n, fault, patience, WAIT_RESULT, source)
+            wait_at_least(flags + (WORLD + source * signals + PARTS) * 32, call + 1, fault, patience, WAIT_RESULT, source)
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 1, 1, sem="acq_rel")
     if finished == tl.num_programs(0) - 1:

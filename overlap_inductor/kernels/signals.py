@@ -149,6 +149,19 @@ def _no_fence():
     pass
 
 
+@triton.jit
+def count_and_signal(counter, target, flag, value):
+    """One of ``target`` pieces is stored: the last one to be counted sets the peer's ``flag`` and clears ``counter`` (this GPU's own memory).
+
+    Ordering: the block's stores, a barrier, one thread's acquire-release add at GPU scope; whoever adds last has acquired all adds before,
+    and its release at system scope is cumulative over them.
+    """
+    tl.debug_barrier()
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
+        tl.store(counter, 0)
+        set_flag(flag, value)
+
+
 if triton.knobs.runtime.interpret:
     wait_at_least, set_flag, add_flag, store_fence, load_fence = _wait_twin, _set_twin, _add_twin, _no_fence, _no_fence
 else:

@@ -26,6 +26,7 @@ from overlap_inductor.errors import OverlapError
 ALIGNMENT = 1024
 FLAG_WORDS = 32
 """int32 words from flag to flag: 128 bytes."""
+QUEUE_WORDS = 8
 
 
 class Buffer(Protocol):
@@ -56,6 +57,7 @@ class Slot:
         data: uint8 ``[nbytes]`` on every rank.
         flags: int32; flag ``i`` is word ``i * FLAG_WORDS``. Flags ``credit(peer)`` come first, then ``signal(peer, i)``.
         calls: int32 ``[1]`` on the device: calls of this rank that have used the slot.
+        queues: int32 on the device, zero between calls: what a kernel's blocks claim and count (``QUEUE_WORDS`` and one a peer and signal).
     """
 
     nbytes: int
@@ -64,6 +66,7 @@ class Slot:
     data: Buffer
     flags: Buffer
     calls: torch.Tensor
+    queues: torch.Tensor
 
     def credit(self, peer: int) -> int:
         """Number of the flag in which ``peer`` says how many calls of this slot it has finished."""
@@ -164,6 +167,7 @@ class WorkspaceArena:
             self.allocate(nbytes, torch.uint8),
             self.allocate(_flag_words(self.world_size, signals), torch.int32),
             torch.zeros(1, dtype=torch.int32, device=self.device),
+            torch.zeros(QUEUE_WORDS + self.world_size * signals, dtype=torch.int32, device=self.device),
         )
         self.slots.append(slot)
         return slot

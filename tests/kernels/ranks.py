@@ -1,16 +1,26 @@
-"""Ranks as processes over shared memory, each running its kernel in Triton's interpreter."""
+"""Ranks as processes over shared memory, each running its kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.multiprocessing as multiprocessing
 
+from overlap_inductor.kernels.signals import FAULT_WORDS
+from overlap_inductor.lowerings.fused import Launch
+from overlap_inductor.transports.arena import FLAG_WORDS
+from overlap_inductor.transports.arena import QUEUE_WORDS
+from overlap_inductor.transports.arena import Slot
+
 
 def run_ranks(world_size: int, function: Callable[..., None], *args: Any, seconds: float = 200) -> None:
-    """``function(rank, *args)`` in a process a rank (forked: no import is paid again, and no device is held). Fails where a rank does not end in time, or with an error."""
+    """``function(rank, *args)`` in a process a rank (forked: no import is paid again, and no device is held).
+
+    Fails where a rank does not end in time, or ends with an error.
+    """
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=function, args=(r, *args)) for r in range(world_size)]
     for process in ranks:
@@ -29,6 +39,42 @@ def shared(*shape: int, dtype: torch.dtype = torch.int32, fill: float | None = N
     return made.share_memory_()
 
 
-def addresses(tensors: torch.Tensor) -> torch.Tensor:
-    """Where each rank's part of ``tensors`` lies in this process."""
-    return torch.tensor([t.data_ptr() for t in tensors])
+@dataclass(frozen=True)
+class SharedBuffer:
+    """Symmetric memory whose peers are processes of one machine."""
+
+    everyone: torch.Tensor
+    rank: int
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self.everyone[self.rank]
+
+    @property
+    def peers(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self.everyone)
+
+    @property
+    def pointers(self) -> torch.Tensor:
+        return torch.tensor([t.data_ptr() for t in self.everyone])
+
+
+@dataclass(frozen=True)
+class SharedWorkspace:
+    """What the slots of all ranks share; poisoned with bytes that are NaN in fp16."""
+
+    data: torch.Tensor
+    flags: torch.Tensor
+    fault: torch.Tensor
+    signals: int
+
+    @classmethod
+    def of(cls, world_size: int, nbytes: int, signals: int) -> SharedWorkspace:
+        flags = shared(world_size, world_size * (1 + signals) * FLAG_WORDS)
+        return cls(shared(world_size, nbytes, dtype=torch.uint8, fill=0x7E), flags, shared(world_size, FAULT_WORDS), signals)
+
+    def launch(self, rank: int) -> Launch:
+        world_size = self.data.shape[0]
+        calls, queues = torch.zeros(1, dtype=torch.int32), torch.zeros(QUEUE_WORDS + world_size * self.signals, dtype=torch.int32)
+        slot = Slot(self.data.shape[1], self.signals, world_size, SharedBuffer(self.data, rank), SharedBuffer(self.flags, rank), calls, queues)
+        return Launch(rank, world_size, slot, self.fault[rank], 1_000_000_000)

@@ -1,0 +1,148 @@
+"""Schedule ``fused``: one persistent kernel a site, launched on the current stream.
+
+Each function is the host's part of one kernel: it checks what the kernel rests on, cuts the work into bands and pieces, and launches. It
+waits for nothing and allocates nothing but its result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul as all_gather_matmul_kernel
+from overlap_inductor.kernels.matmul_reduce import give_credits
+from overlap_inductor.kernels.matmul_reduce import matmul_reduce
+from overlap_inductor.transports.arena import Slot
+
+COPY_WORDS = 4096
+"""int32 words that a block of the pushing part stores at once."""
+
+
+@dataclass(frozen=True)
+class FusedParameters:
+    """What may be tuned. ``blocks``: grid, at best the number of SMs. ``parts``: bands a shard. ``pieces``: pieces that a part is pushed in, and
+    ``pushers``: blocks that push before they multiply (all-gather only)."""
+
+    blocks: int
+    parts: int = 1
+    pieces: int = 16
+    pushers: int = 8
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 8
+    warps: int = 8
+    stages: int = 3
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Where a site's kernel runs: this rank of a group, its slot, the fault record that the host can read, and the patience of waits in ns."""
+
+    rank: int
+    world_size: int
+    slot: Slot
+    fault: torch.Tensor
+    patience_ns: int
+
+
+def band_rows(rows: int, parameters: FusedParameters) -> int:
+    """Rows of a band: a multiple of the tile, so that no tile waits for two bands."""
+    tiles = -(-rows // parameters.block_m)
+    return -(-tiles // min(parameters.parts, tiles)) * parameters.block_m
+
+
+def _right_operand(b: torch.Tensor) -> torch.Tensor:
+    if b.stride(0) != 1:
+        raise UnsupportedError(f"the right operand of shape {list(b.shape)} has strides {list(b.stride())}; expected a transposed weight, stride 1 along K")
+    return b.t()
+
+
+def _check(a: torch.Tensor, b: torch.Tensor, nbytes: int, signals: int, launch: Launch) -> None:
+    if a.dtype != b.dtype or a.dtype not in (torch.float16, torch.bfloat16):
+        raise UnsupportedError(f"a fused kernel multiplies two matrices of fp16 or bf16, not {a.dtype} and {b.dtype}")
+    if not a.is_contiguous() or a.shape[1] % 8 or a.data_ptr() % 16:
+        raise UnsupportedError(f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} does not lie in whole 16-byte rows")
+    if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
+        raise UnsupportedError(f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and {launch.slot.signals}")
+
+
+def all_gather_matmul(a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters) -> torch.Tensor:
+    """``all_gather(a) @ b``: ``a [rows, K]`` this rank's shard, ``b [K, N]`` with stride 1 along K. Returns ``[world_size * rows, N]``.
+
+    Raises:
+        UnsupportedError: a dtype, layout or slot that the kernel is not made for.
+    """
+    p, world_size = parameters, launch.world_size
+    rows, inner = a.shape
+    columns = b.shape[1]
+    part_rows = band_rows(rows, p)
+    parts = -(-rows // part_rows)
+    nbytes = world_size * rows * inner * a.element_size()
+    _check(a, b, nbytes, parts, launch)
+    slot = launch.slot
+    workspace = slot.data.local[:nbytes].view(a.dtype).view(world_size * rows, inner)
+    result = torch.empty(world_size * rows, columns, dtype=a.dtype, device=a.device)
+    words = a.view(torch.int32).view(-1)
+    all_gather_matmul_kernel[(p.blocks,)](
+        TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
+        TensorDescriptor.from_tensor(workspace, [p.block_m, p.block_k]),
+        TensorDescriptor.from_tensor(_right_operand(b), [p.block_n, p.block_k]),
+        result, words, slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.fault, launch.patience_ns,
+        launch.rank, rows, columns, inner, words.numel(), part_rows, part_rows * inner * a.element_size() // 4, slot.signals,
+        world_size, parts, p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS,
+        num_warps=p.warps, num_stages=p.stages,
+    )  # fmt: skip
+    return result
+
+
+def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, average: bool = False) -> torch.Tensor:
+    """``reduce_scatter(a @ b)`` of rows: ``a [world_size * rows, K]``, ``b [K, N]`` with stride 1 along K. Returns ``[rows, N]``, summed in fp32.
+
+    Raises:
+        UnsupportedError: as ``all_gather_matmul``.
+    """
+    rows = a.shape[0] // launch.world_size
+    result = torch.empty(rows, b.shape[1], dtype=a.dtype, device=a.device)
+    _reduce(a, b, result, launch, parameters, average, lag=None)
+    return result
+
+
+def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, average: bool = False) -> torch.Tensor:
+    """``all_reduce(a @ b)``: ``a [world_size * rows, K]``, ``b [K, N]`` with stride 1 along K. Returns ``[world_size * rows, N]``, summed in fp32.
+
+    Raises:
+        UnsupportedError: as ``all_gather_matmul``.
+    """
+    gathered = _reduce(a, b, None, launch, parameters, average, lag=1)
+    result = gathered.clone()
+    give_credits[(1,)](launch.slot.flags.pointers, launch.slot.calls, launch.rank, launch.world_size, num_warps=1)
+    return result
+
+
+def _reduce(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, launch: Launch, p: FusedParameters, average: bool, lag: int | None) -> torch.Tensor:
+    world_size, slot = launch.world_size, launch.slot
+    all_rows, inner = a.shape
+    columns = b.shape[1]
+    if all_rows % world_size:
+        raise UnsupportedError(f"{all_rows} rows do not fall into {world_size} equal shards")
+    rows = all_rows // world_size
+    part_rows = band_rows(rows, p)
+    parts = -(-rows // part_rows)
+    nbytes = all_rows * columns * a.element_size()
+    broadcast = out is None
+    _check(a, b, 2 * nbytes if broadcast else nbytes, parts + 1, launch)
+    staging = slot.data.local[:nbytes].view(a.dtype)
+    out = slot.data.local[nbytes : 2 * nbytes].view(a.dtype).view(all_rows, columns) if out is None else out
+    matmul_reduce[(p.blocks,)](
+        TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
+        TensorDescriptor.from_tensor(_right_operand(b), [p.block_n, p.block_k]),
+        out, staging, slot.data.pointers, nbytes // a.element_size(), slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.fault,
+        launch.patience_ns, launch.rank, rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0,
+        world_size, parts, parts if lag is None else lag, broadcast, p.block_m, p.block_n, p.block_k, p.group_m,
+        num_warps=p.warps, num_stages=p.stages,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,96 @@
+"""The fused kernels between processes over shared memory, block after block in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from dataclasses import replace
+
+import pytest
+import torch
+
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.lowerings import fused
+from overlap_inductor.lowerings.fused import FusedParameters
+from tests.kernels.ranks import SharedWorkspace
+from tests.kernels.ranks import run_ranks
+from tests.kernels.ranks import shared
+
+CALLS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """``rows`` of a shard. Each call has one band more than the one before, in the same slot: what flags count must not rest on the site."""
+
+    pattern: str
+    world_size: int
+    rows: int
+    columns: int
+    inner: int
+    parts: int = 1
+    blocks: int = 1
+    pushers: int = 1
+    pieces: int = 1
+    average: bool = False
+
+    def parameters(self, call: int) -> FusedParameters:
+        return FusedParameters(self.blocks, self.parts + call, self.pieces + call, self.pushers, 16, 16, 16, 2, 4, 1)
+
+
+CASES = {
+    "gather, one block": Case("all_gather_matmul", 2, 32, 32, 32),
+    "gather, three ranks, bands": Case("all_gather_matmul", 3, 48, 40, 48, parts=3, blocks=2, pieces=2),
+    "gather, no multiples of a tile": Case("all_gather_matmul", 2, 40, 24, 32, blocks=3, pushers=2, pieces=3),
+    "gather, nobody pushes first": Case("all_gather_matmul", 2, 32, 16, 32, parts=2, blocks=2, pushers=0, pieces=2),
+    "scatter, one block": Case("matmul_reduce_scatter", 2, 32, 32, 32),
+    "scatter, three ranks, bands": Case("matmul_reduce_scatter", 3, 48, 24, 32, parts=2, blocks=2),
+    "scatter, no multiples of a tile, average": Case("matmul_reduce_scatter", 2, 40, 24, 32, parts=2, blocks=3, average=True),
+    "all-reduce": Case("matmul_all_reduce", 2, 32, 32, 32, parts=2),
+    "all-reduce, three ranks": Case("matmul_all_reduce", 3, 40, 24, 32, parts=2, blocks=2),
+}
+
+
+def _rank(rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, case: Case) -> None:
+    launch = workspace.launch(rank)
+    keywords = {"average": True} if case.average else {}
+    for call in range(CALLS):
+        out[call, rank] = getattr(fused, case.pattern)(a[call, rank].contiguous(), b[rank].t(), launch, case.parameters(call), **keywords)
+        assert not launch.slot.queues.any() and launch.slot.calls.tolist() == [call + 1]
+        assert not launch.fault.any()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_fp64(name: str) -> None:
+    case = CASES[name]
+    w, gathers = case.world_size, case.pattern == "all_gather_matmul"
+    all_rows = w * case.rows
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn(CALLS, w, case.rows if gathers else all_rows, case.inner, generator=generator).half().share_memory_()
+    b = torch.randn(w, case.columns, case.inner, generator=generator).half().share_memory_()
+    out = shared(CALLS, w, case.rows if case.pattern == "matmul_reduce_scatter" else all_rows, case.columns, dtype=torch.float16, fill=float("nan"))
+    workspace = SharedWorkspace.of(w, 4 * all_rows * max(case.columns, case.inner), case.parts + CALLS)
+    run_ranks(w, _rank, workspace, a, b, out, case)
+    for call in range(CALLS):
+        for rank in range(w):
+            if gathers:
+                exact = a[call].double().flatten(0, 1) @ b[rank].double().t()
+            else:
+                exact = torch.stack([a[call, r].double() @ b[r].double().t() for r in range(w)]).sum(0) / (w if case.average else 1)
+            if case.pattern == "matmul_reduce_scatter":
+                exact = exact[rank * case.rows : (rank + 1) * case.rows]
+            assert torch.allclose(out[call, rank].double(), exact, rtol=2e-2, atol=5e-2), (call, rank)
+
+
+def test_what_a_kernel_is_not_made_for_is_said() -> None:
+    launch = SharedWorkspace.of(2, 4096, 2).launch(0)
+    a, b, p = torch.zeros(32, 32).half(), torch.zeros(16, 32).half().t(), CASES["gather, one block"].parameters(0)
+    with pytest.raises(UnsupportedError, match="fp16 or bf16"):
+        fused.all_gather_matmul(a.float(), b.float(), launch, p)
+    with pytest.raises(UnsupportedError, match="stride 1 along K"):
+        fused.all_gather_matmul(a, b.contiguous(), launch, p)
+    with pytest.raises(UnsupportedError, match="16-byte rows"):
+        fused.all_gather_matmul(a.t(), b, launch, p)
+    with pytest.raises(UnsupportedError, match="its slot has 4096 and 2"):
+        fused.all_gather_matmul(torch.zeros(64, 32).half(), b, launch, replace(p, parts=4))
+    with pytest.raises(UnsupportedError, match="3 rows do not fall"):
+        fused.matmul_reduce_scatter(a[:3], b, launch, p)
