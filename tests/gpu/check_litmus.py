@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from overlap_inductor.kernels.signals import FAULT_WORDS
+from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import load_fence
 from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import store_fence
@@ -54,6 +55,18 @@ def write_rounds(peer, peer_desc, acknowledged, peer_flags, fault, first, rounds
 
 
 @triton.jit
+def write_halves(peer, acknowledged, peer_flags, counters, fault, first, rounds, patience, R: tl.constexpr, C: tl.constexpr):
+    """Two blocks store half a tile each; whichever is counted last signals for both."""
+    block = tl.program_id(0) // 2
+    rows = tl.program_id(0) % 2 * (R // 2) + tl.arange(0, R // 2)
+    offsets = rows[:, None] * C + tl.arange(0, C)[None, :]
+    for i in range(first, first + rounds):
+        tl.store(peer + block * R * C + offsets, tl.full((R // 2, C), 0, tl.int32) + i)
+        count_and_signal(counters + block, 2, peer_flags + block * 64, i)
+        wait_at_least(acknowledged + block * 64 + 32, i, fault, patience, 1, 0)
+
+
+@triton.jit
 def read_rounds(mine, desc, flags, peer_flags, wrong, fault, first, rounds, patience, way: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """``way``: ordinary | bulk | bulk without fence."""
     block = tl.program_id(0)
@@ -80,6 +93,8 @@ def wait_for(flag, value, fault, patience):
 WAYS = [  # (what the writer does, what the reader does, whether the kernels rest on it)
     ("ordinary", "ordinary", True),
     ("unordered", "ordinary", False),
+    ("two blocks", "ordinary", True),
+    ("two blocks", "bulk", True),
     ("bulk", "ordinary", True),
     ("bulk without fence", "ordinary", False),
     ("ordinary", "bulk", True),
@@ -104,11 +119,16 @@ class Litmus:
         self.peer_flags = handles[1].get_buffer(other, (BLOCKS * 64,), torch.int32)
         self.handles = handles
         self.fault = torch.zeros(FAULT_WORDS, dtype=torch.int32).pin_memory()
+        self.counters = torch.zeros(BLOCKS, dtype=torch.int32, device="cuda")
         self.wrong = torch.zeros(BLOCKS, dtype=torch.int32, device="cuda")
         self.descriptors = [TensorDescriptor.from_tensor(t, [ROWS, COLUMNS]) for t in (self.data, self.peer)]
         self.next = 1
 
     def write(self, way: str, rounds: int) -> None:
+        if way == "two blocks":
+            arguments = (self.peer, self.flags, self.peer_flags, self.counters, self.fault, self.next, rounds, PATIENCE_NS)
+            write_halves[(2 * BLOCKS,)](*arguments, ROWS, COLUMNS, num_warps=4)
+            return
         if way != "copy engine":
             arguments = (self.peer, self.descriptors[1], self.flags, self.peer_flags, self.fault, self.next, rounds, PATIENCE_NS)
             write_rounds[(BLOCKS,)](*arguments, way, ROWS, COLUMNS, num_warps=4)

@@ -1,0 +1,206 @@
+"""Fused kernels against ``keep``, async TP's op and the bounds: llama3-70b MLP and attention projections, one torchrun for everything.
+
+    torchrun --nproc-per-node 4 -m bench.fused --tokens 1024 4096 --out bench/results/fused.jsonl
+
+Every provider is compared with fp32 on random data before it is timed. Providers are timed in turn, round after round; the host is hidden behind
+a device sleep. Median microseconds, maximum over ranks; ``speedup`` is over ``keep`` of the same run, ``ratio`` over max(matmul, collective).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+import triton
+
+from overlap_inductor.kernels.signals import FAULT_WORDS
+from overlap_inductor.lowerings import fused
+from overlap_inductor.lowerings.fused import FusedParameters
+from overlap_inductor.lowerings.fused import Launch
+from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports.arena import Request
+from overlap_inductor.transports.arena import WorkspaceArena
+
+SHAPES = {"mlp": (8192, 28672), "qkv_o": (8192, 10240)}
+"""``(hidden, wide)``: gathered against ``[hidden, wide / W]``, scattered from ``[wide / W, hidden]``."""
+SLEEP_CYCLES = 6_000_000
+PATIENCE_NS = 2_000_000_000
+SIGNALS = 9
+
+
+def variants(pattern: str, blocks: int) -> dict[str, FusedParameters]:
+    """The parameters to try, by name."""
+    found = {}
+    if pattern == "all_gather_matmul":
+        for pushers, parts, pieces in itertools.product((4, 8, 16), (1, 2, 4), (16,)):
+            found[f"fused pushers={pushers} parts={parts}"] = FusedParameters(blocks, parts, pieces, pushers)
+    else:
+        for parts, group in itertools.product((1, 2, 4), (8,)):
+            found[f"fused parts={parts}"] = FusedParameters(blocks, parts, group_m=group)
+    return found
+
+
+class Site:
+    """One pattern at one size: operands, workspace, and what each provider runs."""
+
+    def __init__(self, pattern: str, tokens: int, shape: tuple[int, int], rank: int, world_size: int, arena: WorkspaceArena, fault: torch.Tensor) -> None:
+        hidden, wide = shape
+        self.pattern, self.group, self.world_size = pattern, dist.group.WORLD, world_size
+        self.rows = tokens // world_size
+        gathers = pattern == "all_gather_matmul"
+        inner, columns = (hidden, wide // world_size) if gathers else (wide // world_size, hidden)
+        self.a = torch.randn(self.rows if gathers else tokens, inner, device="cuda", dtype=torch.bfloat16) / 4
+        self.weight = torch.randn(columns, inner, device="cuda", dtype=torch.bfloat16) / 16
+        self.b = self.weight.t()
+        self.gathered = torch.empty(tokens, inner, device="cuda", dtype=torch.bfloat16) if gathers else self.a
+        self.product = torch.empty(tokens, columns, device="cuda", dtype=torch.bfloat16)
+        self.scattered = torch.empty(self.rows, columns, device="cuda", dtype=torch.bfloat16)
+        name = f"{pattern} {tokens} {shape}"
+        needed = tokens * (inner if gathers else columns) * 2
+        arena.prepare([Request(name, needed * (2 if pattern == "matmul_all_reduce" else 1), SIGNALS)])
+        self.launch = Launch(rank, world_size, arena.slot(name), fault, PATIENCE_NS)
+
+    def matmul(self) -> torch.Tensor:
+        return torch.mm(self.gathered, self.b, out=self.product)
+
+    def collective(self) -> torch.Tensor:
+        if self.pattern == "all_gather_matmul":
+            dist.all_gather_into_tensor(self.gathered, self.a)
+            return self.gathered
+        if self.pattern == "matmul_reduce_scatter":
+            dist.reduce_scatter_tensor(self.scattered, self.product)
+            return self.scattered
+        dist.all_reduce(self.product)
+        return self.product
+
+    def keep(self) -> torch.Tensor:
+        if self.pattern == "all_gather_matmul":
+            self.collective()
+            return self.matmul()
+        self.matmul()
+        return self.collective()
+
+    def async_tp(self) -> torch.Tensor:
+        name = self.group.group_name
+        if self.pattern == "all_gather_matmul":
+            return torch.ops.symm_mem.fused_all_gather_matmul(self.a, [self.b], 0, name)[1][0]
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(self.a, self.b, "sum", 0, name)
+
+    def fused(self, parameters: FusedParameters) -> torch.Tensor:
+        return getattr(fused, self.pattern)(self.a, self.b, self.launch, parameters)
+
+    def expected(self) -> torch.Tensor:
+        """In fp32, from inputs exchanged by NCCL."""
+        if self.pattern == "all_gather_matmul":
+            dist.all_gather_into_tensor(self.gathered, self.a)
+        product = self.gathered.float() @ self.b.float()
+        if self.pattern == "all_gather_matmul":
+            return product
+        dist.all_reduce(product)
+        rank = self.launch.rank
+        return product if self.pattern == "matmul_all_reduce" else product[rank * self.rows : (rank + 1) * self.rows]
+
+
+def _worst(value: float, op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> float:
+    tensor = torch.tensor([value], device="cuda", dtype=torch.float64)
+    dist.all_reduce(tensor, op)
+    return float(tensor)
+
+
+def timed(providers: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    samples: dict[str, list[float]] = {name: [] for name in providers}
+    marker = torch.zeros(1, device="cuda")
+    for _ in range(repeats):
+        for name, function in providers.items():
+            dist.all_reduce(marker)
+            torch.cuda._sleep(SLEEP_CYCLES)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            torch.cuda.synchronize()
+            samples[name].append(start.elapsed_time(end) * 1e3)
+    return samples
+
+
+def measure(site: Site, repeats: int, blocks: int) -> list[dict[str, Any]]:
+    expected = site.expected()
+    bound = expected.abs().max()
+    providers: dict[str, Callable[[], Any]] = {"keep": site.keep}
+    if site.pattern != "matmul_all_reduce":
+        providers["async_tp"] = site.async_tp
+    settings = variants(site.pattern, blocks)
+    for name, parameters in settings.items():
+        providers[name] = lambda p=parameters: site.fused(p)
+    errors = {}
+    for name, function in list(providers.items()):
+        # Loaded by every rank before any rank's timing, and twice: the second call meets what the first has left.
+        for _ in range(2):
+            found = function()
+        torch.cuda.synchronize()
+        errors[name] = _worst(float((found.float() - expected).abs().max() / bound))
+        if _worst(float(site.launch.fault[0])):
+            raise RuntimeError(f"{site.pattern}: {name} gave up waiting: {site.launch.fault.tolist()}")
+        if errors[name] > 2e-2:
+            del providers[name]
+    del expected
+    providers |= {"matmul": site.matmul, "collective": site.collective}
+    samples = timed(providers, repeats)
+    times = {name: _worst(statistics.median(s)) for name, s in samples.items()}
+    limit = max(times["matmul"], times["collective"])
+    rows = []
+    for name in [*errors, "matmul", "collective"]:
+        row: dict[str, Any] = {"provider": name, "error": errors.get(name), "right": errors.get(name, 0.0) <= 2e-2}
+        if name in times:
+            quantiles = statistics.quantiles(samples[name], n=5)
+            row |= {"us": round(times[name], 1), "p20": round(quantiles[0], 1), "p80": round(quantiles[-1], 1)}
+            row |= {"speedup": round(times["keep"] / times[name], 3), "ratio": round(times[name] / limit, 3)}
+        rows.append(row | ({"parameters": asdict(settings[name])} if name in settings else {}))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--patterns", nargs="+", default=["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+    parser.add_argument("--shapes", nargs="+", default=["mlp"])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--out", default=None)
+    arguments = parser.parse_args()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", device_id=device)
+    symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+    properties = torch.cuda.get_device_properties(device)
+    fault = torch.zeros(FAULT_WORDS, dtype=torch.int32).pin_memory()
+    arena = WorkspaceArena(
+        world_size, device, lambda n, dtype: symmetric.allocate(n, dtype, device, dist.group.WORLD), torch.cuda.is_current_stream_capturing, 2**34
+    )
+    environment = {"torch": torch.__version__, "triton": triton.__version__, "gpu": properties.name, "world_size": world_size}
+    # The largest first: what follows finds room in its slots.
+    for shape, pattern, tokens in itertools.product(arguments.shapes, arguments.patterns, sorted(arguments.tokens, reverse=True)):
+        site = Site(pattern, tokens, SHAPES[shape], rank, world_size, arena, fault)
+        rows = measure(site, arguments.repeats, properties.multi_processor_count)
+        del site
+        if rank == 0:
+            best = min((r for r in rows if r["provider"].startswith("fused") and r["right"]), key=lambda r: r["us"], default=None)
+            print(pattern, shape, tokens, {r["provider"]: (r.get("us"), r.get("speedup"), r["right"]) for r in rows}, "best", best and best["provider"], flush=True)
+            if arguments.out:
+                with open(arguments.out, "a") as file:
+                    file.writelines(json.dumps({"pattern": pattern, "shape": shape, "tokens": tokens, **row, **environment}) + "\n" for row in rows)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
