@@ -34,7 +34,7 @@ SHAPES = {"mlp": (8192, 28672), "qkv_o": (8192, 10240)}
 """``(hidden, wide)``: gathered against ``[hidden, wide / W]``, scattered from ``[wide / W, hidden]``."""
 SLEEP_CYCLES = 6_000_000
 PATIENCE_NS = 2_000_000_000
-SIGNALS = 9
+SIGNALS = 8
 
 
 def variants(pattern: str, blocks: int) -> dict[str, FusedParameters]:

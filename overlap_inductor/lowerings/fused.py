@@ -13,7 +13,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul as all_gather_matmul_kernel
-from overlap_inductor.kernels.matmul_reduce import give_credits
 from overlap_inductor.kernels.matmul_reduce import matmul_reduce
 from overlap_inductor.transports.arena import Slot
 
@@ -105,10 +104,7 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, launch: Launch, para
     Raises:
         UnsupportedError: as ``all_gather_matmul``.
     """
-    rows = a.shape[0] // launch.world_size
-    result = torch.empty(rows, b.shape[1], dtype=a.dtype, device=a.device)
-    _reduce(a, b, result, launch, parameters, average, lag=None)
-    return result
+    return _reduce(a, b, launch, parameters, average, broadcast=False)
 
 
 def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, average: bool = False) -> torch.Tensor:
@@ -117,13 +113,10 @@ def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, launch: Launch, paramete
     Raises:
         UnsupportedError: as ``all_gather_matmul``.
     """
-    gathered = _reduce(a, b, None, launch, parameters, average, lag=1)
-    result = gathered.clone()
-    give_credits[(1,)](launch.slot.flags.pointers, launch.slot.calls, launch.rank, launch.world_size, num_warps=1)
-    return result
+    return _reduce(a, b, launch, parameters, average, broadcast=True)
 
 
-def _reduce(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, launch: Launch, p: FusedParameters, average: bool, lag: int | None) -> torch.Tensor:
+def _reduce(a: torch.Tensor, b: torch.Tensor, launch: Launch, p: FusedParameters, average: bool, broadcast: bool) -> torch.Tensor:
     world_size, slot = launch.world_size, launch.slot
     all_rows, inner = a.shape
     columns = b.shape[1]
@@ -133,16 +126,15 @@ def _reduce(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, launch: 
     part_rows = band_rows(rows, p)
     parts = -(-rows // part_rows)
     nbytes = all_rows * columns * a.element_size()
-    broadcast = out is None
-    _check(a, b, 2 * nbytes if broadcast else nbytes, parts + 1, launch)
+    _check(a, b, 2 * nbytes if broadcast else nbytes, 2 * parts, launch)
     staging = slot.data.local[:nbytes].view(a.dtype)
-    out = slot.data.local[nbytes : 2 * nbytes].view(a.dtype).view(all_rows, columns) if out is None else out
+    out = torch.empty(all_rows if broadcast else rows, columns, dtype=a.dtype, device=a.device)
     matmul_reduce[(p.blocks,)](
         TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
         TensorDescriptor.from_tensor(_right_operand(b), [p.block_n, p.block_k]),
         out, staging, slot.data.pointers, nbytes // a.element_size(), slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.fault,
         launch.patience_ns, launch.rank, rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0,
-        world_size, parts, parts if lag is None else lag, broadcast, p.block_m, p.block_n, p.block_k, p.group_m,
+        world_size, parts, 1 if broadcast else parts, broadcast, p.block_m, p.block_n, p.block_k, p.group_m,
         num_warps=p.warps, num_stages=p.stages,
     )  # fmt: skip
     return out

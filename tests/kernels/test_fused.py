@@ -68,7 +68,7 @@ def test_agrees_with_fp64(name: str) -> None:
     a = torch.randn(CALLS, w, case.rows if gathers else all_rows, case.inner, generator=generator).half().share_memory_()
     b = torch.randn(w, case.columns, case.inner, generator=generator).half().share_memory_()
     out = shared(CALLS, w, case.rows if case.pattern == "matmul_reduce_scatter" else all_rows, case.columns, dtype=torch.float16, fill=float("nan"))
-    workspace = SharedWorkspace.of(w, 4 * all_rows * max(case.columns, case.inner), case.parts + CALLS)
+    workspace = SharedWorkspace.of(w, 4 * all_rows * max(case.columns, case.inner), 2 * (case.parts + CALLS))
     run_ranks(w, _rank, workspace, a, b, out, case)
     for call in range(CALLS):
         for rank in range(w):

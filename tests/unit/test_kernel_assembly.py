@@ -55,7 +55,7 @@ def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int
     block_m, block_n, block_k = tile
     constants = {**constants, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8}
     left, right = f"tensordesc<bf16[{block_m}, {block_k}]>", f"tensordesc<bf16[{block_n}, {block_k}]>"
-    types = {"own_desc": left, "gathered_desc": left, "a_desc": left, "b_desc": right, "patience": "i64", "out_offset": "i64", "scale": "fp32"}
+    types = {"own_desc": left, "gathered_desc": left, "a_desc": left, "b_desc": right, "patience": "i64", "gathered_offset": "i64", "scale": "fp32"}
     types |= dict.fromkeys(("c", "out", "staging"), "*bf16") | dict.fromkeys(("peer_data", "peer_flags"), "*i64")
     types |= dict.fromkeys(("words", "flags", "queues", "calls", "fault"), "*i32")
     names = kernel.arg_names
