@@ -22,13 +22,13 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import triton
 
-from overlap_inductor.kernels.signals import FAULT_WORDS
 from overlap_inductor.lowerings import fused
 from overlap_inductor.lowerings.fused import FusedParameters
 from overlap_inductor.lowerings.fused import Launch
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports.arena import Request
 from overlap_inductor.transports.arena import WorkspaceArena
+from overlap_inductor.transports.faults import FaultRecord
 
 SHAPES = {"mlp": (8192, 28672), "qkv_o": (8192, 10240)}
 """``(hidden, wide)``: gathered against ``[hidden, wide / W]``, scattered from ``[wide / W, hidden]``."""
@@ -52,7 +52,7 @@ def variants(pattern: str, blocks: int) -> dict[str, FusedParameters]:
 class Site:
     """One pattern at one size: operands, workspace, and what each provider runs."""
 
-    def __init__(self, pattern: str, tokens: int, shape: tuple[int, int], rank: int, world_size: int, arena: WorkspaceArena, fault: torch.Tensor) -> None:
+    def __init__(self, pattern: str, tokens: int, shape: tuple[int, int], rank: int, world_size: int, arena: WorkspaceArena, faults: FaultRecord) -> None:
         hidden, wide = shape
         self.pattern, self.group, self.world_size = pattern, dist.group.WORLD, world_size
         self.rows = tokens // world_size
@@ -67,7 +67,7 @@ class Site:
         name = f"{pattern} {tokens} {shape}"
         needed = tokens * (inner if gathers else columns) * 2
         arena.prepare([Request(name, needed * (2 if pattern == "matmul_all_reduce" else 1), SIGNALS)])
-        self.launch = Launch(rank, world_size, arena.slot(name), fault, PATIENCE_NS)
+        self.launch = Launch(rank, world_size, arena.slot(name), faults, faults.number(name), PATIENCE_NS)
 
     def matmul(self) -> torch.Tensor:
         return torch.mm(self.gathered, self.b, out=self.product)
@@ -148,8 +148,9 @@ def measure(site: Site, repeats: int, blocks: int) -> list[dict[str, Any]]:
             found = function()
         torch.cuda.synchronize()
         errors[name] = _worst(float((found.float() - expected).abs().max() / bound))
-        if _worst(float(site.launch.fault[0])):
-            raise RuntimeError(f"{site.pattern}: {name} gave up waiting: {site.launch.fault.tolist()}")
+        if _worst(float(site.launch.faults.words[0])):
+            site.launch.faults.check()
+            raise RuntimeError(f"{site.pattern}: {name} gave up waiting on another rank")
         if errors[name] > 2e-2:
             del providers[name]
     del expected
@@ -182,14 +183,14 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     properties = torch.cuda.get_device_properties(device)
-    fault = torch.zeros(FAULT_WORDS, dtype=torch.int32).pin_memory()
+    faults = FaultRecord.of(dist.group.WORLD.group_name, range(world_size))
     arena = WorkspaceArena(
         world_size, device, lambda n, dtype: symmetric.allocate(n, dtype, device, dist.group.WORLD), torch.cuda.is_current_stream_capturing, 2**34
     )
     environment = {"torch": torch.__version__, "triton": triton.__version__, "gpu": properties.name, "world_size": world_size}
     # The largest first: what follows finds room in its slots.
     for shape, pattern, tokens in itertools.product(arguments.shapes, arguments.patterns, sorted(arguments.tokens, reverse=True)):
-        site = Site(pattern, tokens, SHAPES[shape], rank, world_size, arena, fault)
+        site = Site(pattern, tokens, SHAPES[shape], rank, world_size, arena, faults)
         rows = measure(site, arguments.repeats, properties.multi_processor_count)
         del site
         if rank == 0:

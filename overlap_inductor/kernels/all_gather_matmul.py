@@ -24,6 +24,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from overlap_inductor.kernels.signals import WAIT_CREDIT
+from overlap_inductor.kernels.signals import WAIT_KINDS
+from overlap_inductor.kernels.signals import WAIT_PART
 from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import load_fence
 from overlap_inductor.kernels.signals import set_flag
@@ -34,12 +37,10 @@ from overlap_inductor.kernels.tile_order import grouped
 QUEUES = 4
 """int32 words at the head of ``queues``: pieces sent, own tiles, tiles of peers, blocks that have finished. ``WORLD * PARTS`` counters of pieces
 stored follow. All zero before a call and after it."""
-WAIT_CREDIT = tl.constexpr(1)
-WAIT_PART = tl.constexpr(2)
 
 
 @triton.jit
-def _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, fault, patience, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+def _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, fault, patience, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
     """Send pieces until none is left to claim. Piece ``i`` belongs to part ``i // (PIECES * (WORLD - 1))``; neighbours go to different peers."""
     i = tl.atomic_add(queues, 1, sem="relaxed")
     while i < PARTS * PIECES * (WORLD - 1):
@@ -47,7 +48,7 @@ def _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, 
         rest = i % (PIECES * (WORLD - 1))
         peer = (rank + 1 + rest % (WORLD - 1)) % WORLD
         piece = rest // (WORLD - 1)
-        wait_at_least(flags + peer * 32, call, fault, patience, WAIT_CREDIT, peer)
+        wait_at_least(flags + peer * 32, call, fault, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
         end = tl.minimum((part + 1) * part_words, total)
         size = tl.cdiv(tl.cdiv(part_words, PIECES), BLOCK) * BLOCK
         first = part * part_words + piece * size
@@ -61,10 +62,10 @@ def _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, 
         i = tl.atomic_add(queues, 1, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "site"])
 def all_gather_matmul(
     own_desc, gathered_desc, b_desc, c, words, peer_data, peer_flags, flags, queues, calls, fault, patience,
-    rank, rows, columns, inner, total, part_rows, part_words, signals,
+    site, rank, rows, columns, inner, total, part_rows, part_words, signals,
     WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -78,13 +79,14 @@ def all_gather_matmul(
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags; ``flags``: this rank's own flags.
             Flag ``p``: calls that peer ``p`` has finished. Flag ``WORLD + s * signals + i``: the call whose part ``i`` has come from rank ``s``.
         queues, calls: int32 in this rank's own memory (``QUEUES + WORLD * PARTS`` words; one word).
+        site: number under which a fault record names the site.
         part_rows: rows of a part, a multiple of ``BLOCK_M``; ``part_words``: their int32 words.
     """
     call = tl.load(calls)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
     if tl.program_id(0) < PUSHERS:
-        _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, fault, patience, signals, WORLD, PARTS, PIECES, BLOCK)
+        _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, fault, patience, signals, WORLD, PARTS, PIECES, BLOCK)
 
     turn = tl.atomic_add(queues + 1, 1, sem="relaxed")
     while turn < tiles_shard * tiles_n:
@@ -95,7 +97,7 @@ def all_gather_matmul(
         _store(c, total_sum, rank, m, n, rows, columns, BLOCK_M, BLOCK_N)
         turn = tl.atomic_add(queues + 1, 1, sem="relaxed")
 
-    _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, fault, patience, signals, WORLD, PARTS, PIECES, BLOCK)
+    _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, fault, patience, signals, WORLD, PARTS, PIECES, BLOCK)
 
     turn = tl.atomic_add(queues + 2, 1, sem="relaxed")
     seen = -1
@@ -104,7 +106,7 @@ def all_gather_matmul(
         part = m // (part_rows // BLOCK_M)
         if shard * PARTS + part != seen:
             seen = shard * PARTS + part
-            wait_at_least(flags + (WORLD + shard * signals + part) * 32, call + 1, fault, patience, WAIT_PART, shard)
+            wait_at_least(flags + (WORLD + shard * signals + part) * 32, call + 1, fault, patience, site * WAIT_KINDS + WAIT_PART, shard)
             load_fence()
         total_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, inner, BLOCK_K):

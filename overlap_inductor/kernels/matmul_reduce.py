@@ -25,6 +25,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from overlap_inductor.kernels.signals import WAIT_CREDIT
+from overlap_inductor.kernels.signals import WAIT_KINDS
+from overlap_inductor.kernels.signals import WAIT_PARTIALS
+from overlap_inductor.kernels.signals import WAIT_RESULT
 from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import wait_at_least
@@ -34,9 +38,6 @@ from overlap_inductor.kernels.tile_order import grouped
 QUEUES = 2
 """int32 words at the head of ``queues``: tiles claimed, blocks that have finished. ``2 * WORLD * PARTS`` counters of tiles stored follow. All zero
 before a call and after it."""
-WAIT_CREDIT = tl.constexpr(1)
-WAIT_PARTIALS = tl.constexpr(3)
-WAIT_RESULT = tl.constexpr(4)
 PEERS = tl.constexpr(0)
 OWN = tl.constexpr(1)
 COPY = tl.constexpr(2)
@@ -65,10 +66,10 @@ def _turn(turn, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, PARTS: tl
     return kind, inner
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "site"])
 def matmul_reduce(
     a_desc, b_desc, out, staging, peer_data, gathered_offset, peer_flags, flags, queues, calls, fault, patience,
-    rank, rows, columns, inner, part_rows, signals, scale,
+    site, rank, rows, columns, inner, part_rows, signals, scale,
     WORLD: tl.constexpr, PARTS: tl.constexpr, LAG: tl.constexpr, BROADCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +83,7 @@ def matmul_reduce(
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
         flags: flag ``p``: calls that peer ``p`` has finished; ``WORLD + s * signals + i``: the call whose band ``i`` has come from source ``s``;
             with ``BROADCAST`` ``WORLD + s * signals + PARTS + i``: the call whose finished band ``i`` has.
-        queues, calls: int32 in this rank's own memory.
+        queues, calls: int32 in this rank's own memory. site: number under which a fault record names the site.
         part_rows: rows of a band, a multiple of ``BLOCK_M``. scale: what the sum is multiplied with (1, or ``1 / WORLD`` for an average).
     """
     STEPS: tl.constexpr = 3 if BROADCAST else 2
@@ -110,7 +111,7 @@ def matmul_reduce(
         offsets = at_m[:, None].to(tl.int64) * columns + at_n[None, :]
         if BROADCAST and kind == COPY:
             if seen != shard * PARTS + part:
-                wait_at_least(flags + (WORLD + shard * signals + PARTS + part) * 32, call + 1, fault, patience, WAIT_RESULT, shard)
+                wait_at_least(flags + (WORLD + shard * signals + PARTS + part) * 32, call + 1, fault, patience, site * WAIT_KINDS + WAIT_RESULT, shard)
                 seen = shard * PARTS + part
             finished_tile = tl.load(staging + gathered_offset + shard * size + offsets, mask=inside, cache_modifier=".cg")
             tl.store(out + shard * size + offsets, finished_tile, mask=inside)
@@ -123,7 +124,7 @@ def matmul_reduce(
                 if seen != rank * PARTS + part:
                     for step in range(1, WORLD):
                         source = (rank + step) % WORLD
-                        wait_at_least(flags + (WORLD + source * signals + part) * 32, call + 1, fault, patience, WAIT_PARTIALS, source)
+                        wait_at_least(flags + (WORLD + source * signals + part) * 32, call + 1, fault, patience, site * WAIT_KINDS + WAIT_PARTIALS, source)
                     seen = rank * PARTS + part
                 for step in range(1, WORLD):
                     source = (rank + step) % WORLD
@@ -133,7 +134,7 @@ def matmul_reduce(
                 if BROADCAST:
                     for step in range(1, WORLD):
                         peer = (rank + step) % WORLD
-                        wait_at_least(flags + peer * 32, call, fault, patience, WAIT_CREDIT, peer)
+                        wait_at_least(flags + peer * 32, call, fault, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
                         to = tl.multiple_of(tl.load(peer_data + peer).to(out.dtype), 16) + gathered_offset
                         tl.store(to + rank * size + offsets, result, mask=inside)
                         flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
@@ -141,7 +142,7 @@ def matmul_reduce(
                         count_and_signal(stored, band_tiles, flag + (WORLD + rank * signals + PARTS + part) * 32, call + 1)
             else:
                 if shard != credit:
-                    wait_at_least(flags + shard * 32, call, fault, patience, WAIT_CREDIT, shard)
+                    wait_at_least(flags + shard * 32, call, fault, patience, site * WAIT_KINDS + WAIT_CREDIT, shard)
                     credit = shard
                 to = tl.multiple_of(tl.load(peer_data + shard).to(out.dtype), 16)
                 tl.store(to + rank * size + offsets, total.to(out.dtype.element_ty), mask=inside)

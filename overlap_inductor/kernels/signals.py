@@ -16,7 +16,7 @@ because the abort word is set. Nothing branches on the outcome, so no thread of 
 CUDA graphs. Nothing here holds a value of the host: flags, targets and patience are arguments or memory that the kernel reads.
 
 ``TRITON_INTERPRET=1`` has no inline assembly and runs the blocks of a kernel one after the other: the twins at the end do the same with
-atomics, and know no clock (a test bounds its own time).
+atomics, and count turns for want of a clock: one for 1000 ns of patience.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ import triton.language as tl
 FLAG_STRIDE = tl.constexpr(32)
 """int32 words between flags: 128 bytes."""
 FAULT_WORDS = 8
-"""Words of a fault record: abort word, code of the wait, peer, value wanted, value seen."""
+"""int32 words of a fault record: abort word, code of the wait, peer, value wanted, value seen."""
+WAIT_KINDS = tl.constexpr(8)
+"""The code of a wait is ``site * WAIT_KINDS + kind``: see ``transports.faults`` for the kinds."""
+WAIT_CREDIT = tl.constexpr(1)
+WAIT_PART = tl.constexpr(2)
+WAIT_PARTIALS = tl.constexpr(3)
+WAIT_RESULT = tl.constexpr(4)
 
 _WAIT = tl.constexpr("""
 {
@@ -130,8 +136,17 @@ def _load_fence():
 
 @triton.jit
 def _wait_twin(flag, target, fault, patience_ns, code, peer):
-    while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - target < 0) & (tl.load(fault) == 0):
-        pass
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    turns = 0
+    while (seen - target < 0) & (tl.load(fault) == 0) & (turns < patience_ns // 1000):
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        turns += 1
+    if (seen - target < 0) & (tl.load(fault) == 0):
+        tl.store(fault + 1, code)
+        tl.store(fault + 2, peer)
+        tl.store(fault + 3, target)
+        tl.store(fault + 4, seen)
+        tl.store(fault, 1)
 
 
 @triton.jit

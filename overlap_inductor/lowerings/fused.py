@@ -1,7 +1,7 @@
 """Schedule ``fused``: one persistent kernel a site, launched on the current stream.
 
 Each function is the host's part of one kernel: it checks what the kernel rests on, cuts the work into bands and pieces, and launches. It
-waits for nothing and allocates nothing but its result.
+waits for nothing and allocates nothing but its result. A group that has been aborted launches nothing more.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul as all_gather_matmul_kernel
 from overlap_inductor.kernels.matmul_reduce import matmul_reduce
 from overlap_inductor.transports.arena import Slot
+from overlap_inductor.transports.faults import FaultRecord
 
 COPY_WORDS = 4096
 """int32 words that a block of the pushing part stores at once."""
@@ -39,12 +40,13 @@ class FusedParameters:
 
 @dataclass(frozen=True)
 class Launch:
-    """Where a site's kernel runs: this rank of a group, its slot, the fault record that the host can read, and the patience of waits in ns."""
+    """Where a site's kernel runs: this rank of a group, its slot, the group's fault record and the site's number in it, the patience of waits in ns."""
 
     rank: int
     world_size: int
     slot: Slot
-    fault: torch.Tensor
+    faults: FaultRecord
+    site: int
     patience_ns: int
 
 
@@ -67,6 +69,7 @@ def _check(a: torch.Tensor, b: torch.Tensor, nbytes: int, signals: int, launch: 
         raise UnsupportedError(f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} does not lie in whole 16-byte rows")
     if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
         raise UnsupportedError(f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and {launch.slot.signals}")
+    launch.faults.check()
 
 
 def all_gather_matmul(a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters) -> torch.Tensor:
@@ -74,6 +77,7 @@ def all_gather_matmul(a: torch.Tensor, b: torch.Tensor, launch: Launch, paramete
 
     Raises:
         UnsupportedError: a dtype, layout or slot that the kernel is not made for.
+        TransferError: a call of the group before this one gave up waiting, or was aborted.
     """
     p, world_size = parameters, launch.world_size
     rows, inner = a.shape
@@ -90,8 +94,8 @@ def all_gather_matmul(a: torch.Tensor, b: torch.Tensor, launch: Launch, paramete
         TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
         TensorDescriptor.from_tensor(workspace, [p.block_m, p.block_k]),
         TensorDescriptor.from_tensor(_right_operand(b), [p.block_n, p.block_k]),
-        result, words, slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.fault, launch.patience_ns,
-        launch.rank, rows, columns, inner, words.numel(), part_rows, part_rows * inner * a.element_size() // 4, slot.signals,
+        result, words, slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.words,
+        launch.patience_ns, launch.site, launch.rank, rows, columns, inner, words.numel(), part_rows, part_rows * inner * a.element_size() // 4, slot.signals,
         world_size, parts, p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS,
         num_warps=p.warps, num_stages=p.stages,
     )  # fmt: skip
@@ -132,8 +136,8 @@ def _reduce(a: torch.Tensor, b: torch.Tensor, launch: Launch, p: FusedParameters
     matmul_reduce[(p.blocks,)](
         TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
         TensorDescriptor.from_tensor(_right_operand(b), [p.block_n, p.block_k]),
-        out, staging, slot.data.pointers, nbytes // a.element_size(), slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.fault,
-        launch.patience_ns, launch.rank, rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0,
+        out, staging, slot.data.pointers, nbytes // a.element_size(), slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.words,
+        launch.patience_ns, launch.site, launch.rank, rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0,
         world_size, parts, 1 if broadcast else parts, broadcast, p.block_m, p.block_n, p.block_k, p.group_m,
         num_warps=p.warps, num_stages=p.stages,
     )  # fmt: skip

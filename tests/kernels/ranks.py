@@ -14,6 +14,7 @@ from overlap_inductor.lowerings.fused import Launch
 from overlap_inductor.transports.arena import FLAG_WORDS
 from overlap_inductor.transports.arena import QUEUE_WORDS
 from overlap_inductor.transports.arena import Slot
+from overlap_inductor.transports.faults import FaultRecord
 
 
 def run_ranks(world_size: int, function: Callable[..., None], *args: Any, seconds: float = 200) -> None:
@@ -73,8 +74,9 @@ class SharedWorkspace:
         flags = shared(world_size, world_size * (1 + signals) * FLAG_WORDS)
         return cls(shared(world_size, nbytes, dtype=torch.uint8, fill=0x7E), flags, shared(world_size, FAULT_WORDS), signals)
 
-    def launch(self, rank: int) -> Launch:
+    def launch(self, rank: int, patience_ns: int = 1_000_000_000) -> Launch:
         world_size = self.data.shape[0]
         calls, queues = torch.zeros(1, dtype=torch.int32), torch.zeros(QUEUE_WORDS + world_size * self.signals, dtype=torch.int32)
         slot = Slot(self.data.shape[1], self.signals, world_size, SharedBuffer(self.data, rank), SharedBuffer(self.flags, rank), calls, queues)
-        return Launch(rank, world_size, slot, self.fault[rank], 1_000_000_000)
+        faults = FaultRecord("tp", range(world_size), self.fault[rank])
+        return Launch(rank, world_size, slot, faults, faults.number("some site"), patience_ns)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.lowerings import fused
 from overlap_inductor.lowerings.fused import FusedParameters
@@ -56,7 +57,7 @@ def _rank(rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tenso
     for call in range(CALLS):
         out[call, rank] = getattr(fused, case.pattern)(a[call, rank].contiguous(), b[rank].t(), launch, case.parameters(call), **keywords)
         assert not launch.slot.queues.any() and launch.slot.calls.tolist() == [call + 1]
-        assert not launch.fault.any()
+        launch.faults.check()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -79,6 +80,25 @@ def test_agrees_with_fp64(name: str) -> None:
             if case.pattern == "matmul_reduce_scatter":
                 exact = exact[rank * case.rows : (rank + 1) * case.rows]
             assert torch.allclose(out[call, rank].double(), exact, rtol=2e-2, atol=5e-2), (call, rank)
+
+
+@pytest.mark.parametrize(("pattern", "what"), [("all_gather_matmul", "rows"), ("matmul_reduce_scatter", "partial sums"), ("matmul_all_reduce", "partial sums")])
+def test_a_peer_that_never_comes(pattern: str, what: str) -> None:
+    """The kernel ends, all its blocks with it; the next call says which site waited for whom, and runs nothing."""
+    launch = SharedWorkspace.of(3, 20_000, 4).launch(0, patience_ns=20_000)
+    a, b, p = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t(), FusedParameters(2, 1, 1, 1, 16, 16, 16, 2, 4, 1)
+    function = getattr(fused, pattern)
+    function(a, b, launch, p)
+    with pytest.raises(TransferError, match=f"site some site of group 'tp' waited in vain for {what} from rank 1: call 1 was wanted, 0 had come"):
+        function(a, b, launch, p)
+    assert launch.slot.calls.tolist() == [1]
+
+
+def test_an_aborted_group_runs_nothing() -> None:
+    launch = SharedWorkspace.of(2, 20_000, 4).launch(0)
+    launch.faults.abort()
+    with pytest.raises(TransferError, match="was aborted"):
+        fused.all_gather_matmul(torch.zeros(32, 32).half(), torch.zeros(16, 32).half().t(), launch, CASES["gather, one block"].parameters(0))
 
 
 def test_what_a_kernel_is_not_made_for_is_said() -> None:

@@ -10,9 +10,11 @@ import triton.language as tl
 
 from overlap_inductor.kernels.signals import FAULT_WORDS
 from overlap_inductor.kernels.signals import FLAG_STRIDE
+from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import add_flag
 from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import wait_at_least
+from overlap_inductor.transports import faults
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared
 
@@ -69,3 +71,7 @@ def test_a_wait_returns_where_the_group_has_been_aborted() -> None:
     state["fault"][0] = 1
     wait_once[(1,)](state["flag"], 5, state["fault"], state["reached"])
     assert state["reached"][0] == 1
+
+
+def test_the_host_reads_records_as_kernels_write_them() -> None:
+    assert (faults.WORDS, faults.KINDS) == (FAULT_WORDS, WAIT_KINDS.value)
