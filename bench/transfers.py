@@ -20,10 +20,9 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from overlap_inductor.kernels.push import push_to_peers
-from overlap_inductor.kernels.signals import FAULT_WORDS
-from overlap_inductor.kernels.signals import add_flag
-from overlap_inductor.kernels.signals import store_fence
+from bench.push_kernels import push_bulk
+from bench.push_kernels import push_striped
+from overlap_inductor.kernels.layout import FAULT_WORDS
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.torch_compat import symmetric
 
@@ -37,22 +36,6 @@ def wait_for_peers(flags, rank, target, fault, patience, WORLD: tl.constexpr, PA
         for part in range(PARTS):
             peer = (rank + turn) % WORLD
             wait_at_least(flags + (peer * PARTS + part) * 32, target, fault, patience, 1, peer)
-
-
-@triton.jit
-def push_bulk(src, peer_data, peer_flags, offset, elements, rank, WORLD: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BLOCKS: tl.constexpr):
-    """As ``push_to_peers``, through shared memory by the bulk copy unit."""
-    from_desc = tl.make_tensor_descriptor(src, [elements // C, C], [C, 1], [R, C])
-    block = tl.program_id(0)
-    for turn in range(WORLD - 1):
-        peer = (rank + 1 + (block + turn) % (WORLD - 1)) % WORLD
-        to = tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)) + offset
-        to_desc = tl.make_tensor_descriptor(to, [elements // C, C], [C, 1], [R, C])
-        for row in tl.range(block * R, elements // C, BLOCKS * R, num_stages=3):
-            to_desc.store([row, 0], from_desc.load([row, 0]))
-        store_fence()
-        flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
-        add_flag(flag + rank * 32, 1)
 
 
 class Transfers:
@@ -88,7 +71,7 @@ class Transfers:
     def push(self, blocks: int, block: int, warps: int, parts: int) -> None:
         self.target += blocks
         arguments = (self.source, self.data.pointers, self.flags.pointers, self.rank * self.words, self.words, self.rank)
-        push_to_peers[(blocks,)](*arguments, self.world_size, parts, block, blocks, num_warps=warps)
+        push_striped[(blocks,)](*arguments, self.world_size, parts, block, blocks, num_warps=warps)
         self.wait(parts)
 
     def bulk(self, blocks: int, rows: int, columns: int, warps: int) -> None:

@@ -24,42 +24,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from overlap_inductor.kernels.signals import WAIT_CREDIT
+from overlap_inductor.kernels.push import push_pieces
 from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import WAIT_PART
-from overlap_inductor.kernels.signals import count_and_signal
+from overlap_inductor.kernels.signals import credit_flag
 from overlap_inductor.kernels.signals import load_fence
 from overlap_inductor.kernels.signals import set_flag
+from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.kernels.tile_order import arriving
 from overlap_inductor.kernels.tile_order import grouped
-
-QUEUES = 4
-"""int32 words at the head of ``queues``: pieces sent, own tiles, tiles of peers, blocks that have finished. ``WORLD * PARTS`` counters of pieces
-stored follow. All zero before a call and after it."""
-
-
-@triton.jit
-def _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, fault, patience, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
-    """Send pieces until none is left to claim. Piece ``i`` belongs to part ``i // (PIECES * (WORLD - 1))``; neighbours go to different peers."""
-    i = tl.atomic_add(queues, 1, sem="relaxed")
-    while i < PARTS * PIECES * (WORLD - 1):
-        part = i // (PIECES * (WORLD - 1))
-        rest = i % (PIECES * (WORLD - 1))
-        peer = (rank + 1 + rest % (WORLD - 1)) % WORLD
-        piece = rest // (WORLD - 1)
-        wait_at_least(flags + peer * 32, call, fault, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
-        end = tl.minimum((part + 1) * part_words, total)
-        size = tl.cdiv(tl.cdiv(part_words, PIECES), BLOCK) * BLOCK
-        first = part * part_words + piece * size
-        last = tl.minimum(first + size, end)
-        to = tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16) + tl.cast(rank, tl.int64) * total
-        for start in range(first, last, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            tl.store(to + at, tl.load(words + at, mask=at < last), mask=at < last)
-        flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
-        count_and_signal(queues + 4 + peer * PARTS + part, PIECES, flag + (WORLD + rank * signals + part) * 32, call + 1)
-        i = tl.atomic_add(queues, 1, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["rank", "site"])
@@ -77,8 +51,9 @@ def all_gather_matmul(
         b_desc: ``[columns, inner]`` (the right operand transposed), blocks ``[BLOCK_N, BLOCK_K]``.
         c: row-major output, fp16 or bf16.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags; ``flags``: this rank's own flags.
-            Flag ``p``: calls that peer ``p`` has finished. Flag ``WORLD + s * signals + i``: the call whose part ``i`` has come from rank ``s``.
-        queues, calls: int32 in this rank's own memory (``QUEUES + WORLD * PARTS`` words; one word).
+            ``signal_flag(s, i)``: the call whose part ``i`` has come from rank ``s``.
+        queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + WORLD * PARTS`` words, zero between
+            calls: pieces sent, own tiles, tiles of peers, blocks that have finished, and behind ``QUEUE_WORDS`` pieces stored; one word).
         site: number under which a fault record names the site.
         part_rows: rows of a part, a multiple of ``BLOCK_M``; ``part_words``: their int32 words.
     """
@@ -86,7 +61,7 @@ def all_gather_matmul(
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
     if tl.program_id(0) < PUSHERS:
-        _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, fault, patience, signals, WORLD, PARTS, PIECES, BLOCK)
+        push_pieces(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, fault, patience, signals, WORLD, PARTS, PIECES, BLOCK)
 
     turn = tl.atomic_add(queues + 1, 1, sem="relaxed")
     while turn < tiles_shard * tiles_n:
@@ -97,7 +72,7 @@ def all_gather_matmul(
         _store(c, total_sum, rank, m, n, rows, columns, BLOCK_M, BLOCK_N)
         turn = tl.atomic_add(queues + 1, 1, sem="relaxed")
 
-    _push(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, fault, patience, signals, WORLD, PARTS, PIECES, BLOCK)
+    push_pieces(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, fault, patience, signals, WORLD, PARTS, PIECES, BLOCK)
 
     turn = tl.atomic_add(queues + 2, 1, sem="relaxed")
     seen = -1
@@ -106,7 +81,7 @@ def all_gather_matmul(
         part = m // (part_rows // BLOCK_M)
         if shard * PARTS + part != seen:
             seen = shard * PARTS + part
-            wait_at_least(flags + (WORLD + shard * signals + part) * 32, call + 1, fault, patience, site * WAIT_KINDS + WAIT_PART, shard)
+            wait_at_least(signal_flag(flags, shard, part, signals, WORLD), call + 1, fault, patience, site * WAIT_KINDS + WAIT_PART, shard)
             load_fence()
         total_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, inner, BLOCK_K):
@@ -122,7 +97,7 @@ def all_gather_matmul(
         tl.store(calls, call + 1)
         for step in range(1, WORLD):
             flag = tl.load(peer_flags + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
-            set_flag(flag + rank * 32, call + 1)
+            set_flag(credit_flag(flag, rank), call + 1)
 
 
 @triton.jit

@@ -25,19 +25,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from overlap_inductor.kernels.signals import QUEUE_WORDS
 from overlap_inductor.kernels.signals import WAIT_CREDIT
 from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import WAIT_PARTIALS
 from overlap_inductor.kernels.signals import WAIT_RESULT
 from overlap_inductor.kernels.signals import count_and_signal
+from overlap_inductor.kernels.signals import credit_flag
 from overlap_inductor.kernels.signals import set_flag
+from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.kernels.tile_order import arriving
 from overlap_inductor.kernels.tile_order import grouped
 
-QUEUES = 2
-"""int32 words at the head of ``queues``: tiles claimed, blocks that have finished. ``2 * WORLD * PARTS`` counters of tiles stored follow. All zero
-before a call and after it."""
 PEERS = tl.constexpr(0)
 OWN = tl.constexpr(1)
 COPY = tl.constexpr(2)
@@ -81,9 +81,10 @@ def matmul_reduce(
         staging: this rank's workspace: ``[WORLD, rows, columns]`` of ``out``'s dtype, what has come from each source. With ``BROADCAST``
             finished shards come to the same shape, ``gathered_offset`` elements behind.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
-        flags: flag ``p``: calls that peer ``p`` has finished; ``WORLD + s * signals + i``: the call whose band ``i`` has come from source ``s``;
-            with ``BROADCAST`` ``WORLD + s * signals + PARTS + i``: the call whose finished band ``i`` has.
-        queues, calls: int32 in this rank's own memory. site: number under which a fault record names the site.
+        flags: ``signal_flag(s, i)``: the call whose band ``i`` has come from source ``s``; with ``BROADCAST`` ``signal_flag(s, PARTS + i)``: the
+            call whose finished band ``i`` has.
+        queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + 2 * WORLD * PARTS`` words, zero between calls: tiles claimed, blocks
+            that have finished, and behind ``QUEUE_WORDS`` tiles stored; one word). site: number under which a fault record names the site.
         part_rows: rows of a band, a multiple of ``BLOCK_M``. scale: what the sum is multiplied with (1, or ``1 / WORLD`` for an average).
     """
     STEPS: tl.constexpr = 3 if BROADCAST else 2
@@ -111,7 +112,7 @@ def matmul_reduce(
         offsets = at_m[:, None].to(tl.int64) * columns + at_n[None, :]
         if BROADCAST and kind == COPY:
             if seen != shard * PARTS + part:
-                wait_at_least(flags + (WORLD + shard * signals + PARTS + part) * 32, call + 1, fault, patience, site * WAIT_KINDS + WAIT_RESULT, shard)
+                wait_at_least(signal_flag(flags, shard, PARTS + part, signals, WORLD), call + 1, fault, patience, site * WAIT_KINDS + WAIT_RESULT, shard)
                 seen = shard * PARTS + part
             finished_tile = tl.load(staging + gathered_offset + shard * size + offsets, mask=inside, cache_modifier=".cg")
             tl.store(out + shard * size + offsets, finished_tile, mask=inside)
@@ -124,7 +125,7 @@ def matmul_reduce(
                 if seen != rank * PARTS + part:
                     for step in range(1, WORLD):
                         source = (rank + step) % WORLD
-                        wait_at_least(flags + (WORLD + source * signals + part) * 32, call + 1, fault, patience, site * WAIT_KINDS + WAIT_PARTIALS, source)
+                        wait_at_least(signal_flag(flags, source, part, signals, WORLD), call + 1, fault, patience, site * WAIT_KINDS + WAIT_PARTIALS, source)
                     seen = rank * PARTS + part
                 for step in range(1, WORLD):
                     source = (rank + step) % WORLD
@@ -134,20 +135,20 @@ def matmul_reduce(
                 if BROADCAST:
                     for step in range(1, WORLD):
                         peer = (rank + step) % WORLD
-                        wait_at_least(flags + peer * 32, call, fault, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
+                        wait_at_least(credit_flag(flags, peer), call, fault, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
                         to = tl.multiple_of(tl.load(peer_data + peer).to(out.dtype), 16) + gathered_offset
                         tl.store(to + rank * size + offsets, result, mask=inside)
                         flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
-                        stored = queues + 2 + (WORLD + peer) * PARTS + part
-                        count_and_signal(stored, band_tiles, flag + (WORLD + rank * signals + PARTS + part) * 32, call + 1)
+                        stored = queues + QUEUE_WORDS + (WORLD + peer) * PARTS + part
+                        count_and_signal(stored, band_tiles, signal_flag(flag, rank, PARTS + part, signals, WORLD), call + 1)
             else:
                 if shard != credit:
-                    wait_at_least(flags + shard * 32, call, fault, patience, site * WAIT_KINDS + WAIT_CREDIT, shard)
+                    wait_at_least(credit_flag(flags, shard), call, fault, patience, site * WAIT_KINDS + WAIT_CREDIT, shard)
                     credit = shard
                 to = tl.multiple_of(tl.load(peer_data + shard).to(out.dtype), 16)
                 tl.store(to + rank * size + offsets, total.to(out.dtype.element_ty), mask=inside)
                 flag = tl.load(peer_flags + shard).to(tl.pointer_type(tl.int32))
-                count_and_signal(queues + 2 + shard * PARTS + part, band_tiles, flag + (WORLD + rank * signals + part) * 32, call + 1)
+                count_and_signal(queues + QUEUE_WORDS + shard * PARTS + part, band_tiles, signal_flag(flag, rank, part, signals, WORLD), call + 1)
         claimed = tl.atomic_add(queues, 1, sem="relaxed")
 
     tl.debug_barrier()
@@ -158,4 +159,4 @@ def matmul_reduce(
         tl.store(calls, call + 1)
         for step in range(1, WORLD):
             flag = tl.load(peer_flags + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
-            set_flag(flag + rank * 32, call + 1)
+            set_flag(credit_flag(flag, rank), call + 1)

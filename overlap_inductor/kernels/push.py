@@ -1,15 +1,10 @@
-"""Transport ``sm_push``: a few SMs store a shard into every peer's memory.
+"""Transport ``sm_push``: SMs store a shard into every peer's workspace.
 
-Stores, not loads: a thread block gets several times the bytes through NVLink by storing to a peer than by loading from it.
+Stores, not loads: a thread block gets several times the bytes through NVLink by storing to a peer than by loading from it. The shard is cut
+into parts, a part into pieces, which blocks claim from a queue; a part is signalled when its last piece is stored.
 
-Order. Block ``b`` starts with peer ``rank + 1 + b`` and goes round, so that at any time the blocks of a rank store to different peers and a
-peer receives from all ranks alike. Every block carries its stripe of each sub-chunk, sub-chunk by sub-chunk.
-
-Memory ordering: ordinary stores, then ``add_flag`` on the peer's counter of (source, sub-chunk): see ``signals``. A counter is complete at
-``epoch * blocks``, because every block adds one to each.
-
-Forward progress: the kernel waits for nothing but, where ``credits`` is asked for, the peer's word that its memory may be written; the peer
-gave it at the end of its last use of that memory. CUDA graphs: ``epoch`` is read from device memory.
+Memory ordering: ordinary stores, then ``count_and_signal``. Forward progress: a piece waits only for the peer's credit, which rests on the call
+before. CUDA graphs: ``call`` is read from device memory by the kernel that pushes.
 """
 
 from __future__ import annotations
@@ -17,27 +12,38 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from overlap_inductor.kernels.signals import add_flag
+from overlap_inductor.kernels.signals import QUEUE_WORDS
+from overlap_inductor.kernels.signals import WAIT_CREDIT
+from overlap_inductor.kernels.signals import WAIT_KINDS
+from overlap_inductor.kernels.signals import count_and_signal
+from overlap_inductor.kernels.signals import credit_flag
+from overlap_inductor.kernels.signals import signal_flag
+from overlap_inductor.kernels.signals import wait_at_least
 
 
 @triton.jit
-def push_to_peers(src, peer_data, peer_flags, offset, elements, rank, WORLD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """``src`` (int32 ``[elements]``) to word ``offset`` of every peer's memory.
+def push_pieces(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, fault, patience, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+    """Send pieces of this rank's shard until none is left to claim. Neighbouring pieces go to different peers.
 
-    ``peer_data``, ``peer_flags``: int64 ``[WORLD]`` addresses. Flag of part ``p``: word ``(rank * PARTS + p) * 32`` of the peer's flags.
-    ``elements`` is a multiple of 4, and addresses of 16 bytes. Grid: ``[BLOCKS]``.
+    ``words``: the shard as int32 ``[total]``, at 16 bytes; it goes to word ``rank * total`` of every peer's workspace (``peer_data``, int64 ``[WORLD]``
+    addresses). A part is ``part_words`` words in ``PIECES`` pieces, stored ``BLOCK`` words at a time. ``queues``: word 0 counts claimed pieces,
+    words ``QUEUE_WORDS + peer * PARTS + part`` pieces stored. ``flags``, ``peer_flags``: this rank's flags, and the peers' addresses.
     """
-    block = tl.program_id(0)
-    part_size = tl.cdiv(tl.cdiv(elements, PARTS), BLOCK) * BLOCK
-    for part in range(PARTS):
-        first = part * part_size
-        last = tl.minimum(first + part_size, elements)
-        for turn in range(WORLD - 1):
-            peer = (rank + 1 + (block + turn) % (WORLD - 1)) % WORLD
-            to = tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)) + offset
-            to = tl.multiple_of(to, 16)
-            for start in range(first + block * BLOCK, last, BLOCKS * BLOCK):
-                at = start + tl.arange(0, BLOCK)
-                tl.store(to + at, tl.load(src + at, mask=at < last), mask=at < last)
-            flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
-            add_flag(flag + (rank * PARTS + part) * 32, 1)
+    i = tl.atomic_add(queues, 1, sem="relaxed")
+    while i < PARTS * PIECES * (WORLD - 1):
+        part = i // (PIECES * (WORLD - 1))
+        rest = i % (PIECES * (WORLD - 1))
+        peer = (rank + 1 + rest % (WORLD - 1)) % WORLD
+        piece = rest // (WORLD - 1)
+        wait_at_least(credit_flag(flags, peer), call, fault, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
+        end = tl.minimum((part + 1) * part_words, total)
+        size = tl.cdiv(tl.cdiv(part_words, PIECES), BLOCK) * BLOCK
+        first = part * part_words + piece * size
+        last = tl.minimum(first + size, end)
+        to = tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16) + tl.cast(rank, tl.int64) * total
+        for start in range(first, last, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(to + at, tl.load(words + at, mask=at < last), mask=at < last)
+        flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
+        count_and_signal(queues + QUEUE_WORDS + peer * PARTS + part, PIECES, signal_flag(flag, rank, part, signals, WORLD), call + 1)
+        i = tl.atomic_add(queues, 1, sem="relaxed")

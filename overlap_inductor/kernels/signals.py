@@ -24,16 +24,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FLAG_STRIDE = tl.constexpr(32)
-"""int32 words between flags: 128 bytes."""
-FAULT_WORDS = 8
-"""int32 words of a fault record: abort word, code of the wait, peer, value wanted, value seen."""
-WAIT_KINDS = tl.constexpr(8)
-"""The code of a wait is ``site * WAIT_KINDS + kind``: see ``transports.faults`` for the kinds."""
-WAIT_CREDIT = tl.constexpr(1)
-WAIT_PART = tl.constexpr(2)
-WAIT_PARTIALS = tl.constexpr(3)
-WAIT_RESULT = tl.constexpr(4)
+from overlap_inductor.kernels import layout
+
+FLAG_WORDS = tl.constexpr(layout.FLAG_WORDS)
+QUEUE_WORDS = tl.constexpr(layout.QUEUE_WORDS)
+WAIT_KINDS = tl.constexpr(layout.WAIT_KINDS)
+WAIT_CREDIT = tl.constexpr(layout.WAIT_CREDIT)
+WAIT_PART = tl.constexpr(layout.WAIT_PART)
+WAIT_PARTIALS = tl.constexpr(layout.WAIT_PARTIALS)
+WAIT_RESULT = tl.constexpr(layout.WAIT_RESULT)
 
 _WAIT = tl.constexpr("""
 {
@@ -72,31 +71,20 @@ mov.u32 $0, 0;
 }
 """)
 
-_SET = tl.constexpr("""
+_BY_ONE_THREAD = """
 {
 .reg .pred other;
 .reg .u32 thread;
-mov.u32 thread, %tid.x;
+mov.u32 thread, %%tid.x;
 setp.ne.u32 other, thread, 0;
 @other bra LEAVE;
-st.release.sys.global.s32 [$1], $2;
+%s [$1], $2;
 LEAVE:
 mov.u32 $0, 0;
 }
-""")
-
-_ADD = tl.constexpr("""
-{
-.reg .pred other;
-.reg .u32 thread;
-mov.u32 thread, %tid.x;
-setp.ne.u32 other, thread, 0;
-@other bra LEAVE;
-red.release.sys.global.add.s32 [$1], $2;
-LEAVE:
-mov.u32 $0, 0;
-}
-""")
+"""
+_SET = tl.constexpr(_BY_ONE_THREAD % "st.release.sys.global.s32")
+_ADD = tl.constexpr(_BY_ONE_THREAD % "red.release.sys.global.add.s32")
 
 
 @triton.jit
@@ -162,6 +150,18 @@ def _add_twin(flag, value):
 @triton.jit
 def _no_fence():
     pass
+
+
+@triton.jit
+def credit_flag(flags, peer):
+    """Where ``peer`` says how many calls of the slot it has finished. ``flags``: the flags of whoever reads it."""
+    return flags + peer * FLAG_WORDS
+
+
+@triton.jit
+def signal_flag(flags, source, index, signals, WORLD: tl.constexpr):
+    """Where ``source`` says for which call its part ``index`` has come, of ``signals`` a source."""
+    return flags + (WORLD + source * signals + index) * FLAG_WORDS
 
 
 @triton.jit

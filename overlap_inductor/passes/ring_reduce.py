@@ -37,10 +37,6 @@ overlap = torch.ops.overlap_inductor
 convert_dtype = torch.ops.prims.convert_element_type.default
 
 
-_MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default}
-"""Never inlined into what reads them."""
-
-
 class _Slices:
     """Computes slices of the collective's input, in the matmuls' own layout."""
 
@@ -69,8 +65,8 @@ class _Slices:
 
     def in_memory(self, piece: fx.Node) -> fx.Node:
         """``piece``, computed once: Inductor would compute a cheap op anew for the op that waits, and reuse the memory that is being sent."""
-        if piece.target is overlap.after.default or piece.target in _MATMULS:
-            return piece
+        if piece.target is overlap.after.default or piece.target in matmuls.KINDS:
+            return piece  # (A matmul is never computed inside what reads it.)
         return self.emit.call(overlap.after.default, piece, self.after or self.emit.chain)
 
     def _evaluate(self, node: fx.Node, cut: matmuls.Slicer, done: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -2,8 +2,7 @@
 
 A group has a few *slots*. A call of a site holds one slot from its start to its end; sites take the slots in turn, in the order of the plan
 that all ranks have agreed upon, so that neighbours in the graph, or on two streams, never meet in one slot. What keeps a rank from writing
-into a slot that a peer still reads is a credit, which the peer gives when its call ends (word ``credit(peer)`` of the flags holds the calls
-that the peer has finished). Calls are counted in device memory (``Slot.calls``), never by the host: a CUDA graph that is replayed, or mixed
+into a slot that a peer still reads is a credit, which the peer gives when its call ends (``kernels.signals.credit_flag``). Calls are counted in device memory (``Slot.calls``), never by the host: a CUDA graph that is replayed, or mixed
 with eager calls, counts on.
 
 Sizes are planned before anything runs (``slots_for``; a dynamic site asks for its largest token count), so that ``prepare`` happens at the
@@ -22,11 +21,10 @@ from typing import Protocol
 import torch
 
 from overlap_inductor.errors import OverlapError
+from overlap_inductor.kernels.layout import FLAG_WORDS
+from overlap_inductor.kernels.layout import QUEUE_WORDS
 
 ALIGNMENT = 1024
-FLAG_WORDS = 32
-"""int32 words from flag to flag: 128 bytes."""
-QUEUE_WORDS = 8
 
 
 class Buffer(Protocol):
@@ -55,7 +53,7 @@ class Slot:
 
     Attributes:
         data: uint8 ``[nbytes]`` on every rank.
-        flags: int32; flag ``i`` is word ``i * FLAG_WORDS``. Flags ``credit(peer)`` come first, then ``signal(peer, i)``.
+        flags: int32; where which flag lies say ``credit_flag`` and ``signal_flag`` of ``kernels.signals``.
         calls: int32 ``[1]`` on the device: calls of this rank that have used the slot.
         queues: int32 on the device, zero between calls: what a kernel's blocks claim and count (``QUEUE_WORDS`` and one a peer and signal).
     """
@@ -68,14 +66,6 @@ class Slot:
     calls: torch.Tensor
     queues: torch.Tensor
 
-    def credit(self, peer: int) -> int:
-        """Number of the flag in which ``peer`` says how many calls of this slot it has finished."""
-        return peer
-
-    def signal(self, peer: int, index: int) -> int:
-        """Number of the flag that ``peer`` sets when its ``index``-th part has come."""
-        return self.world_size + peer * self.signals + index
-
 
 def slots_for(requests: Sequence[Request], count: int) -> list[tuple[int, int]]:
     """``(nbytes, signals)`` of each of at most ``count`` slots, taken in turn by the sites in their order."""
@@ -87,7 +77,7 @@ def slots_for(requests: Sequence[Request], count: int) -> list[tuple[int, int]]:
 
 def planned_bytes(requests: Sequence[Request], count: int, world_size: int) -> int:
     """Bytes a rank that ``prepare`` would allocate for these sites alone."""
-    return sum(nbytes + _flag_words(world_size, signals) * 4 for nbytes, signals in slots_for(requests, count))
+    return sum(_slot_bytes(world_size, *sizes) for sizes in slots_for(requests, count))
 
 
 def _aligned(nbytes: int) -> int:
@@ -96,6 +86,10 @@ def _aligned(nbytes: int) -> int:
 
 def _flag_words(world_size: int, signals: int) -> int:
     return world_size * (1 + signals) * FLAG_WORDS
+
+
+def _slot_bytes(world_size: int, nbytes: int, signals: int) -> int:
+    return nbytes + _flag_words(world_size, signals) * 4
 
 
 @dataclass
@@ -119,7 +113,7 @@ class WorkspaceArena:
     @property
     def nbytes(self) -> int:
         """Bytes a rank of all slots, flags included."""
-        return sum(s.nbytes + _flag_words(self.world_size, s.signals) * 4 for s in self.slots)
+        return sum(_slot_bytes(self.world_size, s.nbytes, s.signals) for s in self.slots)
 
     def prepare(self, requests: Sequence[Request], count: int = 2) -> None:
         """Give every site a slot: slots that are there where they suffice, in turn; else new ones. All ranks call this with equal arguments.
@@ -152,7 +146,7 @@ class WorkspaceArena:
                 f"sites {names} need workspace while a CUDA graph is being captured, where none can be allocated. "
                 "Run the compiled function once before capturing it."
             )
-        more = sum(nbytes + _flag_words(self.world_size, signals) * 4 for nbytes, signals in missing)
+        more = sum(_slot_bytes(self.world_size, *sizes) for sizes in missing)
         if self.nbytes + more > self.limit:
             raise OverlapError(
                 f"sites {names} need {more} bytes of workspace beyond the {self.nbytes} that their group holds; the limit is {self.limit}. "

@@ -13,14 +13,13 @@ from dataclasses import field
 import torch
 
 from overlap_inductor.errors import TransferError
+from overlap_inductor.kernels import layout
 
-WORDS = 8
-KINDS = 8
 _WAITED_FOR = {
-    1: "leave to write into the workspace of",
-    2: "rows from",
-    3: "partial sums from",
-    4: "finished rows from",
+    layout.WAIT_CREDIT: "leave to write into the workspace of",
+    layout.WAIT_PART: "rows from",
+    layout.WAIT_PARTIALS: "partial sums from",
+    layout.WAIT_RESULT: "finished rows from",
 }
 
 
@@ -29,7 +28,7 @@ class FaultRecord:
     """The fault record of one group on this rank.
 
     Attributes:
-        words: int32 ``[WORDS]``, pinned where there are GPUs: abort word, code of the wait, peer, call wanted, call seen.
+        words: int32 ``[FAULT_WORDS]``, pinned where there are GPUs: abort word, code of the wait, peer, call wanted, call seen.
         ranks: global ranks of the group, in its order.
     """
 
@@ -40,7 +39,7 @@ class FaultRecord:
 
     @classmethod
     def of(cls, group_name: str, ranks: Sequence[int]) -> FaultRecord:
-        words = torch.zeros(WORDS, dtype=torch.int32)
+        words = torch.zeros(layout.FAULT_WORDS, dtype=torch.int32)
         return cls(group_name, ranks, words.pin_memory() if torch.cuda.is_available() else words)
 
     def number(self, site: str) -> int:
@@ -60,9 +59,9 @@ class FaultRecord:
         _, code, peer, wanted, seen, *_ = self.words.tolist()
         if not code:
             raise TransferError(f"group {self.group_name!r} was aborted; its workspace holds no valid data. Destroy the group, or end the process.")
-        what = _WAITED_FOR.get(code % KINDS, "a signal from")
+        what = _WAITED_FOR.get(code % layout.WAIT_KINDS, "a signal from")
         raise TransferError(
-            f"site {self.sites[code // KINDS]} of group {self.group_name!r} waited in vain for {what} rank {self.ranks[peer]}: call {wanted} was wanted, "
+            f"site {self.sites[code // layout.WAIT_KINDS]} of group {self.group_name!r} waited in vain for {what} rank {self.ranks[peer]}: call {wanted} was wanted, "
             f"{seen} had come. That rank has died, has skipped the call, or is later than the group's timeout allows. "
             "No result of this group is valid any more: destroy the group, or end the process."
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from typing import Any
 
@@ -22,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from overlap_inductor.kernels.signals import FAULT_WORDS
+from overlap_inductor.kernels.layout import FAULT_WORDS
 from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import load_fence
 from overlap_inductor.kernels.signals import set_flag
@@ -31,6 +30,8 @@ from overlap_inductor.kernels.signals import wait_at_least
 
 ROWS, COLUMNS, BLOCKS = 64, 128, 64
 PATIENCE_NS = 5_000_000_000
+from tests.gpu.ranks import finish
+from tests.gpu.ranks import start
 
 
 @triton.jit
@@ -180,9 +181,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=20000)
     rounds = parser.parse_args().rounds
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    rank, world_size = start()
     litmus = Litmus(rank, world_size)
     failed = 0
     for writer, reader, claimed in WAYS:
@@ -195,8 +194,7 @@ def main() -> int:
     failed += row["fault"][:1] != [1] or row["fault"][1] != 3 or row["fault"][3] != row["expected_wanted"] or not 45 < row["ms"] < 200
     if rank == 0:
         print(json.dumps(row), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    finish()
     return 1 if failed else 0
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import tempfile
@@ -19,6 +18,8 @@ import torch.distributed as dist
 import overlap_inductor
 from tests.fake_group import all_gather
 from tests.fake_group import reduce_scatter
+from tests.gpu.ranks import finish
+from tests.gpu.ranks import start
 from tests.models import test_blocks
 from tests.models import test_hugging_face
 
@@ -79,9 +80,7 @@ def trace(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    rank, world_size = start()
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     failed = 0
@@ -107,8 +106,7 @@ def main() -> int:
     for row in trace(rank, world_size):
         if rank == 0:
             print(json.dumps({"world_size": world_size, **row}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    finish()
     return 1 if failed else 0
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -19,6 +18,8 @@ import torch.distributed as dist
 import overlap_inductor
 from tests.fake_group import all_gather
 from tests.fake_group import reduce_scatter
+from tests.gpu.ranks import finish
+from tests.gpu.ranks import start
 from tests.numerics.test_agreement import STATIC_ONLY
 from tests.numerics.test_agreement import WITHOUT_LOOPING_OP
 from tests.numerics.test_agreement import _cases
@@ -110,9 +111,7 @@ def bench(world_size: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    rank, world_size = start()
     variants: list[tuple[dict[str, Any], torch.dtype, bool]] = [
         ({}, torch.float32, False),
         ({"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, torch.bfloat16, False),
@@ -130,8 +129,7 @@ def main() -> int:
         for row in bench(world_size):
             if rank == 0:
                 print(json.dumps(row), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    finish()
     return 1 if failed else 0
 
 

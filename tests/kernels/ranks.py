@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.multiprocessing as multiprocessing
 
-from overlap_inductor.kernels.signals import FAULT_WORDS
+from overlap_inductor.kernels.layout import FAULT_WORDS
+from overlap_inductor.kernels.layout import FLAG_WORDS
+from overlap_inductor.kernels.layout import QUEUE_WORDS
 from overlap_inductor.lowerings.fused import Launch
-from overlap_inductor.transports.arena import FLAG_WORDS
-from overlap_inductor.transports.arena import QUEUE_WORDS
 from overlap_inductor.transports.arena import Slot
 from overlap_inductor.transports.faults import FaultRecord
 

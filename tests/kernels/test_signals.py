@@ -8,17 +8,16 @@ import torch
 import triton
 import triton.language as tl
 
-from overlap_inductor.kernels.signals import FAULT_WORDS
-from overlap_inductor.kernels.signals import FLAG_STRIDE
-from overlap_inductor.kernels.signals import WAIT_KINDS
+from overlap_inductor.kernels.layout import FAULT_WORDS
+from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.signals import add_flag
+from overlap_inductor.kernels.signals import credit_flag
 from overlap_inductor.kernels.signals import set_flag
+from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
-from overlap_inductor.transports import faults
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared
 
-STRIDE = int(FLAG_STRIDE.value)
 WORDS = 256
 
 
@@ -47,7 +46,7 @@ def _one(rank: int, data: torch.Tensor, flags: torch.Tensor, wrong: torch.Tensor
 
 def _two_ranks(base: int) -> torch.Tensor:
     data, wrong = shared(2, WORDS), shared(2, fill=-1)
-    run_ranks(2, _one, data, shared(2, 2 * STRIDE, fill=base), wrong, base)
+    run_ranks(2, _one, data, shared(2, 2 * FLAG_WORDS, fill=base), wrong, base)
     return wrong
 
 
@@ -73,5 +72,16 @@ def test_a_wait_returns_where_the_group_has_been_aborted() -> None:
     assert state["reached"][0] == 1
 
 
-def test_the_host_reads_records_as_kernels_write_them() -> None:
-    assert (faults.WORDS, faults.KINDS) == (FAULT_WORDS, WAIT_KINDS.value)
+@triton.jit
+def number_flags(flags, signals, WORLD: tl.constexpr):
+    """Adds one to every flag that there is."""
+    for peer in range(WORLD):
+        add_flag(credit_flag(flags, peer), 1)
+        for index in range(signals):
+            add_flag(signal_flag(flags, peer, index, signals, WORLD), 1)
+
+
+def test_flags_lie_apart_and_do_not_meet() -> None:
+    flags = torch.zeros(4 * (1 + 3) * FLAG_WORDS, dtype=torch.int32)
+    number_flags[(1,)](flags, 3, 4)
+    assert flags.view(-1, FLAG_WORDS)[:, 0].tolist() == [1] * 16 and int(flags.sum()) == 16

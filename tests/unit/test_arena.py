@@ -70,14 +70,6 @@ def test_slots_that_suffice_serve_again() -> None:
     assert made.nbytes == size and len(made.slots) == 2
 
 
-def test_flags_lie_apart_and_do_not_meet() -> None:
-    made = arena()
-    made.prepare([Request("a", 10, 3)])
-    slot = made.slot("a")
-    numbers = [slot.credit(p) for p in range(4)] + [slot.signal(p, i) for p in range(4) for i in range(3)]
-    assert sorted(numbers) == list(range(16)) and slot.flags.local.numel() == 16 * 32
-
-
 def test_sizes_of_slots() -> None:
     sites = [Request("a", 10, 1), Request("b", 5000, 4), Request("c", 2000, 2)]
     assert slots_for(sites, 2) == [(2 * ALIGNMENT, 2), (5 * ALIGNMENT, 4)]

@@ -1,0 +1,17 @@
+"""Where things lie in the memory that host and kernels share. No Triton here: the host's part needs only the numbers.
+
+Flags of a slot, ``FLAG_WORDS`` apart: one credit a peer, then ``signals`` a peer. A fault record: see ``transports.faults``.
+"""
+
+from __future__ import annotations
+
+FLAG_WORDS = 32
+"""int32 words from flag to flag: 128 bytes."""
+QUEUE_WORDS = 8
+"""int32 words at the head of a slot's queues: what blocks claim, and how many have finished."""
+FAULT_WORDS = 8
+"""int32 words of a fault record: abort word, code of the wait, peer, value wanted, value seen."""
+
+WAIT_KINDS = 8
+"""The code of a wait is ``site * WAIT_KINDS + kind``."""
+WAIT_CREDIT, WAIT_PART, WAIT_PARTIALS, WAIT_RESULT = 1, 2, 3, 4
