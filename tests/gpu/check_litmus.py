@@ -27,11 +27,11 @@ from overlap_inductor.kernels.signals import load_fence
 from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import store_fence
 from overlap_inductor.kernels.signals import wait_at_least
+from tests.gpu.ranks import finish_rank
+from tests.gpu.ranks import start_rank
 
 ROWS, COLUMNS, BLOCKS = 64, 128, 64
 PATIENCE_NS = 5_000_000_000
-from tests.gpu.ranks import finish
-from tests.gpu.ranks import start
 
 
 @triton.jit
@@ -181,7 +181,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=20000)
     rounds = parser.parse_args().rounds
-    rank, world_size = start()
+    rank, world_size = start_rank()
     litmus = Litmus(rank, world_size)
     failed = 0
     for writer, reader, claimed in WAYS:
@@ -194,7 +194,7 @@ def main() -> int:
     failed += row["fault"][:1] != [1] or row["fault"][1] != 3 or row["fault"][3] != row["expected_wanted"] or not 45 < row["ms"] < 200
     if rank == 0:
         print(json.dumps(row), flush=True)
-    finish()
+    finish_rank()
     return 1 if failed else 0
 
 

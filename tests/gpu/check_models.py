@@ -18,8 +18,8 @@ import torch.distributed as dist
 import overlap_inductor
 from tests.fake_group import all_gather
 from tests.fake_group import reduce_scatter
-from tests.gpu.ranks import finish
-from tests.gpu.ranks import start
+from tests.gpu.ranks import finish_rank
+from tests.gpu.ranks import start_rank
 from tests.models import test_blocks
 from tests.models import test_hugging_face
 
@@ -80,7 +80,7 @@ def trace(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    rank, world_size = start()
+    rank, world_size = start_rank()
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     failed = 0
@@ -106,7 +106,7 @@ def main() -> int:
     for row in trace(rank, world_size):
         if rank == 0:
             print(json.dumps({"world_size": world_size, **row}), flush=True)
-    finish()
+    finish_rank()
     return 1 if failed else 0
 
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import overlap_inductor
 from tests.fake_group import all_gather
 from tests.fake_group import reduce_scatter
-from tests.gpu.ranks import finish
-from tests.gpu.ranks import start
+from tests.gpu.ranks import finish_rank
+from tests.gpu.ranks import start_rank
 from tests.numerics.test_agreement import STATIC_ONLY
 from tests.numerics.test_agreement import WITHOUT_LOOPING_OP
 from tests.numerics.test_agreement import _cases
@@ -111,7 +111,7 @@ def bench(world_size: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    rank, world_size = start()
+    rank, world_size = start_rank()
     variants: list[tuple[dict[str, Any], torch.dtype, bool]] = [
         ({}, torch.float32, False),
         ({"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, torch.bfloat16, False),
@@ -129,7 +129,7 @@ def main() -> int:
         for row in bench(world_size):
             if rank == 0:
                 print(json.dumps(row), flush=True)
-    finish()
+    finish_rank()
     return 1 if failed else 0
 
 
