@@ -34,17 +34,17 @@ SHAPES = {"mlp": (8192, 28672), "qkv_o": (8192, 10240)}
 """``(hidden, wide)``: gathered against ``[hidden, wide / W]``, scattered from ``[wide / W, hidden]``."""
 SLEEP_CYCLES = 6_000_000
 PATIENCE_NS = 2_000_000_000
-SIGNALS = 8
+SIGNALS = 32
 
 
 def variants(pattern: str, blocks: int) -> dict[str, FusedParameters]:
     """The parameters to try, by name."""
     found = {}
     if pattern == "all_gather_matmul":
-        for pushers, parts, pieces in itertools.product((4, 8, 16), (1, 2, 4), (16,)):
+        for pushers, parts, pieces in itertools.product((8, 12, 16), (1, 2, 4), (16,)):
             found[f"fused pushers={pushers} parts={parts}"] = FusedParameters(blocks, parts, pieces, pushers)
     else:
-        for parts, group in itertools.product((1, 2, 4), (8,)):
+        for parts, group in itertools.product((1, 2, 4, 8), (8,)):
             found[f"fused parts={parts}"] = FusedParameters(blocks, parts, group_m=group)
     return found
 
@@ -148,7 +148,7 @@ def measure(site: Site, repeats: int, blocks: int) -> list[dict[str, Any]]:
             found = function()
         torch.cuda.synchronize()
         errors[name] = _worst(float((found.float() - expected).abs().max() / bound))
-        if _worst(float(site.launch.faults.words[0])):
+        if _worst(float(site.launch.faults.record[0])):
             site.launch.faults.check()
             raise RuntimeError(f"{site.pattern}: {name} gave up waiting on another rank")
         if errors[name] > 2e-2:
@@ -183,7 +183,7 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     properties = torch.cuda.get_device_properties(device)
-    faults = FaultRecord.of(dist.group.WORLD.group_name, range(world_size))
+    faults = FaultRecord.of(dist.group.WORLD.group_name, range(world_size), device)
     arena = WorkspaceArena(
         world_size, device, lambda n, dtype: symmetric.allocate(n, dtype, device, dist.group.WORLD), torch.cuda.is_current_stream_capturing, 2**34
     )

@@ -22,20 +22,20 @@ import triton.language as tl
 
 from bench.push_kernels import push_bulk
 from bench.push_kernels import push_striped
-from overlap_inductor.kernels.layout import FAULT_WORDS
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports.faults import FaultRecord
 
 PATIENCE_NS = 10_000_000_000
 MEGABYTES = (0.25, 1, 2, 4, 8, 16, 32)
 
 
 @triton.jit
-def wait_for_peers(flags, rank, target, fault, patience, WORLD: tl.constexpr, PARTS: tl.constexpr):
+def wait_for_peers(flags, rank, target, stop, patience, WORLD: tl.constexpr, PARTS: tl.constexpr):
     for turn in range(1, WORLD):
         for part in range(PARTS):
             peer = (rank + turn) % WORLD
-            wait_at_least(flags + (peer * PARTS + part) * 32, target, fault, patience, 1, peer)
+            wait_at_least(flags + (peer * PARTS + part) * 32, target, stop, patience, 1, peer)
 
 
 class Transfers:
@@ -44,7 +44,7 @@ class Transfers:
         device = torch.device("cuda", torch.cuda.current_device())
         self.data = symmetric.allocate(words * world_size, torch.int32, device, dist.group.WORLD)
         self.flags = symmetric.allocate(64 * world_size * 32, torch.int32, device, dist.group.WORLD)
-        self.fault = torch.zeros(FAULT_WORDS, dtype=torch.int32).pin_memory()
+        self.faults = FaultRecord.of("transfers", range(world_size), device)
         self.source = torch.randint(-(2**31), 2**31 - 1, (words,), dtype=torch.int32, device=device)
         self.gathered = torch.empty(words * world_size, dtype=torch.int32, device=device)
         dist.all_gather_into_tensor(self.gathered, self.source)
@@ -53,7 +53,7 @@ class Transfers:
         self.target = 0
 
     def wait(self, parts: int) -> None:
-        wait_for_peers[(1,)](self.flags.local, self.rank, self.target, self.fault, PATIENCE_NS, self.world_size, parts, num_warps=1)
+        wait_for_peers[(1,)](self.flags.local, self.rank, self.target, self.faults.stop, PATIENCE_NS, self.world_size, parts, num_warps=1)
 
     def nccl(self) -> None:
         dist.all_gather_into_tensor(self.received, self.source)
@@ -100,7 +100,7 @@ class Transfers:
         found = self.data.local if peer_memory else self.received
         if peer_memory:
             found[self.rank * self.words : (self.rank + 1) * self.words] = self.source
-        same = torch.tensor([float(torch.equal(found, self.gathered)) * float(self.fault[0] == 0)], device="cuda")
+        same = torch.tensor([float(torch.equal(found, self.gathered)) * float(self.faults.record[0] == 0)], device="cuda")
         dist.all_reduce(same, dist.ReduceOp.MIN)
         return bool(same)
 

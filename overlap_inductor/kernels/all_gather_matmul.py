@@ -38,10 +38,10 @@ from overlap_inductor.kernels.tile_order import grouped
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def all_gather_matmul(
-    own_desc, gathered_desc, b_desc, c, words, peer_data, peer_flags, flags, queues, calls, fault, patience,
+    own_desc, gathered_desc, b_desc, c_desc, c, words, peer_data, peer_flags, flags, queues, calls, stop, patience,
     site, rank, rows, columns, inner, total, part_rows, part_words, signals,
     WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
     """``c[WORLD * rows, columns] = gathered @ b``, grid: any number of blocks, at best one an SM.
 
@@ -61,33 +61,37 @@ def all_gather_matmul(
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
     if tl.program_id(0) < PUSHERS:
-        push_pieces(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, fault, patience, signals, WORLD, PARTS, PIECES, BLOCK)
+        push_pieces(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK)
 
     turn = tl.atomic_add(queues + 1, 1, sem="relaxed")
     while turn < tiles_shard * tiles_n:
-        m, n = grouped(turn, tiles_shard, tiles_n, GROUP_M)
-        total_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in tl.range(0, inner, BLOCK_K):
-            total_sum = tl.dot(own_desc.load([m * BLOCK_M, k]), b_desc.load([n * BLOCK_N, k]).T, total_sum)
-        _store(c, total_sum, rank, m, n, rows, columns, BLOCK_M, BLOCK_N)
-        turn = tl.atomic_add(queues + 1, 1, sem="relaxed")
+        for _ in range(BATCH):
+            if turn < tiles_shard * tiles_n:
+                m, n = grouped(turn, tiles_shard, tiles_n, GROUP_M)
+                total_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                for k in tl.range(0, inner, BLOCK_K):
+                    total_sum = tl.dot(own_desc.load([m * BLOCK_M, k]), b_desc.load([n * BLOCK_N, k]).T, total_sum)
+                _store(c_desc, c, total_sum, rank, m, n, rows, columns, BLOCK_M, BLOCK_N)
+                turn = tl.atomic_add(queues + 1, 1, sem="relaxed")
 
-    push_pieces(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, fault, patience, signals, WORLD, PARTS, PIECES, BLOCK)
+    push_pieces(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK)
 
     turn = tl.atomic_add(queues + 2, 1, sem="relaxed")
     seen = -1
     while turn < tiles_shard * tiles_n * (WORLD - 1):
-        shard, m, n = arriving(turn, rank, tiles_shard, part_rows // BLOCK_M, tiles_n, WORLD, GROUP_M)
-        part = m // (part_rows // BLOCK_M)
-        if shard * PARTS + part != seen:
-            seen = shard * PARTS + part
-            wait_at_least(signal_flag(flags, shard, part, signals, WORLD), call + 1, fault, patience, site * WAIT_KINDS + WAIT_PART, shard)
-            load_fence()
-        total_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in tl.range(0, inner, BLOCK_K):
-            total_sum = tl.dot(gathered_desc.load([shard * rows + m * BLOCK_M, k]), b_desc.load([n * BLOCK_N, k]).T, total_sum)
-        _store(c, total_sum, shard, m, n, rows, columns, BLOCK_M, BLOCK_N)
-        turn = tl.atomic_add(queues + 2, 1, sem="relaxed")
+        for _ in range(BATCH):
+            if turn < tiles_shard * tiles_n * (WORLD - 1):
+                shard, m, n = arriving(turn, rank, tiles_shard, part_rows // BLOCK_M, tiles_n, WORLD, GROUP_M)
+                part = m // (part_rows // BLOCK_M)
+                if shard * PARTS + part != seen:
+                    seen = shard * PARTS + part
+                    wait_at_least(signal_flag(flags, shard, part, signals, WORLD), call + 1, stop, patience, site * WAIT_KINDS + WAIT_PART, shard)
+                    load_fence()
+                total_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                for k in tl.range(0, inner, BLOCK_K):
+                    total_sum = tl.dot(gathered_desc.load([shard * rows + m * BLOCK_M, k]), b_desc.load([n * BLOCK_N, k]).T, total_sum)
+                _store(c_desc, c, total_sum, shard, m, n, rows, columns, BLOCK_M, BLOCK_N)
+                turn = tl.atomic_add(queues + 2, 1, sem="relaxed")
 
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")
@@ -101,9 +105,12 @@ def all_gather_matmul(
 
 
 @triton.jit
-def _store(c, total_sum, shard, m, n, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _store(c_desc, c, total_sum, shard, m, n, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """One tile of the result; a tile that reaches beyond its shard stops there (the rows behind are another shard's)."""
-    at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
-    at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
-    to = c + (shard * rows + at_m)[:, None].to(tl.int64) * columns + at_n[None, :]
-    tl.store(to, total_sum.to(c.dtype.element_ty), mask=(at_m < rows)[:, None] & (at_n < columns)[None, :])
+    if (m + 1) * BLOCK_M <= rows:
+        c_desc.store([shard * rows + m * BLOCK_M, n * BLOCK_N], total_sum.to(c.dtype.element_ty))
+    else:
+        at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
+        at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        to = c + (shard * rows + at_m)[:, None].to(tl.int64) * columns + at_n[None, :]
+        tl.store(to, total_sum.to(c.dtype.element_ty), mask=(at_m < rows)[:, None] & (at_n < columns)[None, :])

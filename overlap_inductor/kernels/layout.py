@@ -10,7 +10,9 @@ FLAG_WORDS = 32
 QUEUE_WORDS = 8
 """int32 words at the head of a slot's queues: what blocks claim, and how many have finished."""
 FAULT_WORDS = 8
-"""int32 words of a fault record: abort word, code of the wait, peer, value wanted, value seen."""
+"""int32 words of a fault record in the host's memory: whether a wait was given up, its code, peer, value wanted, value seen."""
+STOP_WORDS = 4
+"""int32 words of its half in the GPU's memory: the abort word, nothing, and the address of the host's half in two words."""
 
 WAIT_KINDS = 8
 """The code of a wait is ``site * WAIT_KINDS + kind``."""

@@ -34,6 +34,7 @@ from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import credit_flag
 from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import signal_flag
+from overlap_inductor.kernels.signals import store_fence
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.kernels.tile_order import arriving
 from overlap_inductor.kernels.tile_order import grouped
@@ -66,90 +67,120 @@ def _turn(turn, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, PARTS: tl
     return kind, inner
 
 
+@triton.jit
+def _flush(pending, queues, peer_flags, call, rank, rows, tiles_part, tiles_n, tiles_shard, signals, WORLD: tl.constexpr, PARTS: tl.constexpr):
+    """Count a tile whose bulk stores have been started: number ``pending`` is ``shard * PARTS + band``, of the own shard when it went to all peers."""
+    if pending >= 0:
+        store_fence()
+        shard = pending // PARTS
+        part = pending % PARTS
+        target = _band_tiles(part, tiles_shard, tiles_part, tiles_n)
+        if shard == rank:
+            for step in range(1, WORLD):
+                peer = (rank + step) % WORLD
+                flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
+                count_and_signal(queues + QUEUE_WORDS + (WORLD + peer) * PARTS + part, target, signal_flag(flag, rank, PARTS + part, signals, WORLD), call + 1)
+        else:
+            flag = tl.load(peer_flags + shard).to(tl.pointer_type(tl.int32))
+            count_and_signal(queues + QUEUE_WORDS + shard * PARTS + part, target, signal_flag(flag, rank, part, signals, WORLD), call + 1)
+    return -1
+
+
 @triton.jit(do_not_specialize=["rank", "site"])
 def matmul_reduce(
-    a_desc, b_desc, out, staging, peer_data, gathered_offset, peer_flags, flags, queues, calls, fault, patience,
+    a_desc, b_desc, out, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
     site, rank, rows, columns, inner, part_rows, signals, scale,
     WORLD: tl.constexpr, PARTS: tl.constexpr, LAG: tl.constexpr, BROADCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of blocks, at best one an SM.
 
     Args:
         a_desc: ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; b_desc: ``[columns, inner]`` (the right operand transposed).
         out: this rank's result: its shard ``[rows, columns]``, or with ``BROADCAST`` all shards ``[WORLD * rows, columns]``.
-        staging: this rank's workspace: ``[WORLD, rows, columns]`` of ``out``'s dtype, what has come from each source. With ``BROADCAST``
-            finished shards come to the same shape, ``gathered_offset`` elements behind.
+        staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, what has come from each source, where ``padded`` is
+            ``rows`` in whole tiles. With ``BROADCAST`` the same again behind it, for finished shards.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
         flags: ``signal_flag(s, i)``: the call whose band ``i`` has come from source ``s``; with ``BROADCAST`` ``signal_flag(s, PARTS + i)``: the
             call whose finished band ``i`` has.
         queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + 2 * WORLD * PARTS`` words, zero between calls: tiles claimed, blocks
             that have finished, and behind ``QUEUE_WORDS`` tiles stored; one word). site: number under which a fault record names the site.
         part_rows: rows of a band, a multiple of ``BLOCK_M``. scale: what the sum is multiplied with (1, or ``1 / WORLD`` for an average).
+        BATCH: tiles after which a block waits for its last store to leave shared memory.
     """
     STEPS: tl.constexpr = 3 if BROADCAST else 2
     call = tl.load(calls)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
     tiles_part = part_rows // BLOCK_M
-    size = rows.to(tl.int64) * columns
+    padded = tiles_shard * BLOCK_M
     everything = tiles_shard * tiles_n * (WORLD + (WORLD - 1 if BROADCAST else 0))
+    peers = ()
+    for ahead in tl.static_range(1, WORLD):
+        to = tl.multiple_of(tl.load(peer_data + (rank + ahead) % WORLD).to(out.dtype), 16)
+        peers = peers + (tl.make_tensor_descriptor(to, [STEPS * WORLD * padded, columns], [columns, 1], [BLOCK_M, BLOCK_N]),)
     credit = -1
     seen = -1
+    pending = -1
     claimed = tl.atomic_add(queues, 1, sem="relaxed")
     while claimed < everything:
-        kind, turn = _turn(claimed, tiles_shard, tiles_part, tiles_n, WORLD, PARTS, LAG, STEPS)
-        shard, m, n = arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
-        if kind == OWN:
-            band = turn // (tiles_part * tiles_n)
-            m, n = grouped(turn - band * tiles_part * tiles_n, tl.minimum(tiles_shard - band * tiles_part, tiles_part), tiles_n, GROUP_M)
-            m += band * tiles_part
-            shard = rank
-        part = m // tiles_part
-        at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
-        at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = (at_m < rows)[:, None] & (at_n < columns)[None, :]
-        offsets = at_m[:, None].to(tl.int64) * columns + at_n[None, :]
-        if BROADCAST and kind == COPY:
-            if seen != shard * PARTS + part:
-                wait_at_least(signal_flag(flags, shard, PARTS + part, signals, WORLD), call + 1, fault, patience, site * WAIT_KINDS + WAIT_RESULT, shard)
-                seen = shard * PARTS + part
-            finished_tile = tl.load(staging + gathered_offset + shard * size + offsets, mask=inside, cache_modifier=".cg")
-            tl.store(out + shard * size + offsets, finished_tile, mask=inside)
-        else:
-            band_tiles = _band_tiles(part, tiles_shard, tiles_part, tiles_n)
-            total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            for k in tl.range(0, inner, BLOCK_K):
-                total = tl.dot(a_desc.load([shard * rows + m * BLOCK_M, k]), b_desc.load([n * BLOCK_N, k]).T, total)
-            if kind == OWN:
-                if seen != rank * PARTS + part:
-                    for step in range(1, WORLD):
-                        source = (rank + step) % WORLD
-                        wait_at_least(signal_flag(flags, source, part, signals, WORLD), call + 1, fault, patience, site * WAIT_KINDS + WAIT_PARTIALS, source)
-                    seen = rank * PARTS + part
-                for step in range(1, WORLD):
-                    source = (rank + step) % WORLD
-                    total += tl.load(staging + source * size + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-                result = (total * scale).to(out.dtype.element_ty)
-                tl.store(out + (rank * size if BROADCAST else 0) + offsets, result, mask=inside)
-                if BROADCAST:
-                    for step in range(1, WORLD):
-                        peer = (rank + step) % WORLD
-                        wait_at_least(credit_flag(flags, peer), call, fault, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
-                        to = tl.multiple_of(tl.load(peer_data + peer).to(out.dtype), 16) + gathered_offset
-                        tl.store(to + rank * size + offsets, result, mask=inside)
-                        flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
-                        stored = queues + QUEUE_WORDS + (WORLD + peer) * PARTS + part
-                        count_and_signal(stored, band_tiles, signal_flag(flag, rank, PARTS + part, signals, WORLD), call + 1)
-            else:
-                if shard != credit:
-                    wait_at_least(credit_flag(flags, shard), call, fault, patience, site * WAIT_KINDS + WAIT_CREDIT, shard)
-                    credit = shard
-                to = tl.multiple_of(tl.load(peer_data + shard).to(out.dtype), 16)
-                tl.store(to + rank * size + offsets, total.to(out.dtype.element_ty), mask=inside)
-                flag = tl.load(peer_flags + shard).to(tl.pointer_type(tl.int32))
-                count_and_signal(queues + QUEUE_WORDS + shard * PARTS + part, band_tiles, signal_flag(flag, rank, part, signals, WORLD), call + 1)
-        claimed = tl.atomic_add(queues, 1, sem="relaxed")
+        for _ in range(BATCH):
+            if claimed < everything:
+                kind, turn = _turn(claimed, tiles_shard, tiles_part, tiles_n, WORLD, PARTS, LAG, STEPS)
+                shard, m, n = arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
+                if kind == OWN:
+                    band = turn // (tiles_part * tiles_n)
+                    m, n = grouped(turn - band * tiles_part * tiles_n, tl.minimum(tiles_shard - band * tiles_part, tiles_part), tiles_n, GROUP_M)
+                    m += band * tiles_part
+                    shard = rank
+                part = m // tiles_part
+                at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
+                at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
+                inside = (at_m < rows)[:, None] & (at_n < columns)[None, :]
+                offsets = at_m[:, None].to(tl.int64) * columns + at_n[None, :]
+                if kind != PEERS:
+                    # The last tile of a band would be counted a whole matmul later, or never where this block waits for the peers.
+                    pending = _flush(pending, queues, peer_flags, call, rank, rows, tiles_part, tiles_n, tiles_shard, signals, WORLD, PARTS)
+                if BROADCAST and kind == COPY:
+                    if seen != shard * PARTS + part:
+                        wait_at_least(signal_flag(flags, shard, PARTS + part, signals, WORLD), call + 1, stop, patience, site * WAIT_KINDS + WAIT_RESULT, shard)
+                        seen = shard * PARTS + part
+                    came = staging + (WORLD + shard).to(tl.int64) * padded * columns
+                    finished_tile = tl.load(came + offsets, mask=inside, cache_modifier=".cg")
+                    tl.store(out + shard.to(tl.int64) * rows * columns + offsets, finished_tile, mask=inside)
+                else:
+                    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                    for k in tl.range(0, inner, BLOCK_K):
+                        total = tl.dot(a_desc.load([shard * rows + m * BLOCK_M, k]), b_desc.load([n * BLOCK_N, k]).T, total)
+                    pending = _flush(pending, queues, peer_flags, call, rank, rows, tiles_part, tiles_n, tiles_shard, signals, WORLD, PARTS)
+                    if kind == OWN:
+                        if seen != rank * PARTS + part:
+                            for step in range(1, WORLD):
+                                source = (rank + step) % WORLD
+                                wait_at_least(signal_flag(flags, source, part, signals, WORLD), call + 1, stop, patience, site * WAIT_KINDS + WAIT_PARTIALS, source)
+                            seen = rank * PARTS + part
+                        for step in range(1, WORLD):
+                            came = staging + ((rank + step) % WORLD).to(tl.int64) * padded * columns
+                            total += tl.load(came + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+                        result = (total * scale).to(out.dtype.element_ty)
+                        tl.store(out + (rank.to(tl.int64) * rows * columns if BROADCAST else 0) + offsets, result, mask=inside)
+                        if BROADCAST:
+                            for ahead in tl.static_range(1, WORLD):
+                                peer = (rank + ahead) % WORLD
+                                wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
+                                peers[ahead - 1].store([(WORLD + rank) * padded + m * BLOCK_M, n * BLOCK_N], result)
+                            pending = rank * PARTS + part
+                    else:
+                        if shard != credit:
+                            wait_at_least(credit_flag(flags, shard), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, shard)
+                            credit = shard
+                        partial = total.to(out.dtype.element_ty)
+                        for ahead in tl.static_range(1, WORLD):
+                            if shard == (rank + ahead) % WORLD:
+                                peers[ahead - 1].store([rank * padded + m * BLOCK_M, n * BLOCK_N], partial)
+                        pending = shard * PARTS + part
+                claimed = tl.atomic_add(queues, 1, sem="relaxed")
+    _flush(pending, queues, peer_flags, call, rank, rows, tiles_part, tiles_n, tiles_shard, signals, WORLD, PARTS)
 
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 1, 1, sem="acq_rel")

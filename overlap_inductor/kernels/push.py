@@ -22,7 +22,7 @@ from overlap_inductor.kernels.signals import wait_at_least
 
 
 @triton.jit
-def push_pieces(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, fault, patience, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+def push_pieces(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, stop, patience, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
     """Send pieces of this rank's shard until none is left to claim. Neighbouring pieces go to different peers.
 
     ``words``: the shard as int32 ``[total]``, at 16 bytes; it goes to word ``rank * total`` of every peer's workspace (``peer_data``, int64 ``[WORLD]``
@@ -35,7 +35,7 @@ def push_pieces(words, peer_data, peer_flags, flags, queues, call, total, part_w
         rest = i % (PIECES * (WORLD - 1))
         peer = (rank + 1 + rest % (WORLD - 1)) % WORLD
         piece = rest // (WORLD - 1)
-        wait_at_least(credit_flag(flags, peer), call, fault, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
+        wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
         end = tl.minimum((part + 1) * part_words, total)
         size = tl.cdiv(tl.cdiv(part_words, PIECES), BLOCK) * BLOCK
         first = part * part_words + piece * size

@@ -6,9 +6,13 @@ waits for nothing and allocates nothing but its result. A group that has been ab
 
 from __future__ import annotations
 
+import contextvars
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from overlap_inductor.errors import UnsupportedError
@@ -17,8 +21,10 @@ from overlap_inductor.kernels.matmul_reduce import matmul_reduce
 from overlap_inductor.transports.arena import Slot
 from overlap_inductor.transports.faults import FaultRecord
 
-COPY_WORDS = 4096
+COPY_WORDS = 8192
 """int32 words that a block of the pushing part stores at once."""
+TILES_A_BATCH = 8
+"""Tiles after which a block waits for its last store (within a batch a store goes on under the next tile's matmul)."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,16 @@ def _check(a: torch.Tensor, b: torch.Tensor, nbytes: int, signals: int, launch: 
     launch.faults.check()
 
 
+def _with_scratch(device: torch.device, launch: Callable[[], Any]) -> None:
+    """Launch a kernel that builds tensor maps in memory that Triton asks for, and leave the caller's allocator as it is."""
+
+    def run() -> None:
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+        launch()
+
+    contextvars.copy_context().run(run)
+
+
 def all_gather_matmul(a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters) -> torch.Tensor:
     """``all_gather(a) @ b``: ``a [rows, K]`` this rank's shard, ``b [K, N]`` with stride 1 along K. Returns ``[world_size * rows, N]``.
 
@@ -94,9 +110,10 @@ def all_gather_matmul(a: torch.Tensor, b: torch.Tensor, launch: Launch, paramete
         TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
         TensorDescriptor.from_tensor(workspace, [p.block_m, p.block_k]),
         TensorDescriptor.from_tensor(_right_operand(b), [p.block_n, p.block_k]),
-        result, words, slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.words,
+        TensorDescriptor.from_tensor(result, [p.block_m, p.block_n]),
+        result, words, slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
         launch.patience_ns, launch.site, launch.rank, rows, columns, inner, words.numel(), part_rows, part_rows * inner * a.element_size() // 4, slot.signals,
-        world_size, parts, p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS,
+        world_size, parts, p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS, TILES_A_BATCH,
         num_warps=p.warps, num_stages=p.stages,
     )  # fmt: skip
     return result
@@ -129,16 +146,16 @@ def _reduce(a: torch.Tensor, b: torch.Tensor, launch: Launch, p: FusedParameters
     rows = all_rows // world_size
     part_rows = band_rows(rows, p)
     parts = -(-rows // part_rows)
-    nbytes = all_rows * columns * a.element_size()
-    _check(a, b, 2 * nbytes if broadcast else nbytes, 2 * parts, launch)
+    nbytes = (2 if broadcast else 1) * world_size * -(-rows // p.block_m) * p.block_m * columns * a.element_size()
+    _check(a, b, nbytes, 2 * parts, launch)
     staging = slot.data.local[:nbytes].view(a.dtype)
     out = torch.empty(all_rows if broadcast else rows, columns, dtype=a.dtype, device=a.device)
-    matmul_reduce[(p.blocks,)](
+    arguments = (
         TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
         TensorDescriptor.from_tensor(_right_operand(b), [p.block_n, p.block_k]),
-        out, staging, slot.data.pointers, nbytes // a.element_size(), slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.words,
+        out, staging, slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
         launch.patience_ns, launch.site, launch.rank, rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0,
-        world_size, parts, 1 if broadcast else parts, broadcast, p.block_m, p.block_n, p.block_k, p.group_m,
-        num_warps=p.warps, num_stages=p.stages,
+        world_size, parts, 1 if broadcast else parts, broadcast, p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH,
     )  # fmt: skip
+    _with_scratch(a.device, lambda: matmul_reduce[(p.blocks,)](*arguments, num_warps=p.warps, num_stages=p.stages))
     return out

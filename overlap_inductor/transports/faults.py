@@ -1,7 +1,7 @@
 """What a kernel that gave up waiting left behind, and how a waiting kernel is told to stop.
 
-The record lies in memory that the host and all kernels of the group on this rank share (pinned), so that it can be read and set while a kernel
-runs, without a stream.
+The record lies in the host's memory (pinned), so that it can be read while a kernel runs, without a stream. What a waiting kernel looks at lies in
+the GPU's memory (``kernels.signals`` says why); the host sets it by a copy on a stream of its own, which passes running kernels.
 """
 
 from __future__ import annotations
@@ -23,24 +23,33 @@ _WAITED_FOR = {
 }
 
 
+def stop_words(record: torch.Tensor) -> torch.Tensor:
+    """The half of a fault record that goes to the device, for the host's half ``record``."""
+    return torch.tensor([0, record.data_ptr()], dtype=torch.int64).view(torch.int32)
+
+
 @dataclass
 class FaultRecord:
     """The fault record of one group on this rank.
 
     Attributes:
-        words: int32 ``[FAULT_WORDS]``, pinned where there are GPUs: abort word, code of the wait, peer, call wanted, call seen.
         ranks: global ranks of the group, in its order.
+        record: int32 ``[FAULT_WORDS]``, pinned where there are GPUs: whether a wait was given up, its code, peer, call wanted, call seen.
+        stop: int32 ``[STOP_WORDS]`` on the device, what kernels are given: the abort word, and the address of ``record``.
     """
 
     group_name: str
     ranks: Sequence[int]
-    words: torch.Tensor
+    record: torch.Tensor
+    stop: torch.Tensor
     sites: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, group_name: str, ranks: Sequence[int]) -> FaultRecord:
-        words = torch.zeros(layout.FAULT_WORDS, dtype=torch.int32)
-        return cls(group_name, ranks, words.pin_memory() if torch.cuda.is_available() else words)
+    def of(cls, group_name: str, ranks: Sequence[int], device: torch.device) -> FaultRecord:
+        record = torch.zeros(layout.FAULT_WORDS, dtype=torch.int32)
+        if device.type != "cpu":
+            record = record.pin_memory()
+        return cls(group_name, ranks, record, stop_words(record).to(device))
 
     def number(self, site: str) -> int:
         """The number under which kernels record ``site``."""
@@ -50,13 +59,18 @@ class FaultRecord:
 
     def abort(self) -> None:
         """Every wait of the group on this rank returns at once from now on; what its kernels return is not valid."""
-        self.words[0] = 1
+        self.record[0] = 1
+        if self.stop.is_cuda:
+            with torch.cuda.stream(torch.cuda.Stream(self.stop.device)):
+                self.stop[:1].copy_(self.record[:1], non_blocking=True)
+        else:
+            self.stop[0] = 1
 
     def check(self) -> None:
         """Raises ``TransferError`` where a kernel of the group has given up, or the group was aborted."""
-        if not int(self.words[0]):
+        if not int(self.record[0]):
             return
-        _, code, peer, wanted, seen, *_ = self.words.tolist()
+        _, code, peer, wanted, seen, *_ = self.record.tolist()
         if not code:
             raise TransferError(f"group {self.group_name!r} was aborted; its workspace holds no valid data. Destroy the group, or end the process.")
         what = _WAITED_FOR.get(code % layout.WAIT_KINDS, "a signal from")

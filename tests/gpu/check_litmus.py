@@ -21,12 +21,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from overlap_inductor.kernels.layout import FAULT_WORDS
 from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import load_fence
 from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import store_fence
 from overlap_inductor.kernels.signals import wait_at_least
+from overlap_inductor.transports.faults import FaultRecord
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
 
@@ -35,7 +35,7 @@ PATIENCE_NS = 5_000_000_000
 
 
 @triton.jit
-def write_rounds(peer, peer_desc, acknowledged, peer_flags, fault, first, rounds, patience, way: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+def write_rounds(peer, peer_desc, acknowledged, peer_flags, stop, first, rounds, patience, way: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """``way``: ordinary | unordered (the flag first, relaxed) | bulk | bulk without fence | bulk, barrier only."""
     block = tl.program_id(0)
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
@@ -52,11 +52,11 @@ def write_rounds(peer, peer_desc, acknowledged, peer_flags, fault, first, rounds
             if way == "bulk":
                 store_fence()
             set_flag(peer_flags + block * 64, i)
-        wait_at_least(acknowledged + block * 64 + 32, i, fault, patience, 1, 0)
+        wait_at_least(acknowledged + block * 64 + 32, i, stop, patience, 1, 0)
 
 
 @triton.jit
-def write_halves(peer, acknowledged, peer_flags, counters, fault, first, rounds, patience, R: tl.constexpr, C: tl.constexpr):
+def write_halves(peer, acknowledged, peer_flags, counters, stop, first, rounds, patience, R: tl.constexpr, C: tl.constexpr):
     """Two blocks store half a tile each; whichever is counted last signals for both."""
     block = tl.program_id(0) // 2
     rows = tl.program_id(0) % 2 * (R // 2) + tl.arange(0, R // 2)
@@ -64,17 +64,17 @@ def write_halves(peer, acknowledged, peer_flags, counters, fault, first, rounds,
     for i in range(first, first + rounds):
         tl.store(peer + block * R * C + offsets, tl.full((R // 2, C), 0, tl.int32) + i)
         count_and_signal(counters + block, 2, peer_flags + block * 64, i)
-        wait_at_least(acknowledged + block * 64 + 32, i, fault, patience, 1, 0)
+        wait_at_least(acknowledged + block * 64 + 32, i, stop, patience, 1, 0)
 
 
 @triton.jit
-def read_rounds(mine, desc, flags, peer_flags, wrong, fault, first, rounds, patience, way: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+def read_rounds(mine, desc, flags, peer_flags, wrong, stop, first, rounds, patience, way: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """``way``: ordinary | bulk | bulk without fence."""
     block = tl.program_id(0)
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     bad = tl.full((), 0, tl.int32)
     for i in range(first, first + rounds):
-        wait_at_least(flags + block * 64, i, fault, patience, 2, 0)
+        wait_at_least(flags + block * 64, i, stop, patience, 2, 0)
         if way == "ordinary":
             tile = tl.load(mine + block * R * C + offsets)
         else:
@@ -87,8 +87,8 @@ def read_rounds(mine, desc, flags, peer_flags, wrong, fault, first, rounds, pati
 
 
 @triton.jit
-def wait_for(flag, value, fault, patience):
-    wait_at_least(flag, value, fault, patience, 3, 0)
+def wait_for(flag, value, stop, patience):
+    wait_at_least(flag, value, stop, patience, 3, 0)
 
 
 WAYS = [  # (what the writer does, what the reader does, whether the kernels rest on it)
@@ -119,7 +119,7 @@ class Litmus:
         self.peer = handles[0].get_buffer(other, shape, torch.int32)
         self.peer_flags = handles[1].get_buffer(other, (BLOCKS * 64,), torch.int32)
         self.handles = handles
-        self.fault = torch.zeros(FAULT_WORDS, dtype=torch.int32).pin_memory()
+        self.faults = FaultRecord.of("litmus", range(world_size), self.data.device)
         self.counters = torch.zeros(BLOCKS, dtype=torch.int32, device="cuda")
         self.wrong = torch.zeros(BLOCKS, dtype=torch.int32, device="cuda")
         self.descriptors = [TensorDescriptor.from_tensor(t, [ROWS, COLUMNS]) for t in (self.data, self.peer)]
@@ -127,11 +127,11 @@ class Litmus:
 
     def write(self, way: str, rounds: int) -> None:
         if way == "two blocks":
-            arguments = (self.peer, self.flags, self.peer_flags, self.counters, self.fault, self.next, rounds, PATIENCE_NS)
+            arguments = (self.peer, self.flags, self.peer_flags, self.counters, self.faults.stop, self.next, rounds, PATIENCE_NS)
             write_halves[(2 * BLOCKS,)](*arguments, ROWS, COLUMNS, num_warps=4)
             return
         if way != "copy engine":
-            arguments = (self.peer, self.descriptors[1], self.flags, self.peer_flags, self.fault, self.next, rounds, PATIENCE_NS)
+            arguments = (self.peer, self.descriptors[1], self.flags, self.peer_flags, self.faults.stop, self.next, rounds, PATIENCE_NS)
             write_rounds[(BLOCKS,)](*arguments, way, ROWS, COLUMNS, num_warps=4)
             return
         source = torch.empty_like(self.data)
@@ -141,10 +141,10 @@ class Litmus:
             for block in range(BLOCKS):
                 torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(self.peer_flags.view(torch.uint32), block * 64, i)
             for block in range(BLOCKS):
-                wait_for[(1,)](self.flags[block * 64 + 32 :], i, self.fault, PATIENCE_NS, num_warps=1)
+                wait_for[(1,)](self.flags[block * 64 + 32 :], i, self.faults.stop, PATIENCE_NS, num_warps=1)
 
     def read(self, way: str, rounds: int) -> None:
-        arguments = (self.data, self.descriptors[0], self.flags, self.peer_flags, self.wrong, self.fault, self.next, rounds, PATIENCE_NS)
+        arguments = (self.data, self.descriptors[0], self.flags, self.peer_flags, self.wrong, self.faults.stop, self.next, rounds, PATIENCE_NS)
         read_rounds[(BLOCKS,)](*arguments, way, ROWS, COLUMNS, num_warps=4)
 
     def run(self, writer: str, reader: str, rounds: int) -> dict[str, Any]:
@@ -153,28 +153,28 @@ class Litmus:
             dist.barrier()
             torch.cuda.synchronize()
             if amount == 0:
-                wait_for[(1,)](self.flags, 0, self.fault, PATIENCE_NS, num_warps=1)
+                wait_for[(1,)](self.flags, 0, self.faults.stop, PATIENCE_NS, num_warps=1)
             if self.writes:
                 self.write(writer, amount)
             if self.reads:
                 self.read(reader, amount)
             torch.cuda.synchronize()
         self.next += rounds
-        wrong = torch.tensor([int(self.wrong.sum()) if self.reads else 0, int(self.fault[0])], device="cuda")
+        wrong = torch.tensor([int(self.wrong.sum()) if self.reads else 0, int(self.faults.record[0])], device="cuda")
         dist.all_reduce(wrong)
         return {"writer": writer, "reader": reader, "rounds": rounds, "wrong_words": int(wrong[0]), "faults": int(wrong[1]), "words": rounds * BLOCKS * ROWS * COLUMNS}
 
 
 def fault_is_recorded(litmus: Litmus) -> dict[str, Any]:
     """A signal that never comes: the wait ends when its patience does, and says which it was."""
-    fault = torch.zeros(FAULT_WORDS, dtype=torch.int32).pin_memory()
-    wait_for[(8,)](litmus.flags, 0, fault, 50_000_000, num_warps=4)
+    faults = FaultRecord.of("litmus", range(2), litmus.data.device)
+    wait_for[(8,)](litmus.flags, 0, faults.stop, 50_000_000, num_warps=4)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    wait_for[(8,)](litmus.flags, litmus.next + 12345, fault, 50_000_000, num_warps=4)
+    wait_for[(8,)](litmus.flags, litmus.next + 12345, faults.stop, 50_000_000, num_warps=4)
     end.record()
     torch.cuda.synchronize()
-    return {"fault": fault.tolist(), "expected_wanted": litmus.next + 12345, "ms": round(start.elapsed_time(end), 2)}
+    return {"fault": faults.record.tolist(), "expected_wanted": litmus.next + 12345, "ms": round(start.elapsed_time(end), 2)}
 
 
 def main() -> int:

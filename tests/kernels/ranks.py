@@ -15,6 +15,7 @@ from overlap_inductor.kernels.layout import QUEUE_WORDS
 from overlap_inductor.lowerings.fused import Launch
 from overlap_inductor.transports.arena import Slot
 from overlap_inductor.transports.faults import FaultRecord
+from overlap_inductor.transports.faults import stop_words
 
 
 def run_ranks(world_size: int, function: Callable[..., None], *args: Any, seconds: float = 200) -> None:
@@ -78,5 +79,5 @@ class SharedWorkspace:
         world_size = self.data.shape[0]
         calls, queues = torch.zeros(1, dtype=torch.int32), torch.zeros(QUEUE_WORDS + world_size * self.signals, dtype=torch.int32)
         slot = Slot(self.data.shape[1], self.signals, world_size, SharedBuffer(self.data, rank), SharedBuffer(self.flags, rank), calls, queues)
-        faults = FaultRecord("tp", range(world_size), self.fault[rank])
+        faults = FaultRecord("tp", range(world_size), self.fault[rank], stop_words(self.fault[rank]))
         return Launch(rank, world_size, slot, faults, faults.number("some site"), patience_ns)

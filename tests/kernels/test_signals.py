@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from overlap_inductor.kernels.layout import FAULT_WORDS
 from overlap_inductor.kernels.layout import FLAG_WORDS
+from overlap_inductor.kernels.layout import STOP_WORDS
 from overlap_inductor.kernels.signals import add_flag
 from overlap_inductor.kernels.signals import credit_flag
 from overlap_inductor.kernels.signals import set_flag
@@ -22,7 +22,7 @@ WORDS = 256
 
 
 @triton.jit
-def pass_on(data, peer_data, flags, peer_flags, fault, wrong, rounds, base, N: tl.constexpr, WRITES: tl.constexpr):
+def pass_on(data, peer_data, flags, peer_flags, stop, wrong, rounds, base, N: tl.constexpr, WRITES: tl.constexpr):
     """The writer fills its peer's words with the round's number and signals; the reader counts what is another number, and acknowledges."""
     offsets = tl.arange(0, N)
     bad = tl.full((), 0, tl.int32)
@@ -30,9 +30,9 @@ def pass_on(data, peer_data, flags, peer_flags, fault, wrong, rounds, base, N: t
         if WRITES:
             tl.store(peer_data + offsets, tl.full((N,), 0, tl.int32) + i)
             add_flag(peer_flags, 1)
-            wait_at_least(flags + 32, base + i, fault, 1_000_000_000, 1, 0)
+            wait_at_least(flags + 32, base + i, stop, 1_000_000_000, 1, 0)
         else:
-            wait_at_least(flags, base + i, fault, 1_000_000_000, 2, 0)
+            wait_at_least(flags, base + i, stop, 1_000_000_000, 2, 0)
             bad += tl.sum((tl.load(data + offsets) != i).to(tl.int32))
             set_flag(peer_flags + 32, base + i)
     tl.store(wrong, bad)
@@ -40,8 +40,8 @@ def pass_on(data, peer_data, flags, peer_flags, fault, wrong, rounds, base, N: t
 
 def _one(rank: int, data: torch.Tensor, flags: torch.Tensor, wrong: torch.Tensor, base: int) -> None:
     other = 1 - rank
-    fault = torch.zeros(FAULT_WORDS, dtype=torch.int32)
-    pass_on[(1,)](data[rank], data[other], flags[rank], flags[other], fault, wrong[rank:], 50, base, WORDS, rank == 0)
+    stop = torch.zeros(STOP_WORDS, dtype=torch.int32)
+    pass_on[(1,)](data[rank], data[other], flags[rank], flags[other], stop, wrong[rank:], 50, base, WORDS, rank == 0)
 
 
 def _two_ranks(base: int) -> torch.Tensor:
@@ -60,15 +60,15 @@ def test_flags_may_wrap_around() -> None:
 
 
 @triton.jit
-def wait_once(flag, target, fault, reached):
-    wait_at_least(flag, target, fault, 1_000_000_000, 1, 0)
+def wait_once(flag, target, stop, reached):
+    wait_at_least(flag, target, stop, 1_000_000_000, 1, 0)
     tl.store(reached, 1)
 
 
 def test_a_wait_returns_where_the_group_has_been_aborted() -> None:
-    state: dict[str, Any] = {name: torch.zeros(FAULT_WORDS, dtype=torch.int32) for name in ("flag", "fault", "reached")}
-    state["fault"][0] = 1
-    wait_once[(1,)](state["flag"], 5, state["fault"], state["reached"])
+    state: dict[str, Any] = {name: torch.zeros(STOP_WORDS, dtype=torch.int32) for name in ("flag", "stop", "reached")}
+    state["stop"][0] = 1
+    wait_once[(1,)](state["flag"], 5, state["stop"], state["reached"])
     assert state["reached"][0] == 1
 
 

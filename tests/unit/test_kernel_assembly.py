@@ -19,15 +19,15 @@ from overlap_inductor.kernels.matmul_reduce import matmul_reduce
 
 
 @triton.jit
-def everything(flag, peer_flag, fault, mine, theirs, value, patience):
+def everything(flag, peer_flag, stop, mine, theirs, value, patience):
     # Twice each: the labels of one must not meet those of the other.
     for i in range(value):
-        signals.wait_at_least(flag, i, fault, patience, 1, 0)
+        signals.wait_at_least(flag, i, stop, patience, 1, 0)
         signals.load_fence()
         theirs.store([0, 0], mine.load([0, 0]))
         signals.store_fence()
         signals.set_flag(peer_flag, i)
-    signals.wait_at_least(flag + 32, value, fault, patience, 2, 0)
+    signals.wait_at_least(flag + 32, value, stop, patience, 2, 0)
     signals.add_flag(peer_flag, 1)
     signals.add_flag(peer_flag + 32, 1)
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 
 def test_signals_assemble_for_hopper() -> None:
-    pointers = dict.fromkeys(("flag", "peer_flag", "fault"), "*i32")
+    pointers = dict.fromkeys(("flag", "peer_flag", "stop"), "*i32")
     descriptors = dict.fromkeys(("mine", "theirs"), "tensordesc<bf16[64, 64]>")
     source = ASTSource(everything, signature={**pointers, **descriptors, "value": "i32", "patience": "i64"})
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
@@ -55,9 +55,9 @@ def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int
     block_m, block_n, block_k = tile
     constants = {**constants, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8}
     left, right = f"tensordesc<bf16[{block_m}, {block_k}]>", f"tensordesc<bf16[{block_n}, {block_k}]>"
-    types = {"own_desc": left, "gathered_desc": left, "a_desc": left, "b_desc": right, "patience": "i64", "gathered_offset": "i64", "scale": "fp32"}
+    types = {"own_desc": left, "gathered_desc": left, "a_desc": left, "b_desc": right, "c_desc": f"tensordesc<bf16[{block_m}, {block_n}]>", "patience": "i64", "scale": "fp32"}
     types |= dict.fromkeys(("c", "out", "staging"), "*bf16") | dict.fromkeys(("peer_data", "peer_flags"), "*i64")
-    types |= dict.fromkeys(("words", "flags", "queues", "calls", "fault"), "*i32")
+    types |= dict.fromkeys(("words", "flags", "queues", "calls", "stop"), "*i32")
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name != "rank" and signature[name][0] in "*i"}
@@ -73,9 +73,9 @@ def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
-        pytest.param(all_gather_matmul, {"WORLD": 8, "PARTS": 2, "PIECES": 16, "PUSHERS": 8, "BLOCK": 4096}, id="all_gather_matmul"),
-        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 2, "LAG": 2, "BROADCAST": False}, id="matmul_reduce_scatter"),
-        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 4, "LAG": 1, "BROADCAST": True}, id="matmul_all_reduce"),
+        pytest.param(all_gather_matmul, {"WORLD": 8, "PARTS": 2, "PIECES": 16, "PUSHERS": 8, "BLOCK": 8192, "BATCH": 8}, id="all_gather_matmul"),
+        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 2, "LAG": 2, "BROADCAST": False, "BATCH": 8}, id="matmul_reduce_scatter"),
+        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 4, "LAG": 1, "BROADCAST": True, "BATCH": 8}, id="matmul_all_reduce"),
     ],
 )
 def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
