@@ -121,8 +121,9 @@ def timed(providers: dict[str, Callable[[], Any]], repeats: int) -> dict[str, li
     marker = torch.zeros(1, device="cuda")
     for _ in range(repeats):
         for name, function in providers.items():
-            dist.all_reduce(marker)
             torch.cuda._sleep(SLEEP_CYCLES)
+            # Behind the sleep: clocks differ, so that GPUs that sleep equally long come tens of microseconds apart.
+            dist.all_reduce(marker)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             function()

@@ -2,12 +2,12 @@
 
 The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, part after part and to all peers in turn; all other blocks
 multiply the own shard, which is read in place, and then the peers' shards in the order in which their parts come. Pushers join them when
-nothing is left to send.
+nothing is left to send, and a block whose next rows have not come pushes while it would wait.
 
 Work is claimed from three queues (pieces to send, own tiles, tiles of peers), so no block has work that only it can do.
 
-Forward progress. A block waits for a peer's part only when every outgoing piece of its own rank has been claimed (it claims what is left
-itself), and for a credit only of the call before, which does not rest on this one. So one resident block on each rank is enough, in
+Forward progress. A block waits for a peer's part only when the part is there or every outgoing piece of its own rank has been claimed (it claims
+what is left itself), and for a credit only of the call before, which does not rest on this one. So one resident block on each rank is enough, in
 whatever order blocks become resident. All waits are bounded (``signals``).
 
 Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``); the last piece of a part sets the receiver's
@@ -24,10 +24,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from overlap_inductor.kernels.push import push_pieces
+from overlap_inductor.kernels.push import push_piece
 from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import WAIT_PART
 from overlap_inductor.kernels.signals import credit_flag
+from overlap_inductor.kernels.signals import has_come
 from overlap_inductor.kernels.signals import load_fence
 from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import signal_flag
@@ -60,8 +61,9 @@ def all_gather_matmul(
     call = tl.load(calls)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
-    if tl.program_id(0) < PUSHERS:
-        push_pieces(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK)
+    sending = tl.program_id(0) < PUSHERS
+    while sending:
+        sending = push_piece(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK)
 
     turn = tl.atomic_add(queues + 1, 1, sem="relaxed")
     while turn < tiles_shard * tiles_n:
@@ -74,8 +76,6 @@ def all_gather_matmul(
                 _store(c_desc, c, total_sum, rank, m, n, rows, columns, BLOCK_M, BLOCK_N)
                 turn = tl.atomic_add(queues + 1, 1, sem="relaxed")
 
-    push_pieces(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK)
-
     turn = tl.atomic_add(queues + 2, 1, sem="relaxed")
     seen = -1
     while turn < tiles_shard * tiles_n * (WORLD - 1):
@@ -85,13 +85,22 @@ def all_gather_matmul(
                 part = m // (part_rows // BLOCK_M)
                 if shard * PARTS + part != seen:
                     seen = shard * PARTS + part
-                    wait_at_least(signal_flag(flags, shard, part, signals, WORLD), call + 1, stop, patience, site * WAIT_KINDS + WAIT_PART, shard)
+                    flag = signal_flag(flags, shard, part, signals, WORLD)
+                    sending = not has_come(flag, call + 1)
+                    while sending:
+                        sent = push_piece(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK)
+                        sending = sent and not has_come(flag, call + 1)
+                    wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_PART, shard)
                     load_fence()
                 total_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                 for k in tl.range(0, inner, BLOCK_K):
                     total_sum = tl.dot(gathered_desc.load([shard * rows + m * BLOCK_M, k]), b_desc.load([n * BLOCK_N, k]).T, total_sum)
                 _store(c_desc, c, total_sum, shard, m, n, rows, columns, BLOCK_M, BLOCK_N)
                 turn = tl.atomic_add(queues + 2, 1, sem="relaxed")
+
+    sending = True
+    while sending:
+        sending = push_piece(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK)
 
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")

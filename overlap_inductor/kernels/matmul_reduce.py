@@ -42,6 +42,7 @@ from overlap_inductor.kernels.tile_order import grouped
 PEERS = tl.constexpr(0)
 OWN = tl.constexpr(1)
 COPY = tl.constexpr(2)
+SLEEPS = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -50,21 +51,29 @@ def _band_tiles(band, tiles_shard, tiles_part, tiles_n):
 
 
 @triton.jit
-def _turn(turn, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, PARTS: tl.constexpr, LAG: tl.constexpr, STEPS: tl.constexpr):
+def _turn(turn, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, PARTS: tl.constexpr, LAG: tl.constexpr, COPY_LAG: tl.constexpr, STEPS: tl.constexpr):
     """``(PEERS | OWN | COPY, turn among the tiles of that kind)`` of a turn in the kernel's queue. ``STEPS``: kinds that there are."""
     kind = -1
     inner = turn
     left = turn
-    for slot in tl.static_range(PARTS + (STEPS - 1) * LAG):
+    for slot in tl.static_range(PARTS + LAG + COPY_LAG):
         for step in tl.static_range(STEPS):
-            if slot >= step * LAG and slot - step * LAG < PARTS:
+            band = slot - (0 if step == PEERS else LAG if step == OWN else LAG + COPY_LAG)
+            if band >= 0 and band < PARTS:
                 sources = 1 if step == OWN else WORLD - 1
-                count = _band_tiles(slot - step * LAG, tiles_shard, tiles_part, tiles_n) * sources
+                count = _band_tiles(band, tiles_shard, tiles_part, tiles_n) * sources
                 here = (kind < 0) & (left < count)
-                inner = tl.where(here, (slot - step * LAG) * tiles_part * tiles_n * sources + left, inner)
+                inner = tl.where(here, band * tiles_part * tiles_n * sources + left, inner)
                 kind = tl.where(here, step, kind)
                 left = left - count
     return kind, inner
+
+
+@triton.jit
+def _stagger(nanoseconds):
+    """Sleep, so that blocks that have equal tiles do not send them at one moment."""
+    if SLEEPS:
+        tl.inline_asm_elementwise("nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [nanoseconds], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -90,7 +99,7 @@ def _flush(pending, queues, peer_flags, call, rank, rows, tiles_part, tiles_n, t
 def matmul_reduce(
     a_desc, b_desc, out, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
     site, rank, rows, columns, inner, part_rows, signals, scale,
-    WORLD: tl.constexpr, PARTS: tl.constexpr, LAG: tl.constexpr, BROADCAST: tl.constexpr,
+    WORLD: tl.constexpr, PARTS: tl.constexpr, LAG: tl.constexpr, COPY_LAG: tl.constexpr, BROADCAST: tl.constexpr, STAGGER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of blocks, at best one an SM.
@@ -119,6 +128,7 @@ def matmul_reduce(
     for ahead in tl.static_range(1, WORLD):
         to = tl.multiple_of(tl.load(peer_data + (rank + ahead) % WORLD).to(out.dtype), 16)
         peers = peers + (tl.make_tensor_descriptor(to, [STEPS * WORLD * padded, columns], [columns, 1], [BLOCK_M, BLOCK_N]),)
+    _stagger(tl.program_id(0) * STAGGER)
     credit = -1
     seen = -1
     pending = -1
@@ -126,7 +136,7 @@ def matmul_reduce(
     while claimed < everything:
         for _ in range(BATCH):
             if claimed < everything:
-                kind, turn = _turn(claimed, tiles_shard, tiles_part, tiles_n, WORLD, PARTS, LAG, STEPS)
+                kind, turn = _turn(claimed, tiles_shard, tiles_part, tiles_n, WORLD, PARTS, LAG, COPY_LAG, STEPS)
                 shard, m, n = arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
                 if kind == OWN:
                     band = turn // (tiles_part * tiles_n)

@@ -22,15 +22,16 @@ from overlap_inductor.kernels.signals import wait_at_least
 
 
 @triton.jit
-def push_pieces(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, stop, patience, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
-    """Send pieces of this rank's shard until none is left to claim. Neighbouring pieces go to different peers.
+def push_piece(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, stop, patience, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+    """Claim one piece of this rank's shard and send it. Returns whether there was one. Neighbouring pieces go to different peers.
 
     ``words``: the shard as int32 ``[total]``, at 16 bytes; it goes to word ``rank * total`` of every peer's workspace (``peer_data``, int64 ``[WORLD]``
     addresses). A part is ``part_words`` words in ``PIECES`` pieces, stored ``BLOCK`` words at a time. ``queues``: word 0 counts claimed pieces,
     words ``QUEUE_WORDS + peer * PARTS + part`` pieces stored. ``flags``, ``peer_flags``: this rank's flags, and the peers' addresses.
     """
     i = tl.atomic_add(queues, 1, sem="relaxed")
-    while i < PARTS * PIECES * (WORLD - 1):
+    there = i < PARTS * PIECES * (WORLD - 1)
+    if there:
         part = i // (PIECES * (WORLD - 1))
         rest = i % (PIECES * (WORLD - 1))
         peer = (rank + 1 + rest % (WORLD - 1)) % WORLD
@@ -46,4 +47,4 @@ def push_pieces(words, peer_data, peer_flags, flags, queues, call, total, part_w
             tl.store(to + at, tl.load(words + at, mask=at < last), mask=at < last)
         flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
         count_and_signal(queues + QUEUE_WORDS + peer * PARTS + part, PIECES, signal_flag(flag, rank, part, signals, WORLD), call + 1)
-        i = tl.atomic_add(queues, 1, sem="relaxed")
+    return there

@@ -173,6 +173,13 @@ def signal_flag(flags, source, index, signals, WORLD: tl.constexpr):
 
 
 @triton.jit
+def has_come(flag, target):
+    """Whether a flag has reached ``target``, the same answer for all threads of the block: an atomic's result is handed round, while a load is each
+    thread's own, and threads that read it at different moments would part before a barrier. No ordering: whoever uses the data waits for the flag."""
+    return tl.atomic_add(flag, 0, sem="relaxed", scope="sys") - target >= 0
+
+
+@triton.jit
 def count_and_signal(counter, target, flag, value):
     """One of ``target`` pieces is stored: the last one to be counted sets the peer's ``flag`` and clears ``counter`` (this GPU's own memory).
 

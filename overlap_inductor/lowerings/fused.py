@@ -42,6 +42,9 @@ class FusedParameters:
     group_m: int = 8
     warps: int = 8
     stages: int = 3
+    lag: int = 1
+    copy_lag: int = 2
+    stagger_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ def _reduce(a: torch.Tensor, b: torch.Tensor, launch: Launch, p: FusedParameters
         TensorDescriptor.from_tensor(_right_operand(b), [p.block_n, p.block_k]),
         out, staging, slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
         launch.patience_ns, launch.site, launch.rank, rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0,
-        world_size, parts, 1 if broadcast else parts, broadcast, p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH,
+        world_size, parts, min(p.lag, parts) if broadcast else parts, p.copy_lag, broadcast, p.stagger_ns, p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH,
     )  # fmt: skip
     _with_scratch(a.device, lambda: matmul_reduce[(p.blocks,)](*arguments, num_warps=p.warps, num_stages=p.stages))
     return out
