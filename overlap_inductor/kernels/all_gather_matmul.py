@@ -34,7 +34,10 @@ from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.kernels.tile_order import arriving
+from overlap_inductor.kernels.tile_order import claim
+from overlap_inductor.kernels.tile_order import claimed
 from overlap_inductor.kernels.tile_order import grouped
+from overlap_inductor.kernels.tile_order import store_tile
 
 
 @triton.jit(do_not_specialize=["rank", "site"])
@@ -42,7 +45,7 @@ def all_gather_matmul(
     own_desc, gathered_desc, b_desc, c_desc, c, words, peer_data, peer_flags, flags, queues, calls, stop, patience,
     site, rank, rows, columns, inner, total, part_rows, part_words, signals,
     WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """``c[WORLD * rows, columns] = gathered @ b``, grid: any number of blocks, at best one an SM.
 
@@ -65,7 +68,7 @@ def all_gather_matmul(
     while sending:
         sending = push_piece(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK)
 
-    turn = tl.atomic_add(queues + 1, 1, sem="relaxed")
+    turn = claimed(claim(queues + 1, THREADS))
     while turn < tiles_shard * tiles_n:
         for _ in range(BATCH):
             if turn < tiles_shard * tiles_n:
@@ -73,10 +76,11 @@ def all_gather_matmul(
                 total_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                 for k in tl.range(0, inner, BLOCK_K):
                     total_sum = tl.dot(own_desc.load([m * BLOCK_M, k]), b_desc.load([n * BLOCK_N, k]).T, total_sum)
-                _store(c_desc, c, total_sum, rank, m, n, rows, columns, BLOCK_M, BLOCK_N)
-                turn = tl.atomic_add(queues + 1, 1, sem="relaxed")
+                following = claim(queues + 1, THREADS)
+                _store(c_desc, c, total_sum, rank, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES)
+                turn = claimed(following)
 
-    turn = tl.atomic_add(queues + 2, 1, sem="relaxed")
+    turn = claimed(claim(queues + 2, THREADS))
     seen = -1
     while turn < tiles_shard * tiles_n * (WORLD - 1):
         for _ in range(BATCH):
@@ -95,8 +99,9 @@ def all_gather_matmul(
                 total_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                 for k in tl.range(0, inner, BLOCK_K):
                     total_sum = tl.dot(gathered_desc.load([shard * rows + m * BLOCK_M, k]), b_desc.load([n * BLOCK_N, k]).T, total_sum)
-                _store(c_desc, c, total_sum, shard, m, n, rows, columns, BLOCK_M, BLOCK_N)
-                turn = tl.atomic_add(queues + 2, 1, sem="relaxed")
+                following = claim(queues + 2, THREADS)
+                _store(c_desc, c, total_sum, shard, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES)
+                turn = claimed(following)
 
     sending = True
     while sending:
@@ -114,10 +119,10 @@ def all_gather_matmul(
 
 
 @triton.jit
-def _store(c_desc, c, total_sum, shard, m, n, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _store(c_desc, c, total_sum, shard, m, n, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr):
     """One tile of the result; a tile that reaches beyond its shard stops there (the rows behind are another shard's)."""
     if (m + 1) * BLOCK_M <= rows:
-        c_desc.store([shard * rows + m * BLOCK_M, n * BLOCK_N], total_sum.to(c.dtype.element_ty))
+        store_tile(c_desc, shard * rows + m * BLOCK_M, n * BLOCK_N, total_sum.to(c.dtype.element_ty), HALVES)
     else:
         at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
         at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)

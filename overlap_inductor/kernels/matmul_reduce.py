@@ -37,7 +37,10 @@ from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import store_fence
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.kernels.tile_order import arriving
+from overlap_inductor.kernels.tile_order import claim
+from overlap_inductor.kernels.tile_order import claimed
 from overlap_inductor.kernels.tile_order import grouped
+from overlap_inductor.kernels.tile_order import store_tile
 
 PEERS = tl.constexpr(0)
 OWN = tl.constexpr(1)
@@ -100,7 +103,7 @@ def matmul_reduce(
     a_desc, b_desc, out, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
     site, rank, rows, columns, inner, part_rows, signals, scale,
     WORLD: tl.constexpr, PARTS: tl.constexpr, LAG: tl.constexpr, COPY_LAG: tl.constexpr, BROADCAST: tl.constexpr, STAGGER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of blocks, at best one an SM.
 
@@ -118,6 +121,7 @@ def matmul_reduce(
         BATCH: tiles after which a block waits for its last store to leave shared memory.
     """
     STEPS: tl.constexpr = 3 if BROADCAST else 2
+    STORE_N: tl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
     call = tl.load(calls)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
@@ -127,16 +131,16 @@ def matmul_reduce(
     peers = ()
     for ahead in tl.static_range(1, WORLD):
         to = tl.multiple_of(tl.load(peer_data + (rank + ahead) % WORLD).to(out.dtype), 16)
-        peers = peers + (tl.make_tensor_descriptor(to, [STEPS * WORLD * padded, columns], [columns, 1], [BLOCK_M, BLOCK_N]),)
+        peers = peers + (tl.make_tensor_descriptor(to, [(STEPS - 1) * WORLD * padded, columns], [columns, 1], [BLOCK_M, STORE_N]),)
     _stagger(tl.program_id(0) * STAGGER)
     credit = -1
     seen = -1
     pending = -1
-    claimed = tl.atomic_add(queues, 1, sem="relaxed")
-    while claimed < everything:
+    turn_of_all = claimed(claim(queues, THREADS))
+    while turn_of_all < everything:
         for _ in range(BATCH):
-            if claimed < everything:
-                kind, turn = _turn(claimed, tiles_shard, tiles_part, tiles_n, WORLD, PARTS, LAG, COPY_LAG, STEPS)
+            if turn_of_all < everything:
+                kind, turn = _turn(turn_of_all, tiles_shard, tiles_part, tiles_n, WORLD, PARTS, LAG, COPY_LAG, STEPS)
                 shard, m, n = arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
                 if kind == OWN:
                     band = turn // (tiles_part * tiles_n)
@@ -152,6 +156,7 @@ def matmul_reduce(
                     # The last tile of a band would be counted a whole matmul later, or never where this block waits for the peers.
                     pending = _flush(pending, queues, peer_flags, call, rank, rows, tiles_part, tiles_n, tiles_shard, signals, WORLD, PARTS)
                 if BROADCAST and kind == COPY:
+                    following = claim(queues, THREADS)
                     if seen != shard * PARTS + part:
                         wait_at_least(signal_flag(flags, shard, PARTS + part, signals, WORLD), call + 1, stop, patience, site * WAIT_KINDS + WAIT_RESULT, shard)
                         seen = shard * PARTS + part
@@ -162,6 +167,7 @@ def matmul_reduce(
                     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                     for k in tl.range(0, inner, BLOCK_K):
                         total = tl.dot(a_desc.load([shard * rows + m * BLOCK_M, k]), b_desc.load([n * BLOCK_N, k]).T, total)
+                    following = claim(queues, THREADS)
                     pending = _flush(pending, queues, peer_flags, call, rank, rows, tiles_part, tiles_n, tiles_shard, signals, WORLD, PARTS)
                     if kind == OWN:
                         if seen != rank * PARTS + part:
@@ -178,7 +184,7 @@ def matmul_reduce(
                             for ahead in tl.static_range(1, WORLD):
                                 peer = (rank + ahead) % WORLD
                                 wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
-                                peers[ahead - 1].store([(WORLD + rank) * padded + m * BLOCK_M, n * BLOCK_N], result)
+                                store_tile(peers[ahead - 1], (WORLD + rank) * padded + m * BLOCK_M, n * BLOCK_N, result, HALVES)
                             pending = rank * PARTS + part
                     else:
                         if shard != credit:
@@ -187,9 +193,9 @@ def matmul_reduce(
                         partial = total.to(out.dtype.element_ty)
                         for ahead in tl.static_range(1, WORLD):
                             if shard == (rank + ahead) % WORLD:
-                                peers[ahead - 1].store([rank * padded + m * BLOCK_M, n * BLOCK_N], partial)
+                                store_tile(peers[ahead - 1], rank * padded + m * BLOCK_M, n * BLOCK_N, partial, HALVES)
                         pending = shard * PARTS + part
-                claimed = tl.atomic_add(queues, 1, sem="relaxed")
+                turn_of_all = claimed(following)
     _flush(pending, queues, peer_flags, call, rank, rows, tiles_part, tiles_n, tiles_shard, signals, WORLD, PARTS)
 
     tl.debug_barrier()

@@ -1,9 +1,50 @@
-"""Which tile comes at which turn."""
+"""Which tile comes at which turn, and who takes it."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+CLAIM = tl.constexpr("""
+{
+.reg .pred other;
+.reg .u32 thread;
+mov.u32 thread, %tid.x;
+setp.ne.u32 other, thread, 0;
+mov.u32 $0, 0;
+@!other atom.relaxed.gpu.global.add.s32 $0, [$1], 1;
+}
+""")
+
+
+@triton.jit
+def _claim(queue, THREADS: tl.constexpr):
+    return tl.inline_asm_elementwise(CLAIM, "=r,l", [queue + tl.zeros((THREADS,), tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _claimed(claim):
+    return tl.sum(claim)
+
+
+@triton.jit
+def _claim_twin(queue, THREADS: tl.constexpr):
+    return tl.atomic_add(queue, 1, sem="relaxed")
+
+
+@triton.jit
+def _claimed_twin(claim):
+    return claim
+
+
+if triton.knobs.runtime.interpret:
+    claim, claimed = _claim_twin, _claimed_twin
+else:
+    claim, claimed = _claim, _claimed
+"""``claimed(claim(queue, THREADS))``: the next turn of a queue. A block claims when it has multiplied and asks for the answer when it has stored: ``tl.atomic_add``
+would stop all its threads until memory has answered, a microsecond for each tile. (Not before it multiplies: with two tiles a block, some
+blocks then hold two that others wait to take.) ``THREADS``: of the block."""
 
 
 @triton.jit
@@ -30,3 +71,16 @@ def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, 
     step = rest // (rows * tiles_n)
     m, n = grouped(rest % (rows * tiles_n), rows, tiles_n, GROUP_M)
     return (rank + 1 + step) % WORLD, part * tiles_part + m, n
+
+
+@triton.jit
+def store_tile(desc, row, column, tile, HALVES: tl.constexpr):
+    """Start the bulk store of a tile, as a whole or in two halves of its columns (``desc`` has blocks of that size), which takes half the shared memory."""
+    if HALVES:
+        BLOCK_M: tl.constexpr = tile.shape[0]
+        HALF: tl.constexpr = tile.shape[1] // 2
+        left, right = tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+        desc.store([row, column], left)
+        desc.store([row, column + HALF], right)
+    else:
+        desc.store([row, column], tile)

@@ -45,6 +45,7 @@ class FusedParameters:
     lag: int = 1
     copy_lag: int = 2
     stagger_ns: int = 0
+    halves: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,10 @@ def all_gather_matmul(a: torch.Tensor, b: torch.Tensor, launch: Launch, paramete
         TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
         TensorDescriptor.from_tensor(workspace, [p.block_m, p.block_k]),
         TensorDescriptor.from_tensor(_right_operand(b), [p.block_n, p.block_k]),
-        TensorDescriptor.from_tensor(result, [p.block_m, p.block_n]),
+        TensorDescriptor.from_tensor(result, [p.block_m, p.block_n // 2 if p.halves else p.block_n]),
         result, words, slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
         launch.patience_ns, launch.site, launch.rank, rows, columns, inner, words.numel(), part_rows, part_rows * inner * a.element_size() // 4, slot.signals,
-        world_size, parts, p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS, TILES_A_BATCH,
+        world_size, parts, p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS, TILES_A_BATCH, 32 * p.warps, p.halves,
         num_warps=p.warps, num_stages=p.stages,
     )  # fmt: skip
     return result
@@ -158,7 +159,7 @@ def _reduce(a: torch.Tensor, b: torch.Tensor, launch: Launch, p: FusedParameters
         TensorDescriptor.from_tensor(_right_operand(b), [p.block_n, p.block_k]),
         out, staging, slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
         launch.patience_ns, launch.site, launch.rank, rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0,
-        world_size, parts, min(p.lag, parts) if broadcast else parts, p.copy_lag, broadcast, p.stagger_ns, p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH,
+        world_size, parts, min(p.lag, parts) if broadcast else parts, p.copy_lag, broadcast, p.stagger_ns, p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH, 32 * p.warps, p.halves,
     )  # fmt: skip
     _with_scratch(a.device, lambda: matmul_reduce[(p.blocks,)](*arguments, num_warps=p.warps, num_stages=p.stages))
     return out

@@ -73,9 +73,9 @@ def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
-        pytest.param(all_gather_matmul, {"WORLD": 8, "PARTS": 2, "PIECES": 16, "PUSHERS": 8, "BLOCK": 8192, "BATCH": 8}, id="all_gather_matmul"),
-        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 2, "LAG": 2, "COPY_LAG": 0, "STAGGER": 150, "BROADCAST": False, "BATCH": 8}, id="matmul_reduce_scatter"),
-        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 4, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BROADCAST": True, "BATCH": 8}, id="matmul_all_reduce"),
+        pytest.param(all_gather_matmul, {"WORLD": 8, "PARTS": 2, "PIECES": 16, "PUSHERS": 8, "BLOCK": 8192, "BATCH": 8, "THREADS": 256, "HALVES": False}, id="all_gather_matmul"),
+        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 2, "LAG": 2, "COPY_LAG": 0, "STAGGER": 150, "BROADCAST": False, "BATCH": 8, "THREADS": 256, "HALVES": False}, id="matmul_reduce_scatter"),
+        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 4, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BROADCAST": True, "BATCH": 8, "THREADS": 256, "HALVES": False}, id="matmul_all_reduce"),
     ],
 )
 def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
