@@ -27,33 +27,34 @@ import triton.language as tl
 from overlap_inductor.kernels.push import push_piece
 from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import WAIT_PART
-from overlap_inductor.kernels.signals import credit_flag
+from overlap_inductor.kernels.signals import finish_call
 from overlap_inductor.kernels.signals import has_come
 from overlap_inductor.kernels.signals import load_fence
-from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.kernels.tile_order import arriving
 from overlap_inductor.kernels.tile_order import claim
 from overlap_inductor.kernels.tile_order import claimed
 from overlap_inductor.kernels.tile_order import grouped
+from overlap_inductor.kernels.tile_order import multiply_tile
 from overlap_inductor.kernels.tile_order import store_tile
 
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def all_gather_matmul(
-    own_desc, gathered_desc, b_desc, c_desc, c, words, peer_data, peer_flags, flags, queues, calls, stop, patience,
-    site, rank, rows, columns, inner, total, part_rows, part_words, signals,
+    own_desc, gathered_desc, b_desc, c_desc, c, bias, words, peer_data, peer_flags, flags, queues, calls, stop, patience,
+    site, rank, rows, columns, inner, shard_words, part_rows, part_words, signals,
     WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """``c[WORLD * rows, columns] = gathered @ b``, grid: any number of blocks, at best one an SM.
 
     Args:
-        own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. ``words`` is the same memory as int32 ``[total]``.
+        own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. ``words`` is the same memory as int32 ``[shard_words]``.
         gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; its own shard's rows are not read.
-        b_desc: ``[columns, inner]`` (the right operand transposed), blocks ``[BLOCK_N, BLOCK_K]``.
-        c: row-major output, fp16 or bf16.
+        b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
+        c: row-major output ``[WORLD * rows, columns]``, fp16 or bf16; c_desc: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide where ``HALVES``.
+        KEEP: the workspace is to hold the whole gathered tensor, the own shard too, until ``kernels.signals.end_call`` has run.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags; ``flags``: this rank's own flags.
             ``signal_flag(s, i)``: the call whose part ``i`` has come from rank ``s``.
         queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + WORLD * PARTS`` words, zero between
@@ -66,18 +67,16 @@ def all_gather_matmul(
     tiles_shard = tl.cdiv(rows, BLOCK_M)
     sending = tl.program_id(0) < PUSHERS
     while sending:
-        sending = push_piece(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK)
+        sending = push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP)
 
     turn = claimed(claim(queues + 1, THREADS))
     while turn < tiles_shard * tiles_n:
         for _ in range(BATCH):
             if turn < tiles_shard * tiles_n:
                 m, n = grouped(turn, tiles_shard, tiles_n, GROUP_M)
-                total_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-                for k in tl.range(0, inner, BLOCK_K):
-                    total_sum = tl.dot(own_desc.load([m * BLOCK_M, k]), b_desc.load([n * BLOCK_N, k]).T, total_sum)
+                total = multiply_tile(own_desc, b_desc, bias, m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
                 following = claim(queues + 1, THREADS)
-                _store(c_desc, c, total_sum, rank, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES)
+                _store(c_desc, c, total, rank, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES)
                 turn = claimed(following)
 
     turn = claimed(claim(queues + 2, THREADS))
@@ -92,39 +91,35 @@ def all_gather_matmul(
                     flag = signal_flag(flags, shard, part, signals, WORLD)
                     sending = not has_come(flag, call + 1)
                     while sending:
-                        sent = push_piece(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK)
+                        sent = push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP)
                         sending = sent and not has_come(flag, call + 1)
                     wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_PART, shard)
                     load_fence()
-                total_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-                for k in tl.range(0, inner, BLOCK_K):
-                    total_sum = tl.dot(gathered_desc.load([shard * rows + m * BLOCK_M, k]), b_desc.load([n * BLOCK_N, k]).T, total_sum)
+                total = multiply_tile(gathered_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
                 following = claim(queues + 2, THREADS)
-                _store(c_desc, c, total_sum, shard, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES)
+                _store(c_desc, c, total, shard, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES)
                 turn = claimed(following)
 
     sending = True
     while sending:
-        sending = push_piece(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK)
+        sending = push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP)
 
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")
     if finished == tl.num_programs(0) - 1:
         for word in tl.static_range(4):
             tl.store(queues + word, 0)
-        tl.store(calls, call + 1)
-        for step in range(1, WORLD):
-            flag = tl.load(peer_flags + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
-            set_flag(credit_flag(flag, rank), call + 1)
+        if not KEEP:
+            finish_call(calls, peer_flags, call, rank, WORLD)
 
 
 @triton.jit
-def _store(c_desc, c, total_sum, shard, m, n, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr):
+def _store(c_desc, c, total, shard, m, n, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr):
     """One tile of the result; a tile that reaches beyond its shard stops there (the rows behind are another shard's)."""
     if (m + 1) * BLOCK_M <= rows:
-        store_tile(c_desc, shard * rows + m * BLOCK_M, n * BLOCK_N, total_sum.to(c.dtype.element_ty), HALVES)
+        store_tile(c_desc, shard * rows + m * BLOCK_M, n * BLOCK_N, total.to(c.dtype.element_ty), HALVES)
     else:
         at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
         at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
         to = c + (shard * rows + at_m)[:, None].to(tl.int64) * columns + at_n[None, :]
-        tl.store(to, total_sum.to(c.dtype.element_ty), mask=(at_m < rows)[:, None] & (at_n < columns)[None, :])
+        tl.store(to, total.to(c.dtype.element_ty), mask=(at_m < rows)[:, None] & (at_n < columns)[None, :])

@@ -1,23 +1,27 @@
 """Schedule ``fused``: ``reduce_scatter(a @ b)`` and ``all_reduce(a @ b)`` in one persistent kernel; every tile leaves from its epilogue.
 
-A rank's rows of the product belong to the ranks in equal shards, and a shard is cut into ``PARTS`` bands. A tile of another rank's shard is
-stored into that rank's workspace as soon as it is summed over K, in the collective's dtype; a tile of the own shard is summed in fp32 with
-what has come for it, and rounded once (``preserve``). With ``BROADCAST`` (all-reduce) it is stored into every peer's workspace too, and the peers'
-finished tiles are copied from there into the result. Bands go one after the other, each step ``LAG`` bands behind the one before it: ::
+A rank's rows of the product belong to the ranks in equal shards, and a shard is cut into ``PARTS`` bands. A tile of another rank's shard goes
+to that rank's workspace when it is summed over K, in the collective's dtype; a tile of the own shard is summed in fp32 with what has come for
+it, and rounded once (``preserve``). With ``BROADCAST`` (all-reduce) it goes to every peer's workspace too, and the peers' finished tiles are copied
+from there into the result. Bands go one after the other, own tiles ``LAG`` bands behind the peers', copies ``COPY_LAG`` bands behind those: ::
 
-    LAG = 1, all-reduce:      peers 0, peers 1, own 0, peers 2, own 1, copy 0, ..., copy PARTS - 1
+    LAG = 1, COPY_LAG = 2:    peers 0, peers 1, own 0, peers 2, own 1, peers 3, own 2, copy 0, ..., copy PARTS - 1
     LAG = PARTS, scatter:     all bands of all peers' shards, own 0, own 1, ...
 
-so that the gather leg of a band runs under the matmuls of later ones.
+so that the gather leg of a band runs under the matmuls of later ones. A tile leaves as a bulk store out of shared memory, which goes on under the next
+tile's matmul; it is counted (``_flush``) when that is done. Blocks start ``STAGGER`` ns one after the other: tiles that end at one moment
+would leave at one moment, and loads wait behind stores in an SM's copy unit.
 
-Forward progress. Work is claimed from one queue, in this order on every rank. A block waits for an own tile of band ``p`` until the peers' tiles of
-band ``p`` have come, and for a copy of band ``p`` until the peers' own tiles of band ``p`` have; in the peers' queues these stand before what
-waits for them here, and what stands before *those* waits for bands no later than ``p``. So by induction no wait rests on itself, with one
-resident block a rank as with all. Credits rest on the call before. All waits are bounded (``signals``).
+Forward progress. Work is claimed from one queue, in this order on every rank; a block may hold one later turn besides its own (``claim``).
+A block waits for an own tile of band ``p`` until the peers' tiles of band ``p`` have come, and for a copy of band ``p`` until the peers' own tiles of
+band ``p`` have; in the peers' queues these stand before what waits for them here, and what stands before *those* waits for bands no later
+than ``p``. Take the first unfinished turn of all ranks: whoever holds it works at it, as what it works at is no later. So no wait rests
+on itself, with one resident block a rank as with all. (A block that waits has counted what it has
+stored.) Credits rest on the call before. All waits are bounded (``signals``).
 
-Memory ordering: ordinary stores and ``count_and_signal``, the last tile of a band setting the flag to the number of the call; the receiver waits and
-loads by ordinary loads that bypass L1. The workspace is written again after the credits that the last block gives. CUDA graphs: the number of
-the call is read from device memory and counted on by the last block.
+Memory ordering: bulk stores, ``store_fence``, ``count_and_signal``, the last tile of a band setting the flag to the number of the call; the receiver
+waits and loads by ordinary loads that bypass L1. The workspace is written again after the credits that the last block gives. CUDA graphs: the
+number of the call is read from device memory and counted on by the last block.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from overlap_inductor.kernels.signals import WAIT_PARTIALS
 from overlap_inductor.kernels.signals import WAIT_RESULT
 from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import credit_flag
-from overlap_inductor.kernels.signals import set_flag
+from overlap_inductor.kernels.signals import finish_call
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import store_fence
 from overlap_inductor.kernels.signals import wait_at_least
@@ -40,6 +44,7 @@ from overlap_inductor.kernels.tile_order import arriving
 from overlap_inductor.kernels.tile_order import claim
 from overlap_inductor.kernels.tile_order import claimed
 from overlap_inductor.kernels.tile_order import grouped
+from overlap_inductor.kernels.tile_order import multiply_tile
 from overlap_inductor.kernels.tile_order import store_tile
 
 PEERS = tl.constexpr(0)
@@ -100,15 +105,16 @@ def _flush(pending, queues, peer_flags, call, rank, rows, tiles_part, tiles_n, t
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def matmul_reduce(
-    a_desc, b_desc, out, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
+    a_desc, b_desc, out, bias, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
     site, rank, rows, columns, inner, part_rows, signals, scale,
     WORLD: tl.constexpr, PARTS: tl.constexpr, LAG: tl.constexpr, COPY_LAG: tl.constexpr, BROADCAST: tl.constexpr, STAGGER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of blocks, at best one an SM.
 
     Args:
-        a_desc: ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; b_desc: ``[columns, inner]`` (the right operand transposed).
+        a_desc: ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; b_desc, bias, TRANSPOSED, BIAS: see
+            ``multiply_tile``.
         out: this rank's result: its shard ``[rows, columns]``, or with ``BROADCAST`` all shards ``[WORLD * rows, columns]``.
         staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, what has come from each source, where ``padded`` is
             ``rows`` in whole tiles. With ``BROADCAST`` the same again behind it, for finished shards.
@@ -164,9 +170,7 @@ def matmul_reduce(
                     finished_tile = tl.load(came + offsets, mask=inside, cache_modifier=".cg")
                     tl.store(out + shard.to(tl.int64) * rows * columns + offsets, finished_tile, mask=inside)
                 else:
-                    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-                    for k in tl.range(0, inner, BLOCK_K):
-                        total = tl.dot(a_desc.load([shard * rows + m * BLOCK_M, k]), b_desc.load([n * BLOCK_N, k]).T, total)
+                    total = multiply_tile(a_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
                     following = claim(queues, THREADS)
                     pending = _flush(pending, queues, peer_flags, call, rank, rows, tiles_part, tiles_n, tiles_shard, signals, WORLD, PARTS)
                     if kind == OWN:
@@ -203,7 +207,4 @@ def matmul_reduce(
     if finished == tl.num_programs(0) - 1:
         tl.store(queues, 0)
         tl.store(queues + 1, 0)
-        tl.store(calls, call + 1)
-        for step in range(1, WORLD):
-            flag = tl.load(peer_flags + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
-            set_flag(credit_flag(flag, rank), call + 1)
+        finish_call(calls, peer_flags, call, rank, WORLD)

@@ -22,26 +22,29 @@ from overlap_inductor.kernels.signals import wait_at_least
 
 
 @triton.jit
-def push_piece(words, peer_data, peer_flags, flags, queues, call, total, part_words, rank, site, stop, patience, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+def push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr):
     """Claim one piece of this rank's shard and send it. Returns whether there was one. Neighbouring pieces go to different peers.
 
-    ``words``: the shard as int32 ``[total]``, at 16 bytes; it goes to word ``rank * total`` of every peer's workspace (``peer_data``, int64 ``[WORLD]``
+    ``words``: the shard as int32 ``[shard_words]``, at 16 bytes; it goes to word ``rank * shard_words`` of every peer's workspace (``peer_data``, int64 ``[WORLD]``
     addresses). A part is ``part_words`` words in ``PIECES`` pieces, stored ``BLOCK`` words at a time. ``queues``: word 0 counts claimed pieces,
     words ``QUEUE_WORDS + peer * PARTS + part`` pieces stored. ``flags``, ``peer_flags``: this rank's flags, and the peers' addresses.
     """
     i = tl.atomic_add(queues, 1, sem="relaxed")
-    there = i < PARTS * PIECES * (WORLD - 1)
+    # (With KEEP the last of the receivers is this rank itself.)
+    RECEIVERS: tl.constexpr = WORLD if KEEP else WORLD - 1
+    there = i < PARTS * PIECES * RECEIVERS
     if there:
-        part = i // (PIECES * (WORLD - 1))
-        rest = i % (PIECES * (WORLD - 1))
-        peer = (rank + 1 + rest % (WORLD - 1)) % WORLD
-        piece = rest // (WORLD - 1)
-        wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
-        end = tl.minimum((part + 1) * part_words, total)
+        part = i // (PIECES * RECEIVERS)
+        rest = i % (PIECES * RECEIVERS)
+        peer = (rank + 1 + rest % RECEIVERS) % WORLD
+        piece = rest // RECEIVERS
+        if peer != rank:
+            wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
+        end = tl.minimum((part + 1) * part_words, shard_words)
         size = tl.cdiv(tl.cdiv(part_words, PIECES), BLOCK) * BLOCK
         first = part * part_words + piece * size
         last = tl.minimum(first + size, end)
-        to = tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16) + tl.cast(rank, tl.int64) * total
+        to = tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16) + tl.cast(rank, tl.int64) * shard_words
         for start in range(first, last, BLOCK):
             at = start + tl.arange(0, BLOCK)
             tl.store(to + at, tl.load(words + at, mask=at < last), mask=at < last)

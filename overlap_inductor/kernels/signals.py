@@ -196,3 +196,18 @@ if triton.knobs.runtime.interpret:
     wait_at_least, set_flag, add_flag, store_fence, load_fence = _wait_twin, _set_twin, _add_twin, _no_fence, _no_fence
 else:
     wait_at_least, set_flag, add_flag, store_fence, load_fence = _wait_at_least, _set_flag, _add_flag, _store_fence, _load_fence
+
+
+@triton.jit
+def finish_call(calls, peer_flags, call, rank, WORLD: tl.constexpr):
+    """Count the call, and let every peer write into this rank's workspace again. Run by one block, when nothing reads the workspace any more."""
+    tl.store(calls, call + 1)
+    for step in range(1, WORLD):
+        flag = tl.load(peer_flags + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
+        set_flag(credit_flag(flag, rank), call + 1)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def end_call(calls, peer_flags, rank, WORLD: tl.constexpr):
+    """``finish_call`` as a launch of its own, on the stream behind everything that reads the workspace of a call. Grid: one block."""
+    finish_call(calls, peer_flags, tl.load(calls), rank, WORLD)

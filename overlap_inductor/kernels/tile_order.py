@@ -1,4 +1,4 @@
-"""Which tile comes at which turn, and who takes it."""
+"""Which tile comes at which turn, who takes it, and how a tile is multiplied and stored."""
 
 from __future__ import annotations
 
@@ -84,3 +84,19 @@ def store_tile(desc, row, column, tile, HALVES: tl.constexpr):
         desc.store([row, column + HALF], right)
     else:
         desc.store([row, column], tile)
+
+
+@triton.jit
+def multiply_tile(a_desc, b_desc, bias, row, column, inner, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr):
+    """``a[row :, :inner] @ b[:, column :]`` in fp32, plus ``bias`` ``[columns]`` where ``BIAS``. ``b_desc``: blocks ``[BLOCK_N, BLOCK_K]`` of the
+    transposed right operand where ``TRANSPOSED``, else blocks ``[BLOCK_K, BLOCK_N]`` of the right operand."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in tl.range(0, inner, BLOCK_K):
+        if TRANSPOSED:
+            total = tl.dot(a_desc.load([row, k]), b_desc.load([column, k]).T, total)
+        else:
+            total = tl.dot(a_desc.load([row, k]), b_desc.load([k, column]), total)
+    if BIAS:
+        at = column + tl.arange(0, BLOCK_N)
+        total += tl.load(bias + at, mask=at < columns, other=0.0).to(tl.float32)[None, :]
+    return total

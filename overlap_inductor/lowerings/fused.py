@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul as all_gather_matmul_kernel
 from overlap_inductor.kernels.matmul_reduce import matmul_reduce
+from overlap_inductor.kernels.signals import end_call
 from overlap_inductor.transports.arena import Slot
 from overlap_inductor.transports.faults import FaultRecord
 
@@ -66,20 +67,46 @@ def band_rows(rows: int, parameters: FusedParameters) -> int:
     return -(-tiles // min(parameters.parts, tiles)) * parameters.block_m
 
 
-def _right_operand(b: torch.Tensor) -> torch.Tensor:
-    if b.stride(0) != 1:
-        raise UnsupportedError(f"the right operand of shape {list(b.shape)} has strides {list(b.stride())}; expected a transposed weight, stride 1 along K")
-    return b.t()
+def needed(pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: FusedParameters) -> tuple[int, int]:
+    """``(bytes, signals)`` that a call needs of its slot: ``rows`` of a shard, ``inner`` its K, ``columns`` its N."""
+    parts = -(-rows // band_rows(rows, parameters)) if rows else 1
+    if pattern == "all_gather_matmul":
+        return world_size * rows * inner * itemsize, parts
+    whole_rows = world_size * -(-rows // parameters.block_m) * parameters.block_m
+    legs = 2 if pattern == "matmul_all_reduce" else 1
+    return legs * whole_rows * columns * itemsize, legs * parts
 
 
-def _check(a: torch.Tensor, b: torch.Tensor, nbytes: int, signals: int, launch: Launch) -> None:
-    if a.dtype != b.dtype or a.dtype not in (torch.float16, torch.bfloat16):
-        raise UnsupportedError(f"a fused kernel multiplies two matrices of fp16 or bf16, not {a.dtype} and {b.dtype}")
-    if not a.is_contiguous() or a.shape[1] % 8 or a.data_ptr() % 16:
-        raise UnsupportedError(f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} does not lie in whole 16-byte rows")
+def why_not(dtype: torch.dtype, inner: int, columns: int) -> str | None:
+    """What a fused kernel is not made for: ``a [rows, inner] @ b [inner, columns]``."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"a fused kernel multiplies two matrices of fp16 or bf16, not {dtype}"
+    if inner % 8 or columns % 8 or inner == 0 or columns == 0:
+        return f"rows of {inner} and of {columns} elements are no whole, positive number of 16-byte words"
+    return None
+
+
+def _check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tuple[int, int], launch: Launch) -> None:
+    reason = why_not(a.dtype, a.shape[1], b.shape[1])
+    if reason is not None or b.dtype != a.dtype:
+        raise UnsupportedError(reason or f"a fused kernel multiplies matrices of one dtype, not {a.dtype} and {b.dtype}")
+    if not a.is_contiguous() or a.data_ptr() % 16:
+        raise UnsupportedError(f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous at 16 bytes")
+    if 1 not in b.stride() or b.data_ptr() % 16 or max(b.stride()) % 8:
+        raise UnsupportedError(f"the right operand of shape {list(b.shape)} has strides {list(b.stride())}; expected whole 16-byte rows or columns")
+    if bias is not None and (bias.shape != b.shape[1:] or not bias.is_contiguous()):
+        raise UnsupportedError(f"the bias of shape {list(bias.shape)}, strides {list(bias.stride())} is no row of {b.shape[1]} elements")
+    nbytes, signals = need
     if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
         raise UnsupportedError(f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and {launch.slot.signals}")
     launch.faults.check()
+
+
+def _right(b: torch.Tensor, p: FusedParameters) -> tuple[TensorDescriptor, bool]:
+    """``b``'s descriptor, and whether it is the transposed matrix that lies in rows."""
+    if b.stride(0) == 1 and b.stride(1) >= b.shape[0]:
+        return TensorDescriptor.from_tensor(b.t(), [p.block_n, p.block_k]), True
+    return TensorDescriptor.from_tensor(b, [p.block_k, p.block_n]), False
 
 
 def _with_scratch(device: torch.device, launch: Callable[[], Any]) -> None:
@@ -92,8 +119,12 @@ def _with_scratch(device: torch.device, launch: Callable[[], Any]) -> None:
     contextvars.copy_context().run(run)
 
 
-def all_gather_matmul(a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters) -> torch.Tensor:
-    """``all_gather(a) @ b``: ``a [rows, K]`` this rank's shard, ``b [K, N]`` with stride 1 along K. Returns ``[world_size * rows, N]``.
+def all_gather_matmul(
+    a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, bias: torch.Tensor | None = None, keep: bool = False
+) -> torch.Tensor:
+    """``all_gather(a) @ b + bias``: ``a [rows, K]`` this rank's shard, ``b [K, N]``, ``bias [N]``. Returns ``[world_size * rows, N]``.
+
+    ``keep``: the call does not end with the kernel: ``gathered`` may be read on the same stream until ``end``.
 
     Raises:
         UnsupportedError: a dtype, layout or slot that the kernel is not made for.
@@ -104,44 +135,58 @@ def all_gather_matmul(a: torch.Tensor, b: torch.Tensor, launch: Launch, paramete
     columns = b.shape[1]
     part_rows = band_rows(rows, p)
     parts = -(-rows // part_rows)
-    nbytes = world_size * rows * inner * a.element_size()
-    _check(a, b, nbytes, parts, launch)
+    _check(a, b, bias, needed("all_gather_matmul", world_size, rows, inner, columns, a.element_size(), p), launch)
     slot = launch.slot
-    workspace = slot.data.local[:nbytes].view(a.dtype).view(world_size * rows, inner)
     result = torch.empty(world_size * rows, columns, dtype=a.dtype, device=a.device)
     words = a.view(torch.int32).view(-1)
+    right, transposed = _right(b, p)
     all_gather_matmul_kernel[(p.blocks,)](
         TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
-        TensorDescriptor.from_tensor(workspace, [p.block_m, p.block_k]),
-        TensorDescriptor.from_tensor(_right_operand(b), [p.block_n, p.block_k]),
+        TensorDescriptor.from_tensor(gathered(a, launch), [p.block_m, p.block_k]),
+        right,
         TensorDescriptor.from_tensor(result, [p.block_m, p.block_n // 2 if p.halves else p.block_n]),
-        result, words, slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
+        result, result if bias is None else bias, words, slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
         launch.patience_ns, launch.site, launch.rank, rows, columns, inner, words.numel(), part_rows, part_rows * inner * a.element_size() // 4, slot.signals,
         world_size, parts, p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS, TILES_A_BATCH, 32 * p.warps, p.halves,
+        transposed, bias is not None, keep,
         num_warps=p.warps, num_stages=p.stages,
     )  # fmt: skip
     return result
 
 
-def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, average: bool = False) -> torch.Tensor:
-    """``reduce_scatter(a @ b)`` of rows: ``a [world_size * rows, K]``, ``b [K, N]`` with stride 1 along K. Returns ``[rows, N]``, summed in fp32.
+def gathered(a: torch.Tensor, launch: Launch) -> torch.Tensor:
+    """The workspace of an ``all_gather_matmul`` of shard ``a`` as ``[world_size * rows, K]``; whole only after a call with ``keep``, until ``end``."""
+    rows, inner = a.shape
+    return launch.slot.data.local[: launch.world_size * a.nbytes].view(a.dtype).view(launch.world_size * rows, inner)
+
+
+def end(launch: Launch) -> None:
+    """End a call that was made with ``keep``: the peers may write into the workspace again."""
+    slot = launch.slot
+    end_call[(1,)](slot.calls, slot.flags.pointers, launch.rank, launch.world_size, num_warps=1)
+
+
+def matmul_reduce_scatter(
+    a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, bias: torch.Tensor | None = None, average: bool = False
+) -> torch.Tensor:
+    """``reduce_scatter(a @ b + bias)`` of rows: ``a [world_size * rows, K]``, ``b [K, N]``, ``bias [N]``. Returns ``[rows, N]``, summed in fp32.
 
     Raises:
-        UnsupportedError: as ``all_gather_matmul``.
+        UnsupportedError, TransferError: as ``all_gather_matmul``.
     """
-    return _reduce(a, b, launch, parameters, average, broadcast=False)
+    return _reduce(a, b, launch, parameters, bias, average, broadcast=False)
 
 
-def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, average: bool = False) -> torch.Tensor:
-    """``all_reduce(a @ b)``: ``a [world_size * rows, K]``, ``b [K, N]`` with stride 1 along K. Returns ``[world_size * rows, N]``, summed in fp32.
-
-    Raises:
-        UnsupportedError: as ``all_gather_matmul``.
-    """
-    return _reduce(a, b, launch, parameters, average, broadcast=True)
+def matmul_all_reduce(
+    a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, bias: torch.Tensor | None = None, average: bool = False
+) -> torch.Tensor:
+    """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, returns ``[world_size * rows, N]``."""
+    return _reduce(a, b, launch, parameters, bias, average, broadcast=True)
 
 
-def _reduce(a: torch.Tensor, b: torch.Tensor, launch: Launch, p: FusedParameters, average: bool, broadcast: bool) -> torch.Tensor:
+def _reduce(
+    a: torch.Tensor, b: torch.Tensor, launch: Launch, p: FusedParameters, bias: torch.Tensor | None, average: bool, broadcast: bool
+) -> torch.Tensor:
     world_size, slot = launch.world_size, launch.slot
     all_rows, inner = a.shape
     columns = b.shape[1]
@@ -150,16 +195,18 @@ def _reduce(a: torch.Tensor, b: torch.Tensor, launch: Launch, p: FusedParameters
     rows = all_rows // world_size
     part_rows = band_rows(rows, p)
     parts = -(-rows // part_rows)
-    nbytes = (2 if broadcast else 1) * world_size * -(-rows // p.block_m) * p.block_m * columns * a.element_size()
-    _check(a, b, nbytes, 2 * parts, launch)
-    staging = slot.data.local[:nbytes].view(a.dtype)
+    need = needed("matmul_all_reduce" if broadcast else "matmul_reduce_scatter", world_size, rows, inner, columns, a.element_size(), p)
+    _check(a, b, bias, need, launch)
+    staging = slot.data.local[: need[0]].view(a.dtype)
     out = torch.empty(all_rows if broadcast else rows, columns, dtype=a.dtype, device=a.device)
+    right, transposed = _right(b, p)
     arguments = (
         TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
-        TensorDescriptor.from_tensor(_right_operand(b), [p.block_n, p.block_k]),
-        out, staging, slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
+        right,
+        out, out if bias is None else bias, staging, slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
         launch.patience_ns, launch.site, launch.rank, rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0,
-        world_size, parts, min(p.lag, parts) if broadcast else parts, p.copy_lag, broadcast, p.stagger_ns, p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH, 32 * p.warps, p.halves,
+        world_size, parts, min(p.lag, parts) if broadcast else parts, p.copy_lag, broadcast, p.stagger_ns,
+        p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH, 32 * p.warps, p.halves, transposed, bias is not None,
     )  # fmt: skip
     _with_scratch(a.device, lambda: matmul_reduce[(p.blocks,)](*arguments, num_warps=p.warps, num_stages=p.stages))
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ CALLS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` of a shard. Each call has one band more than the one before, in the same slot: what flags count must not rest on the site."""
+    """``rows`` of a shard; ``in_rows``: the right operand lies in rows, not transposed; ``keep``: the gathered tensor is read behind the kernel. Each call has one band more than the one before, in the same slot: what flags count must not rest on the site."""
 
     pattern: str
     world_size: int
@@ -33,6 +34,9 @@ class Case:
     pushers: int = 1
     pieces: int = 1
     average: bool = False
+    bias: bool = False
+    in_rows: bool = False
+    keep: bool = False
 
     def parameters(self, call: int) -> FusedParameters:
         return FusedParameters(self.blocks, self.parts + call, self.pieces + call, self.pushers, 16, 16, 16, 2, 4, 1)
@@ -42,10 +46,14 @@ CASES = {
     "gather, one block": Case("all_gather_matmul", 2, 32, 32, 32),
     "gather, three ranks, bands": Case("all_gather_matmul", 3, 48, 40, 48, parts=3, blocks=2, pieces=2),
     "gather, no multiples of a tile": Case("all_gather_matmul", 2, 40, 24, 32, blocks=3, pushers=2, pieces=3),
+    "gather with bias, the right operand in rows": Case("all_gather_matmul", 2, 24, 24, 40, blocks=2, bias=True, in_rows=True),
+    "gather, kept": Case("all_gather_matmul", 3, 24, 16, 32, parts=2, blocks=2, pieces=2, keep=True),
     "gather, nobody pushes first": Case("all_gather_matmul", 2, 32, 16, 32, parts=2, blocks=2, pushers=0, pieces=2),
     "scatter, one block": Case("matmul_reduce_scatter", 2, 32, 32, 32),
     "scatter, three ranks, bands": Case("matmul_reduce_scatter", 3, 48, 24, 32, parts=2, blocks=2),
     "scatter, no multiples of a tile, average": Case("matmul_reduce_scatter", 2, 40, 24, 32, parts=2, blocks=3, average=True),
+    "scatter with bias, the right operand in rows": Case("matmul_reduce_scatter", 2, 24, 24, 40, blocks=2, bias=True, in_rows=True),
+    "all-reduce with bias": Case("matmul_all_reduce", 2, 32, 16, 32, bias=True),
     "all-reduce": Case("matmul_all_reduce", 2, 32, 32, 32, parts=2),
     "all-reduce, three ranks": Case("matmul_all_reduce", 3, 40, 24, 32, parts=2, blocks=2),
 }
@@ -53,9 +61,15 @@ CASES = {
 
 def _rank(rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, case: Case) -> None:
     launch = workspace.launch(rank)
-    keywords = {"average": True} if case.average else {}
+    keywords: dict[str, Any] = {"average": True} if case.average else {"keep": True} if case.keep else {}
+    right = b[rank].t().contiguous() if case.in_rows else b[rank].t()
+    bias = b[rank, :, 0].contiguous() if case.bias else None
     for call in range(CALLS):
-        out[call, rank] = getattr(fused, case.pattern)(a[call, rank].contiguous(), b[rank].t(), launch, case.parameters(call), **keywords)
+        left = a[call, rank].contiguous()
+        out[call, rank] = getattr(fused, case.pattern)(left, right, launch, case.parameters(call), bias, **keywords)
+        if case.keep:
+            assert launch.slot.calls.tolist() == [call] and torch.equal(fused.gathered(left, launch), a[call].flatten(0, 1))
+            fused.end(launch)
         assert not launch.slot.queues.any() and launch.slot.calls.tolist() == [call + 1]
         launch.faults.check()
 
@@ -74,9 +88,9 @@ def test_agrees_with_fp64(name: str) -> None:
     for call in range(CALLS):
         for rank in range(w):
             if gathers:
-                exact = a[call].double().flatten(0, 1) @ b[rank].double().t()
+                exact = a[call].double().flatten(0, 1) @ b[rank].double().t() + case.bias * b[rank, :, 0].double()
             else:
-                exact = torch.stack([a[call, r].double() @ b[r].double().t() for r in range(w)]).sum(0) / (w if case.average else 1)
+                exact = torch.stack([a[call, r].double() @ b[r].double().t() + case.bias * b[r, :, 0].double() for r in range(w)]).sum(0) / (w if case.average else 1)
             if case.pattern == "matmul_reduce_scatter":
                 exact = exact[rank * case.rows : (rank + 1) * case.rows]
             assert torch.allclose(out[call, rank].double(), exact, rtol=2e-2, atol=5e-2), (call, rank)
@@ -106,9 +120,13 @@ def test_what_a_kernel_is_not_made_for_is_said() -> None:
     a, b, p = torch.zeros(32, 32).half(), torch.zeros(16, 32).half().t(), CASES["gather, one block"].parameters(0)
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):
         fused.all_gather_matmul(a.float(), b.float(), launch, p)
-    with pytest.raises(UnsupportedError, match="stride 1 along K"):
-        fused.all_gather_matmul(a, b.contiguous(), launch, p)
-    with pytest.raises(UnsupportedError, match="16-byte rows"):
+    with pytest.raises(UnsupportedError, match="whole 16-byte rows or columns"):
+        fused.all_gather_matmul(a, torch.zeros(64, 32).half().t()[:, ::2], launch, p)
+    with pytest.raises(UnsupportedError, match="of 32 and of 12 elements"):
+        fused.all_gather_matmul(a, b[:, :12], launch, p)
+    with pytest.raises(UnsupportedError, match="is no row of 16 elements"):
+        fused.all_gather_matmul(a, b, launch, p, torch.zeros(4).half())
+    with pytest.raises(UnsupportedError, match="not contiguous at 16 bytes"):
         fused.all_gather_matmul(a.t(), b, launch, p)
     with pytest.raises(UnsupportedError, match="its slot has 4096 and 2"):
         fused.all_gather_matmul(torch.zeros(64, 32).half(), b, launch, replace(p, parts=4))
