@@ -121,7 +121,7 @@ def test_what_a_kernel_is_not_made_for_is_said() -> None:
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):
         fused.all_gather_matmul(a.float(), b.float(), launch, p)
     with pytest.raises(UnsupportedError, match="whole 16-byte rows or columns"):
-        fused.all_gather_matmul(a, torch.zeros(64, 32).half().t()[:, ::2], launch, p)
+        fused.all_gather_matmul(a, torch.zeros(16, 64).half().t()[::2], launch, p)
     with pytest.raises(UnsupportedError, match="of 32 and of 12 elements"):
         fused.all_gather_matmul(a, b[:, :12], launch, p)
     with pytest.raises(UnsupportedError, match="is no row of 16 elements"):
