@@ -23,12 +23,12 @@ import torch.distributed._symmetric_memory as symmetric_memory
 import triton
 
 from overlap_inductor.lowerings import fused
-from overlap_inductor.lowerings.fused import FusedParameters
-from overlap_inductor.lowerings.fused import Launch
+from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports.arena import Request
 from overlap_inductor.transports.arena import WorkspaceArena
 from overlap_inductor.transports.faults import FaultRecord
+from overlap_inductor.transports.workspace import Launch
 
 SHAPES = {"mlp": (8192, 28672), "qkv_o": (8192, 10240)}
 """``(hidden, wide)``: gathered against ``[hidden, wide / W]``, scattered from ``[wide / W, hidden]``."""

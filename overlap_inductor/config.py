@@ -18,8 +18,8 @@ from overlap_inductor.errors import ConfigError
 ENVIRONMENT_PREFIX = "OVERLAP_INDUCTOR"
 MODES = ("off", "report", "on", "strict")
 MODE_ALIASES = {"0": "off", "1": "on", "": "off"}
-SCHEDULES = ("auto", "keep", "ring")
-TRANSPORTS = ("auto", "p2p")
+SCHEDULES = ("auto", "keep", "ring", "fused")
+TRANSPORTS = ("auto", "p2p", "sm_push")
 PATTERNS = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
@@ -89,6 +89,9 @@ class OverlapConfig:
     step_node_budget: int = _key(4000)
     """FX nodes that unrolled steps may add to one graph; sites beyond it become one looping op each."""
 
+    workspace_limit: int = _key(4096)
+    """MiB of symmetric memory a rank that one group's fused kernels may hold; sites beyond it are kept."""
+
     agreement_timeout: int = _key(300)
     """Seconds that a rank waits for the others to publish their plan of a graph (never more than the group's timeout)."""
 
@@ -112,7 +115,7 @@ class OverlapConfig:
         for pattern in patterns:
             _choice("patterns", pattern, PATTERNS)
         set_(self, "patterns", patterns)
-        for name in ("sub_chunks", "step_node_budget", "agreement_timeout"):
+        for name in ("sub_chunks", "step_node_budget", "workspace_limit", "agreement_timeout"):
             set_(self, name, _positive(name, getattr(self, name)))
         if self.dump is not None:
             if not isinstance(self.dump, (str, os.PathLike)):

@@ -1,4 +1,4 @@
-"""The analytic gate of schedule ``auto``: is a ring worth it for a site of these sizes?
+"""The analytic gate of schedule ``auto``: is a ring or a fused kernel worth it for a site of these sizes?
 
 ``serial = T_matmul + T_collective``; the ring hides one behind the other except for its first piece, pays a fixed cost a step, and its
 chunk matmuls run at a lower rate (CommFuse 1.3 and XLA's windowed-einsum gate have the same form).
@@ -41,10 +41,25 @@ def ring_seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
     return max(matmul, wire) + exposed + steps * machine.step_seconds
 
 
-def estimates_us(sizes: SiteSizes, machine: Machine, parts: int) -> dict[str, float]:
-    """Microseconds of ``keep`` and ``ring``, and of the matmul and the collective alone."""
+def fused_seconds(sizes: SiteSizes, machine: Machine) -> float:
+    """Seconds of one fused kernel: the longer of matmul and wire, what of the collective stays in sight, and a fixed cost."""
+    matmul = matmul_seconds(sizes, machine) / machine.fused_efficiency
+    wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
+    return max(matmul, wire) + machine.fused_exposed[sizes.legs - 1] * min(matmul, wire) + machine.fused_seconds
+
+
+def fused_pays(sizes: SiteSizes, machine: Machine) -> bool:
+    """Whether a fused kernel is estimated to be at least 5 % faster than ``keep``."""
+    keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
+    return fused_seconds(sizes, machine) * _MARGIN < keep
+
+
+def estimates_us(sizes: SiteSizes, machine: Machine, parts: int, fused: bool = False) -> dict[str, float]:
+    """Microseconds of ``keep`` and ``ring``, of the matmul and the collective alone, and of a ``fused`` kernel where there is one."""
     matmul, collective = matmul_seconds(sizes, machine), collective_seconds(sizes, machine)
     values = {"keep": matmul + collective, "ring": ring_seconds(sizes, machine, parts), "matmul": matmul, "collective": collective}
+    if fused:
+        values["fused"] = fused_seconds(sizes, machine)
     return {name: round(value * 1e6, 1) for name, value in values.items()}
 
 

@@ -137,7 +137,7 @@ def matmul_reduce(
     peers = ()
     for ahead in tl.static_range(1, WORLD):
         to = tl.multiple_of(tl.load(peer_data + (rank + ahead) % WORLD).to(out.dtype), 16)
-        peers = peers + (tl.make_tensor_descriptor(to, [(STEPS - 1) * WORLD * padded, columns], [columns, 1], [BLOCK_M, STORE_N]),)
+        peers = peers + (tl.make_tensor_descriptor(to, [(STEPS - 1) * WORLD * padded, columns], [columns, 1], [BLOCK_M, STORE_N]),)  # type: ignore[assignment]
     _stagger(tl.program_id(0) * STAGGER)
     credit = -1
     seen = -1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 CLAIM = tl.constexpr("""
 {
 .reg .pred other;

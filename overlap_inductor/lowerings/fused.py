@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,71 +18,17 @@ from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul as all_gather_matmul_kernel
 from overlap_inductor.kernels.matmul_reduce import matmul_reduce
 from overlap_inductor.kernels.signals import end_call
-from overlap_inductor.transports.arena import Slot
-from overlap_inductor.transports.faults import FaultRecord
+from overlap_inductor.lowerings.fused_plan import FusedParameters
+from overlap_inductor.lowerings.fused_plan import band_rows
+from overlap_inductor.lowerings.fused_plan import needed
+from overlap_inductor.lowerings.fused_plan import right_operand_fits
+from overlap_inductor.lowerings.fused_plan import why_not
+from overlap_inductor.transports.workspace import Launch
 
 COPY_WORDS = 8192
 """int32 words that a block of the pushing part stores at once."""
 TILES_A_BATCH = 8
 """Tiles after which a block waits for its last store (within a batch a store goes on under the next tile's matmul)."""
-
-
-@dataclass(frozen=True)
-class FusedParameters:
-    """What may be tuned. ``blocks``: grid, at best the number of SMs. ``parts``: bands a shard. ``pieces``: pieces that a part is pushed in, and
-    ``pushers``: blocks that push before they multiply (all-gather only)."""
-
-    blocks: int
-    parts: int = 1
-    pieces: int = 16
-    pushers: int = 8
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    group_m: int = 8
-    warps: int = 8
-    stages: int = 3
-    lag: int = 1
-    copy_lag: int = 2
-    stagger_ns: int = 0
-    halves: bool = False
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Where a site's kernel runs: this rank of a group, its slot, the group's fault record and the site's number in it, the patience of waits in ns."""
-
-    rank: int
-    world_size: int
-    slot: Slot
-    faults: FaultRecord
-    site: int
-    patience_ns: int
-
-
-def band_rows(rows: int, parameters: FusedParameters) -> int:
-    """Rows of a band: a multiple of the tile, so that no tile waits for two bands."""
-    tiles = -(-rows // parameters.block_m)
-    return -(-tiles // min(parameters.parts, tiles)) * parameters.block_m
-
-
-def needed(pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: FusedParameters) -> tuple[int, int]:
-    """``(bytes, signals)`` that a call needs of its slot: ``rows`` of a shard, ``inner`` its K, ``columns`` its N."""
-    parts = -(-rows // band_rows(rows, parameters)) if rows else 1
-    if pattern == "all_gather_matmul":
-        return world_size * rows * inner * itemsize, parts
-    whole_rows = world_size * -(-rows // parameters.block_m) * parameters.block_m
-    legs = 2 if pattern == "matmul_all_reduce" else 1
-    return legs * whole_rows * columns * itemsize, legs * parts
-
-
-def why_not(dtype: torch.dtype, inner: int, columns: int) -> str | None:
-    """What a fused kernel is not made for: ``a [rows, inner] @ b [inner, columns]``."""
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"a fused kernel multiplies two matrices of fp16 or bf16, not {dtype}"
-    if inner % 8 or columns % 8 or inner == 0 or columns == 0:
-        return f"rows of {inner} and of {columns} elements are no whole, positive number of 16-byte words"
-    return None
 
 
 def _check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tuple[int, int], launch: Launch) -> None:
@@ -92,7 +37,7 @@ def _check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tu
         raise UnsupportedError(reason or f"a fused kernel multiplies matrices of one dtype, not {a.dtype} and {b.dtype}")
     if not a.is_contiguous() or a.data_ptr() % 16:
         raise UnsupportedError(f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous at 16 bytes")
-    if 1 not in b.stride() or b.data_ptr() % 16 or max(b.stride()) % 8:
+    if not right_operand_fits(b) or b.data_ptr() % 16:
         raise UnsupportedError(f"the right operand of shape {list(b.shape)} has strides {list(b.stride())}; expected whole 16-byte rows or columns")
     if bias is not None and (bias.shape != b.shape[1:] or not bias.is_contiguous()):
         raise UnsupportedError(f"the bias of shape {list(bias.shape)}, strides {list(bias.stride())} is no row of {b.shape[1]} elements")

@@ -21,6 +21,7 @@ lowerings (``torch_compat.lowering``) make them views.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import torch
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.transports import agreement
 from overlap_inductor.transports import p2p
+from overlap_inductor.transports import workspace
 
 NAMESPACE = "overlap_inductor"
 library = torch.library.Library(NAMESPACE, "DEF")
@@ -51,7 +53,12 @@ library.impl("group_rank", _group_rank, "CompositeExplicitAutograd")
 
 
 def _agree(group_name: str, plan: str, device: torch.device) -> torch.Tensor:
-    agreement.agree(resolve_group(group_name), plan)
+    group = resolve_group(group_name)
+    if agreement.agree(group, plan):
+        terms = json.loads(plan)
+        requests = terms.get("workspace", {}).get(group_name)
+        if requests:
+            workspace.prepare(group, device, requests, terms["config"]["workspace_limit"] << 20)
     return torch.zeros(1, dtype=torch.uint8, device=device)
 
 

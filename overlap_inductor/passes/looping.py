@@ -1,6 +1,6 @@
-"""A site as one looping op: which sites the ops compute, and how operands and results are laid out for them.
+"""A site as one op: which sites the looping and the fused ops compute, and how operands and results are laid out for them.
 
-The ops of ``lowerings.looping`` cut plain 2-D matmuls along leading rows in the ranks' order. Rows that lie otherwise are brought there:
+The ops of ``lowerings.looping`` and ``lowerings.fused_ops`` cut plain 2-D matmuls along leading rows in the ranks' order. Rows that lie otherwise are brought there:
 ``[outer, rank, chunk]`` (a gather or scatter of an inner dim) by a permute of the result or of the left operand, and a cut along columns
 by computing the transposed product, which the vendor's matmul does without a copy. A cut along the contracted dim has no looping op.
 """
@@ -101,22 +101,44 @@ def _is_sum(nodes: ReduceNodes) -> bool:
     return len(found) == len(leaves) == len(set(found))
 
 
-def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, parameters: dict[str, Any]) -> tuple[fx.Node, fx.Node, dict[fx.Node, fx.Node]]:
-    """``(next token of the chain, gathered tensor, {matmul: its result})``, each in the shape and strides of what it replaces."""
+def gathered_used(nodes: GatherNodes) -> bool:
+    """Whether something besides the site's matmuls reads the gathered tensor."""
+    matmuls = {c.matmul.node for c in nodes.consumers}
+    pending = [nodes.collective.wait]
+    while pending:
+        for user in pending.pop().users:
+            if user in nodes.through:
+                pending.append(user)
+            elif user not in matmuls:
+                return True
+    return False
+
+
+def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, parameters: dict[str, Any]) -> tuple[fx.Node, fx.Node | None, dict[fx.Node, fx.Node]]:
+    """``(next token of the chain, gathered tensor, {matmul: its result})``, each in the shape and strides of what it replaces.
+
+    ``parameters`` with ``settings`` are those of a fused kernel, which makes no gathered tensor where nothing reads it (``None``).
+    """
     first = nodes.consumers[0]
     rows, inner = _rows_and_width(first)
     shard = emit.reshape(nodes.collective.input, [rows // emit.world_size, inner])
     rhs = [c.matmul.rhs if c.role == "M" else _transposed(emit, c.matmul.lhs) for c in nodes.consumers]
     biases = [c.matmul.bias for c in nodes.consumers]
-    parts, floor, route = parameters["sub_chunks"], parameters.get("min_rows", 0), parameters["route"]
-    out = emit.communicate(
-        overlap.all_gather_matmul.default, emit.chain, shard, rhs, biases, parts, floor, route, emit.group_name, emit.site
-    )
+    settings, used = parameters.get("settings"), gathered_used(nodes)
+    if settings is not None:
+        out = emit.communicate(overlap.fused_all_gather_matmul.default, emit.chain, shard, rhs, biases, used, settings, emit.group_name, emit.site)
+    else:
+        parts, floor, route = parameters["sub_chunks"], parameters.get("min_rows", 0), parameters["route"]
+        out = emit.communicate(
+            overlap.all_gather_matmul.default, emit.chain, shard, rhs, biases, parts, floor, route, emit.group_name, emit.site
+        )
     results, gathered, chain = (emit.call(getitem, out, i) for i in range(3))
     replaced = {}
     for i, consumer in enumerate(nodes.consumers):
         result = _rows_in_place(emit, emit.call(getitem, results, i), consumer.sharded, from_ranks=True)
         replaced[consumer.matmul.node] = result if consumer.role == "M" else emit.contiguous(_transposed(emit, result))
+    if settings is not None and not used:
+        return chain, None, replaced
     return chain, emit.reshape(gathered, tools.shape(nodes.collective.node)), replaced
 
 
@@ -126,8 +148,12 @@ def rewrite_reduce(emit: StepEmitter, pattern: str, nodes: ReduceNodes, paramete
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
     lhs = [_rows_in_place(emit, emit.whole_chunks(a, 0, nodes.sharded), nodes.sharded, from_ranks=False) for a, _ in pairs]
     rhs, biases = [b for _, b in pairs], [m.bias for m in nodes.leaves]
-    parts, floor = parameters["sub_chunks"], parameters.get("min_rows", 0)
-    if pattern == "matmul_all_gather":
+    parts, floor, settings = parameters.get("sub_chunks"), parameters.get("min_rows", 0), parameters.get("settings")
+    if settings is not None:
+        op = overlap.fused_matmul_reduce_scatter if pattern == "matmul_reduce_scatter" else overlap.fused_matmul_all_reduce
+        reduce_op = nodes.collectives[0].reduce_op or "sum"
+        out = emit.communicate(op.default, emit.chain, lhs[0], rhs[0], biases[0], settings, reduce_op, emit.group_name, emit.site)
+    elif pattern == "matmul_all_gather":
         out = emit.communicate(overlap.matmul_all_gather.default, emit.chain, lhs[0], rhs[0], biases[0], parts, floor, emit.group_name, emit.site)
     else:
         op = overlap.matmul_reduce_scatter if pattern == "matmul_reduce_scatter" else overlap.matmul_all_reduce

@@ -114,6 +114,7 @@ def choose(sites: list[OverlapSite], config: OverlapConfig, refusal: str | None,
         site.decision = planner.plan(site, config)
         if site.decision.status == "overlapped":
             context.accept(site)
+    planner.fit_workspace([s for s in sites if s.decision.status == "overlapped"], config)  # type: ignore[union-attr]
     planner.fit_budget([s for s in sites if s.decision.status == "overlapped"], config.step_node_budget)  # type: ignore[union-attr]
     chosen = [s for s in sites if s.decision.status == "overlapped"]  # type: ignore[union-attr]
     if config.mode == "report":
@@ -172,6 +173,9 @@ def plan_text(chosen: list[OverlapSite], config: OverlapConfig) -> tuple[str, st
         "sites": len(chosen),
         "plan": digest,
     }
+    workspace = planner.workspace(chosen)
+    if workspace:
+        plan["workspace"] = workspace
     return digest, json.dumps(plan, sort_keys=True)
 
 

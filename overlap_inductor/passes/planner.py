@@ -9,6 +9,7 @@ import torch
 from overlap_inductor import cost_model
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.machine import machine_for
+from overlap_inductor.passes import fused_site
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import ring_gather
 from overlap_inductor.passes.looping import chooses_at_run_time
@@ -20,6 +21,8 @@ from overlap_inductor.schedule import Decision
 from overlap_inductor.schedule import PlanPiece
 from overlap_inductor.schedule import Reason
 from overlap_inductor.transports import routes
+from overlap_inductor.transports.arena import SLOTS
+from overlap_inductor.transports.arena import planned_bytes
 
 
 def tokens(site: OverlapSite) -> Any:
@@ -55,13 +58,24 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
 def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
     """Decide for one site that is legal. Whether its steps are unrolled is decided for the whole graph afterwards."""
     forced = config.schedule != "auto"
+    no_kernel = "" if config.schedule == "ring" else fused_site.why_not(site, config)
+    if config.schedule == "fused" and no_kernel is not None:
+        return Decision("refused", "forced", [PlanPiece("keep")], [Reason("schedule_not_available", f"OVERLAP_INDUCTOR_SCHEDULE=fused: {no_kernel}")])
+    if config.transport == "sm_push" and (config.schedule == "ring" or no_kernel is not None):
+        text = "the ring's transport is p2p" if config.schedule == "ring" else no_kernel
+        return Decision("refused", "forced", [PlanPiece("keep")], [Reason("schedule_not_available", f"OVERLAP_INDUCTOR_TRANSPORT=sm_push: {text}")])
     parameters = _parameters(site, config)
     machine = machine_for(tools.value(site.collectives[0].input).device.type)
     sizes = sizes_at(site)
-    estimate = cost_model.estimates_us(sizes, machine, parameters["sub_chunks"])
+    estimate = cost_model.estimates_us(sizes, machine, parameters["sub_chunks"], fused=no_kernel is None)
     ring = PlanPiece("ring", "p2p", (0, None), parameters, estimate)
+    fused = PlanPiece("fused", "sm_push", (0, None), fused_site.parameters(site), estimate) if no_kernel is None else None
     if forced:
-        return Decision("overlapped", "forced", [ring])
+        return Decision("overlapped", "forced", [ring if fused is None else fused])
+    if fused is not None and cost_model.fused_pays(sizes, machine) and estimate["fused"] <= estimate["ring"]:
+        return Decision("overlapped", "analytic", [fused])
+    if config.transport == "sm_push":
+        return Decision("kept", "analytic", [PlanPiece("keep", None, (0, None), {}, estimate)], [_too_small(estimate)])
     pays = cost_model.ring_pays(sizes, machine, parameters["sub_chunks"])
     count = tokens(site)
     if isinstance(count, int):
@@ -84,9 +98,10 @@ def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
 
 
 def _too_small(estimate: dict[str, float]) -> Reason:
+    kernel = f" and {estimate['fused']:.0f} us in a fused kernel" if "fused" in estimate else ""
     return Reason(
         "too_small",
-        f"estimated {estimate['ring']:.0f} us as a ring against {estimate['keep']:.0f} us as it is "
+        f"estimated {estimate['ring']:.0f} us as a ring{kernel} against {estimate['keep']:.0f} us as it is "
         f"(matmul {estimate['matmul']:.0f}, collective {estimate['collective']:.0f})",
     )
 
@@ -115,6 +130,38 @@ def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:
     return None
 
 
+def fit_workspace(sites: list[OverlapSite], config: OverlapConfig) -> None:
+    """Keep fused sites, the largest first, until those of each group fit the limit of its workspace."""
+    groups: dict[str, list[OverlapSite]] = {}
+    for site in sites:
+        if _schedule(site) == "fused":
+            groups.setdefault(site.facts.collective.group_name, []).append(site)
+    limit = config.workspace_limit << 20
+    for members in groups.values():
+        world_size = members[0].facts.collective.world_size
+        while members and (total := planned_bytes([fused_site.request(s) for s in members], SLOTS, world_size)) > limit:
+            largest = max(members, key=lambda s: fused_site.request(s).nbytes)
+            members.remove(largest)
+            text = f"the group's fused kernels would hold {total >> 20} MiB of workspace, and OVERLAP_INDUCTOR_WORKSPACE_LIMIT is {config.workspace_limit} MiB"
+            source = largest.decision.source  # type: ignore[union-attr]
+            largest.decision = Decision("refused" if source == "forced" else "kept", source, [PlanPiece("keep")], [Reason("workspace", text)])
+
+
+def workspace(sites: list[OverlapSite]) -> dict[str, list[list[Any]]]:
+    """``{group: [[site, bytes, signals]]}`` of the fused sites, in graph order."""
+    needs: dict[str, list[list[Any]]] = {}
+    for site in sites:
+        if _schedule(site) == "fused":
+            request = fused_site.request(site)
+            needs.setdefault(site.facts.collective.group_name, []).append([request.site, request.nbytes, request.signals])
+    return needs
+
+
+def _schedule(site: OverlapSite) -> str:
+    assert site.decision is not None
+    return site.decision.plan[-1].schedule
+
+
 def unrolled_nodes(site: OverlapSite) -> int:
     """About how many FX nodes the site's unrolled steps take."""
     assert site.decision is not None
@@ -134,6 +181,8 @@ def fit_budget(sites: list[OverlapSite], budget: int) -> None:
     """Unroll whole classes of like sites while their nodes fit the graph's budget; the others become looping ops, or are kept."""
     classes: dict[str, list[OverlapSite]] = {}
     for site in sites:
+        if _schedule(site) != "ring":
+            continue
         facts = site.facts
         key = repr((facts.pattern, facts.matmuls, facts.collective, [p.parameters for p in site.decision.plan]))  # type: ignore[union-attr]
         classes.setdefault(key, []).append(site)

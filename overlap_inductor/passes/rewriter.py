@@ -101,12 +101,15 @@ class Rewriter:
         with self.graph.inserting_before(anchor):
             group = site.facts.collective
             emit = StepEmitter(self.graph, group.group_name, group.world_size, site.facts.id, self.chains[group.group_name], module)
-            replaced = self._unrolled(emit, site, piece.parameters) if piece.parameters["unrolled"] else self._looping(emit, site, piece.parameters)
+            replaced = self._unrolled(emit, site, piece.parameters) if piece.parameters.get("unrolled") else self._looping(emit, site, piece.parameters)
         for old, new in replaced.items():
             if [str(s) for s in tools.shape(old)] != [str(s) for s in tools.shape(new)] or tools.dtype(old) != tools.dtype(new):
                 raise RuntimeError(f"{old.name} {tools.shape(old)} {tools.dtype(old)} would become {tools.shape(new)} {tools.dtype(new)}")
             old.replace_all_uses_with(new)
         ends = {n for c in site.collectives for n in (c.wait, c.node)}
+        if isinstance(site.nodes, GatherNodes) and site.nodes.collective.wait not in replaced:
+            # No one reads what was gathered: the views of it go with the matmuls.
+            ends |= {*replaced, *site.nodes.through}
         self._erase_unused([*replaced, *ends], ends)
         self.emitted.setdefault(group.group_name, []).extend(emit.emitted)
         return replaced
@@ -139,7 +142,7 @@ class Rewriter:
         nodes = site.nodes
         if isinstance(nodes, GatherNodes):
             self.chains[emit.group_name], gathered, results = looping.rewrite_gather(emit, nodes, parameters)
-            return {**results, nodes.collective.wait: gathered, nodes.collective.node: gathered}
+            return results if gathered is None else {**results, nodes.collective.wait: gathered, nodes.collective.node: gathered}
         self.chains[emit.group_name], result = looping.rewrite_reduce(emit, site.facts.pattern, nodes, parameters)
         return _reduced(nodes, result)
 

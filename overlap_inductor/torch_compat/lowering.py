@@ -181,8 +181,9 @@ def _assemble(
 
 def register_lowerings() -> None:
     """Register the lowerings with Inductor; harmless when called again."""
+    import overlap_inductor.lowerings.fused_ops
     import overlap_inductor.lowerings.looping
-    import overlap_inductor.lowerings.ops  # noqa: F401  (both define ops)
+    import overlap_inductor.lowerings.ops  # noqa: F401  (these define ops)
 
     ops = torch.ops.overlap_inductor
     for op, function in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,33 @@ def allocate(elements: int, dtype: torch.dtype, device: torch.device, group: dis
     torch.cuda.synchronize(device)
     dist.barrier(group=group)
     return SymmetricBuffer(local, peers, pointers, handle)
+
+
+def capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def multiprocessors(device: torch.device) -> int:
+    """SMs of a GPU; elsewhere 1, where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str | None:
+    """Why kernels of this group cannot reach the peers' memory, from what every rank of the group knows alike; or ``None``."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return f"its tensors lie on {device.type}; it needs NVIDIA GPUs of one machine"
+    if torch.cuda.get_device_capability() < (9, 0):
+        return f"this GPU has compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))}; it needs 9.0"
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    machines = {rank // local for rank in ranks}
+    if len(machines) > 1:
+        return f"its ranks lie on {len(machines)} machines ({local} ranks each)"
+    here = torch.cuda.current_device()
+    cut_off = [d for d in range(torch.cuda.device_count()) if d != here and not torch.cuda.can_device_access_peer(here, d)]
+    if cut_off:
+        return f"GPU {here} cannot reach the memory of {', '.join(map(str, cut_off))}"
+    return None
 
 
 def write_value_on_stream(flags: torch.Tensor, index: int, value: int) -> None:

@@ -25,6 +25,8 @@ from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.layout import QUEUE_WORDS
 
 ALIGNMENT = 1024
+SLOTS = 2
+"""Slots that the sites of a graph take in turn."""
 
 
 class Buffer(Protocol):
@@ -92,6 +94,10 @@ def _slot_bytes(world_size: int, nbytes: int, signals: int) -> int:
     return nbytes + _flag_words(world_size, signals) * 4
 
 
+def _suffices(slot: Slot | None, request: Request) -> bool:
+    return slot is not None and slot.nbytes >= request.nbytes and slot.signals >= request.signals
+
+
 @dataclass
 class WorkspaceArena:
     """The slots of one group on one device.
@@ -115,15 +121,30 @@ class WorkspaceArena:
         """Bytes a rank of all slots, flags included."""
         return sum(_slot_bytes(self.world_size, s.nbytes, s.signals) for s in self.slots)
 
-    def prepare(self, requests: Sequence[Request], count: int = 2) -> None:
+    def prepare(self, requests: Sequence[Request], count: int = SLOTS) -> None:
         """Give every site a slot: slots that are there where they suffice, in turn; else new ones. All ranks call this with equal arguments.
 
         Raises:
             OverlapError: something would have to be allocated while a graph is captured, or beyond the limit.
         """
-        unknown = [r for r in requests if r.site not in self._of_site]
+        unknown, wanted, chosen = self._choose(requests, count)
         if not unknown:
             return
+        missing = [sizes for sizes, slot in zip(wanted, chosen, strict=True) if slot is None]
+        if missing:
+            self._check(missing, unknown)
+        ready = [slot or self._new(*sizes) for sizes, slot in zip(wanted, chosen, strict=True)]
+        for i, request in enumerate(unknown):
+            self._of_site[request.site] = ready[i % len(ready)]
+
+    def missing_bytes(self, requests: Sequence[Request], count: int = SLOTS) -> int:
+        """Bytes a rank that ``prepare`` would have to allocate."""
+        _, wanted, chosen = self._choose(requests, count)
+        return sum(_slot_bytes(self.world_size, *sizes) for sizes, slot in zip(wanted, chosen, strict=True) if slot is None)
+
+    def _choose(self, requests: Sequence[Request], count: int) -> tuple[list[Request], list[tuple[int, int]], list[Slot | None]]:
+        """``(sites without a slot of their size, sizes of the slots that they take in turn, the slot that is there for each of these, or None)``."""
+        unknown = [r for r in requests if not _suffices(self._of_site.get(r.site), r)]
         wanted = slots_for(unknown, count)
         free = list(self.slots)
         chosen: list[Slot | None] = []
@@ -132,12 +153,7 @@ class WorkspaceArena:
             chosen.append(fitting)
             if fitting is not None:
                 free.remove(fitting)
-        missing = [sizes for sizes, slot in zip(wanted, chosen, strict=True) if slot is None]
-        if missing:
-            self._check(missing, unknown)
-        ready = [slot or self._new(*sizes) for sizes, slot in zip(wanted, chosen, strict=True)]
-        for i, request in enumerate(unknown):
-            self._of_site[request.site] = ready[i % len(ready)]
+        return unknown, wanted, chosen
 
     def _check(self, missing: list[tuple[int, int]], requests: list[Request]) -> None:
         names = ", ".join(r.site for r in requests[:4]) + (", ..." if len(requests) > 4 else "")

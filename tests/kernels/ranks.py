@@ -12,10 +12,10 @@ import torch.multiprocessing as multiprocessing
 from overlap_inductor.kernels.layout import FAULT_WORDS
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.layout import QUEUE_WORDS
-from overlap_inductor.lowerings.fused import Launch
 from overlap_inductor.transports.arena import Slot
 from overlap_inductor.transports.faults import FaultRecord
 from overlap_inductor.transports.faults import stop_words
+from overlap_inductor.transports.workspace import Launch
 
 
 def run_ranks(world_size: int, function: Callable[..., None], *args: Any, seconds: float = 200) -> None:

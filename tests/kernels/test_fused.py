@@ -12,7 +12,7 @@ import torch
 from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.lowerings import fused
-from overlap_inductor.lowerings.fused import FusedParameters
+from overlap_inductor.lowerings.fused_plan import FusedParameters
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared

@@ -1,0 +1,90 @@
+"""What is planned of a fused kernel before any GPU is touched: its parameters, what it is not made for, what workspace it needs. No Triton here."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class FusedParameters:
+    """What may be tuned.
+
+    Attributes:
+        blocks: grid, at best the number of SMs.
+        parts: bands a shard.
+        pieces, pushers: pieces that a band is pushed in, and blocks that push before they multiply (all-gather).
+        lag, copy_lag: bands by which own tiles follow the peers', and copies those (all-reduce).
+        stagger_ns: between the starts of neighbouring blocks (reductions).
+        halves: tiles are stored in two halves, which leaves shared memory for one stage more.
+    """
+
+    blocks: int
+    parts: int = 1
+    pieces: int = 16
+    pushers: int = 8
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 8
+    warps: int = 8
+    stages: int = 3
+    lag: int = 1
+    copy_lag: int = 2
+    stagger_ns: int = 0
+    halves: bool = False
+
+
+TUNED: Mapping[str, Mapping[str, Any]] = {
+    "all_gather_matmul": {"parts": 4, "pushers": 12, "stages": 4, "halves": True},
+    "matmul_reduce_scatter": {"stagger_ns": 150, "stages": 4, "halves": True},
+    "matmul_all_reduce": {"parts": 1, "stagger_ns": 150, "stages": 4, "halves": True},
+}
+"""The best of what was tried on 4 H200s (bench/results/fused.jsonl), by pattern."""
+
+
+def settings_for(pattern: str) -> dict[str, Any]:
+    """The tuned parameters of a pattern, for the plan."""
+    return dict(TUNED[pattern])
+
+
+@functools.cache
+def parameters_of(settings: str, blocks: int) -> FusedParameters:
+    """The parameters that a plan's ``settings`` (JSON text) and the device's number of SMs make."""
+    return FusedParameters(blocks, **json.loads(settings))
+
+
+def band_rows(rows: int, parameters: FusedParameters) -> int:
+    """Rows of a band: a multiple of the tile, so that no tile waits for two bands."""
+    tiles = -(-rows // parameters.block_m)
+    return -(-tiles // min(parameters.parts, tiles)) * parameters.block_m
+
+
+def needed(pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: FusedParameters) -> tuple[int, int]:
+    """``(bytes, signals)`` that a call needs of its slot: ``rows`` of a shard, ``inner`` its K, ``columns`` its N."""
+    parts = -(-rows // band_rows(rows, parameters))
+    if pattern == "all_gather_matmul":
+        return world_size * rows * inner * itemsize, parts
+    whole_rows = world_size * -(-rows // parameters.block_m) * parameters.block_m
+    legs = 2 if pattern == "matmul_all_reduce" else 1
+    return legs * whole_rows * columns * itemsize, legs * parts
+
+
+def why_not(dtype: torch.dtype, inner: int, columns: int) -> str | None:
+    """What a fused kernel is not made for: ``a [rows, inner] @ b [inner, columns]``."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"a fused kernel multiplies two matrices of fp16 or bf16, not {dtype}"
+    if inner % 8 or columns % 8 or inner == 0 or columns == 0:
+        return f"rows of {inner} and of {columns} elements are no whole, positive number of 16-byte words"
+    return None
+
+
+def right_operand_fits(b: torch.Tensor) -> bool:
+    """Whether ``b [K, N]`` lies in whole 16-byte rows, or its transpose does."""
+    strides = b.stride()
+    return (strides[0] == 1 and strides[1] >= b.shape[0] or strides[1] == 1 and strides[0] >= b.shape[1]) and max(strides) % 8 == 0

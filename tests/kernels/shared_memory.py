@@ -1,0 +1,36 @@
+"""Symmetric memory between processes of one machine without GPUs: files that every rank maps. For sites that run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.lowerings import fused_plan
+from overlap_inductor.torch_compat import symmetric
+
+SMALL = {"block_m": 16, "block_n": 16, "block_k": 16, "group_m": 2, "warps": 4, "stages": 1, "pieces": 2, "pushers": 1, "parts": 2}
+
+
+def use_shared_memory(folder: str) -> None:
+    """From here on this process's groups have symmetric memory in ``folder``, and fused kernels have small tiles."""
+    count = itertools.count()
+
+    def allocate(elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> symmetric.SymmetricBuffer:
+        number = next(count)
+        names = [str(Path(folder) / f"{group.group_name}.{number}.{peer}") for peer in range(group.size())]
+        local = torch.from_file(names[group.rank()], shared=True, size=elements, dtype=dtype).zero_()
+        dist.barrier(group)
+        peers = tuple(local if p == group.rank() else torch.from_file(names[p], shared=True, size=elements, dtype=dtype) for p in range(group.size()))
+        dist.barrier(group)
+        return symmetric.SymmetricBuffer(local, peers, torch.tensor([p.data_ptr() for p in peers]), None)
+
+    def reachable(ranks: Any, device: torch.device) -> None:
+        return None
+
+    symmetric.allocate = allocate
+    symmetric.why_no_symmetric_memory = reachable
+    fused_plan.TUNED = {pattern: SMALL for pattern in fused_plan.TUNED}

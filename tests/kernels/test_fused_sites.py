@@ -1,0 +1,86 @@
+"""Schedule ``fused`` from the model to the kernels: the rewritten graph between processes, its kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report import OverlapReport
+from tests.fake_group import all_gather
+from tests.fake_group import reduce_scatter
+from tests.kernels.shared_memory import use_shared_memory
+from tests.numerics.interpreted import interpreted
+from tests.numerics.ranks import run_ranks
+from tests.numerics.test_agreement import _evened
+from tests.numerics.test_agreement import _tuple
+
+all_reduce = funcol.all_reduce
+CALLS = 2
+
+
+def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
+    """``name: (function, input shapes, sites that a fused kernel must serve)``."""
+    g, s = dist.group.WORLD, 24
+    return {
+        "gather rows": (lambda x, a: torch.relu(all_gather(x, 0, g) @ a), [(s, 16), (16, 24)], 1),
+        "gather rows, two matmuls, one with bias, gathered used": (
+            lambda x, a, b, c: (lambda y: (y @ a.t(), torch.addmm(c, y, b), y + 1))(all_gather(x, 0, g)),
+            [(s, 16), (24, 16), (16, 8), (8,)],
+            1,
+        ),
+        "gather sequence, batch 1": (lambda x, a: all_gather(x, 1, g) @ a, [(1, s, 16), (16, 24)], 1),
+        "gather sequence, batch 2": (lambda x, a: all_gather(x, 1, g) @ a, [(2, s, 16), (16, 24)], 1),
+        "gather columns on the right": (lambda x, a: (a * 2) @ all_gather(x * 3, 0, g).t(), [(s, 16), (8, 16)], 1),
+        "scatter rows": (lambda x, a: reduce_scatter(x @ a, "sum", 0, g), [(s * w, 16), (16, 24)], 1),
+        "scatter an average with bias": (lambda x, a, b: reduce_scatter(torch.addmm(b, x, a.t()), "avg", 0, g), [(s * w, 16), (24, 16), (24,)], 1),
+        "scatter sequence, batch 2": (lambda x, a: reduce_scatter(x @ a, "sum", 1, g), [(2, s * w, 16), (16, 8)], 1),
+        "scatter the last dim": (lambda x, a: reduce_scatter(x @ a, "sum", 1, g), [(8, 16), (16, s * w)], 1),
+        "scatter uneven rows": (lambda x, a: reduce_scatter(_evened(x @ a, 0, w), "sum", 0, g), [(s * w - 1, 16), (16, 8)], 1),
+        "all-reduce": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(s * w, 16), (16, 24)], 1),
+        "all-reduce, batch 1, with bias": (lambda x, a, b: all_reduce(torch.nn.functional.linear(x, a, b), "sum", g), [(1, s * w, 16), (8, 16), (8,)], 1),
+        "an MLP, gathered and scattered": (
+            lambda x, a, b: reduce_scatter(torch.relu(all_gather(x, 0, g) @ a.t()) @ b.t(), "sum", 0, g),
+            [(s, 16), (24, 16), (16, 24)],
+            2,
+        ),
+    }
+
+
+def _check(rank: int, world_size: int, folder: str, names: list[str] | None) -> list[str]:
+    """Problems found on this rank."""
+    use_shared_memory(folder)
+    problems = []
+    config = OverlapConfig(schedule="fused", mode="strict")
+    for name in names or _cases(world_size):
+        torch._dynamo.reset()
+        function, shapes, expected = _cases(world_size)[name]
+        reports: list[OverlapReport] = []
+        compiled = torch.compile(function, backend=interpreted(config, reports), dynamic=False)
+        for call in range(CALLS):
+            generator = torch.Generator().manual_seed(7 + rank + 100 * call)
+            inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).half() for shape in shapes]
+            exact = _tuple(function(*(i.double() for i in inputs)))
+            found = _tuple(compiled(*inputs))
+            for e, f in zip(exact, found, strict=True):
+                if f.dtype != torch.float16 or f.shape != e.shape or not torch.allclose(f.double(), e, rtol=2e-2, atol=5e-2):
+                    problems.append(f"{name} call {call}: {tuple(f.shape)} off by {(f.double() - e).abs().max():.3g}")
+        schedules = [p.schedule for r in reports for s in r.sites for p in s.decision.plan]
+        if schedules != ["fused"] * expected:
+            problems.append(f"{name}: {schedules}, {[s.decision.reasons for r in reports for s in r.sites]}")
+    return problems
+
+
+def test_every_pattern_agrees_with_fp64(tmp_path: Path) -> None:
+    for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), None, timeout=400)):
+        assert not problems, f"rank {rank}: {problems}"
+
+
+def test_three_ranks(tmp_path: Path) -> None:
+    names = ["gather rows, two matmuls, one with bias, gathered used", "scatter uneven rows", "all-reduce"]
+    for rank, problems in enumerate(run_ranks(3, _check, str(tmp_path), names, timeout=400)):
+        assert not problems, f"rank {rank}: {problems}"
