@@ -65,7 +65,8 @@ class GroupWorkspace:
         if made is None or made.slot is not slot:
             made = Launch(self.group.rank(), self.group.size(), slot, self.faults, self.faults.number(site), self.patience_ns)
             self._launches[site] = made
-        if made.slot.calls.is_cuda:
+        # (A graph that is captured may wait for nothing outside it; whoever replays it orders it behind what ran before.)
+        if made.slot.calls.is_cuda and not symmetric.capturing():
             stream = torch.cuda.current_stream(made.slot.calls.device)
             last = self._last_stream.get(id(made.slot), stream)
             if last != stream:

@@ -23,8 +23,13 @@ all_reduce = funcol.all_reduce
 CALLS = 2
 
 
+def cases(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
+    """``name: (function, input shapes, sites that a fused kernel must serve)``; ``factor`` makes all sizes larger."""
+    found = _cases(w)
+    return {name: (function, [tuple(n * factor if n > 2 else n for n in shape) for shape in shapes], sites) for name, (function, shapes, sites) in found.items()}
+
+
 def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """``name: (function, input shapes, sites that a fused kernel must serve)``."""
     g, s = dist.group.WORLD, 24
     return {
         "gather rows": (lambda x, a: torch.relu(all_gather(x, 0, g) @ a), [(s, 16), (16, 24)], 1),
@@ -56,9 +61,9 @@ def _check(rank: int, world_size: int, folder: str, names: list[str] | None) -> 
     use_shared_memory(folder)
     problems = []
     config = OverlapConfig(schedule="fused", mode="strict")
-    for name in names or _cases(world_size):
+    for name in names or cases(world_size):
         torch._dynamo.reset()
-        function, shapes, expected = _cases(world_size)[name]
+        function, shapes, expected = cases(world_size)[name]
         reports: list[OverlapReport] = []
         compiled = torch.compile(function, backend=interpreted(config, reports), dynamic=False)
         for call in range(CALLS):

@@ -14,6 +14,7 @@ from overlap_inductor.passes import legality
 from overlap_inductor.passes import rewriter
 from overlap_inductor.passes.rewriter import Rewriter
 from overlap_inductor.report import OverlapReport
+from overlap_inductor.torch_compat import symmetric
 from tests.fake_group import fake_group
 from tests.hand_graph import HandGraph
 from tests.hand_graph import aten
@@ -406,6 +407,31 @@ def _() -> OverlapReport:
     made = HandGraph()
     joined = made.gather_on(made.input(4, 8), 1)
     return made.output(made.mm(joined, weight(made))).run(step_node_budget=1)
+
+
+def bf16_site(made: HandGraph) -> HandGraph:
+    gathered = made.gather(made.input(8, 16, dtype=torch.bfloat16))
+    return made.output(made.mm(gathered, made.input(16, 8, name="w", dtype=torch.bfloat16)))
+
+
+@case("schedule_not_available", "refused", "no GPUs")
+def _() -> OverlapReport:
+    return bf16_site(HandGraph()).run(schedule="fused")
+
+
+@case("schedule_not_available", "refused", "the ring over a transport that is not its own")
+def _() -> OverlapReport:
+    return gather_site().run(transport="sm_push")
+
+
+@case("workspace", "refused")
+def _() -> OverlapReport:
+    made = HandGraph()
+    gathered = made.gather(made.input(2**12, 128, dtype=torch.bfloat16))
+    made.output(made.mm(gathered, made.input(128, 8, name="w", dtype=torch.bfloat16)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
+        return made.run(schedule="fused", workspace_limit=1)
 
 
 @case("report_mode", "kept")

@@ -165,6 +165,7 @@ tune               off             off
 ring_direction     unidirectional  straight to the owner
 sub_chunks         4               4
 step_node_budget   4000            4000
+workspace_limit    4096            4096
 agreement_timeout  300             300
 
 sites
@@ -219,6 +220,7 @@ tune               off             off
 ring_direction     unidirectional  nothing overlapped
 sub_chunks         4               nothing overlapped
 step_node_budget   4000            4000
+workspace_limit    4096            4096
 agreement_timeout  300             300
 
 sites
@@ -262,5 +264,6 @@ tune               off             off
 ring_direction     unidirectional  nothing overlapped
 sub_chunks         4               nothing overlapped
 step_node_budget   4000            4000
+workspace_limit    4096            4096
 agreement_timeout  300             300
 """)

@@ -1,0 +1,227 @@
+"""Sites of schedule ``fused`` in the graph: when a kernel is chosen, what is written, and what workspace the plan asks for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from collections.abc import Iterator
+
+import pytest
+import torch
+from expecttest import TestCase
+from torch import fx
+
+from overlap_inductor.machine import machine_for
+from overlap_inductor.passes import planner
+from overlap_inductor.report import OverlapReport
+from overlap_inductor.torch_compat import symmetric
+from tests.fake_group import fake_group
+from tests.hand_graph import HandGraph
+from tests.hand_graph import aten
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs of one machine."""
+    monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
+
+
+def operand(made: HandGraph, rows: int, columns: int, name: str = "w", dtype: torch.dtype = BF16) -> fx.Node:
+    return made.input(rows, columns, name=name, dtype=dtype)
+
+
+def gather_site(rows: int = 24, inner: int = 16, columns: int = 40, dtype: torch.dtype = BF16) -> HandGraph:
+    made = HandGraph()
+    gathered = made.gather(operand(made, rows, inner, "x", dtype))
+    return made.output(made.mm(gathered, operand(made, inner, columns, dtype=dtype)))
+
+
+def used_gather_site() -> HandGraph:
+    made = HandGraph()
+    gathered = made.gather(operand(made, 24, 16, "x"))
+    biased = made.call(aten.addmm.default, made.input(8, name="bias", dtype=BF16), gathered, operand(made, 16, 8, "v"))
+    return made.output(made.mm(gathered, operand(made, 16, 40)), biased, made.call(aten.add.Tensor, gathered, 1))
+
+
+def scatter_site() -> HandGraph:
+    made = HandGraph()
+    return made.output(made.scatter(made.mm(operand(made, 24 * made.world_size, 16, "x"), operand(made, 16, 40))))
+
+
+def reduce_site(rows: int = 24) -> HandGraph:
+    made = HandGraph()
+    return made.output(made.reduce(made.mm(operand(made, rows * made.world_size, 16, "x"), operand(made, 16, 40))))
+
+
+SITES: dict[str, Callable[[], HandGraph]] = {
+    "gather": gather_site,
+    "gathered tensor used": used_gather_site,
+    "scatter": scatter_site,
+    "reduce": reduce_site,
+}
+
+
+@pytest.mark.parametrize("kind", SITES)
+@pytest.mark.parametrize("world_size", [2, 3, 8, 64])
+def test_one_text_for_every_rank(kind: str, world_size: int) -> None:
+    texts = set()
+    for rank in sorted({0, world_size // 2, world_size - 1}):
+        with fake_group(world_size, rank):
+            report = SITES[kind]().run(schedule="fused")
+            assert [p.schedule for s in report.sites for p in s.decision.plan] == ["fused"], report.notices
+            texts.add((report.before, report.after, report.plan_hash, report.to_json()))
+    assert len(texts) == 1
+
+
+def refused_sites() -> Iterator[tuple[str, Callable[[], HandGraph], str]]:
+    def without_multiples() -> HandGraph:
+        return gather_site(columns=12)
+
+    def of_fp32() -> HandGraph:
+        return gather_site(dtype=torch.float32)
+
+    def of_odd_strides() -> HandGraph:
+        made = HandGraph()
+        gathered = made.gather(operand(made, 24, 16, "x"))
+        every_other = made.call(aten.slice.Tensor, operand(made, 16, 80), 1, 0, 80, 2)
+        return made.output(made.mm(gathered, every_other))
+
+    def of_two_matmuls() -> HandGraph:
+        made = HandGraph()
+        pair = [made.mm(operand(made, 48, 16, f"x{i}"), operand(made, 16, 40, f"w{i}")) for i in range(2)]
+        return made.output(made.scatter(made.call(aten.add.Tensor, *pair)))
+
+    def of_dynamic_rows() -> HandGraph:
+        made = HandGraph()
+        gathered = made.gather(made.input(24, 16, dtype=BF16, dynamic=[0]))
+        return made.output(made.mm(gathered, operand(made, 16, 40)))
+
+    def of_rows_left_over() -> HandGraph:
+        made = HandGraph()
+        return made.output(made.reduce(made.mm(operand(made, 25, 16, "x"), operand(made, 16, 40))))
+
+    def contracted() -> HandGraph:
+        made = HandGraph()
+        joined = made.gather_on(operand(made, 24, 8, "x"), 1)
+        return made.output(made.mm(joined, operand(made, 16, 40)))
+
+    def head() -> HandGraph:
+        made = HandGraph()
+        return made.output(made.gather(made.mm(operand(made, 24, 16, "x"), operand(made, 16, 40))))
+
+    yield "columns", without_multiples, "rows of 16 and of 12 elements"
+    yield "fp32", of_fp32, "fp16 or bf16, not torch.float32"
+    yield "strides", of_odd_strides, "with strides [80, 2]"
+    yield "two matmuls", of_two_matmuls, "2 matmuls are summed into one reduction"
+    yield "dynamic rows", of_dynamic_rows, "only known when it runs"
+    yield "rows left over", of_rows_left_over, "25 rows do not fall into 2 equal shards"
+    yield "contracted dim", contracted, "do not lie in the ranks' order"
+    yield "gathered output", head, "no fused kernel computes matmul_all_gather"
+
+
+@pytest.mark.parametrize(("site", "text"), [pytest.param(f, t, id=n) for n, f, t in refused_sites()])
+def test_what_no_kernel_computes_is_refused_with_its_reason(site: Callable[[], HandGraph], text: str) -> None:
+    with fake_group(2):
+        report = site().run(schedule="fused")
+    (found,) = report.sites
+    assert (found.decision.status, found.decision.reasons[0].code) == ("refused", "schedule_not_available")
+    assert text in found.decision.reasons[0].text and report.before == report.after
+
+
+def test_auto_takes_the_kernel_where_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "machine_for", lambda device_type: machine_for("cuda"))
+    with fake_group(8):
+        (large,) = gather_site(1024, 8192, 3584).run(schedule="auto").sites
+        (small,) = gather_site().run(schedule="auto").sites
+        (over_p2p,) = gather_site(1024, 8192, 3584).run(schedule="auto", transport="p2p").sites
+    assert (large.decision.plan[0].schedule, large.decision.plan[0].transport, large.decision.source) == ("fused", "sm_push", "analytic")
+    estimate = large.decision.plan[0].estimate_us
+    assert estimate["fused"] < estimate["ring"] < estimate["keep"]
+    assert small.decision.reasons[0].code == "too_small" and "us in a fused kernel" in small.decision.reasons[0].text
+    assert over_p2p.decision.plan[0].schedule == "ring"
+
+
+def workspace_of(report: OverlapReport, made: HandGraph) -> dict[str, list[list[int]]]:
+    agree = next(n for n in made.graph.nodes if n.target is torch.ops.overlap_inductor.agree.default)
+    asked = json.loads(agree.args[1])["workspace"]
+    return {group: [numbers for _, *numbers in requests] for group, requests in asked.items()}
+
+
+def test_the_plan_asks_for_workspace() -> None:
+    """Bytes: a gather the gathered tensor; a scatter every source's shard in whole tiles of 128 rows, an all-reduce twice that. Signals: a band each."""
+    for site, numbers in ((gather_site, [48 * 16 * 2, 1]), (scatter_site, [256 * 40 * 2, 1]), (reduce_site, [2 * 256 * 40 * 2, 2])):
+        with fake_group(2):
+            made = site()
+            assert workspace_of(made.run(schedule="fused"), made) == {"0": [numbers]}
+
+
+def test_the_largest_sites_are_kept_where_workspace_is_short() -> None:
+    with fake_group(2):
+        (large,), (small,) = (m.run(schedule="fused", workspace_limit=1).sites for m in (gather_site(2**12, 128, 8), gather_site(2**10, 128, 8)))
+    assert [large.decision.reasons[0].code, small.decision.status] == ["workspace", "overlapped"]
+
+
+def golden(made: HandGraph) -> str:
+    report = made.run(schedule="fused")
+    return re.sub(r"plan [0-9a-f]{16}", "plan ...", report.after)
+
+
+class TestGolden(TestCase):
+    """The graph afterwards, word for word; run with EXPECTTEST_ACCEPT=1 after an intended change and read the difference."""
+
+    maxDiff = None
+
+    def test_gather(self) -> None:
+        """A gathered tensor that nobody reads, or a collective that is still there."""
+        with fake_group(2):
+            self.assertExpectedInline(golden(gather_site()), """\
+x: bfloat16[24, 16] = input
+w: bfloat16[16, 40] = input
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu)
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], False, '{"halves": true, "parts": 4, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-542fd07f')
+getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
+getitem_3: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
+return [getitem_3]
+""")
+
+    def test_gathered_tensor_used(self) -> None:
+        with fake_group(2):
+            self.assertExpectedInline(golden(used_gather_site()), """\
+x: bfloat16[24, 16] = input
+bias: bfloat16[8] = input
+v: bfloat16[16, 8] = input
+w: bfloat16[16, 40] = input
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu)
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [v, w], [bias, None], True, '{"halves": true, "parts": 4, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-40cbc28f')
+getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
+getitem_1: bfloat16[48, 16] = <built-in function getitem>(fused_all_gather_matmul_default, 1)
+getitem_3: bfloat16[48, 8] = <built-in function getitem>(getitem, 0)
+getitem_4: bfloat16[48, 40] = <built-in function getitem>(getitem, 1)
+add_tensor: bfloat16[48, 16] = aten.add.Tensor(getitem_1, 1)
+return [getitem_4, getitem_3, add_tensor]
+""")
+
+    def test_scatter(self) -> None:
+        with fake_group(2):
+            self.assertExpectedInline(golden(scatter_site()), """\
+x: bfloat16[48, 16] = input
+w: bfloat16[16, 40] = input
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu)
+fused_matmul_reduce_scatter_default = overlap_inductor.fused_matmul_reduce_scatter.default(agree_default, x, w, None, '{"halves": true, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_reduce_scatter-bac31620')
+getitem: bfloat16[24, 40] = <built-in function getitem>(fused_matmul_reduce_scatter_default, 0)
+return [getitem]
+""")
+
+    def test_reduce(self) -> None:
+        with fake_group(2):
+            self.assertExpectedInline(golden(reduce_site()), """\
+x: bfloat16[48, 16] = input
+w: bfloat16[16, 40] = input
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu)
+fused_matmul_all_reduce_default = overlap_inductor.fused_matmul_all_reduce.default(agree_default, x, w, None, '{"halves": true, "parts": 1, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_all_reduce-8f9bf24e')
+getitem: bfloat16[48, 40] = <built-in function getitem>(fused_matmul_all_reduce_default, 0)
+return [getitem]
+""")

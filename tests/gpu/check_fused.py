@@ -1,0 +1,195 @@
+"""Schedule ``fused`` on GPUs: every pattern compiled, calls under stress, CUDA graphs. One torchrun, one GPU a rank; one JSON row a check.
+
+    torchrun --nproc-per-node 4 -m tests.gpu.check_fused [--calls 2000] [--replays 2000] [--only stress graphs]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+import overlap_inductor
+from tests.fake_group import all_gather
+from tests.fake_group import reduce_scatter
+from tests.gpu.ranks import finish_rank
+from tests.gpu.ranks import start_rank
+from tests.kernels.test_fused_sites import cases
+from tests.numerics.test_agreement import _tuple
+
+FACTOR = 17
+"""Sizes of the patterns: 24 * 17 rows a shard and so on, multiples of eight that are no multiples of a tile."""
+
+
+def compiled_fused(function: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
+    """``function`` compiled with every site fused, or an error."""
+    namespace = {"function": function}
+    exec("def fused(*args): return function(*args)", namespace)
+    made = torch.compile(namespace["fused"], dynamic=False, **keywords)
+
+    def call(*args: Any) -> Any:
+        with overlap_inductor.overlap(schedule="fused", mode="strict"):
+            return made(*args)
+
+    return call
+
+
+def patterns(rank: int, world_size: int) -> list[str]:
+    problems = []
+    for name, (function, shapes, expected) in cases(world_size, FACTOR).items():
+        torch._dynamo.reset()
+        compiled = compiled_fused(function)
+        for call in range(3):
+            generator = torch.Generator().manual_seed(7 + rank + 100 * call)
+            inputs = [torch.randn(shape, generator=generator).cuda().bfloat16() for shape in shapes]
+            exact = _tuple(function(*(i.double() for i in inputs)))
+            for e, f in zip(exact, _tuple(compiled(*inputs)), strict=True):
+                if f.shape != e.shape or (f.double() - e).abs().max() > 2e-2 * e.abs().max():
+                    problems.append(f"{name} call {call}: {tuple(f.shape)} off by {(f.double() - e).abs().max():.3g} of {e.abs().max():.3g}")
+        report = overlap_inductor.last_report()
+        schedules = [p.schedule for s in report.sites for p in s.decision.plan] if report else []
+        if schedules != ["fused"] * expected:
+            problems.append(f"{name}: {schedules}")
+    return problems
+
+
+def three_patterns(world_size: int, tokens: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
+    """An MLP of hidden 2048 as its parts: functions and inputs."""
+    g, rows = dist.group.WORLD, tokens // world_size
+    up, down = (torch.randn(1024, 2048, device="cuda").bfloat16() / 32 for _ in range(2))
+    x, y = torch.randn(rows, 2048, device="cuda").bfloat16(), torch.randn(tokens, 1024, device="cuda").bfloat16()
+    return {
+        "all_gather_matmul": (lambda x, a: all_gather(x, 0, g) @ a.t(), [x, up]),
+        "matmul_reduce_scatter": (lambda y, a: reduce_scatter(y @ a, "sum", 0, g), [y, down]),
+        "matmul_all_reduce": (lambda y, a: funcol.all_reduce(y @ a, "sum", g), [y, down]),
+    }
+
+
+def stress(rank: int, world_size: int, calls: int) -> dict[str, int]:
+    """Calls of three patterns and two sizes in turn, each rank late at random; every result must be bit for bit the first one."""
+    chance = random.Random(rank)
+    sites = []
+    for tokens in (512, 1000 // world_size * world_size):
+        torch._dynamo.reset()
+        for name, (function, inputs) in three_patterns(world_size, tokens).items():
+            compiled = compiled_fused(function)
+            first = compiled(*inputs)
+            assert (first.float() - function(*inputs).float()).abs().max() < 2e-2 * first.float().abs().max(), f"{name} {tokens}"
+            sites.append((name, compiled, inputs, first))
+    wrong = {name: torch.zeros(1, dtype=torch.int64, device="cuda") for name, *_ in sites}
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    for i in range(calls):
+        name, compiled, inputs, first = sites[i % len(sites)]
+        # Now and then on another stream, as when two parts of a program run side by side.
+        stream = streams[i % 37 == 0]
+        stream.wait_stream(streams[0])
+        with torch.cuda.stream(stream):
+            if chance.random() < 0.2:
+                torch.cuda._sleep(chance.randrange(200_000))
+            wrong[name] += (compiled(*inputs) != first).any()
+        streams[0].wait_stream(stream)
+    torch.cuda.synchronize()
+    return {name: int(count) for name, count in wrong.items()}
+
+
+def graphs(world_size: int, replays: int) -> dict[str, int]:
+    """Two captured graphs alive, replayed in turn and mixed with eager calls."""
+    torch._dynamo.reset()
+    sites, captured = list(three_patterns(world_size, 512).items()), []
+    compiled = {name: compiled_fused(function) for name, (function, _) in sites}
+    first = {name: compiled[name](*inputs) for name, (_, inputs) in sites}
+    torch.cuda.synchronize()
+    dist.barrier()
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = {name: compiled[name](*inputs) for name, (_, inputs) in sites}
+        captured.append((graph, outputs))
+    wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
+    for i in range(replays):
+        graph, outputs = captured[i % 2]
+        for output in outputs.values():
+            output.fill_(float("nan"))
+        graph.replay()
+        for name, output in outputs.items():
+            wrong += (output != first[name]).any()
+        if i % 5 == 0:
+            for name, (_, inputs) in sites:
+                wrong += (compiled[name](*inputs) != first[name]).any()
+    torch.cuda.synchronize()
+    return {"wrong": int(wrong)}
+
+
+def reduce_overhead(world_size: int) -> dict[str, int]:
+    """``mode="reduce-overhead"``: Inductor's own graphs."""
+    wrong = 0
+    for function, inputs in three_patterns(world_size, 512).values():
+        torch._dynamo.reset()
+        compiled = compiled_fused(function, mode="reduce-overhead")
+        expected = function(*inputs).float()
+        for _ in range(6):
+            torch.compiler.cudagraph_mark_step_begin()
+            wrong += int((compiled(*inputs).float() - expected).abs().max() > 2e-2 * expected.abs().max())
+    return {"wrong": wrong}
+
+
+def host_cost(world_size: int) -> dict[str, float]:
+    """Microseconds of the host for one call of the op, beside the queue of a GPU that is busy."""
+    found = {}
+    for name, (function, inputs) in three_patterns(world_size, 512).items():
+        torch._dynamo.reset()
+        compiled = torch.compile(function, dynamic=False)
+        with overlap_inductor.overlap(schedule="fused", mode="strict"):
+            compiled(*inputs)
+            dist.barrier()
+            torch.cuda.synchronize()
+            torch.cuda._sleep(100_000_000)
+            start = time.perf_counter()
+            for _ in range(100):
+                compiled(*inputs)
+            found[name] = round((time.perf_counter() - start) * 1e4, 1)
+            torch.cuda.synchronize()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--replays", type=int, default=2000)
+    parser.add_argument("--only", nargs="*", help="names of checks; all of them without")
+    arguments = parser.parse_args()
+    rank, world_size = start_rank()
+    # Else a function beyond the limit runs as it stands, and what is checked is not the kernels.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    failed = 0
+    checks: list[tuple[str, Callable[[], Any]]] = [
+        ("patterns", lambda: patterns(rank, world_size)),
+        ("stress", lambda: stress(rank, world_size, arguments.calls)),
+        ("graphs", lambda: graphs(world_size, arguments.replays)),
+        ("reduce-overhead", lambda: reduce_overhead(world_size)),
+        ("host", lambda: host_cost(world_size)),
+    ]
+    for name, check in checks:
+        if arguments.only and name not in arguments.only:
+            continue
+        start = time.monotonic()
+        found = check()
+        bad = bool(found) if isinstance(found, list) else name != "host" and any(found.values())
+        failed += bad
+        if rank == 0 or bad:
+            print(json.dumps({"check": name, "rank": rank, "world_size": world_size, "found": found, "ok": not bad, "s": round(time.monotonic() - start, 1)}), flush=True)
+        dist.barrier()
+    finish_rank()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
