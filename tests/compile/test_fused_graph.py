@@ -139,9 +139,9 @@ def test_auto_takes_the_kernel_where_it_is_the_fastest(monkeypatch: pytest.Monke
         (over_p2p,) = gather_site(1024, 8192, 3584).run(schedule="auto", transport="p2p").sites
     assert (large.decision.plan[0].schedule, large.decision.plan[0].transport, large.decision.source) == ("fused", "sm_push", "analytic")
     estimate = large.decision.plan[0].estimate_us
-    assert estimate["fused"] < estimate["ring"] < estimate["keep"]
+    assert estimate["fused"] < min(estimate["ring"], estimate["keep"])
     assert small.decision.reasons[0].code == "too_small" and "us in a fused kernel" in small.decision.reasons[0].text
-    assert over_p2p.decision.plan[0].schedule == "ring"
+    assert over_p2p.decision.plan[0].schedule == "keep" and "fused" not in over_p2p.decision.plan[0].estimate_us
 
 
 def workspace_of(report: OverlapReport, made: HandGraph) -> dict[str, list[list[int]]]:
