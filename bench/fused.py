@@ -37,15 +37,19 @@ PATIENCE_NS = 2_000_000_000
 SIGNALS = 32
 
 
-def variants(pattern: str, blocks: int) -> dict[str, FusedParameters]:
-    """The parameters to try, by name."""
+SHAPES_OF_TILES: dict[str, dict[str, Any]] = {"s3": {}, "s4h": {"stages": 4, "halves": True}, "n128": {"block_n": 128, "stages": 4}}
+
+
+def variants(pattern: str, blocks: int, tokens: int) -> dict[str, FusedParameters]:
+    """The parameters to try, by name; narrow tiles only where there are few."""
+    tiles = {k: v for k, v in SHAPES_OF_TILES.items() if k != "n128" or tokens <= 2048}
     found = {}
-    if pattern == "all_gather_matmul":
-        for pushers, parts, pieces in itertools.product((8, 12, 16), (1, 2, 4), (16,)):
-            found[f"fused pushers={pushers} parts={parts}"] = FusedParameters(blocks, parts, pieces, pushers)
-    else:
-        for parts, group in itertools.product((1, 2, 4, 8), (8,)):
-            found[f"fused parts={parts}"] = FusedParameters(blocks, parts, group_m=group)
+    for (name, shape), parts in itertools.product(tiles.items(), (1, 2, 4)):
+        if pattern == "all_gather_matmul":
+            for pushers in (8, 12):
+                found[f"fused p{pushers} parts{parts} {name}"] = FusedParameters(blocks, parts, 16, pushers, **shape)
+        else:
+            found[f"fused parts{parts} {name}"] = FusedParameters(blocks, parts, stagger_ns=150, **shape)
     return found
 
 
@@ -139,7 +143,7 @@ def measure(site: Site, repeats: int, blocks: int) -> list[dict[str, Any]]:
     providers: dict[str, Callable[[], Any]] = {"keep": site.keep}
     if site.pattern != "matmul_all_reduce":
         providers["async_tp"] = site.async_tp
-    settings = variants(site.pattern, blocks)
+    settings = variants(site.pattern, blocks, site.rows * site.world_size)
     for name, parameters in settings.items():
         providers[name] = lambda p=parameters: site.fused(p)
     errors = {}

@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from overlap_inductor.machine import Machine
 
 _MARGIN = 1.05
+_MARGIN_UNMEASURED = 1.25
 
 
 @dataclass(frozen=True)
 class SiteSizes:
-    """Numbers of one site at one token count: FLOPs of its matmuls, bytes a rank sends, item size, legs (2 for an all-reduce)."""
+    """Numbers of one site at one token count: FLOPs of its matmuls, bytes a rank sends a leg, item size, legs (2 for an all-reduce), and the 128 x 256
+    tiles of its matmuls."""
 
     flops: float
     bytes_sent: float
     itemsize: int
     world_size: int
     legs: int = 1
+    tiles: int = 0
 
 
 def matmul_seconds(sizes: SiteSizes, machine: Machine) -> float:
@@ -29,7 +32,7 @@ def matmul_seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def collective_seconds(sizes: SiteSizes, machine: Machine) -> float:
-    return sizes.legs * (machine.collective_seconds + sizes.bytes_sent / machine.link_bytes)
+    return machine.collective_seconds + sizes.legs * sizes.bytes_sent / machine.link_bytes
 
 
 def ring_seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
@@ -42,16 +45,23 @@ def ring_seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
 
 
 def fused_seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of one fused kernel: the longer of matmul and wire, what of the collective stays in sight, and a fixed cost."""
-    matmul = matmul_seconds(sizes, machine) / machine.fused_efficiency
+    """Seconds of one fused kernel: the longer of matmul and wire, and for each leg a fixed cost and the part of its wire that stays in sight."""
+    matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
-    return max(matmul, wire) + machine.fused_exposed[sizes.legs - 1] * min(matmul, wire) + machine.fused_seconds
+    exposed = machine.fused_exposed[sizes.legs - 1] * min(matmul, wire)
+    return max(matmul, wire) + exposed + sizes.legs * machine.fused_leg_seconds
 
 
 def fused_pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether a fused kernel is estimated to be at least 5 % faster than ``keep``."""
+    """Whether a fused kernel is estimated to be at least 5 % faster than ``keep``: 25 % in groups larger than those that were measured.
+
+    Never with less than a wave and a half of tiles, where most of the GPU would wait for what is coming.
+    """
+    if sizes.tiles < machine.fused_tiles:
+        return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
-    return fused_seconds(sizes, machine) * _MARGIN < keep
+    margin = _MARGIN if sizes.world_size <= machine.fused_ranks else _MARGIN_UNMEASURED
+    return fused_seconds(sizes, machine) * margin < keep
 
 
 def estimates_us(sizes: SiteSizes, machine: Machine, parts: int, fused: bool = False) -> dict[str, float]:

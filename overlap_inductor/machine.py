@@ -10,9 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """``matmul_flops`` FLOP/s by item size; ``link_bytes`` B/s each way between two ranks; ``step_seconds`` fixed cost of one hop;
-    ``fused_efficiency`` rate of a fused kernel's matmul relative to the vendor's; ``fused_exposed`` what it leaves of a collective of one leg and of two;
-    ``fused_seconds`` its fixed cost; ``overlapped_efficiency`` rate of chunk matmuls while transfers run beside them, relative to one whole matmul alone."""
+    """What a device type does.
+
+    Attributes:
+        matmul_flops: FLOP/s by item size.
+        link_bytes: B/s each way between two ranks; collective_seconds: fixed cost of a collective.
+        step_seconds: fixed cost of one hop of a ring.
+        overlapped_efficiency: rate of chunk matmuls while transfers run beside them, relative to one whole matmul alone.
+        fused_exposed: part of the wire time that a fused kernel of one leg, and of two, leaves in sight; fused_leg_seconds: its fixed cost a leg.
+        fused_ranks: largest group in which that was measured; fused_tiles: tiles from which on a fused kernel is worth a thought.
+    """
 
     name: str
     matmul_flops: dict[int, float]
@@ -20,17 +27,18 @@ class Machine:
     step_seconds: float
     collective_seconds: float
     overlapped_efficiency: float
-    fused_efficiency: float = 0.95
-    fused_exposed: tuple[float, float] = (0.1, 0.4)
-    fused_seconds: float = 20e-6
+    fused_exposed: tuple[float, float] = (0.12, 0.22)
+    fused_leg_seconds: float = 45e-6
+    fused_ranks: int = 4
+    fused_tiles: int = 200
 
 
 _MACHINES = {
     "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93),
-    # Fused kernels: from bench/results/fused.jsonl (4 H200s).
-    # One H200: dense bf16 about 700 TFLOP/s in practice; NCCL send and receive about 300 GB/s each way on NVLink. NCCL's kernels take
+    # Fused kernels: llama3-70b MLP on 4 H200s, 1024 to 16384 tokens (bench/results/fused.jsonl).
+    # One H200: dense bf16 780 TFLOP/s in large matmuls; NCCL send and receive about 300 GB/s each way on NVLink. NCCL's kernels take
     # SMs and memory bandwidth from the matmuls beside them: 0.75 is what the ring reached on 4 H200s (bench/results/ring_nccl.jsonl).
-    "cuda": Machine("cuda", {8: 3e13, 4: 2.5e14, 2: 7e14, 1: 1.3e15}, 3e11, 20e-6, 30e-6, 0.75),
+    "cuda": Machine("cuda", {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15}, 3e11, 20e-6, 30e-6, 0.75),
 }
 
 

@@ -40,10 +40,12 @@ def _hint(size: Any) -> int:
 
 def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     """FLOPs and bytes of the site at its example token count, times ``scale``."""
-    flops = 0.0
+    flops, tiles = 0.0, 0.0
     for matmul in site.matmuls:
         *batch, m, k = [_hint(s) for s in tools.shape(matmul.lhs)]
-        flops += 2.0 * m * k * _hint(tools.shape(matmul.rhs)[-1]) * (batch[0] if batch else 1)
+        n = _hint(tools.shape(matmul.rhs)[-1])
+        flops += 2.0 * m * k * n * (batch[0] if batch else 1)
+        tiles += -(-m // 128) * -(-n // 256) * (batch[0] if batch else 1)
     collective = site.collectives[0]
     world_size = collective.world_size
     source = tools.value(collective.input)
@@ -52,7 +54,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     sent = local * (world_size - 1) * (1.0 if gathers else 1.0 / world_size)
     legs = 2 if collective.kind == "all_reduce" else 1
     itemsize = tools.dtype(site.matmuls[0].lhs).itemsize
-    return cost_model.SiteSizes(flops * scale, sent * scale, itemsize, world_size, legs)
+    return cost_model.SiteSizes(flops * scale, sent * scale, itemsize, world_size, legs, int(tiles * scale))
 
 
 def plan(site: OverlapSite, config: OverlapConfig) -> Decision:

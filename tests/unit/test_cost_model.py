@@ -94,3 +94,37 @@ def test_unknown_machine_is_conservative() -> None:
     """An accelerator without a profile must not be an error, nor be taken for the fastest."""
     assert machine_for("xpu") is machine_for("cpu")
     assert set(machine_for("cuda").matmul_flops) == {1, 2, 4, 8}
+
+
+MEASURED = {  # llama3-70b MLP on 4 H200s, bf16 (bench/results/fused.jsonl): tokens: (keep, fused) in microseconds
+    "all_gather_matmul": {1024: (243.2, 226.1), 2048: (413.0, 360.9), 4096: (791.2, 639.7), 16384: (3084.8, 2499.0)},
+    "matmul_reduce_scatter": {1024: (220.7, 209.9), 2048: (413.0, 380.0), 4096: (794.8, 675.6), 16384: (3130.4, 2597.8)},
+    "matmul_all_reduce": {1024: (258.0, 261.0), 2048: (484.5, 436.7), 4096: (928.8, 778.5), 16384: (3642.0, 2808.0)},
+}
+
+
+def mlp(pattern: str, tokens: int, world_size: int) -> SiteSizes:
+    hidden, wide = 8192, 28672
+    columns = wide // world_size if pattern == "all_gather_matmul" else hidden
+    sent = tokens * hidden * 2 / world_size * (world_size - 1)
+    legs = 2 if pattern == "matmul_all_reduce" else 1
+    return SiteSizes(2.0 * tokens * hidden * wide / world_size, sent, 2, world_size, legs, tokens // 128 * columns // 256)
+
+
+@pytest.mark.parametrize("pattern", MEASURED)
+def test_the_gate_of_fused_kernels_agrees_with_what_was_measured(pattern: str) -> None:
+    machine = machine_for("cuda")
+    for tokens, (keep, fused) in MEASURED[pattern].items():
+        sizes = mlp(pattern, tokens, 4)
+        estimate = cost_model.estimates_us(sizes, machine, 4, fused=True)
+        assert estimate["keep"] == pytest.approx(keep, rel=0.16) and estimate["fused"] == pytest.approx(fused, rel=0.16), (tokens, estimate)
+        assert fused < keep or not cost_model.fused_pays(sizes, machine), tokens
+    assert cost_model.fused_pays(mlp(pattern, 16384, 4), machine)
+
+
+def test_fused_kernels_are_not_taken_for_few_tiles_nor_lightly_where_none_was_measured() -> None:
+    machine = machine_for("cuda")
+    few, many = mlp("all_gather_matmul", 1024, 8), mlp("all_gather_matmul", 4096, 8)
+    assert few.tiles < machine.fused_tiles and not cost_model.fused_pays(few, machine)
+    assert not cost_model.fused_pays(dataclasses.replace(few, tiles=400), machine)
+    assert cost_model.fused_pays(many, machine)
