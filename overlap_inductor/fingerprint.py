@@ -12,6 +12,7 @@ from pathlib import Path
 
 import overlap_inductor
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.group_facts import group_facts
 from overlap_inductor.torch_compat.versions import torch_version
 
@@ -38,9 +39,9 @@ def fingerprint(config: OverlapConfig | None) -> str:
     """The pass's ``uuid`` under ``config``; one constant where the pass does nothing.
 
     The process groups are in it because an ``all_reduce`` names its group and not the group's size: the same graph
-    text means another plan where the group has other ranks.
+    text means another plan where the group has other ranks. So is what the GPUs reach, on which fused kernels rest.
     """
     if config is None or config.mode == "off":
         return OFF
-    facts = (overlap_inductor.__version__, torch_version(), source_hash(), config.cache_key(), group_facts())
+    facts = (overlap_inductor.__version__, torch_version(), source_hash(), config.cache_key(), group_facts(), symmetric.reach())
     return "overlap_inductor: " + hashlib.sha256(repr(facts).encode()).hexdigest()

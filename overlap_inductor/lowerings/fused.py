@@ -1,7 +1,7 @@
 """Schedule ``fused``: one persistent kernel a site, launched on the current stream.
 
 Each function is the host's part of one kernel: it checks what the kernel rests on, cuts the work into bands and pieces, and launches. It
-waits for nothing and allocates nothing but its result. A group that has been aborted launches nothing more.
+waits for nothing and allocates nothing but its result and, where a kernel builds tensor maps, memory for those. A group that has been aborted launches nothing more.
 """
 
 from __future__ import annotations

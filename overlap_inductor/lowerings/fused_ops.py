@@ -1,4 +1,5 @@
-"""The ops of schedule ``fused``: one functional op a site, one persistent kernel an op (two where a gathered tensor has more readers).
+"""The ops of schedule ``fused``: one functional op a site, one persistent kernel an op. Further matmuls of a gathered tensor are the vendor's, on the
+workspace.
 
 Shapes (W ranks, this rank's view): ``shard [m, K]``, ``rhs [K, N]``, ``lhs [W*m, K]``. All ops return the chain's next token last. ``settings`` is JSON
 text of ``FusedParameters`` without ``blocks``. A site without rows, or one whose group has no workspace left for it (``transports.workspace``
@@ -14,18 +15,43 @@ import torch.distributed as dist
 
 from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings.fused_plan import FusedParameters
+from overlap_inductor.lowerings.fused_plan import needed
 from overlap_inductor.lowerings.fused_plan import parameters_of
+from overlap_inductor.lowerings.fused_plan import right_operand_fits
 from overlap_inductor.lowerings.ops import define
 from overlap_inductor.torch_compat.distributed import resolve_group
-from overlap_inductor.transports.workspace import GroupWorkspace
+from overlap_inductor.transports.workspace import Launch
 from overlap_inductor.transports.workspace import workspace_of
 
 Tensors = list[torch.Tensor]
 
 
-def _ready(group: dist.ProcessGroup, device: torch.device, site: str, settings: str) -> tuple[GroupWorkspace, FusedParameters] | None:
-    place = workspace_of(group, device)
-    return None if site in place.without_room else (place, parameters_of(settings, place.blocks))
+def _ready(
+    pattern: str, rows: int, inner: int, columns: int, like: torch.Tensor, group: dist.ProcessGroup, site: str, settings: str
+) -> tuple[Launch, FusedParameters] | None:
+    """Where and how the site's kernel runs, for ``rows`` of a shard; ``None`` where it does not."""
+    if rows == 0:
+        return None
+    place = workspace_of(group, like.device)
+    parameters = parameters_of(settings, place.blocks)
+    launch = place.launch(site, needed(pattern, group.size(), rows, inner, columns, like.element_size(), parameters))
+    return None if launch is None else (launch, parameters)
+
+
+def _left(a: torch.Tensor) -> torch.Tensor:
+    """``a`` as a kernel needs it: contiguous at 16 bytes, by a copy where it is a slice that lies otherwise."""
+    a = a.contiguous()
+    return a if a.data_ptr() % 16 == 0 else a.clone()
+
+
+def _right(b: torch.Tensor) -> torch.Tensor:
+    if not right_operand_fits(b):
+        return b.contiguous()
+    return b if b.data_ptr() % 16 == 0 else b.clone()
+
+
+def _bias(bias: torch.Tensor | None, columns: int) -> torch.Tensor | None:
+    return None if bias is None else bias.expand(columns).contiguous()
 
 
 def _fused_all_gather_matmul(
@@ -39,28 +65,30 @@ def _fused_all_gather_matmul(
     site: str,
 ) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
     group, token = resolve_group(group_name), chain.new_empty(1)
-    ready = _ready(group, shard.device, site, settings) if shard.shape[0] else None
+    ready = _ready("all_gather_matmul", shard.shape[0], shard.shape[1], rhs[0].shape[1], shard, group, site, settings)
     if ready is None:
         gathered, outs = reference.all_gather_matmul(shard, rhs, biases, group)
         return outs, gathered if gathered_used else shard.new_empty(0), token
     from overlap_inductor.lowerings import fused
 
-    place, parameters = ready
-    launch = place.launch(site)
-    shard = shard.contiguous()
+    launch, parameters = ready
+    shard = _left(shard)
     # The transfer hides under one of the matmuls: the largest.
     first = max(range(len(rhs)), key=lambda i: rhs[i].shape[1])
     keep = gathered_used or len(rhs) > 1
     outs = [shard.new_empty(0)] * len(rhs)
-    outs[first] = fused.all_gather_matmul(shard, rhs[first], launch, parameters, biases[first], keep)
+    outs[first] = fused.all_gather_matmul(shard, _right(rhs[first]), launch, parameters, _bias(biases[first], rhs[first].shape[1]), keep)
     if not keep:
         return outs, shard.new_empty(0), token
-    gathered = fused.gathered(shard, launch)
-    for i, (b, bias) in enumerate(zip(rhs, biases, strict=True)):
-        if i != first:
-            outs[i] = torch.mm(gathered, b) if bias is None else torch.addmm(bias, gathered, b)
-    result = gathered.clone() if gathered_used else shard.new_empty(0)
-    fused.end(launch)
+    try:
+        gathered = fused.gathered(shard, launch)
+        for i, (b, bias) in enumerate(zip(rhs, biases, strict=True)):
+            if i != first:
+                outs[i] = torch.mm(gathered, b) if bias is None else torch.addmm(bias, gathered, b)
+        result = gathered.clone() if gathered_used else shard.new_empty(0)
+    finally:
+        # Whatever happened: peers wait for leave to write into this workspace again.
+        fused.end(launch)
     return outs, result, token
 
 
@@ -85,13 +113,13 @@ def _fused_matmul_reduce_scatter(
     chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, settings: str, reduce_op: str, group_name: str, site: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group, token = resolve_group(group_name), chain.new_empty(1)
-    ready = _ready(group, lhs.device, site, settings) if lhs.shape[0] else None
+    ready = _ready("matmul_reduce_scatter", lhs.shape[0] // group.size(), rhs.shape[0], rhs.shape[1], lhs, group, site, settings)
     if ready is None:
         return reference.matmul_reduce_scatter([lhs], [rhs], [bias], reduce_op, group), token
     from overlap_inductor.lowerings import fused
 
-    place, parameters = ready
-    return fused.matmul_reduce_scatter(lhs.contiguous(), rhs, place.launch(site), parameters, bias, reduce_op == "avg"), token
+    launch, parameters = ready
+    return fused.matmul_reduce_scatter(_left(lhs), _right(rhs), launch, parameters, _bias(bias, rhs.shape[1]), reduce_op == "avg"), token
 
 
 def _fused_matmul_reduce_scatter_fake(
@@ -112,13 +140,13 @@ def _fused_matmul_all_reduce(
     chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, settings: str, reduce_op: str, group_name: str, site: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group, token = resolve_group(group_name), chain.new_empty(1)
-    ready = _ready(group, lhs.device, site, settings) if lhs.shape[0] else None
+    ready = _ready("matmul_all_reduce", lhs.shape[0] // group.size(), rhs.shape[0], rhs.shape[1], lhs, group, site, settings)
     if ready is None:
         return reference.matmul_all_reduce([lhs], [rhs], [bias], reduce_op, group), token
     from overlap_inductor.lowerings import fused
 
-    place, parameters = ready
-    return fused.matmul_all_reduce(lhs.contiguous(), rhs, place.launch(site), parameters, bias, reduce_op == "avg"), token
+    launch, parameters = ready
+    return fused.matmul_all_reduce(_left(lhs), _right(rhs), launch, parameters, _bias(bias, rhs.shape[1]), reduce_op == "avg"), token
 
 
 def _fused_matmul_all_reduce_fake(

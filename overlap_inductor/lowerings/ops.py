@@ -21,7 +21,6 @@ lowerings (``torch_compat.lowering``) make them views.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import torch
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.transports import agreement
 from overlap_inductor.transports import p2p
-from overlap_inductor.transports import workspace
+from overlap_inductor.transports.workspace import prepare
 
 NAMESPACE = "overlap_inductor"
 library = torch.library.Library(NAMESPACE, "DEF")
@@ -52,21 +51,20 @@ library.define("group_rank(str group_name) -> int")
 library.impl("group_rank", _group_rank, "CompositeExplicitAutograd")
 
 
-def _agree(group_name: str, plan: str, device: torch.device) -> torch.Tensor:
+def _agree(group_name: str, plan: str, device: torch.device, workspace: str | None = None, limit: int = 0) -> torch.Tensor:
     group = resolve_group(group_name)
-    if agreement.agree(group, plan):
-        terms = json.loads(plan)
-        requests = terms.get("workspace", {}).get(group_name)
-        if requests:
-            workspace.prepare(group, device, requests, terms["config"]["workspace_limit"] << 20)
+    agreement.agree(group, plan)
+    if workspace is not None:
+        prepare(group, device, workspace, limit << 20)
     return torch.zeros(1, dtype=torch.uint8, device=device)
 
 
-def _agree_fake(group_name: str, plan: str, device: torch.device) -> torch.Tensor:
+def _agree_fake(group_name: str, plan: str, device: torch.device, workspace: str | None = None, limit: int = 0) -> torch.Tensor:
     return torch.empty(1, dtype=torch.uint8, device=device)
 
 
-define("agree(str group_name, str plan, Device device) -> Tensor", _agree, _agree_fake)
+# ``workspace``: JSON text, ``[[site, bytes, signals]]`` of the group's fused sites, and the limit of their workspace in MiB.
+define("agree(str group_name, str plan, Device device, str? workspace=None, int limit=0) -> Tensor", _agree, _agree_fake)
 
 
 def _gather_start(

@@ -36,8 +36,8 @@ def why_not(site: OverlapSite, config: OverlapConfig) -> str | None:
     if facts.pattern != "all_gather_matmul" and len(site.matmuls) > 1:
         return f"{len(site.matmuls)} matmuls are summed into one reduction; a fused kernel has one"
     for left, right in _operands(site):
-        if any(not isinstance(size, int) for size in (*left.shape, *right.shape)):
-            return f"a size is only known when it runs: {[str(s) for s in left.shape]} @ {[str(s) for s in right.shape]}"
+        if any(not isinstance(size, int) for tensor in (left, right) for size in (*tensor.shape, *tensor.stride())):
+            return f"a size or stride is only known when it runs: {[str(s) for s in left.shape]} @ {[str(s) for s in right.shape]}"
         reason = fused_plan.why_not(left.dtype, int(left.shape[1]), int(right.shape[1]))
         if reason is not None:
             return reason

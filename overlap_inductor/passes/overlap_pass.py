@@ -75,7 +75,7 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, graph_
         if not chosen or config.mode not in ("on", "strict"):
             break
         plan_hash, plan = plan_text(chosen, config)
-        failures = rewrite_or_restore(graph, chosen, plan)
+        failures = rewrite_or_restore(graph, chosen, plan, config.workspace_limit)
         if not failures:
             break
         # The graph is as before; once more without the site that failed.
@@ -127,11 +127,11 @@ def choose(sites: list[OverlapSite], config: OverlapConfig, refusal: str | None,
 _NOT_A_FAILURE = {"switched_off", "world_size_one"}
 
 
-def rewrite_or_restore(graph: fx.Graph, chosen: list[OverlapSite], plan: str) -> dict[str, Reason]:
+def rewrite_or_restore(graph: fx.Graph, chosen: list[OverlapSite], plan: str, workspace_limit: int) -> dict[str, Reason]:
     """Rewrite; if that fails put the graph back as it was. Returns the reason of the site that failed, or of all where none can be blamed."""
     snapshot = fx.Graph()
     _copy(graph, snapshot)
-    rewriter = Rewriter(graph, plan)
+    rewriter = Rewriter(graph, plan, workspace_limit)
     try:
         rewriter.apply(chosen)
     except Exception as error:  # noqa: BLE001  (whatever went wrong, the model must still compile; the report and strict mode say so)
@@ -173,9 +173,6 @@ def plan_text(chosen: list[OverlapSite], config: OverlapConfig) -> tuple[str, st
         "sites": len(chosen),
         "plan": digest,
     }
-    workspace = planner.workspace(chosen)
-    if workspace:
-        plan["workspace"] = workspace
     return digest, json.dumps(plan, sort_keys=True)
 
 

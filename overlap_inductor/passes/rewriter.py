@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from operator import getitem
 from typing import Any
@@ -12,6 +13,7 @@ from torch import fx
 from overlap_inductor.passes import collectives
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import looping
+from overlap_inductor.passes import planner
 from overlap_inductor.passes import ring_gather
 from overlap_inductor.passes import ring_reduce
 from overlap_inductor.passes.placement import place
@@ -27,10 +29,10 @@ _STACK = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
 
 class Rewriter:
-    """Rewrites the sites of one graph in graph order. ``plan`` is the text that the ranks compare before data moves."""
+    """Rewrites the sites of one graph in graph order. ``plan`` is the text that the ranks compare before data moves; ``workspace_limit`` in MiB."""
 
-    def __init__(self, graph: fx.Graph, plan: str) -> None:
-        self.graph, self.plan = graph, plan
+    def __init__(self, graph: fx.Graph, plan: str, workspace_limit: int) -> None:
+        self.graph, self.plan, self.limit = graph, plan, workspace_limit
         self.chains: dict[str, fx.Node] = {}
         self.order: dict[fx.Node, set[fx.Node]] = {}
         self.emitted: dict[str, list[fx.Node]] = {}
@@ -63,13 +65,18 @@ class Rewriter:
         self.graph.lint()
 
     def _agree(self, placed: list[tuple[OverlapSite, fx.Node]]) -> None:
-        """One agreement a group, all of them before the first step of any: no data moves while ranks may still differ."""
+        """One agreement a group, all of them before the first step of any: no data moves while ranks may still differ.
+
+        Each asks for the workspace of its own group's sites: what other groups need is not the same on all ranks of this one.
+        """
+        needs = planner.workspace([site for site, _ in placed])
         with self.graph.inserting_before(placed[0][1]):
             for site, _ in placed:
                 name = site.facts.collective.group_name
                 if name not in self.chains:
                     source = tools.value(site.collectives[0].input)
-                    node = self.graph.call_function(overlap.agree.default, (name, self.plan, source.device))
+                    terms = (json.dumps(needs[name]), self.limit) if name in needs else ()
+                    node = self.graph.call_function(overlap.agree.default, (name, self.plan, source.device, *terms))
                     with source.fake_mode:
                         node.meta["val"] = torch.empty(1, dtype=torch.uint8, device=source.device)
                     self.chains[name] = node

@@ -60,3 +60,8 @@ def group_description(group_name: str) -> str | None:
     if not description or description in ("default_pg", "undefined"):
         return None
     return description.removeprefix("mesh_")
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether the group has not been destroyed."""
+    return group in distributed_c10d._world.pg_map

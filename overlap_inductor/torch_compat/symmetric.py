@@ -28,11 +28,21 @@ def allocate(elements: int, dtype: torch.dtype, device: torch.device, group: dis
     local = _symmetric_memory.empty(elements, dtype=dtype, device=device).zero_()
     handle = _symmetric_memory.rendezvous(local, group)
     peers = tuple(local if r == group.rank() else handle.get_buffer(r, (elements,), dtype) for r in range(group.size()))
-    pointers = torch.tensor([p.data_ptr() for p in peers], dtype=torch.int64, device=device)
+    pointers = lasting(torch.tensor([p.data_ptr() for p in peers], dtype=torch.int64), device)
     # (No rank may write to a peer's memory before the peer has cleared it.)
     torch.cuda.synchronize(device)
     dist.barrier(group=group)
     return SymmetricBuffer(local, peers, pointers, handle)
+
+
+def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``values`` on the device, in memory that is not the caching allocator's: what is allocated during a graph's first run must not count as that
+    graph's own (CUDA graph trees take the run's allocations for theirs)."""
+    if device.type != "cuda":
+        return values.to(device)
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.empty(values.shape, dtype=values.dtype, device=device).copy_(values)
 
 
 def capturing() -> bool:
@@ -45,21 +55,30 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def reach() -> tuple[object, ...]:
+    """What decides whether kernels may reach other GPUs of this machine: capability, GPUs and ranks of the machine, GPUs out of reach. For the cache key, too."""
+    if not torch.cuda.is_initialized():
+        return ()
+    here = torch.cuda.current_device()
+    cut_off = tuple(d for d in range(torch.cuda.device_count()) if d != here and not torch.cuda.can_device_access_peer(here, d))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    return torch.cuda.get_device_capability(), torch.cuda.device_count(), local, cut_off
+
+
 def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str | None:
     """Why kernels of this group cannot reach the peers' memory, from what every rank of the group knows alike; or ``None``."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    facts = reach()
+    if device.type != "cuda" or not facts:
         return f"its tensors lie on {device.type}; it needs NVIDIA GPUs of one machine"
-    if torch.cuda.get_device_capability() < (9, 0):
-        return f"this GPU has compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))}; it needs 9.0"
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
-    machines = {rank // local for rank in ranks}
+    capability, _, local, cut_off = facts
+    if torch.version.hip is not None or capability[0] != 9:  # type: ignore[index]
+        return f"this GPU has compute capability {capability}; its kernels are made for NVIDIA's (9, 0)"
+    if torch.cuda.device_count() < len(ranks):
+        return f"this process sees {torch.cuda.device_count()} of the {len(ranks)} GPUs"
+    machines = {rank // local for rank in ranks}  # type: ignore[operator]
     if len(machines) > 1:
         return f"its ranks lie on {len(machines)} machines ({local} ranks each)"
-    here = torch.cuda.current_device()
-    cut_off = [d for d in range(torch.cuda.device_count()) if d != here and not torch.cuda.can_device_access_peer(here, d)]
-    if cut_off:
-        return f"GPU {here} cannot reach the memory of {', '.join(map(str, cut_off))}"
-    return None
+    return f"this GPU cannot reach the memory of GPUs {cut_off}" if cut_off else None
 
 
 def write_value_on_stream(flags: torch.Tensor, index: int, value: int) -> None:

@@ -43,15 +43,15 @@ def _state(group: dist.ProcessGroup) -> _GroupState:
     return known
 
 
-def agree(group: dist.ProcessGroup, plan: str) -> bool:
-    """Compare ``plan`` with the other ranks' on its first call; later calls with the same plan are one set lookup. Returns whether it was the first.
+def agree(group: dist.ProcessGroup, plan: str) -> None:
+    """Compare ``plan`` with the other ranks' on its first call; later calls with the same plan are one set lookup.
 
     Raises:
         AgreementError: another rank has a different plan, or published none before the deadline; on every rank alike.
     """
     state = _state(group)
     if plan in state.agreed:
-        return False
+        return
     number = state.published
     state.published += 1
     store = group_store(group)
@@ -71,7 +71,6 @@ def agree(group: dist.ProcessGroup, plan: str) -> bool:
         )
     state.agreed.add(plan)
     state.newest = plan
-    return True
 
 
 def plans_waiting(group: dist.ProcessGroup) -> str:

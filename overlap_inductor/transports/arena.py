@@ -1,9 +1,10 @@
 """``WorkspaceArena``: who holds which bytes of a group's symmetric memory, until when. The only place that allocates it.
 
-A group has a few *slots*. A call of a site holds one slot from its start to its end; sites take the slots in turn, in the order of the plan
-that all ranks have agreed upon, so that neighbours in the graph, or on two streams, never meet in one slot. What keeps a rank from writing
-into a slot that a peer still reads is a credit, which the peer gives when its call ends (``kernels.signals.credit_flag``). Calls are counted in device memory (``Slot.calls``), never by the host: a CUDA graph that is replayed, or mixed
-with eager calls, counts on.
+A group has a few *slots*. A call of a site holds one slot from its start to its end. The sites of a graph take the slots in turn, in the order of
+the plan that all ranks have agreed upon; sites of other graphs may share them, since calls of a rank run one after the other
+(``transports.workspace``). What keeps a rank from writing into a slot that a peer still reads is a credit, which the peer gives when its call
+ends (``kernels.signals.credit_flag``). Calls are counted in device memory (``Slot.calls``), never by the host: a CUDA graph that is replayed,
+or mixed with eager calls, counts on.
 
 Sizes are planned before anything runs (``slots_for``; a dynamic site asks for its largest token count), so that ``prepare`` happens at the
 graph's first run, outside any capture. Slots are never moved, grown or freed while the group lives: graphs captured before hold their
@@ -23,6 +24,7 @@ import torch
 from overlap_inductor.errors import OverlapError
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.layout import QUEUE_WORDS
+from overlap_inductor.torch_compat import symmetric
 
 ALIGNMENT = 1024
 SLOTS = 2
@@ -62,7 +64,6 @@ class Slot:
 
     nbytes: int
     signals: int
-    world_size: int
     data: Buffer
     flags: Buffer
     calls: torch.Tensor
@@ -170,17 +171,21 @@ class WorkspaceArena:
             )
 
     def _new(self, nbytes: int, signals: int) -> Slot:
+        words = symmetric.lasting(torch.zeros(1 + QUEUE_WORDS + self.world_size * signals, dtype=torch.int32), self.device)
         slot = Slot(
             nbytes,
             signals,
-            self.world_size,
             self.allocate(nbytes, torch.uint8),
             self.allocate(_flag_words(self.world_size, signals), torch.int32),
-            torch.zeros(1, dtype=torch.int32, device=self.device),
-            torch.zeros(QUEUE_WORDS + self.world_size * signals, dtype=torch.int32, device=self.device),
+            words[:1],
+            words[1:],
         )
         self.slots.append(slot)
         return slot
+
+    def holds(self, request: Request) -> bool:
+        """Whether the site has a slot that is large enough."""
+        return _suffices(self._of_site.get(request.site), request)
 
     def slot(self, site: str) -> Slot:
         """The slot of a site that has been prepared for.

@@ -14,6 +14,7 @@ import torch
 
 from overlap_inductor.errors import TransferError
 from overlap_inductor.kernels import layout
+from overlap_inductor.torch_compat import symmetric
 
 _WAITED_FOR = {
     layout.WAIT_CREDIT: "leave to write into the workspace of",
@@ -49,7 +50,7 @@ class FaultRecord:
         record = torch.zeros(layout.FAULT_WORDS, dtype=torch.int32)
         if device.type != "cpu":
             record = record.pin_memory()
-        return cls(group_name, ranks, record, stop_words(record).to(device))
+        return cls(group_name, ranks, record, symmetric.lasting(stop_words(record), device))
 
     def number(self, site: str) -> int:
         """The number under which kernels record ``site``."""

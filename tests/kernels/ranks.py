@@ -78,6 +78,6 @@ class SharedWorkspace:
     def launch(self, rank: int, patience_ns: int = 1_000_000_000) -> Launch:
         world_size = self.data.shape[0]
         calls, queues = torch.zeros(1, dtype=torch.int32), torch.zeros(QUEUE_WORDS + world_size * self.signals, dtype=torch.int32)
-        slot = Slot(self.data.shape[1], self.signals, world_size, SharedBuffer(self.data, rank), SharedBuffer(self.flags, rank), calls, queues)
+        slot = Slot(self.data.shape[1], self.signals, SharedBuffer(self.data, rank), SharedBuffer(self.flags, rank), calls, queues)
         faults = FaultRecord("tp", range(world_size), self.fault[rank], stop_words(self.fault[rank]))
         return Launch(rank, world_size, slot, faults, faults.number("some site"), patience_ns)

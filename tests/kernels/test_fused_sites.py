@@ -48,6 +48,16 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
         "scatter uneven rows": (lambda x, a: reduce_scatter(_evened(x @ a, 0, w), "sum", 0, g), [(s * w - 1, 16), (16, 8)], 1),
         "all-reduce": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(s * w, 16), (16, 24)], 1),
         "all-reduce, batch 1, with bias": (lambda x, a, b: all_reduce(torch.nn.functional.linear(x, a, b), "sum", g), [(1, s * w, 16), (8, 16), (8,)], 1),
+        "operands that begin in the middle of 16 bytes": (
+            lambda x, a: all_gather(x.view(-1)[4 : 4 + s * 16].view(s, 16), 0, g) @ a[:, 4:28],
+            [(s + 1, 16), (16, 32)],
+            1,
+        ),
+        "a bias with gaps, a bias of one element": (
+            lambda x, a, b: (lambda y: (torch.addmm(b[::2], y, a), torch.addmm(b[1:2], y, a + 1)))(all_gather(x, 0, g)),
+            [(s, 16), (16, 24), (48,)],
+            1,
+        ),
         "an MLP, gathered and scattered": (
             lambda x, a, b: reduce_scatter(torch.relu(all_gather(x, 0, g) @ a.t()) @ b.t(), "sum", 0, g),
             [(s, 16), (24, 16), (16, 24)],

@@ -1,0 +1,90 @@
+"""What a group's fused kernels are given on a rank: slots for the plans that fit, none for those that do not, and an end to every call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_inductor.errors import OverlapError
+from overlap_inductor.lowerings import fused_ops
+from overlap_inductor.lowerings.fused_plan import FusedParameters
+from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports import workspace
+from tests.fake_group import fake_group
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Plain:
+    local: torch.Tensor
+
+    @property
+    def pointers(self) -> torch.Tensor:
+        return torch.tensor([self.local.data_ptr()])
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(symmetric, "allocate", lambda n, dtype, device, group: Plain(torch.zeros(n, dtype=dtype)))
+    with fake_group(2) as made:
+        yield made
+
+
+def requests(**sizes: int) -> str:
+    return json.dumps([[site, nbytes, 1] for site, nbytes in sizes.items()])
+
+
+def test_a_plan_that_failed_in_a_capture_is_prepared_when_it_runs_outside(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the advice that the error gives, to run once before capturing, would not help."""
+    monkeypatch.setattr(symmetric, "capturing", lambda: True)
+    with pytest.raises(OverlapError, match="Run the compiled function once before capturing it"):
+        workspace.prepare(group, CPU, requests(a=100), 2**20)
+    monkeypatch.setattr(symmetric, "capturing", lambda: False)
+    workspace.prepare(group, CPU, requests(a=100), 2**20)
+    assert workspace.workspace_of(group, CPU).launch("a", (100, 1)) is not None
+
+
+def test_a_plan_without_room_runs_as_it_stood_and_takes_nothing_from_others(group: Any, caplog: pytest.LogCaptureFixture) -> None:
+    workspace.prepare(group, CPU, requests(a=1000), 2**20)
+    workspace.prepare(group, CPU, requests(a=2**21, b=10), 2**20)
+    place = workspace.workspace_of(group, CPU)
+    assert "2 sites of group '0' run as they stood" in caplog.text and "is 1 MiB" in caplog.text
+    assert place.launch("a", (1000, 1)) is not None, "the graph before has its slot"
+    assert place.launch("a", (2**21, 1)) is None and place.launch("b", (10, 1)) is None
+    workspace.prepare(group, CPU, requests(a=2**21), 2**23)
+    assert place.launch("a", (2**21, 1)) is not None, "a plan with a higher limit"
+
+
+def test_a_site_that_was_not_prepared_for_is_an_error(group: Any) -> None:
+    with pytest.raises(OverlapError, match="site x has no workspace"):
+        workspace.workspace_of(group, CPU).launch("x", (1, 1))
+
+
+def test_a_destroyed_group_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        with fake_group(2) as group:
+            before = workspace.workspace_of(group, CPU)
+            assert workspace.workspace_of(group, CPU) is before
+    with fake_group(2) as group:
+        workspace.workspace_of(group, CPU)
+        assert len(workspace._WORKSPACES) == 1
+
+
+def test_a_call_ends_also_where_a_later_reader_fails(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without leave to write again the peers would wait, and this rank would take the last call's rows for the next one's."""
+    fused = pytest.importorskip("overlap_inductor.lowerings.fused")
+    ended = []
+    monkeypatch.setattr(fused_ops, "_ready", lambda *args: ("launch", FusedParameters(1)))
+    monkeypatch.setattr(fused, "all_gather_matmul", lambda a, b, *rest: a @ b)
+    monkeypatch.setattr(fused, "gathered", lambda a, launch: a)
+    monkeypatch.setattr(fused, "end", ended.append)
+    x, w = torch.zeros(4, 8), torch.zeros(8, 8)
+    with pytest.raises(RuntimeError):
+        fused_ops._fused_all_gather_matmul(torch.zeros(1), x, [w, torch.zeros(3, 5)], [None, None], False, "{}", group.group_name, "site")
+    assert ended == ["launch"]
