@@ -1,8 +1,9 @@
 """A site as one op: which sites the looping and the fused ops compute, and how operands and results are laid out for them.
 
-The ops of ``lowerings.looping`` and ``lowerings.fused_ops`` cut plain 2-D matmuls along leading rows in the ranks' order. Rows that lie otherwise are brought there:
-``[outer, rank, chunk]`` (a gather or scatter of an inner dim) by a permute of the result or of the left operand, and a cut along columns
-by computing the transposed product, which the vendor's matmul does without a copy. A cut along the contracted dim has no looping op.
+The ops of ``lowerings.looping`` and ``lowerings.fused_ops`` cut plain 2-D matmuls along leading rows in the ranks' order. Rows that lie otherwise are
+brought there: ``[outer, rank, chunk]`` (a gather or scatter of an inner dim) by a permute of the result or of the left operand, and a cut along
+columns by computing the transposed product, which the vendor's matmul does without a copy (a fused kernel copies its left operand). A cut
+along the contracted dim has no such op.
 """
 
 from __future__ import annotations
