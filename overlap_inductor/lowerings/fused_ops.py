@@ -109,55 +109,31 @@ define(
 )
 
 
-def _fused_matmul_reduce_scatter(
-    chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, settings: str, reduce_op: str, group_name: str, site: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    group, token = resolve_group(group_name), chain.new_empty(1)
-    ready = _ready("matmul_reduce_scatter", lhs.shape[0] // group.size(), rhs.shape[0], rhs.shape[1], lhs, group, site, settings)
-    if ready is None:
-        return reference.matmul_reduce_scatter([lhs], [rhs], [bias], reduce_op, group), token
-    from overlap_inductor.lowerings import fused
+def _define_reduction(pattern: str, keeps_rows: bool) -> None:
+    """Op ``fused_<pattern>``: ``(result, token)``; the result has all rows of ``lhs`` where ``keeps_rows``, else a shard's. The plain computation
+    and the kernel's launch have the pattern's name in ``reference`` and in ``fused``."""
 
-    launch, parameters = ready
-    return fused.matmul_reduce_scatter(_left(lhs), _right(rhs), launch, parameters, _bias(bias, rhs.shape[1]), reduce_op == "avg"), token
+    def implementation(
+        chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, settings: str, reduce_op: str, group_name: str, site: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        group, token = resolve_group(group_name), chain.new_empty(1)
+        ready = _ready(pattern, lhs.shape[0] // group.size(), rhs.shape[0], rhs.shape[1], lhs, group, site, settings)
+        if ready is None:
+            return getattr(reference, pattern)([lhs], [rhs], [bias], reduce_op, group), token
+        from overlap_inductor.lowerings import fused
 
+        launch, parameters = ready
+        return getattr(fused, pattern)(_left(lhs), _right(rhs), launch, parameters, _bias(bias, rhs.shape[1]), reduce_op == "avg"), token
 
-def _fused_matmul_reduce_scatter_fake(
-    chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: object, settings: str, reduce_op: str, group_name: str, site: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return lhs.new_empty(lhs.shape[0] // resolve_group(group_name).size(), rhs.shape[1]), chain.new_empty(1)
+    def fake(
+        chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: object, settings: str, reduce_op: str, group_name: str, site: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = lhs.shape[0] if keeps_rows else lhs.shape[0] // resolve_group(group_name).size()
+        return lhs.new_empty(rows, rhs.shape[1]), chain.new_empty(1)
 
-
-define(
-    "fused_matmul_reduce_scatter(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op, str group_name, str site) "
-    "-> (Tensor, Tensor)",
-    _fused_matmul_reduce_scatter,
-    _fused_matmul_reduce_scatter_fake,
-)
-
-
-def _fused_matmul_all_reduce(
-    chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, settings: str, reduce_op: str, group_name: str, site: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    group, token = resolve_group(group_name), chain.new_empty(1)
-    ready = _ready("matmul_all_reduce", lhs.shape[0] // group.size(), rhs.shape[0], rhs.shape[1], lhs, group, site, settings)
-    if ready is None:
-        return reference.matmul_all_reduce([lhs], [rhs], [bias], reduce_op, group), token
-    from overlap_inductor.lowerings import fused
-
-    launch, parameters = ready
-    return fused.matmul_all_reduce(_left(lhs), _right(rhs), launch, parameters, _bias(bias, rhs.shape[1]), reduce_op == "avg"), token
+    schema = "(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op, str group_name, str site) -> (Tensor, Tensor)"
+    define(f"fused_{pattern}{schema}", implementation, fake)
 
 
-def _fused_matmul_all_reduce_fake(
-    chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: object, settings: str, reduce_op: str, group_name: str, site: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return lhs.new_empty(lhs.shape[0], rhs.shape[1]), chain.new_empty(1)
-
-
-define(
-    "fused_matmul_all_reduce(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op, str group_name, str site) "
-    "-> (Tensor, Tensor)",
-    _fused_matmul_all_reduce,
-    _fused_matmul_all_reduce_fake,
-)
+_define_reduction("matmul_reduce_scatter", keeps_rows=False)
+_define_reduction("matmul_all_reduce", keeps_rows=True)

@@ -1,0 +1,217 @@
+"""A graph for every reason why a collective leads to no site."""
+
+from __future__ import annotations
+
+import torch
+
+from overlap_inductor.report import OverlapReport
+from tests.hand_graph import HandGraph
+from tests.hand_graph import aten
+from tests.hand_graph import c10d
+from tests.hand_graph import getitem
+from tests.unit.reasons import case
+from tests.unit.reasons import weight
+
+# Collectives that can be no site
+
+
+@case("taken_by_async_tp", "near_miss")
+def _() -> OverlapReport:
+    import torch.distributed._symmetric_memory  # noqa: F401  (defines the operator)
+
+    made = HandGraph()
+    x, w = made.input(4, 16), weight(made)
+    fused = made.graph.call_function(torch.ops.symm_mem.fused_all_gather_matmul.default, (x, [w], 0, made.group))
+    with made.mode:
+        fused.meta["val"] = (torch.empty(8, 16), [torch.empty(8, 8)])
+    results = made.call(getitem, fused, 1)
+    return made.output(made.call(getitem, results, 0)).run()
+
+
+@case("out_variant", "near_miss", "in place")
+def _() -> OverlapReport:
+    made = HandGraph()
+    y = made.mm(made.input(4, 16), weight(made))
+    return made.output(made.wait(made.call(c10d.all_reduce_.default, y, "sum", made.group))).run()
+
+
+@case("out_variant", "near_miss", "out")
+def _() -> OverlapReport:
+    made = HandGraph()
+    x, w, buffer = made.input(4, 16), weight(made), made.input(8, 16, name="buffer")
+    gathered = made.wait(made.call(c10d.all_gather_into_tensor_out.default, x, 2, made.group, out=buffer))
+    return made.output(made.mm(gathered, w)).run()
+
+
+@case("coalesced", "near_miss")
+def _() -> OverlapReport:
+    made = HandGraph()
+    started = made.call(c10d.all_reduce_coalesced.default, [made.mm(made.input(4, 16), weight(made))], "sum", made.group)
+    return made.output(made.wait(made.call(getitem, started, 0))).run()
+
+
+@case("no_wait", "near_miss", "none")
+def _() -> OverlapReport:
+    made = HandGraph()
+    started = made.call(c10d.all_gather_into_tensor.default, made.input(4, 16), 2, made.group)
+    return made.output(made.mm(started, weight(made))).run()
+
+
+@case("no_wait", "near_miss", "two")
+def _() -> OverlapReport:
+    made = HandGraph()
+    started = made.call(c10d.all_reduce.default, made.mm(made.input(4, 16), weight(made)), "sum", made.group)
+    return made.output(made.wait(started), made.wait(started)).run()
+
+
+@case("group_not_resolved", "near_miss")
+def _() -> OverlapReport:
+    made = HandGraph()
+    made.group = "no such group"
+    y = made.mm(made.input(4, 16), weight(made))
+    started = made.graph.call_function(c10d.all_reduce.default, (y, "sum", made.group))
+    started.meta["val"] = y.meta["val"]
+    return made.output(made.wait(started)).run()
+
+
+@case("pattern_not_available", "near_miss")
+def _() -> OverlapReport:
+    made = HandGraph()
+    y = made.mm(made.input(4, 16), weight(made))
+    return made.output(made.wait(made.call(c10d.all_to_all_single.default, y, [2, 2], [2, 2], made.group))).run()
+
+
+# Gathers that lead to no site
+
+
+@case("no_matmul", "near_miss", "gather")
+def _() -> OverlapReport:
+    made = HandGraph()
+    return made.output(made.gather(made.input(4, 16))).run()
+
+
+@case("no_matmul", "near_miss", "of a scalar")
+def _() -> OverlapReport:
+    made = HandGraph()
+    x = made.input()
+    started = made.graph.call_function(c10d.all_gather_into_tensor.default, (x, 2, made.group))
+    with made.mode:
+        started.meta["val"] = torch.empty(2)
+    return made.output(made.wait(started)).run()
+
+
+@case("no_matmul", "near_miss", "reduction")
+def _() -> OverlapReport:
+    made = HandGraph()
+    return made.output(made.reduce(made.input(4, 16))).run()
+
+
+@case("fsdp_weight_gather", "near_miss")
+def _() -> OverlapReport:
+    made = HandGraph()
+    x = made.input(4, 16)
+    return made.output(made.mm(x, made.gather(made.input(8, 8, name="shard")))).run()
+
+
+@case("not_plain_gather", "near_miss")
+def _() -> OverlapReport:
+    made = HandGraph()
+    x = made.input(2, 4, 16)
+    joined = made.join(made.gather(x), 2, 1, (1, 0))
+    return made.output(made.mm(made.view(joined, 16, 16), weight(made))).run()
+
+
+@case("op_between", "near_miss", "gather")
+def _() -> OverlapReport:
+    made = HandGraph()
+    gathered = made.gather(made.input(4, 16))
+    return made.output(made.mm(made.call(aten._softmax.default, gathered, 0, False), weight(made))).run()
+
+
+@case("op_between", "near_miss", "gather, in parts")
+def _() -> OverlapReport:
+    made = HandGraph()
+    gathered = made.gather(made.input(4, 16))
+    powers = made.call(aten.exp.default, made.call(aten.sub.Tensor, gathered, made.call(aten.amax.default, gathered, [1], True)))
+    shares = made.call(aten.div.Tensor, powers, made.call(aten.sum.dim_IntList, powers, [1], True))
+    return made.output(made.mm(shares, weight(made))).run()
+
+
+@case("op_between", "near_miss", "gathered tensor and a tensor that is not sharded alike")
+def _() -> OverlapReport:
+    made = HandGraph()
+    gathered = made.gather(made.input(4, 16))
+    return made.output(made.mm(made.call(aten.mul.Tensor, gathered, made.input(8, 1, name="other")), weight(made))).run()
+
+
+@case("weight_depends_on_collective", "near_miss", "computed")
+def _() -> OverlapReport:
+    made = HandGraph()
+    gathered = made.gather(made.input(4, 16))
+    square = made.call(aten.relu.default, made.call(aten.cumsum.default, made.call(aten.permute.default, gathered, [1, 0]), 0))
+    return made.output(made.mm(gathered, square)).run()
+
+
+@case("weight_depends_on_collective", "near_miss", "both operands")
+def _() -> OverlapReport:
+    made = HandGraph()
+    gathered = made.gather(made.input(4, 16))
+    return made.output(made.mm(gathered, made.call(aten.permute.default, gathered, [1, 0]))).run()
+
+
+@case("matmul_form", "near_miss", "gather")
+def _() -> OverlapReport:
+    made = HandGraph()
+    gathered = made.gather(made.input(4, 16))
+    return made.output(made.call(aten.addmm.default, made.input(8, name="b"), gathered, weight(made), beta=2)).run()
+
+
+@case("matmul_form", "near_miss", "reduction")
+def _() -> OverlapReport:
+    made = HandGraph()
+    y = made.call(aten.addmm.default, made.input(8, name="b"), made.input(4, 16), weight(made), alpha=2)
+    return made.output(made.reduce(y)).run()
+
+
+@case("split_contraction", "near_miss")
+def _() -> OverlapReport:
+    made = HandGraph()
+    cut = made.call(aten.slice.Tensor, made.gather(made.input(4, 16)), 0, 0, 7)
+    return made.output(made.mm(made.input(5, 7, name="left"), cut), made.input(1, name="unused")).run()
+
+
+@case("layout", "near_miss", "gather")
+def _() -> OverlapReport:
+    made = HandGraph()
+    gathered = made.gather(made.input(2, 4, 16))
+    return made.output(made.call(aten.bmm.default, gathered, made.input(4, 16, 8, name="w"))).run()
+
+
+@case("layout", "near_miss", "reduction")
+def _() -> OverlapReport:
+    made = HandGraph()
+    y = made.mm(made.input(4, 16), weight(made))
+    return made.output(made.reduce(made.call(aten.mul.Tensor, y, made.input(4, 1, name="per_row")))).run()
+
+
+@case("op_between", "near_miss", "reduction")
+def _() -> OverlapReport:
+    made = HandGraph()
+    y = made.mm(made.input(4, 16), weight(made))
+    return made.output(made.reduce(made.call(aten._softmax.default, y, 0, False))).run()
+
+
+@case("op_between", "near_miss", "reduction, in parts")
+def _() -> OverlapReport:
+    made = HandGraph()
+    y = made.mm(made.input(4, 16), weight(made))
+    return made.output(made.scatter(made.call(aten.sub.Tensor, y, made.call(aten.amax.default, y, [0], True)))).run()
+
+
+@case("not_plain_scatter", "near_miss")
+def _() -> OverlapReport:
+    made = HandGraph()
+    y = made.view(made.mm(made.input(8, 16), weight(made)), 2, 4, 8)
+    pieces = made.call(aten.split.Tensor, y, 2, 1)
+    joined = made.call(aten.cat.default, [made.call(getitem, pieces, 1), made.call(getitem, pieces, 0)])
+    return made.output(made.scatter(joined)).run()
