@@ -6,7 +6,7 @@ the plan that all ranks have agreed upon; sites of other graphs may share them, 
 ends (``kernels.signals.credit_flag``). Calls are counted in device memory (``Slot.calls``), never by the host: a CUDA graph that is replayed,
 or mixed with eager calls, counts on.
 
-Sizes are planned before anything runs (``slots_for``; a dynamic site asks for its largest token count), so that ``prepare`` happens at the
+Sizes are planned before anything runs (``slots_for``; sites of dynamic sizes have no fused kernel yet), so that ``prepare`` happens at the
 graph's first run, outside any capture. Slots are never moved, grown or freed while the group lives: graphs captured before hold their
 addresses. A later graph that needs more gets slots of its own.
 """
