@@ -42,7 +42,7 @@ from overlap_inductor.kernels.tile_order import store_tile
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def all_gather_matmul(
-    own_desc, gathered_desc, b_desc, c_desc, c, bias, words, peer_data, peer_flags, flags, queues, calls, stop, patience,
+    own_desc, b_desc, c_desc, a, c, bias, gathered_desc, peer_data, peer_flags, flags, queues, calls, stop, patience,
     site, rank, rows, columns, inner, shard_words, part_rows, part_words, signals,
     WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
@@ -50,7 +50,7 @@ def all_gather_matmul(
     """``c[WORLD * rows, columns] = gathered @ b``, grid: any number of blocks, at best one an SM.
 
     Args:
-        own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. ``words`` is the same memory as int32 ``[shard_words]``.
+        own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; ``a``: its address, ``shard_words`` its int32 words.
         gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; its own shard's rows are not read.
         b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
         c: row-major output ``[WORLD * rows, columns]``, fp16 or bf16; c_desc: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide where ``HALVES``.
@@ -63,6 +63,7 @@ def all_gather_matmul(
         part_rows: rows of a part, a multiple of ``BLOCK_M``; ``part_words``: their int32 words.
     """
     call = tl.load(calls)
+    words = a.to(tl.pointer_type(tl.int32), bitcast=True)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
     sending = tl.program_id(0) < PUSHERS

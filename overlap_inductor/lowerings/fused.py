@@ -1,17 +1,13 @@
 """Schedule ``fused``: one persistent kernel a site, launched on the current stream.
 
-Each function is the host's part of one kernel: it checks what the kernel rests on, cuts the work into bands and pieces, and launches. It
-waits for nothing and allocates nothing but its result and, where a kernel builds tensor maps, memory for those. A group that has been aborted launches nothing more.
+Each function is the host's part of one kernel. At a site's first call with operands of some shapes and strides it checks what the kernel rests on, cuts the
+work into bands and pieces, and prepares the kernel; after that it launches, waits for nothing and allocates nothing but its result. A group that has been
+aborted launches nothing more.
 """
 
 from __future__ import annotations
 
-import contextvars
-from collections.abc import Callable
-from typing import Any
-
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from overlap_inductor.errors import UnsupportedError
@@ -23,6 +19,7 @@ from overlap_inductor.lowerings.fused_plan import band_rows
 from overlap_inductor.lowerings.fused_plan import needed
 from overlap_inductor.lowerings.fused_plan import right_operand_fits
 from overlap_inductor.lowerings.fused_plan import why_not
+from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.workspace import Launch
 
 COPY_WORDS = 8192
@@ -35,16 +32,13 @@ def _check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tu
     reason = why_not(a.dtype, a.shape[1], b.shape[1])
     if reason is not None or b.dtype != a.dtype:
         raise UnsupportedError(reason or f"a fused kernel multiplies matrices of one dtype, not {a.dtype} and {b.dtype}")
-    if not a.is_contiguous() or a.data_ptr() % 16:
-        raise UnsupportedError(f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous at 16 bytes")
-    if not right_operand_fits(b) or b.data_ptr() % 16:
+    if not right_operand_fits(b):
         raise UnsupportedError(f"the right operand of shape {list(b.shape)} has strides {list(b.stride())}; expected whole 16-byte rows or columns")
     if bias is not None and (bias.shape != b.shape[1:] or not bias.is_contiguous()):
         raise UnsupportedError(f"the bias of shape {list(bias.shape)}, strides {list(bias.stride())} is no row of {b.shape[1]} elements")
     nbytes, signals = need
     if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
         raise UnsupportedError(f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and {launch.slot.signals}")
-    launch.faults.check()
 
 
 def _right(b: torch.Tensor, p: FusedParameters) -> tuple[TensorDescriptor, bool]:
@@ -54,14 +48,14 @@ def _right(b: torch.Tensor, p: FusedParameters) -> tuple[TensorDescriptor, bool]
     return TensorDescriptor.from_tensor(b, [p.block_k, p.block_n]), False
 
 
-def _with_scratch(device: torch.device, launch: Callable[[], Any]) -> None:
-    """Launch a kernel that builds tensor maps in memory that Triton asks for, and leave the caller's allocator as it is."""
-
-    def run() -> None:
-        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-        launch()
-
-    contextvars.copy_context().run(run)
+def _key(pattern: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, parameters: FusedParameters, flag: bool) -> tuple[object, ...]:
+    """What a prepared kernel rests on. Raises ``UnsupportedError`` where an operand lies as no kernel reads it."""
+    if not a.is_contiguous() or a.data_ptr() % 16:
+        raise UnsupportedError(f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous at 16 bytes")
+    if b.data_ptr() % 16:
+        raise UnsupportedError(f"the right operand of shape {list(b.shape)} does not begin at 16 bytes")
+    aligned = None if bias is None else bias.data_ptr() % 16 == 0
+    return pattern, a.shape, a.dtype, b.shape, b.stride(), b.dtype, aligned, parameters, flag
 
 
 def all_gather_matmul(
@@ -75,28 +69,42 @@ def all_gather_matmul(
         UnsupportedError: a dtype, layout or slot that the kernel is not made for.
         TransferError: a call of the group before this one gave up waiting, or was aborted.
     """
-    p, world_size = parameters, launch.world_size
+    launch.faults.check()
+    result = torch.empty(launch.world_size * a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+    key = _key("all_gather_matmul", a, b, bias, parameters, keep)
+    kernel = launch.prepared.get(key)
+    if kernel is None:
+        kernel = _prepare_gather(a, b, result, launch, parameters, bias, keep)
+        if keep:
+            _end_kernel(launch)
+        launch.prepared[key] = kernel
+    kernel(a, b, result, a, result, result if bias is None else bias)
+    return result
+
+
+def _prepare_gather(
+    a: torch.Tensor, b: torch.Tensor, result: torch.Tensor, launch: Launch, p: FusedParameters, bias: torch.Tensor | None, keep: bool
+) -> PreparedKernel:
+    world_size, slot = launch.world_size, launch.slot
     rows, inner = a.shape
     columns = b.shape[1]
     part_rows = band_rows(rows, p)
-    parts = -(-rows // part_rows)
     _check(a, b, bias, needed("all_gather_matmul", world_size, rows, inner, columns, a.element_size(), p), launch)
-    slot = launch.slot
-    result = torch.empty(world_size * rows, columns, dtype=a.dtype, device=a.device)
-    words = a.view(torch.int32).view(-1)
     right, transposed = _right(b, p)
-    all_gather_matmul_kernel[(p.blocks,)](
+    varying = (
         TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
-        TensorDescriptor.from_tensor(gathered(a, launch), [p.block_m, p.block_k]),
         right,
         TensorDescriptor.from_tensor(result, [p.block_m, p.block_n // 2 if p.halves else p.block_n]),
-        result, result if bias is None else bias, words, slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
-        launch.patience_ns, launch.site, launch.rank, rows, columns, inner, words.numel(), part_rows, part_rows * inner * a.element_size() // 4, slot.signals,
-        world_size, parts, p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS, TILES_A_BATCH, 32 * p.warps, p.halves,
-        transposed, bias is not None, keep,
-        num_warps=p.warps, num_stages=p.stages,
+        a, result, result if bias is None else bias,
     )  # fmt: skip
-    return result
+    fixed = (
+        TensorDescriptor.from_tensor(gathered(a, launch), [p.block_m, p.block_k]),
+        slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
+        launch.patience_ns, launch.site, launch.rank, rows, columns, inner, a.nbytes // 4, part_rows, part_rows * inner * a.element_size() // 4, slot.signals,
+        world_size, -(-rows // part_rows), p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS, TILES_A_BATCH, 32 * p.warps, p.halves,
+        transposed, bias is not None, keep,
+    )  # fmt: skip
+    return PreparedKernel(all_gather_matmul_kernel, p.blocks, varying, fixed, num_warps=p.warps, num_stages=p.stages)
 
 
 def gathered(a: torch.Tensor, launch: Launch) -> torch.Tensor:
@@ -107,8 +115,16 @@ def gathered(a: torch.Tensor, launch: Launch) -> torch.Tensor:
 
 def end(launch: Launch) -> None:
     """End a call that was made with ``keep``: the peers may write into the workspace again."""
-    slot = launch.slot
-    end_call[(1,)](slot.calls, slot.flags.pointers, launch.rank, launch.world_size, num_warps=1)
+    _end_kernel(launch)()
+
+
+def _end_kernel(launch: Launch) -> PreparedKernel:
+    kernel = launch.prepared.get("end")
+    if kernel is None:
+        slot = launch.slot
+        kernel = PreparedKernel(end_call, 1, (), (slot.calls, slot.flags.pointers, launch.rank, launch.world_size), num_warps=1)
+        launch.prepared["end"] = kernel
+    return kernel
 
 
 def matmul_reduce_scatter(
@@ -119,20 +135,35 @@ def matmul_reduce_scatter(
     Raises:
         UnsupportedError, TransferError: as ``all_gather_matmul``.
     """
-    return _reduce(a, b, launch, parameters, bias, average, broadcast=False)
+    return _reduce("matmul_reduce_scatter", a, b, launch, parameters, bias, average)
 
 
 def matmul_all_reduce(
     a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, bias: torch.Tensor | None = None, average: bool = False
 ) -> torch.Tensor:
     """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, returns ``[world_size * rows, N]``."""
-    return _reduce(a, b, launch, parameters, bias, average, broadcast=True)
+    return _reduce("matmul_all_reduce", a, b, launch, parameters, bias, average)
 
 
 def _reduce(
-    a: torch.Tensor, b: torch.Tensor, launch: Launch, p: FusedParameters, bias: torch.Tensor | None, average: bool, broadcast: bool
+    pattern: str, a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, bias: torch.Tensor | None, average: bool
 ) -> torch.Tensor:
-    world_size, slot = launch.world_size, launch.slot
+    launch.faults.check()
+    rows = a.shape[0] if pattern == "matmul_all_reduce" else a.shape[0] // launch.world_size
+    out = torch.empty(rows, b.shape[1], dtype=a.dtype, device=a.device)
+    key = _key(pattern, a, b, bias, parameters, average)
+    kernel = launch.prepared.get(key)
+    if kernel is None:
+        kernel = _prepare_reduce(pattern, a, b, out, launch, parameters, bias, average)
+        launch.prepared[key] = kernel
+    kernel(a, b, out, out if bias is None else bias)
+    return out
+
+
+def _prepare_reduce(
+    pattern: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, launch: Launch, p: FusedParameters, bias: torch.Tensor | None, average: bool
+) -> PreparedKernel:
+    world_size, slot, broadcast = launch.world_size, launch.slot, pattern == "matmul_all_reduce"
     all_rows, inner = a.shape
     columns = b.shape[1]
     if all_rows % world_size:
@@ -140,18 +171,14 @@ def _reduce(
     rows = all_rows // world_size
     part_rows = band_rows(rows, p)
     parts = -(-rows // part_rows)
-    need = needed("matmul_all_reduce" if broadcast else "matmul_reduce_scatter", world_size, rows, inner, columns, a.element_size(), p)
+    need = needed(pattern, world_size, rows, inner, columns, a.element_size(), p)
     _check(a, b, bias, need, launch)
-    staging = slot.data.local[: need[0]].view(a.dtype)
-    out = torch.empty(all_rows if broadcast else rows, columns, dtype=a.dtype, device=a.device)
     right, transposed = _right(b, p)
-    arguments = (
-        TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
-        right,
-        out, out if bias is None else bias, staging, slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
+    varying = (TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), right, out, out if bias is None else bias)
+    fixed = (
+        slot.data.local[: need[0]].view(a.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
         launch.patience_ns, launch.site, launch.rank, rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0,
         world_size, parts, min(p.lag, parts) if broadcast else parts, p.copy_lag, broadcast, p.stagger_ns,
         p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH, 32 * p.warps, p.halves, transposed, bias is not None,
     )  # fmt: skip
-    _with_scratch(a.device, lambda: matmul_reduce[(p.blocks,)](*arguments, num_warps=p.warps, num_stages=p.stages))
-    return out
+    return PreparedKernel(matmul_reduce, p.blocks, varying, fixed, scratch=a.device, num_warps=p.warps, num_stages=p.stages)

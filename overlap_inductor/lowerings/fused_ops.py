@@ -34,7 +34,9 @@ def _ready(
         return None
     place = workspace_of(group, like.device)
     parameters = parameters_of(settings, place.blocks)
-    launch = place.launch(site, needed(pattern, group.size(), rows, inner, columns, like.element_size(), parameters))
+    launch = place.launch(
+        site, (rows, inner, columns, like.dtype), lambda: needed(pattern, group.size(), rows, inner, columns, like.element_size(), parameters)
+    )
     return None if launch is None else (launch, parameters)
 
 
@@ -63,12 +65,12 @@ def _fused_all_gather_matmul(
     settings: str,
     group_name: str,
     site: str,
-) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensors, torch.Tensor]:
     group, token = resolve_group(group_name), chain.new_empty(1)
     ready = _ready("all_gather_matmul", shard.shape[0], shard.shape[1], rhs[0].shape[1], shard, group, site, settings)
     if ready is None:
         gathered, outs = reference.all_gather_matmul(shard, rhs, biases, group)
-        return outs, gathered if gathered_used else shard.new_empty(0), token
+        return [*outs, gathered] if gathered_used else outs, token
     from overlap_inductor.lowerings import fused
 
     launch, parameters = ready
@@ -76,34 +78,33 @@ def _fused_all_gather_matmul(
     # The transfer hides under one of the matmuls: the largest.
     first = max(range(len(rhs)), key=lambda i: rhs[i].shape[1])
     keep = gathered_used or len(rhs) > 1
-    outs = [shard.new_empty(0)] * len(rhs)
-    outs[first] = fused.all_gather_matmul(shard, _right(rhs[first]), launch, parameters, _bias(biases[first], rhs[first].shape[1]), keep)
+    out = fused.all_gather_matmul(shard, _right(rhs[first]), launch, parameters, _bias(biases[first], rhs[first].shape[1]), keep)
     if not keep:
-        return outs, shard.new_empty(0), token
+        return [out], token
     try:
-        gathered = fused.gathered(shard, launch)
+        gathered, outs = fused.gathered(shard, launch), []
         for i, (b, bias) in enumerate(zip(rhs, biases, strict=True)):
-            if i != first:
-                outs[i] = torch.mm(gathered, b) if bias is None else torch.addmm(bias, gathered, b)
-        result = gathered.clone() if gathered_used else shard.new_empty(0)
+            outs.append(out if i == first else torch.mm(gathered, b) if bias is None else torch.addmm(bias, gathered, b))
+        if gathered_used:
+            outs.append(gathered.clone())
     finally:
         # Whatever happened: peers wait for leave to write into this workspace again.
         fused.end(launch)
-    return outs, result, token
+    return outs, token
 
 
 def _fused_all_gather_matmul_fake(
     chain: torch.Tensor, shard: torch.Tensor, rhs: Tensors, biases: object, gathered_used: bool, settings: str, group_name: str, site: str
-) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensors, torch.Tensor]:
     rows = resolve_group(group_name).size() * shard.shape[0]
-    outs = [shard.new_empty(rows, b.shape[1]) for b in rhs]
-    return outs, shard.new_empty(rows, shard.shape[1]) if gathered_used else shard.new_empty(0), chain.new_empty(1)
+    widths = [b.shape[1] for b in rhs] + ([shard.shape[1]] if gathered_used else [])
+    return [shard.new_empty(rows, width) for width in widths], chain.new_empty(1)
 
 
-# (Without ``gathered_used`` the gathered tensor is not there, and an empty one is returned in its place.)
+# (With ``gathered_used`` the gathered tensor follows behind the results.)
 define(
     "fused_all_gather_matmul(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, bool gathered_used, str settings, "
-    "str group_name, str site) -> (Tensor[], Tensor, Tensor)",
+    "str group_name, str site) -> (Tensor[], Tensor)",
     _fused_all_gather_matmul,
     _fused_all_gather_matmul_fake,
 )

@@ -128,19 +128,19 @@ def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, parameters: dict[str, 
     settings, used = parameters.get("settings"), gathered_used(nodes)
     if settings is not None:
         out = emit.communicate(overlap.fused_all_gather_matmul.default, emit.chain, shard, rhs, biases, used, settings, emit.group_name, emit.site)
+        results, chain = (emit.call(getitem, out, i) for i in range(2))
+        gathered = emit.call(getitem, results, len(rhs)) if used else None
     else:
         parts, floor, route = parameters["sub_chunks"], parameters.get("min_rows", 0), parameters["route"]
         out = emit.communicate(
             overlap.all_gather_matmul.default, emit.chain, shard, rhs, biases, parts, floor, route, emit.group_name, emit.site
         )
-    results, gathered, chain = (emit.call(getitem, out, i) for i in range(3))
+        results, gathered, chain = (emit.call(getitem, out, i) for i in range(3))
     replaced = {}
     for i, consumer in enumerate(nodes.consumers):
         result = _rows_in_place(emit, emit.call(getitem, results, i), consumer.sharded, from_ranks=True)
         replaced[consumer.matmul.node] = result if consumer.role == "M" else emit.contiguous(_transposed(emit, result))
-    if settings is not None and not used:
-        return chain, None, replaced
-    return chain, emit.reshape(gathered, tools.shape(nodes.collective.node)), replaced
+    return chain, gathered if gathered is None else emit.reshape(gathered, tools.shape(nodes.collective.node)), replaced
 
 
 def rewrite_reduce(emit: StepEmitter, pattern: str, nodes: ReduceNodes, parameters: dict[str, Any]) -> tuple[fx.Node, fx.Node]:

@@ -47,7 +47,12 @@ def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def stream_number(device: torch.device) -> int:
+    """Address of the current stream."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def multiprocessors(device: torch.device) -> int:

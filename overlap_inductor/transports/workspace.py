@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +32,8 @@ log = logging.getLogger("overlap_inductor")
 
 @dataclass(frozen=True)
 class Launch:
-    """Where a site's kernel runs: this rank of a group, its slot, the group's fault record and the site's number in it, the patience of waits in ns."""
+    """Where a site's kernel runs: this rank of a group, its slot, the group's fault record and the site's number in it, the patience of waits in ns, and
+    kernels that are ready to be launched there."""
 
     rank: int
     world_size: int
@@ -36,6 +41,7 @@ class Launch:
     faults: FaultRecord
     site: int
     patience_ns: int
+    prepared: dict[Any, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass
@@ -57,25 +63,48 @@ class GroupWorkspace:
     without_room: set[str] = field(default_factory=set)
     prepared: set[str] = field(default_factory=set)
     _launches: dict[str, Launch] = field(default_factory=dict)
+    _known: dict[Hashable, Launch | None] = field(default_factory=dict)
 
-    def launch(self, site: str, need: tuple[int, int]) -> Launch | None:
-        """Where the current stream may start a call of ``site`` that needs ``(bytes, signals)``; ``None`` where there was no room for it.
+    def launch(self, site: str, call: Hashable, need: Callable[[], tuple[int, int]]) -> Launch | None:
+        """Where the current stream may start a ``call`` of ``site`` that needs ``(bytes, signals)``; ``None`` where there was no room for it. ``need`` is
+        asked once for each ``call``.
 
         Raises:
             OverlapError: the site has not been prepared for.
         """
+        if (site, call) not in self._known:
+            self._known[site, call] = self._find(site, need())
+        found = self._known[site, call]
+        if found is not None and self.arena.device.type == "cuda":
+            _one_after_the_other(self.arena.device)
+        return found
+
+    def _find(self, site: str, need: tuple[int, int]) -> Launch | None:
         if not self.arena.holds(Request(site, *need)) and site in self.without_room:
             return None
         slot, made = self.arena.slot(site), self._launches.get(site)
         if made is None or made.slot is not slot:
             made = Launch(self.group.rank(), self.group.size(), slot, self.faults, self.faults.number(site), self.patience_ns)
             self._launches[site] = made
-        if slot.calls.is_cuda:
-            _one_after_the_other(slot.calls.device)
         return made
 
+    def prepare(self, requests: Sequence[Request], limit: int) -> None:
+        """Give every site of a plan its slot, or none of them (``without_room``) where they do not fit under ``limit`` bytes, beside what graphs before hold."""
+        self.arena.limit = limit
+        missing = self.arena.missing_bytes(requests)
+        if missing and self.arena.nbytes + missing > limit:
+            self.without_room.update(r.site for r in requests)
+            log.warning(
+                "overlap_inductor: %d sites of group %r run as they stood: their kernels need %d bytes of workspace beyond the %d that other graphs hold, and "
+                "OVERLAP_INDUCTOR_WORKSPACE_LIMIT is %d MiB", len(requests), self.group.group_name, missing, self.arena.nbytes, limit >> 20,
+            )  # fmt: skip
+        else:
+            self.arena.prepare(requests)
+        # (A site's slot may be another one now.)
+        self._known.clear()
 
-_LAST_STREAM: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
+
+_LAST_STREAM: dict[tuple[torch.device, bool], tuple[int, torch.cuda.Stream]] = {}
 
 
 def _one_after_the_other(device: torch.device) -> None:
@@ -84,14 +113,17 @@ def _one_after_the_other(device: torch.device) -> None:
     A kernel that waits for its peers fills the GPU: two on two streams, begun here in one order and there in the other, would wait for each
     other for ever. Inside a capture the same among the streams of that capture; whoever replays a graph orders it behind what ran before.
     """
-    stream, captured = torch.cuda.current_stream(device), symmetric.capturing()
-    last = _LAST_STREAM.get((device, captured), stream)
-    if last != stream:
-        with torch.cuda.stream(last):
+    raw, captured = symmetric.stream_number(device), symmetric.capturing()
+    last = _LAST_STREAM.get((device, captured))
+    if last is not None and last[0] == raw:
+        return
+    stream = torch.cuda.current_stream(device)
+    if last is not None:
+        with torch.cuda.stream(last[1]):
             same_capture = symmetric.capturing() == captured
         if same_capture:
-            stream.wait_stream(last)
-    _LAST_STREAM[device, captured] = stream
+            stream.wait_stream(last[1])
+    _LAST_STREAM[device, captured] = raw, stream
 
 
 _WORKSPACES: dict[tuple[str, torch.device], GroupWorkspace] = {}
@@ -115,8 +147,7 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspa
 def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> None:
     """Give every site of a plan its slot, once. ``requests``: JSON text, ``[[site, bytes, signals]]`` in the plan's order, equal on all ranks.
 
-    Where they do not fit under ``limit`` bytes, beside what graphs before hold, all sites of the plan run as they stood (on all ranks alike), and
-    the log says so.
+    Where they do not fit under ``limit`` bytes all sites of the plan run as they stood (on all ranks alike), and the log says so.
 
     Raises:
         OverlapError: memory would have to be allocated while a CUDA graph is captured.
@@ -124,15 +155,5 @@ def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit
     place = workspace_of(group, device)
     if requests in place.prepared:
         return
-    wanted = [Request(*request) for request in json.loads(requests)]
-    place.arena.limit = limit
-    missing = place.arena.missing_bytes(wanted)
-    if missing and place.arena.nbytes + missing > limit:
-        place.without_room.update(r.site for r in wanted)
-        log.warning(
-            "overlap_inductor: %d sites of group %r run as they stood: their kernels need %d bytes of workspace beyond the %d that other graphs hold, and "
-            "OVERLAP_INDUCTOR_WORKSPACE_LIMIT is %d MiB", len(wanted), group.group_name, missing, place.arena.nbytes, limit >> 20,
-        )  # fmt: skip
-    else:
-        place.arena.prepare(wanted)
+    place.prepare([Request(*request) for request in json.loads(requests)], limit)
     place.prepared.add(requests)

@@ -185,8 +185,8 @@ w: bfloat16[16, 40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-542fd07f", 1536, 1]]', 4096)
 fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], False, '{"halves": true, "parts": 4, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-542fd07f')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
-getitem_3: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
-return [getitem_3]
+getitem_2: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
+return [getitem_2]
 """)
 
     def test_gathered_tensor_used(self) -> None:
@@ -199,10 +199,10 @@ w: bfloat16[16, 40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-40cbc28f", 1536, 1]]', 4096)
 fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [v, w], [bias, None], True, '{"halves": true, "parts": 4, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-40cbc28f')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
-getitem_1: bfloat16[48, 16] = <built-in function getitem>(fused_all_gather_matmul_default, 1)
+getitem_2: bfloat16[48, 16] = <built-in function getitem>(getitem, 2)
 getitem_3: bfloat16[48, 8] = <built-in function getitem>(getitem, 0)
 getitem_4: bfloat16[48, 40] = <built-in function getitem>(getitem, 1)
-add_tensor: bfloat16[48, 16] = aten.add.Tensor(getitem_1, 1)
+add_tensor: bfloat16[48, 16] = aten.add.Tensor(getitem_2, 1)
 return [getitem_4, getitem_3, add_tensor]
 """)
 

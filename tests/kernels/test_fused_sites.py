@@ -49,7 +49,7 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
         "all-reduce": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(s * w, 16), (16, 24)], 1),
         "all-reduce, batch 1, with bias": (lambda x, a, b: all_reduce(torch.nn.functional.linear(x, a, b), "sum", g), [(1, s * w, 16), (8, 16), (8,)], 1),
         "operands that begin in the middle of 16 bytes": (
-            lambda x, a: all_gather(x.view(-1)[4 : 4 + s * 16].view(s, 16), 0, g) @ a[:, 4:28],
+            lambda x, a: all_gather(x.view(-1)[4 : 4 - x.shape[1]].view(-1, x.shape[1]), 0, g) @ a[:, 4:-4],
             [(s + 1, 16), (16, 32)],
             1,
         ),

@@ -47,7 +47,7 @@ def test_a_plan_that_failed_in_a_capture_is_prepared_when_it_runs_outside(group:
         workspace.prepare(group, CPU, requests(a=100), 2**20)
     monkeypatch.setattr(symmetric, "capturing", lambda: False)
     workspace.prepare(group, CPU, requests(a=100), 2**20)
-    assert workspace.workspace_of(group, CPU).launch("a", (100, 1)) is not None
+    assert workspace.workspace_of(group, CPU).launch("a", 100, lambda: (100, 1)) is not None
 
 
 def test_a_plan_without_room_runs_as_it_stood_and_takes_nothing_from_others(group: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -55,15 +55,15 @@ def test_a_plan_without_room_runs_as_it_stood_and_takes_nothing_from_others(grou
     workspace.prepare(group, CPU, requests(a=2**21, b=10), 2**20)
     place = workspace.workspace_of(group, CPU)
     assert "2 sites of group '0' run as they stood" in caplog.text and "is 1 MiB" in caplog.text
-    assert place.launch("a", (1000, 1)) is not None, "the graph before has its slot"
-    assert place.launch("a", (2**21, 1)) is None and place.launch("b", (10, 1)) is None
+    assert place.launch("a", 1000, lambda: (1000, 1)) is not None, "the graph before has its slot"
+    assert place.launch("a", 2**21, lambda: (2**21, 1)) is None and place.launch("b", 10, lambda: (10, 1)) is None
     workspace.prepare(group, CPU, requests(a=2**21), 2**23)
-    assert place.launch("a", (2**21, 1)) is not None, "a plan with a higher limit"
+    assert place.launch("a", 2**21, lambda: (2**21, 1)) is not None, "a plan with a higher limit"
 
 
 def test_a_site_that_was_not_prepared_for_is_an_error(group: Any) -> None:
     with pytest.raises(OverlapError, match="site x has no workspace"):
-        workspace.workspace_of(group, CPU).launch("x", (1, 1))
+        workspace.workspace_of(group, CPU).launch("x", 1, lambda: (1, 1))
 
 
 def test_a_destroyed_group_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
