@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FusedParameters:
-    """What may be tuned.
+    """What may be tuned. (Compared by identity: ``parameters_of`` makes one for each text, and it is part of a key that is looked up at every call.)
 
     Attributes:
         blocks: grid, at best the number of SMs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,16 @@ class SymmetricBuffer:
 
 def allocate(elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> SymmetricBuffer:
     """Zeroed memory of ``elements`` on every rank. All ranks of the group call this together; not while a CUDA graph is captured."""
+    # On a thread of its own: the rendezvous takes a little memory from the caching allocator for as long as the buffer lives, and a first run under CUDA
+    # graph trees takes what its thread allocates for the graph's own.
+    with ThreadPoolExecutor(1, "overlap_inductor allocates") as thread:
+        return thread.submit(_allocate, elements, dtype, device, group).result()
+
+
+def _allocate(elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> SymmetricBuffer:
     from torch.distributed import _symmetric_memory
 
+    torch.cuda.set_device(device)
     local = _symmetric_memory.empty(elements, dtype=dtype, device=device).zero_()
     handle = _symmetric_memory.rendezvous(local, group)
     peers = tuple(local if r == group.rank() else handle.get_buffer(r, (elements,), dtype) for r in range(group.size()))

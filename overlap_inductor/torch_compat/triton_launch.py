@@ -11,6 +11,7 @@ waiting there for what is to be loaded.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from overlap_inductor.torch_compat.symmetric import lasting
 
 _DIRECT = ("3.6.",)
 _REMEMBERED = 256
@@ -83,14 +86,15 @@ class _Direct:
         from triton.backends.nvidia import driver
 
         run = compiled.run
-        wrapper = run.launch
-        self._launcher = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))["launcher"].cell_contents
+        # (Around the C launcher stands a function that encodes tensor maps, where a kernel has such arguments.)
+        closure = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
+        self._launcher = closure.get("launcher", run.launch)
         self._encode = triton.runtime.driver.active.utils.fill_tma_descriptor
         self._documented = documented
         self._device = next(a.device.index for a in arguments if isinstance(a, torch.Tensor) and a.is_cuda)
         size = run.global_scratch_size * run.num_ctas * grid
         # One memory for all launches: they run one after the other.
-        scratch_memory = torch.empty(size, dtype=torch.int8, device=scratch) if size else None
+        scratch_memory = lasting(torch.empty(size, dtype=torch.int8), scratch) if size and scratch is not None else None
         self._grid = (grid, 1, 1)
         self._head = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, scratch_memory, None, compiled.packed_metadata, None, None, None)
         maps = iter(compiled.metadata.tensordesc_meta or ())
