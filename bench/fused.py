@@ -24,6 +24,7 @@ from overlap_inductor.lowerings import chunked
 from overlap_inductor.lowerings import fused
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.fused_plan import FusedParameters
+from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from overlap_inductor.transports.arena import Request
 from overlap_inductor.transports.arena import WorkspaceArena
 from overlap_inductor.transports.faults import FaultRecord
@@ -102,8 +103,8 @@ class Site:
         if isinstance(parameters, FusedParameters):
             return getattr(fused, self.pattern)(self.a, self.b, self.launch, parameters)
         if self.pattern == "all_gather_matmul":
-            return chunked.all_gather_matmul(self.a, [self.b], [None], self.launch, parameters)[0]
-        return getattr(chunked, self.pattern)(self.a, self.b, self.launch, parameters)
+            return chunked.all_gather_matmul(self.a, [VendorMatmul(self.b)], self.launch, parameters)[0]
+        return getattr(chunked, self.pattern)(self.a, VendorMatmul(self.b), self.launch, parameters)
 
     def expected(self) -> torch.Tensor:
         """In fp32, from inputs exchanged by NCCL."""

@@ -26,6 +26,7 @@ from overlap_inductor.kernels.partial_sums import sum_partials
 from overlap_inductor.kernels.transfer import wait_for_parts
 from overlap_inductor.lowerings import chunked_plan
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
+from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.copy_engine import CopyEngine
 from overlap_inductor.transports.credits import credit_kernel
@@ -46,12 +47,14 @@ Range = tuple[int, int]
 """``(first row, end)``."""
 
 
-def _check(a: torch.Tensor, rhs: Sequence[torch.Tensor], pattern: str, rows: int, launch: Launch, parameters: ChunkedParameters) -> None:
-    for b in rhs:
-        reason = chunked_plan.why_not(a.dtype, a.shape[1], b.shape[1])
-        if reason is not None or b.dtype != a.dtype or b.shape[0] != a.shape[1]:
+def _check(a: torch.Tensor, matmuls: Sequence[VendorMatmul], pattern: str, rows: int, launch: Launch, parameters: ChunkedParameters) -> None:
+    for matmul in matmuls:
+        b = matmul.b
+        reason = chunked_plan.why_not(a.dtype, a.shape[1], b.shape[1], matmul.scales is not None)
+        if reason is not None or b.shape[0] != a.shape[1] or matmul.scales is None and b.dtype != a.dtype:
             raise UnsupportedError(reason or f"schedule chunked multiplies {a.dtype}{list(a.shape)} by a matrix that fits, not {b.dtype}{list(b.shape)}")
-    nbytes, signals = chunked_plan.needed(pattern, launch.world_size, rows, a.shape[1], rhs[0].shape[1], a.element_size(), parameters)
+    sent = a.dtype if pattern == "all_gather_matmul" else matmuls[0].dtype(a)
+    nbytes, signals = chunked_plan.needed(pattern, launch.world_size, rows, a.shape[1], matmuls[0].b.shape[1], sent.itemsize, parameters)
     if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
         raise UnsupportedError(f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and {launch.slot.signals}")
 
@@ -70,13 +73,6 @@ def _wait(launch: Launch, transfer: Transfer, first: int, last: int, kind: int) 
     return PreparedKernel(wait_for_parts, last - first, (), fixed, num_warps=1)
 
 
-def _multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    if bias is None:
-        torch.mm(a, b, out=out)
-    else:
-        torch.addmm(bias, a, b, out=out)
-
-
 @dataclass(frozen=True)
 class _Gather:
     """A prepared all-gather: what sends the shard, and each chunk's rows with what waits for them. ``workspace``: ``[world_size * rows, K]``."""
@@ -87,15 +83,10 @@ class _Gather:
 
 
 def all_gather_matmul(
-    shard: torch.Tensor,
-    rhs: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    launch: Launch,
-    parameters: ChunkedParameters,
-    gathered_used: bool = False,
+    shard: torch.Tensor, matmuls: Sequence[VendorMatmul], launch: Launch, parameters: ChunkedParameters, gathered_used: bool = False
 ) -> list[torch.Tensor]:
-    """``[all_gather(shard) @ b + bias]``: ``shard [rows, K]``, ``b [K, N]``, ``bias [N]`` or ``[1]``. Returns ``[world_size * rows, N]`` for each ``b``, and the
-    gathered tensor behind them where ``gathered_used``.
+    """``[all_gather(shard) @ b + bias]``: ``shard [rows, K]``. Returns ``[world_size * rows, N]`` for each matmul, and the gathered tensor behind them where
+    ``gathered_used``.
 
     Raises:
         UnsupportedError: a dtype, layout or slot that the schedule is not made for.
@@ -103,28 +94,28 @@ def all_gather_matmul(
     """
     launch.faults.check()
     rows, rank = shard.shape[0], launch.rank
-    key = ("chunked", shard.shape, shard.dtype, tuple(b.shape for b in rhs), parameters)
+    key = ("chunked", shard.shape, shard.dtype, tuple((m.b.shape, m.dtype(shard)) for m in matmuls), parameters)
     call = launch.prepared.get(key)
     if call is None:
-        _check(shard, rhs, "all_gather_matmul", rows, launch, parameters)
+        _check(shard, matmuls, "all_gather_matmul", rows, launch, parameters)
         call = launch.prepared[key] = _prepare_gather(shard, launch, parameters)
     if not shard.is_contiguous() or shard.data_ptr() % 16:
         raise UnsupportedError(f"the shard of shape {list(shard.shape)}, strides {list(shard.stride())} is not contiguous at 16 bytes")
     credits, end, side = credit_kernel(launch), end_kernel(launch), side_stream(shard.device)
     all_rows = launch.world_size * rows
-    outs = [shard.new_empty(all_rows, b.shape[1]) for b in rhs]
+    outs = [shard.new_empty(all_rows, m.b.shape[1], dtype=m.dtype(shard)) for m in matmuls]
     gathered = shard.new_empty(all_rows, shard.shape[1]) if gathered_used else None
     with side:
         credits()
         call.send(shard)
     try:
-        for b, bias, out in zip(rhs, biases, outs, strict=True):
-            _multiply(shard, b, bias, out[rank * rows : (rank + 1) * rows])
+        for matmul, out in zip(matmuls, outs, strict=True):
+            matmul(shard, rank * rows, (rank + 1) * rows, out)
         for ranges, wait in call.chunks:
             wait()
             for start, stop in ranges:
-                for b, bias, out in zip(rhs, biases, outs, strict=True):
-                    _multiply(call.workspace[start:stop], b, bias, out[start:stop])
+                for matmul, out in zip(matmuls, outs, strict=True):
+                    matmul(call.workspace[start:stop], start, stop, out)
         if gathered is not None:
             for start, stop in ((0, rank * rows), ((rank + 1) * rows, all_rows)):
                 gathered[start:stop].copy_(call.workspace[start:stop])
@@ -172,40 +163,39 @@ class _Band:
 
 
 def matmul_reduce_scatter(
-    a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: ChunkedParameters, bias: torch.Tensor | None = None, average: bool = False
+    a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool = False
 ) -> torch.Tensor:
-    """``reduce_scatter(a @ b + bias)`` of rows: ``a [world_size * rows, K]``, ``b [K, N]``, ``bias [N]`` or ``[1]``. Returns ``[rows, N]``, summed in fp32.
+    """``reduce_scatter(a @ b + bias)`` of rows: ``a [world_size * rows, K]``. Returns ``[rows, N]``, summed in fp32.
 
     Raises:
         UnsupportedError, TransferError: as ``all_gather_matmul``.
     """
-    return _reduce("matmul_reduce_scatter", a, b, launch, parameters, bias, average)
+    return _reduce("matmul_reduce_scatter", a, matmul, launch, parameters, average)
 
 
 def matmul_all_reduce(
-    a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: ChunkedParameters, bias: torch.Tensor | None = None, average: bool = False
+    a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool = False
 ) -> torch.Tensor:
     """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, returns ``[world_size * rows, N]``."""
-    return _reduce("matmul_all_reduce", a, b, launch, parameters, bias, average)
+    return _reduce("matmul_all_reduce", a, matmul, launch, parameters, average)
 
 
-def _reduce(
-    pattern: str, a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: ChunkedParameters, bias: torch.Tensor | None, average: bool
-) -> torch.Tensor:
+def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool) -> torch.Tensor:
     """Bands in turn: band ``i`` is multiplied and sent, then band ``i - 1`` summed and handed round, then band ``i - 2`` received."""
     launch.faults.check()
-    key = ("chunked", pattern, a.shape, a.dtype, b.shape, parameters, average)
+    columns, dtype = matmul.b.shape[1], matmul.dtype(a)
+    key = ("chunked", pattern, a.shape, a.dtype, columns, dtype, parameters, average)
     bands = launch.prepared.get(key)
-    product = a.new_empty(a.shape[0], b.shape[1])
-    out = a.new_empty(a.shape[0] if pattern == "matmul_all_reduce" else a.shape[0] // launch.world_size, b.shape[1])
+    product = a.new_empty(a.shape[0], columns, dtype=dtype)
+    out = a.new_empty(a.shape[0] if pattern == "matmul_all_reduce" else a.shape[0] // launch.world_size, columns, dtype=dtype)
     if bands is None:
-        bands = launch.prepared[key] = _prepare_reduce(pattern, a, b, product, out, launch, parameters, average)
+        bands = launch.prepared[key] = _prepare_reduce(pattern, a, matmul, product, out, launch, parameters, average)
     credits, end, side = credit_kernel(launch), end_kernel(launch), side_stream(a.device)
     with side:
         credits()
 
     def multiply(start: int, stop: int) -> None:
-        _multiply(a[start:stop], b, bias, product[start:stop])
+        matmul(a[start:stop], start, stop, product)
 
     try:
         for i in range(len(bands) + 2):
@@ -233,13 +223,13 @@ def _reduce(
 
 
 def _prepare_reduce(
-    pattern: str, a: torch.Tensor, b: torch.Tensor, product: torch.Tensor, out: torch.Tensor, launch: Launch, p: ChunkedParameters, average: bool
+    pattern: str, a: torch.Tensor, matmul: VendorMatmul, product: torch.Tensor, out: torch.Tensor, launch: Launch, p: ChunkedParameters, average: bool
 ) -> list[_Band]:
     world_size, all_rows = launch.world_size, a.shape[0]
     if all_rows % world_size:
         raise UnsupportedError(f"{all_rows} rows do not fall into {world_size} equal shards")
     rows = all_rows // world_size
-    _check(a, [b], pattern, rows, launch, p)
+    _check(a, [matmul], pattern, rows, launch, p)
     reduces_all = pattern == "matmul_all_reduce"
     bands = chunked_plan.bands_of(rows, p) if reduces_all else [(0, rows)]
     made: list[_Band] = []
@@ -247,7 +237,7 @@ def _prepare_reduce(
     for number, (start, size) in enumerate(bands):
         last = reduces_all and number + 1 == len(bands)
         part_rows = chunked_plan.part_rows_of(size, world_size, p)
-        transfer = Transfer(size, b.shape[1], part_rows, True, world_size * start, world_size * start, index)
+        transfer = Transfer(size, out.shape[1], part_rows, True, world_size * start, world_size * start, index)
         index += transfer.parts
         made.append(_prepare_band(product, out, launch, p, transfer, average, last_index + number if reduces_all else None, last))
     return made

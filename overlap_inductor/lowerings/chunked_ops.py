@@ -12,6 +12,7 @@ from overlap_inductor.lowerings.site_ops import Optional
 from overlap_inductor.lowerings.site_ops import Tensors
 from overlap_inductor.lowerings.site_ops import define_gather
 from overlap_inductor.lowerings.site_ops import define_reductions
+from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from overlap_inductor.transports.workspace import Launch
 
 
@@ -20,7 +21,7 @@ def _gather(
 ) -> Tensors:
     from overlap_inductor.lowerings import chunked
 
-    return chunked.all_gather_matmul(shard, rhs, biases, launch, parameters, gathered_used)
+    return chunked.all_gather_matmul(shard, list(map(VendorMatmul, rhs, biases)), launch, parameters, gathered_used)
 
 
 def _reduce(
@@ -28,7 +29,7 @@ def _reduce(
 ) -> torch.Tensor:
     from overlap_inductor.lowerings import chunked
 
-    return getattr(chunked, pattern)(lhs, rhs, launch, parameters, bias, average)
+    return getattr(chunked, pattern)(lhs, VendorMatmul(rhs, bias), launch, parameters, average)
 
 
 define_gather("chunked", chunked_plan, _gather)

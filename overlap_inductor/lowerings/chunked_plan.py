@@ -105,16 +105,18 @@ def signals_of(pattern: str, world_size: int, rows: int, parameters: ChunkedPara
 
 
 def needed(pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: ChunkedParameters) -> tuple[int, int]:
-    """``(bytes, signals)`` that a call needs of its slot: ``rows`` of a shard, ``inner`` its K, ``columns`` its N."""
+    """``(bytes, signals)`` that a call needs of its slot: ``rows`` of a shard, ``inner`` its K, ``columns`` its N, ``itemsize`` of what is sent."""
     width = inner if pattern == "all_gather_matmul" else columns
     legs = 2 if pattern == "matmul_all_reduce" else 1
     return legs * world_size * rows * width * itemsize, signals_of(pattern, world_size, rows, parameters)
 
 
-def why_not(dtype: torch.dtype, inner: int, columns: int) -> str | None:
-    """What schedule ``chunked`` is not made for: ``a [rows, inner] @ b [inner, columns]``, in any layout that the vendor's matmul takes."""
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"schedule chunked multiplies two matrices of fp16 or bf16, not {dtype}"
-    if inner % 8 or columns % 8 or inner == 0 or columns == 0:
+def why_not(dtype: torch.dtype, inner: int, columns: int, scaled: bool = False) -> str | None:
+    """What schedule ``chunked`` is not made for: ``a [rows, inner] @ b [inner, columns]``, in any layout that the vendor's matmul takes; ``scaled``: of fp8."""
+    right = (torch.float8_e4m3fn, torch.float8_e5m2) if scaled else (torch.float16, torch.bfloat16)
+    if dtype not in right:
+        return f"schedule chunked multiplies {'fp8 with scales' if scaled else 'fp16 or bf16'} here, not {dtype}"
+    least = 16 // dtype.itemsize
+    if inner % least or columns % least or inner == 0 or columns == 0:
         return f"rows of {inner} and of {columns} elements are no whole, positive number of 16-byte words"
     return None

@@ -41,15 +41,16 @@ Reduce = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor | None, bool, L
 
 
 def ready(
-    plan: SitePlan, pattern: str, rows: int, inner: int, columns: int, like: torch.Tensor, group: dist.ProcessGroup, site: str, settings: str
+    plan: SitePlan, pattern: str, rows: int, a: torch.Tensor, b: torch.Tensor, sent: torch.dtype, group: dist.ProcessGroup, site: str, settings: str
 ) -> tuple[Launch, Any] | None:
-    """Where and how the site's kernels run, for ``rows`` of a shard; ``None`` where they do not."""
+    """Where and how the site's kernels multiply ``a`` by ``b``, with ``rows`` of a shard and elements of dtype ``sent`` on their way; ``None`` where they do not."""
     if rows == 0:
         return None
-    place = workspace_of(group, like.device)
+    place = workspace_of(group, a.device)
     parameters = plan.parameters_of(settings, place.blocks)
+    inner, columns = b.shape
     launch = place.launch(
-        site, (rows, inner, columns, like.dtype), lambda: plan.needed(pattern, group.size(), rows, inner, columns, like.element_size(), parameters)
+        site, (rows, inner, columns, sent), lambda: plan.needed(pattern, group.size(), rows, inner, columns, sent.itemsize, parameters)
     )
     return None if launch is None else (launch, parameters)
 
@@ -67,7 +68,7 @@ def define_gather(schedule: str, plan: SitePlan, gather: Gather) -> None:
         chain: torch.Tensor, shard: torch.Tensor, rhs: Tensors, biases: Optional, gathered_used: bool, settings: str, group_name: str, site: str
     ) -> tuple[Tensors, torch.Tensor]:
         group, token = resolve_group(group_name), chain.new_empty(1)
-        found = ready(plan, "all_gather_matmul", shard.shape[0], shard.shape[1], rhs[0].shape[1], shard, group, site, settings)
+        found = ready(plan, "all_gather_matmul", shard.shape[0], shard, rhs[0], shard.dtype, group, site, settings)
         if found is None:
             gathered, outs = reference.all_gather_matmul(shard, rhs, biases, group)
             return [*outs, gathered] if gathered_used else outs, token
@@ -95,7 +96,7 @@ def _define_reduction(schedule: str, plan: SitePlan, reduce: Reduce, pattern: st
         chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, settings: str, reduce_op: str, group_name: str, site: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         group, token = resolve_group(group_name), chain.new_empty(1)
-        found = ready(plan, pattern, lhs.shape[0] // group.size(), rhs.shape[0], rhs.shape[1], lhs, group, site, settings)
+        found = ready(plan, pattern, lhs.shape[0] // group.size(), lhs, rhs, lhs.dtype, group, site, settings)
         if found is None:
             return getattr(reference, pattern)([lhs], [rhs], [bias], reduce_op, group), token
         return reduce(pattern, lhs, rhs, bias, reduce_op == "avg", *found), token

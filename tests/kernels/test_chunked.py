@@ -14,6 +14,7 @@ from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.lowerings import chunked
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.chunked_plan import needed
+from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared
@@ -64,12 +65,13 @@ def _rank(rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tenso
         left = a[call, rank].contiguous()
         if case.pattern == GATHER:
             rhs = [right, right[:, :8].contiguous()] if case.two else [right]
-            out[call, rank], *others = chunked.all_gather_matmul(left, rhs, [bias, None][: len(rhs)], launch, case.at(call), case.two)
+            matmuls = list(map(VendorMatmul, rhs, [bias, None]))
+            out[call, rank], *others = chunked.all_gather_matmul(left, matmuls, launch, case.at(call), case.two)
             if case.two:
                 everyone = a[call].flatten(0, 1)
                 assert torch.equal(others[1], everyone) and torch.allclose(others[0].double(), everyone.double() @ rhs[1].double(), rtol=2e-2, atol=5e-2)
         else:
-            out[call, rank] = getattr(chunked, case.pattern)(left, right, launch, case.at(call), bias, case.average)
+            out[call, rank] = getattr(chunked, case.pattern)(left, VendorMatmul(right, bias), launch, case.at(call), case.average)
         launch.faults.check()
         assert not launch.slot.queues.any() and launch.slot.calls.tolist() == [call + 1]
 
@@ -111,7 +113,7 @@ def _round_once(rank: int, workspace: SharedWorkspace, out: torch.Tensor) -> Non
     a[:, 0] = 2048.0 if rank == 0 else 1.0
     b = torch.zeros(8, 8).half()
     b[0] = 1
-    out[rank] = chunked.matmul_reduce_scatter(a, b, workspace.launch(rank), SMALL)
+    out[rank] = chunked.matmul_reduce_scatter(a, VendorMatmul(b), workspace.launch(rank), SMALL)
 
 
 @pytest.mark.parametrize(("pattern", "what", "peer"), [(GATHER, "rows", 1), (SCATTER, "partial sums", 2), (REDUCE, "partial sums", 2)])
@@ -122,9 +124,9 @@ def test_a_peer_that_never_comes(pattern: str, what: str, peer: int) -> None:
 
     def call() -> None:
         if pattern == GATHER:
-            chunked.all_gather_matmul(a, [b], [None], launch, SMALL)
+            chunked.all_gather_matmul(a, [VendorMatmul(b)], launch, SMALL)
         else:
-            getattr(chunked, pattern)(a, b, launch, SMALL)
+            getattr(chunked, pattern)(a, VendorMatmul(b), launch, SMALL)
 
     call()
     with pytest.raises(TransferError, match=f"site some site of group 'tp' waited in vain for {what} from rank {peer}: call 1 was wanted, 0 had come"):
@@ -138,7 +140,7 @@ def test_nothing_is_written_before_the_peer_has_read() -> None:
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)
     workspace.data.fill_(0)
-    chunked.all_gather_matmul(torch.ones(16, 32).half(), [torch.ones(32, 16).half()], [None], launch, SMALL)
+    chunked.all_gather_matmul(torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half())], launch, SMALL)
     with pytest.raises(TransferError, match="waited in vain for leave to write into the workspace of rank 1: call 1 was wanted, 0 had come"):
         launch.faults.check()
 
@@ -146,7 +148,7 @@ def test_nothing_is_written_before_the_peer_has_read() -> None:
 def test_a_call_ends_also_where_a_matmul_fails() -> None:
     launch = SharedWorkspace.of(2, 20_000, 4).launch(0, patience_ns=20_000)
     with pytest.raises(RuntimeError):
-        chunked.all_gather_matmul(torch.ones(16, 32).half(), [torch.ones(32, 16).half()], [torch.ones(3).half()], launch, SMALL)
+        chunked.all_gather_matmul(torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half(), torch.ones(3).half())], launch, SMALL)
     assert launch.slot.calls.tolist() == [1]
 
 
@@ -154,14 +156,14 @@ def test_what_the_schedule_is_not_made_for_is_said() -> None:
     launch = SharedWorkspace.of(2, 4096, 2).launch(0)
     a, b = torch.zeros(32, 32).half(), torch.zeros(32, 16).half()
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):
-        chunked.all_gather_matmul(a.float(), [b.float()], [None], launch, SMALL)
+        chunked.all_gather_matmul(a.float(), [VendorMatmul(b.float())], launch, SMALL)
     with pytest.raises(UnsupportedError, match=r"by a matrix that fits, not torch.float16\[16, 16\]"):
-        chunked.matmul_reduce_scatter(a, b[:16], launch, SMALL)
+        chunked.matmul_reduce_scatter(a, VendorMatmul(b[:16]), launch, SMALL)
     with pytest.raises(UnsupportedError, match="of 32 and of 12 elements"):
-        chunked.all_gather_matmul(a, [b[:, :12]], [None], launch, SMALL)
+        chunked.all_gather_matmul(a, [VendorMatmul(b[:, :12])], launch, SMALL)
     with pytest.raises(UnsupportedError, match="not contiguous at 16 bytes"):
-        chunked.all_gather_matmul(a.t(), [b], [None], launch, SMALL)
+        chunked.all_gather_matmul(a.t(), [VendorMatmul(b)], launch, SMALL)
     with pytest.raises(UnsupportedError, match="needs 8192 bytes and 1 signals, its slot has 4096 and 2"):
-        chunked.all_gather_matmul(torch.zeros(64, 32).half(), [b], [None], launch, SMALL)
+        chunked.all_gather_matmul(torch.zeros(64, 32).half(), [VendorMatmul(b)], launch, SMALL)
     with pytest.raises(UnsupportedError, match="3 rows do not fall"):
-        chunked.matmul_reduce_scatter(a[:3], b, launch, SMALL)
+        chunked.matmul_reduce_scatter(a[:3], VendorMatmul(b), launch, SMALL)
