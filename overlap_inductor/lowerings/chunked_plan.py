@@ -13,6 +13,8 @@ from overlap_inductor.transports.transfer import TRANSPORTS
 
 COPY_ENGINE_BYTES = 4 << 20
 """Bytes of a piece from which on copy engines are as fast as SMs that push (measured on 8 H200s), and leave the SMs to the matmul."""
+BAND_BYTES = 2 << 20
+"""Bytes a peer of the smallest band of an all-reduce."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,13 +45,16 @@ class ChunkedParameters:
 
 
 def settings_for(pattern: str, world_size: int, shard_bytes: int, transport: str = "auto") -> dict[str, Any]:
-    """The parameters of a site for the plan; ``shard_bytes``: of what goes to one peer. ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
-    chunks = min(3, world_size - 1) if world_size > 2 else 2
-    bands = 4 if pattern == "matmul_all_reduce" else 1
-    if bands > 1:
-        chunks = 0
-    pieces = bands * max(1, chunks // (world_size - 1))
+    """The parameters of a site for the plan; ``shard_bytes``: of what goes to one peer. ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``.
+
+    Three chunks are few launches, and what the last one leaves in sight is short; an all-reduce is cut into bands while their pieces stay large.
+    """
+    chunks, bands = 2 if world_size == 2 else 3, 1
+    if pattern == "matmul_all_reduce":
+        bands = max(1, min(4, shard_bytes // BAND_BYTES))
+        chunks = chunks if bands == 1 else 0
     if transport == "auto":
+        pieces = bands * -(-max(chunks, 1) // (world_size - 1))
         transport = "copy_engine" if shard_bytes >= pieces * COPY_ENGINE_BYTES else "sm_push"
     return {"transport": transport, "chunks": chunks, "bands": bands}
 

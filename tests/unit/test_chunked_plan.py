@@ -72,6 +72,7 @@ def test_small_pieces_are_pushed() -> None:
     chosen = Counter(chunked_plan.settings_for("all_gather_matmul", 8, mb << 20)["transport"] for mb in (1, 2, 4, 16))
     assert chosen == {"sm_push": 2, "copy_engine": 2}
     assert chunked_plan.settings_for("all_gather_matmul", 8, 1 << 20, "copy_engine")["transport"] == "copy_engine"
+    assert [chunked_plan.settings_for("matmul_all_reduce", 8, mb << 20)["bands"] for mb in (1, 4, 64)] == [1, 2, 4]
     for pattern, w in itertools.product(("all_gather_matmul", "matmul_all_reduce"), (2, 8)):
         chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for(pattern, w, 1 << 20)), 132)
 

@@ -63,8 +63,8 @@ def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int
         constants = {**constants, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8}
     left, right = f"tensordesc<bf16[{block_m}, {block_k}]>", f"tensordesc<bf16[{block_n}, {block_k}]>"
     types = {"own_desc": left, "gathered_desc": left, "a_desc": left, "b_desc": right, "c_desc": f"tensordesc<bf16[{block_m}, {block_n}]>", "patience": "i64", "scale": "fp32"}
-    types |= dict.fromkeys(("c", "out", "bias", "staging", "source", "own", "finished"), "*bf16") | dict.fromkeys(("peer_data", "peer_flags"), "*i64")
-    types |= dict.fromkeys(("words", "flags", "queues", "calls", "stop"), "*i32")
+    types |= dict.fromkeys(("a", "c", "out", "bias", "staging", "source", "own", "finished"), "*bf16") | dict.fromkeys(("peer_data", "peer_flags"), "*i64")
+    types |= dict.fromkeys(("flags", "queues", "calls", "stop"), "*i32")
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     any_value = {"rank", *(str(name) for name in kernel.do_not_specialize)}
