@@ -64,15 +64,6 @@ def fused_pays(sizes: SiteSizes, machine: Machine) -> bool:
     return fused_seconds(sizes, machine) * margin < keep
 
 
-def estimates_us(sizes: SiteSizes, machine: Machine, parts: int, fused: bool = False) -> dict[str, float]:
-    """Microseconds of ``keep`` and ``ring``, of the matmul and the collective alone, and of a ``fused`` kernel where there is one."""
-    matmul, collective = matmul_seconds(sizes, machine), collective_seconds(sizes, machine)
-    values = {"keep": matmul + collective, "ring": ring_seconds(sizes, machine, parts), "matmul": matmul, "collective": collective}
-    if fused:
-        values["fused"] = fused_seconds(sizes, machine)
-    return {name: round(value * 1e6, 1) for name, value in values.items()}
-
-
 def ring_pays(sizes: SiteSizes, machine: Machine, parts: int) -> bool:
     """Whether the ring is estimated to be at least 5 % faster than ``keep``."""
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)

@@ -77,7 +77,7 @@ def all_gather_matmul(
         kernel = _prepare_gather(a, b, result, launch, parameters, bias, keep)
         if keep:
             _end_kernel(launch)
-        launch.prepared[key] = kernel
+        launch.remember(key, kernel)
     kernel(a, b, result, a, result, result if bias is None else bias)
     return result
 
@@ -141,7 +141,7 @@ def matmul_reduce_scatter(
 def matmul_all_reduce(
     a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, bias: torch.Tensor | None = None, average: bool = False
 ) -> torch.Tensor:
-    """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, returns ``[world_size * rows, N]``."""
+    """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, returns all rows ``[M, N]``; ``M`` need not be a multiple of the world size."""
     return _reduce("matmul_all_reduce", a, b, launch, parameters, bias, average)
 
 
@@ -155,7 +155,7 @@ def _reduce(
     kernel = launch.prepared.get(key)
     if kernel is None:
         kernel = _prepare_reduce(pattern, a, b, out, launch, parameters, bias, average)
-        launch.prepared[key] = kernel
+        launch.remember(key, kernel)
     kernel(a, b, out, out if bias is None else bias)
     return out
 
@@ -166,9 +166,9 @@ def _prepare_reduce(
     world_size, slot, broadcast = launch.world_size, launch.slot, pattern == "matmul_all_reduce"
     all_rows, inner = a.shape
     columns = b.shape[1]
-    if all_rows % world_size:
+    if all_rows % world_size and not broadcast:
         raise UnsupportedError(f"{all_rows} rows do not fall into {world_size} equal shards")
-    rows = all_rows // world_size
+    rows = -(-all_rows // world_size)
     part_rows = band_rows(rows, p)
     parts = -(-rows // part_rows)
     need = needed(pattern, world_size, rows, inner, columns, a.element_size(), p)
@@ -177,7 +177,7 @@ def _prepare_reduce(
     varying = (TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), right, out, out if bias is None else bias)
     fixed = (
         slot.data.local[: need[0]].view(a.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
-        launch.patience_ns, launch.site, launch.rank, rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0,
+        launch.patience_ns, launch.site, launch.rank, rows, all_rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0,
         world_size, parts, min(p.lag, parts) if broadcast else parts, p.copy_lag, broadcast, p.stagger_ns,
         p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH, 32 * p.warps, p.halves, transposed, bias is not None,
     )  # fmt: skip

@@ -2,8 +2,9 @@
 workspace.
 
 Shapes (W ranks, this rank's view): ``shard [m, K]``, ``rhs [K, N]``, ``lhs [W*m, K]``. All ops return the chain's next token last. ``settings`` is JSON
-text of ``FusedParameters`` without ``blocks``. A site without rows, or one whose group has no workspace left for it (``transports.workspace``
-says so in the log), runs the plain collective and matmul: on every rank, since rows and workspace are the same on all.
+text of ``FusedParameters`` without ``blocks``. A site without rows, with fewer than ``min_rows``, with more than its workspace was planned for, or one whose group
+has no workspace left for it (``transports.workspace`` says so in the log), runs the plain collective and matmul: on every rank, since rows and
+workspace are the same on all.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def _ready(
         return None
     place = workspace_of(group, like.device)
     parameters = parameters_of(settings, place.blocks)
+    if parameters.min_rows > rows * group.size():
+        return None
     launch = place.launch(
         site, (rows, inner, columns, like.dtype), lambda: needed(pattern, group.size(), rows, inner, columns, like.element_size(), parameters)
     )
@@ -118,7 +121,7 @@ def _define_reduction(pattern: str, keeps_rows: bool) -> None:
         chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, settings: str, reduce_op: str, group_name: str, site: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         group, token = resolve_group(group_name), chain.new_empty(1)
-        ready = _ready(pattern, lhs.shape[0] // group.size(), rhs.shape[0], rhs.shape[1], lhs, group, site, settings)
+        ready = _ready(pattern, -(-lhs.shape[0] // group.size()), rhs.shape[0], rhs.shape[1], lhs, group, site, settings)
         if ready is None:
             return getattr(reference, pattern)([lhs], [rhs], [bias], reduce_op, group), token
         from overlap_inductor.lowerings import fused

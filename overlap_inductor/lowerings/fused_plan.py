@@ -22,6 +22,7 @@ class FusedParameters:
         lag, copy_lag: bands by which own tiles follow the peers', and copies those (all-reduce).
         stagger_ns: between the starts of neighbouring blocks (reductions).
         halves: tiles are stored in two halves, which leaves shared memory for one stage more.
+        min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
     """
 
     blocks: int
@@ -38,6 +39,7 @@ class FusedParameters:
     copy_lag: int = 2
     stagger_ns: int = 0
     halves: bool = False
+    min_rows: int = 0
 
 
 TUNED: Mapping[str, Mapping[str, Any]] = {
@@ -48,7 +50,7 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
 """The best of what was tried on 4 H200s (bench/results/fused.jsonl), by pattern."""
 
 
-def settings_for(pattern: str) -> dict[str, Any]:
+def settings_for(pattern: str, transport: str) -> dict[str, Any]:
     """The tuned parameters of a pattern, for the plan."""
     return dict(TUNED[pattern])
 

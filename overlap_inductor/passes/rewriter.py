@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import warnings
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx
 
 from overlap_inductor.passes import collectives
 from overlap_inductor.passes import graph_tools as tools
-from overlap_inductor.passes import looping
 from overlap_inductor.passes import planner
-from overlap_inductor.passes import ring_gather
-from overlap_inductor.passes import ring_reduce
 from overlap_inductor.passes.placement import place
+from overlap_inductor.passes.schedules import schedule_named
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.passes.site_nodes import ReduceNodes
@@ -108,7 +105,7 @@ class Rewriter:
         with self.graph.inserting_before(anchor):
             group = site.facts.collective
             emit = StepEmitter(self.graph, group.group_name, group.world_size, site.facts.id, self.chains[group.group_name], module)
-            replaced = self._unrolled(emit, site, piece.parameters) if piece.parameters.get("unrolled") else self._looping(emit, site, piece.parameters)
+            self.chains[group.group_name], replaced = schedule_named(piece.schedule).rewrite(emit, site, piece.parameters)
         for old, new in replaced.items():
             if [str(s) for s in tools.shape(old)] != [str(s) for s in tools.shape(new)] or tools.dtype(old) != tools.dtype(new):
                 raise RuntimeError(f"{old.name} {tools.shape(old)} {tools.dtype(old)} would become {tools.shape(new)} {tools.dtype(new)}")
@@ -131,27 +128,6 @@ class Rewriter:
                 self.graph.erase_node(node)
                 erased.add(node)
                 pending += sources
-
-    def _unrolled(self, emit: StepEmitter, site: OverlapSite, parameters: dict[str, Any]) -> dict[fx.Node, fx.Node]:
-        parts, route, nodes = parameters["sub_chunks"], parameters["route"], site.nodes
-        if isinstance(nodes, GatherNodes):
-            gathered, results = ring_gather.rewrite(emit, nodes, parts, route)
-            return {**results, nodes.collective.wait: gathered, nodes.collective.node: gathered}
-        if site.facts.pattern == "matmul_reduce_scatter":
-            result = ring_reduce.rewrite_reduce_scatter(emit, nodes, parts, route)
-        elif site.facts.pattern == "matmul_all_reduce":
-            result = ring_reduce.rewrite_all_reduce(emit, nodes, parts)
-        else:
-            result = ring_reduce.rewrite_gathered_output(emit, nodes, parts)
-        return _reduced(nodes, result)
-
-    def _looping(self, emit: StepEmitter, site: OverlapSite, parameters: dict[str, Any]) -> dict[fx.Node, fx.Node]:
-        nodes = site.nodes
-        if isinstance(nodes, GatherNodes):
-            self.chains[emit.group_name], gathered, results = looping.rewrite_gather(emit, nodes, parameters)
-            return results if gathered is None else {**results, nodes.collective.wait: gathered, nodes.collective.node: gathered}
-        self.chains[emit.group_name], result = looping.rewrite_reduce(emit, site.facts.pattern, nodes, parameters)
-        return _reduced(nodes, result)
 
     def _chain_kept_collectives(self) -> None:
         """Collectives of our groups that were left in place take their turn in the group's order, on every rank the same."""
@@ -185,14 +161,6 @@ def _tensor_of(graph: fx.Graph, node: fx.Node) -> fx.Node:
         element = graph.call_function(getitem, (node, index))
     element.meta["val"] = tools.value(node)[index]
     return element
-
-
-def _reduced(nodes: ReduceNodes, result: fx.Node) -> dict[fx.Node, fx.Node]:
-    replaced = {nodes.result: result}
-    if len(nodes.collectives) == 1:
-        replaced[nodes.collectives[0].node] = result
-        replaced[nodes.collectives[0].wait] = result
-    return replaced
 
 
 def _last(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:

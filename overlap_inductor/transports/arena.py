@@ -6,8 +6,8 @@ the plan that all ranks have agreed upon; sites of other graphs may share them, 
 ends (``kernels.signals.credit_flag``). Calls are counted in device memory (``Slot.calls``), never by the host: a CUDA graph that is replayed,
 or mixed with eager calls, counts on.
 
-Sizes are planned before anything runs (``slots_for``; sites of dynamic sizes have no fused kernel yet), so that ``prepare`` happens at the
-graph's first run, outside any capture. Slots are never moved, grown or freed while the group lives: graphs captured before hold their
+Sizes are planned before anything runs (``slots_for``; a site of dynamic sizes asks for a planned maximum, and runs as it stood beyond it), so that
+``prepare`` happens at the graph's first run, outside any capture. Slots are never moved, grown or freed while the group lives: graphs captured before hold their
 addresses. A later graph that needs more gets slots of its own.
 """
 
@@ -186,6 +186,10 @@ class WorkspaceArena:
     def holds(self, request: Request) -> bool:
         """Whether the site has a slot that is large enough."""
         return _suffices(self._of_site.get(request.site), request)
+
+    def knows(self, site: str) -> bool:
+        """Whether the site has a slot."""
+        return site in self._of_site
 
     def slot(self, site: str) -> Slot:
         """The slot of a site that has been prepared for.

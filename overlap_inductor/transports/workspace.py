@@ -29,6 +29,9 @@ from overlap_inductor.transports.faults import FaultRecord
 
 log = logging.getLogger("overlap_inductor")
 
+MOST_PREPARED = 64
+"""Kernels that a site keeps ready."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -42,6 +45,12 @@ class Launch:
     site: int
     patience_ns: int
     prepared: dict[Any, Any] = field(default_factory=dict, compare=False)
+
+    def remember(self, key: Any, kernel: Any) -> None:
+        """Keep a kernel ready; all are made anew when sizes that change from call to call have made too many."""
+        if len(self.prepared) >= MOST_PREPARED:
+            self.prepared.clear()
+        self.prepared[key] = kernel
 
 
 @dataclass
@@ -73,6 +82,8 @@ class GroupWorkspace:
             OverlapError: the site has not been prepared for.
         """
         if (site, call) not in self._known:
+            if len(self._known) >= MOST_PREPARED * (len(self._launches) + 1):
+                self._known.clear()
             self._known[site, call] = self._find(site, need())
         found = self._known[site, call]
         if found is not None and self.arena.device.type == "cuda":
@@ -80,7 +91,8 @@ class GroupWorkspace:
         return found
 
     def _find(self, site: str, need: tuple[int, int]) -> Launch | None:
-        if not self.arena.holds(Request(site, *need)) and site in self.without_room:
+        if not self.arena.holds(Request(site, *need)) and (site in self.without_room or self.arena.knows(site)):
+            # No room was found for the site, or what was planned for is less than this call's size.
             return None
         slot, made = self.arena.slot(site), self._launches.get(site)
         if made is None or made.slot is not slot:
