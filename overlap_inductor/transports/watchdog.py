@@ -14,7 +14,8 @@ The next overlap call raises a fault by itself (``FaultRecord.check``). But a CU
    kernel left behind that gave up. (Exit hooks that were registered before this module's do not run then.)
 
 While all is well a look reads one word of the host's memory a group, and calls nothing of CUDA. After a fork the child watches nothing: it can use no
-GPU. What it cannot do: go on beside a thread that blocks while it holds Python's lock.
+GPU. What it cannot do: go on beside a thread that blocks while it holds Python's lock; see a stream wait that no record tells of (no clock bounds it
+by itself: a transport that waits so needs a kernel of the group that waits for the same peers, or a ``Watched`` of its own).
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class _Watch:
 def end_process(message: str) -> None:
     """Write ``message`` and the stacks of all threads to standard error, and end the process by SIGABRT."""
     os.write(2, f"{message}\n".encode())
-    if not faulthandler.is_enabled():
-        faulthandler.dump_traceback(2)
+    faulthandler.dump_traceback(2)
+    # (Else the signal would have the stacks written again.)
+    faulthandler.disable()
     os.abort()
 
 
