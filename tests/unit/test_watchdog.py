@@ -191,14 +191,15 @@ class Faults:
     def error(self):
         return "site a waited in vain for rank 1."
 alive = [True]
+{before}
 watchdog.watch(Faults(), lambda: alive[0])
 {rest}
 """
 
 
-def _run(rest: str, told: bool = False, grace: float = 60.0) -> tuple[int, str]:
+def _run(rest: str, before: str = "", told: bool = False, grace: float = 60.0) -> tuple[int, str]:
     """``(exit status, standard error)`` of a program after a fault."""
-    program = PROGRAM.format(rest=rest, told=told, grace=grace)
+    program = PROGRAM.format(rest=rest, before=before, told=told, grace=grace)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout + done.stderr
 
@@ -206,7 +207,7 @@ def _run(rest: str, told: bool = False, grace: float = 60.0) -> tuple[int, str]:
 def test_a_program_that_is_stuck_is_ended_as_by_nccl() -> None:
     status, said = _run("time.sleep(50)", grace=0.2)
     assert status == -signal.SIGABRT
-    assert "site a waited in vain for rank 1. In 0.2 s no call has raised" in said and 'File "<string>", line 11 in <module>' in said, "where it was stuck"
+    assert "site a waited in vain for rank 1. In 0.2 s no call has raised" in said and 'File "<string>", line 12 in <module>' in said, "where it was stuck"
 
 
 def test_a_program_ends_with_an_error_where_it_was_not_told() -> None:
@@ -216,6 +217,11 @@ def test_a_program_ends_with_an_error_where_it_was_not_told() -> None:
 
 def test_a_program_that_was_told_ends_as_it_likes() -> None:
     assert _run("sys.exit(3)", told=True)[0] == 3
+
+
+def test_a_program_that_is_well_ends_well() -> None:
+    status, said = _run("time.sleep(0.3)", before="Faults.error = lambda self: None", grace=0.1)
+    assert (status, said) == (0, "")
 
 
 def _child(found: Any) -> None:
