@@ -22,6 +22,7 @@ import torch.distributed as dist
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.distributed import group_timeout
 from overlap_inductor.torch_compat.distributed import is_alive
+from overlap_inductor.transports import watchdog
 from overlap_inductor.transports.arena import Request
 from overlap_inductor.transports.arena import Slot
 from overlap_inductor.transports.arena import WorkspaceArena
@@ -153,6 +154,8 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspa
         patience = int(group_timeout(group).total_seconds() * 1e9)
         known = GroupWorkspace(group, arena, faults, patience, symmetric.multiprocessors(device))
         _WORKSPACES[key] = known
+        if device.type == "cuda":
+            watchdog.watch(faults, lambda: is_alive(group))
     return known
 
 
