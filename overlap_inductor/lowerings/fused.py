@@ -88,7 +88,7 @@ def _prepare_gather(
     world_size, slot = launch.world_size, launch.slot
     rows, inner = a.shape
     columns = b.shape[1]
-    part_rows = band_rows(rows, p)
+    part_rows = band_rows(rows, world_size, p)
     _check(a, b, bias, needed("all_gather_matmul", world_size, rows, inner, columns, a.element_size(), p), launch)
     right, transposed = _right(b, p)
     varying = (
@@ -169,7 +169,7 @@ def _prepare_reduce(
     if all_rows % world_size and not broadcast:
         raise UnsupportedError(f"{all_rows} rows do not fall into {world_size} equal shards")
     rows = -(-all_rows // world_size)
-    part_rows = band_rows(rows, p)
+    part_rows = band_rows(rows, world_size, p)
     parts = -(-rows // part_rows)
     need = needed(pattern, world_size, rows, inner, columns, a.element_size(), p)
     _check(a, b, bias, need, launch)
