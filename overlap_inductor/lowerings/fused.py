@@ -21,8 +21,7 @@ from overlap_inductor.kernels.signals import end_call
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.lowerings.fused_plan import band_rows
 from overlap_inductor.lowerings.fused_plan import needed
-from overlap_inductor.lowerings.fused_plan import right_operand_fits
-from overlap_inductor.lowerings.fused_plan import why_not
+from overlap_inductor.lowerings.operands import check_operands
 from overlap_inductor.transports.workspace import Launch
 
 COPY_WORDS = 8192
@@ -31,27 +30,19 @@ TILES_A_BATCH = 8
 """Tiles after which a block waits for its last store (within a batch a store goes on under the next tile's matmul)."""
 
 
+def right_descriptor(b: torch.Tensor, block_n: int, block_k: int) -> tuple[TensorDescriptor, bool]:
+    """``b``'s descriptor, and whether it is the transposed matrix that lies in rows."""
+    if b.stride(0) == 1 and b.stride(1) >= b.shape[0]:
+        return TensorDescriptor.from_tensor(b.t(), [block_n, block_k]), True
+    return TensorDescriptor.from_tensor(b, [block_k, block_n]), False
+
+
 def _check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tuple[int, int], launch: Launch) -> None:
-    reason = why_not(a.dtype, a.shape[1], b.shape[1])
-    if reason is not None or b.dtype != a.dtype:
-        raise UnsupportedError(reason or f"a fused kernel multiplies matrices of one dtype, not {a.dtype} and {b.dtype}")
-    if not a.is_contiguous() or a.data_ptr() % 16:
-        raise UnsupportedError(f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous at 16 bytes")
-    if not right_operand_fits(b) or b.data_ptr() % 16:
-        raise UnsupportedError(f"the right operand of shape {list(b.shape)} has strides {list(b.stride())}; expected whole 16-byte rows or columns")
-    if bias is not None and (bias.shape != b.shape[1:] or not bias.is_contiguous()):
-        raise UnsupportedError(f"the bias of shape {list(bias.shape)}, strides {list(bias.stride())} is no row of {b.shape[1]} elements")
+    check_operands(a, b, bias)
     nbytes, signals = need
     if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
         raise UnsupportedError(f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and {launch.slot.signals}")
     launch.faults.check()
-
-
-def _right(b: torch.Tensor, p: FusedParameters) -> tuple[TensorDescriptor, bool]:
-    """``b``'s descriptor, and whether it is the transposed matrix that lies in rows."""
-    if b.stride(0) == 1 and b.stride(1) >= b.shape[0]:
-        return TensorDescriptor.from_tensor(b.t(), [p.block_n, p.block_k]), True
-    return TensorDescriptor.from_tensor(b, [p.block_k, p.block_n]), False
 
 
 def _with_scratch(device: torch.device, launch: Callable[[], Any]) -> None:
@@ -84,7 +75,7 @@ def all_gather_matmul(
     slot = launch.slot
     result = torch.empty(world_size * rows, columns, dtype=a.dtype, device=a.device)
     words = a.view(torch.int32).view(-1)
-    right, transposed = _right(b, p)
+    right, transposed = right_descriptor(b, p.block_n, p.block_k)
     all_gather_matmul_kernel[(p.blocks,)](
         TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
         TensorDescriptor.from_tensor(gathered(a, launch), [p.block_m, p.block_k]),
@@ -144,7 +135,7 @@ def _reduce(
     _check(a, b, bias, need, launch)
     staging = slot.data.local[: need[0]].view(a.dtype)
     out = torch.empty(all_rows if broadcast else rows, columns, dtype=a.dtype, device=a.device)
-    right, transposed = _right(b, p)
+    right, transposed = right_descriptor(b, p.block_n, p.block_k)
     arguments = (
         TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
         right,
