@@ -71,14 +71,14 @@ class GroupWorkspace:
             made = Launch(self.group.rank(), self.group.size(), slot, self.faults, self.faults.number(site), self.patience_ns)
             self._launches[site] = made
         if slot.calls.is_cuda:
-            _one_after_the_other(slot.calls.device)
+            one_after_the_other(slot.calls.device)
         return made
 
 
 _LAST_STREAM: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
 
 
-def _one_after_the_other(device: torch.device) -> None:
+def one_after_the_other(device: torch.device) -> None:
     """The current stream waits for the stream of the call before, whatever its site, slot or group, so that all ranks run their calls in host order.
 
     A kernel that waits for its peers fills the GPU: two on two streams, begun here in one order and there in the other, would wait for each
