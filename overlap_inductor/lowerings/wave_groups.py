@@ -188,7 +188,7 @@ class Call:
 
     def run(self, plan: WavePlan) -> torch.Tensor:
         """The call as planned. Returns ``[M / world_size, N]``, or ``[M, N]`` where it is an all-reduce."""
-        device, block_m = self.a.device, self.parameters.block_m
+        device, block_m, captured = self.a.device, self.parameters.block_m, symmetric.capturing()
         try:
             with nccl.forked(device) as side:
                 c = self.multiply(plan.free, plan.table, len(plan.partition) - 1)
@@ -200,8 +200,9 @@ class Call:
                         piece = c[top * self.shards : bottom * self.shards]
                         nccl.reduce_rows(result[top:bottom] if self.scatters else piece, piece, self.group)
         except BaseException:
-            # Counters that nobody has waited for would let a later call's collective start too early.
-            self.waves.place.faults.abort()
+            # Counters that nobody has waited for would let a later call's collective start too early. (In a capture nothing has run.)
+            if not captured:
+                self.waves.place.faults.abort()
             raise
         return result
 
@@ -225,7 +226,7 @@ class Call:
         whole = self.waves.table((0, self.bands))
         # The fewest blocks first: the longest.
         free = sorted(p.free, reverse=True)
-        seconds = self._seconds([functools.partial(self.alone, f, whole) for f in free])
+        seconds = self.first_rank_seconds([functools.partial(self.alone, f, whole) for f in free])
         plans = []
         for f, matmul in zip(free, seconds):
             partition, expected = p.partition, None
@@ -234,10 +235,11 @@ class Call:
                 partition = best_partition(waves, curve)
                 expected = predicted(partition, waves, curve)
             plans.append(WavePlan(f, partition, self.waves.table(partition), expected))
-        seconds = self._seconds([functools.partial(self.run, plan) for plan in plans])
+        seconds = self.first_rank_seconds([functools.partial(self.run, plan) for plan in plans])
         return plans[seconds.index(min(seconds))]
 
-    def _seconds(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+    def first_rank_seconds(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        """Seconds of each call, of the longest first, as the group's first rank has measured them; all ranks together."""
         return nccl.of_first_rank(nccl.seconds_of(calls, self.a.device), self.group, self.a.device)
 
     def as_waves(self, free: int, matmul_seconds: float) -> Waves:

@@ -27,7 +27,7 @@ from tests.fake_group import fake_group
 from tests.numerics.ranks import run_ranks
 
 SMALL = {"block_m": 16, "block_n": 16, "block_k": 16, "group_m": 2, "warps": 4, "stages": 1, "free": [1], "halves": False}
-CALLS = 3
+CALLS = 2
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _inputs(case: Case, rank: int, world_size: int, call: int) -> tuple[torch.Te
 
 def _rank(rank: int, world_size: int, names: list[str]) -> list[str]:
     """Problems found on this rank. All cases run in one process and share the group's counters."""
-    nccl.SIZES = (2**9, 2**11, 2**13)
+    nccl.SIZES, nccl.REPEATS = (2**9, 2**11, 2**13), 1
     group, problems = dist.group.WORLD, []
     for name in names:
         case = CASES[name]
@@ -143,6 +143,16 @@ def test_after_a_collective_that_failed_nothing_runs(waves: wave_groups.GroupWav
     monkeypatch.undo()
     with pytest.raises(TransferError, match="was aborted"):
         _call(waves)
+
+
+def test_a_capture_that_failed_leaves_the_group_as_it_was(waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch) -> None:
+    _call(waves)
+    monkeypatch.setattr(symmetric, "capturing", lambda: True)
+    monkeypatch.setattr(nccl, "forked", lambda device: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _call(waves)
+    monkeypatch.undo()
+    _call(waves)
 
 
 def test_nothing_is_measured_in_a_capture(waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch) -> None:

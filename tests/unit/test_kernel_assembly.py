@@ -94,11 +94,11 @@ def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path
     assert "ld.volatile" not in text
 
 
-@pytest.mark.parametrize("transposed", [True, False])
-def test_a_matmul_in_groups_stores_in_bulk_and_counts_behind_a_fence(transposed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("transposed", "shards"), [(True, {"shards": 1}), (False, {})], ids=["all-reduce", "reduce-scatter"])
+def test_a_matmul_in_groups_stores_in_bulk_and_counts_behind_a_fence(transposed: bool, shards: dict[str, int], tmp_path: Path) -> None:
     """The parameters that are planned. A block counts when its bulk stores are done, by one thread's release behind a barrier."""
     right = f"tensordesc<bf16[{'256, 64' if transposed else '64, 256'}]>"
-    constants = {"BATCH": 8, "THREADS": 256, "HALVES": True, "TRANSPOSED": transposed, "BIAS": True}
+    constants = {"BATCH": 8, "THREADS": 256, "HALVES": True, "TRANSPOSED": transposed, "BIAS": True, **shards}
     text, machine, shared = _assembled(matmul_in_groups, constants, (128, 256, 64), tmp_path, 4, {"b_desc": right})
     assert "wgmma.mma_async" in text and "cp.async.bulk.tensor.2d.global.shared" in text and shared <= 227 * 1024 and "ld.volatile" not in text
     (count,) = re.finditer(r"red\.release\.sys\.global\.add\.s32(?=[^\n]*, %r)", text)
