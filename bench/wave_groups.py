@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 4 -m bench.wave_groups --tokens 4096 8192 --out bench/results/wave_groups.jsonl
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 -m bench.wave_groups
 
-Every provider is compared with fp32 on random data before it is timed; providers are timed in turn as in ``bench.fused``. Rows of a site: ``keep``, the
-planned call (``wave_groups``), the predicted partition with each number of SMs left free, matmul and collective alone. Then ``partitions``: all
-of them where they are at most ``--candidates``, else so many, those into equal groups among them; ``within`` is the planned one's time over that of the best, both from a
-second run of their own. ``timeline``: microseconds from the call's start at which the matmul and each group's collective ended; where all
-collectives end behind the matmul, NCCL's blocks found no room beside it.
+Every provider is compared with fp32 on random data before it is timed; providers are timed in turn as in ``bench.fused``. Rows of a site: ``keep``
+(``bound``: its time over the longer of matmul and collective), the planned call (``wave_groups``), the predicted partition with each number of SMs left
+free, matmul and collective alone. ``partitions``: all of them where they are at most ``--candidates``, else so many, those into equal groups
+among them; ``within`` is the planned one's time over the best one's, both from a second run of their own. ``timeline``: microseconds from the
+call's start at which the matmul and each group's collective ended; where all collectives end behind the matmul, NCCL's blocks found no room beside it.
 """
 
 from __future__ import annotations
@@ -146,6 +146,8 @@ def measure(site: Site, repeats: int, candidates: int) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"provider": name, "error": errors.get(name), "right": errors.get(name, 0.0) <= 2e-2}
         if name in times:
             row |= {"us": round(times[name], 1), "speedup": round(times["keep"] / times[name], 3)}
+        if name == "keep":
+            row["bound"] = round(times["keep"] / max(times["matmul"], times["collective"]), 3)
         if name.startswith("free"):
             free = int(name.split()[1])
             seconds = predicted(chosen[free], call.as_waves(free, dict(zip(falling, alone))[free]), curve)

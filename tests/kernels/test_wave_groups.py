@@ -75,7 +75,7 @@ def _rank(rank: int, world_size: int, names: list[str]) -> list[str]:
     for name in names:
         case = CASES[name]
         waves = wave_groups.waves_of(group, torch.device("cpu"))
-        waves.place.blocks = case.blocks
+        waves.place.blocks, waves.place.patience_ns = case.blocks, 20_000_000
         settings = {**SMALL, "halves": case.halves} | ({} if case.partition is None else {"partition": case.partition})
         op = getattr(torch.ops.overlap_inductor, f"wave_groups_{case.pattern}")
         for call in range(CALLS):
