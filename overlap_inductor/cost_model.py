@@ -64,6 +64,22 @@ def fused_pays(sizes: SiteSizes, machine: Machine) -> bool:
     return fused_seconds(sizes, machine) * margin < keep
 
 
+def wave_seconds(sizes: SiteSizes, machine: Machine) -> float:
+    """Seconds of a matmul with a collective for each group of its waves: the matmul has fewer SMs, the last group's collective is in sight."""
+    matmul = matmul_seconds(sizes, machine) / machine.wave_efficiency
+    wire = sizes.legs * sizes.bytes_sent / machine.link_bytes / machine.wave_efficiency
+    groups = machine.wave_groups
+    return max(matmul + wire / groups, matmul / groups + wire) + groups * machine.collective_seconds
+
+
+def wave_pays(sizes: SiteSizes, machine: Machine) -> bool:
+    """Whether groups of waves are estimated to be at least a quarter faster than ``keep``: no model of the fabric stands behind the estimate yet."""
+    if sizes.tiles < machine.fused_tiles:
+        return False
+    keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
+    return wave_seconds(sizes, machine) * _MARGIN_UNMEASURED < keep
+
+
 def ring_pays(sizes: SiteSizes, machine: Machine, parts: int) -> bool:
     """Whether the ring is estimated to be at least 5 % faster than ``keep``."""
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)

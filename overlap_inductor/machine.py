@@ -18,6 +18,7 @@ class Machine:
         step_seconds: fixed cost of one hop of a ring.
         overlapped_efficiency: rate of chunk matmuls while transfers run beside them, relative to one whole matmul alone.
         fused_exposed: part of the wire time that a fused kernel of one leg, and of two, leaves in sight; fused_leg_seconds: its fixed cost a leg.
+        wave_efficiency: rate of matmul and collective beside each other in groups of waves; wave_groups: groups that a call is cut into.
         fused_ranks: largest group in which that was measured; fused_tiles: tiles from which on a fused kernel is worth a thought.
     """
 
@@ -31,6 +32,8 @@ class Machine:
     fused_leg_seconds: float = 45e-6
     fused_ranks: int = 4
     fused_tiles: int = 200
+    wave_efficiency: float = 0.85
+    wave_groups: int = 4
 
 
 _MACHINES = {

@@ -17,8 +17,7 @@ from overlap_inductor.kernels.signals import end_call
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.lowerings.fused_plan import band_rows
 from overlap_inductor.lowerings.fused_plan import needed
-from overlap_inductor.lowerings.fused_plan import right_operand_fits
-from overlap_inductor.lowerings.fused_plan import why_not
+from overlap_inductor.lowerings.operands import check_operands
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.workspace import Launch
 
@@ -28,24 +27,18 @@ TILES_A_BATCH = 8
 """Tiles after which a block waits for its last store (within a batch a store goes on under the next tile's matmul)."""
 
 
+def right_descriptor(b: torch.Tensor, block_n: int, block_k: int) -> tuple[TensorDescriptor, bool]:
+    """``b``'s descriptor, and whether it is the transposed matrix that lies in rows."""
+    if b.stride(0) == 1 and b.stride(1) >= b.shape[0]:
+        return TensorDescriptor.from_tensor(b.t(), [block_n, block_k]), True
+    return TensorDescriptor.from_tensor(b, [block_k, block_n]), False
+
+
 def _check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tuple[int, int], launch: Launch) -> None:
-    reason = why_not(a.dtype, a.shape[1], b.shape[1])
-    if reason is not None or b.dtype != a.dtype:
-        raise UnsupportedError(reason or f"a fused kernel multiplies matrices of one dtype, not {a.dtype} and {b.dtype}")
-    if not right_operand_fits(b):
-        raise UnsupportedError(f"the right operand of shape {list(b.shape)} has strides {list(b.stride())}; expected whole 16-byte rows or columns")
-    if bias is not None and (bias.shape != b.shape[1:] or not bias.is_contiguous()):
-        raise UnsupportedError(f"the bias of shape {list(bias.shape)}, strides {list(bias.stride())} is no row of {b.shape[1]} elements")
+    check_operands(a, b, bias)
     nbytes, signals = need
     if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
         raise UnsupportedError(f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and {launch.slot.signals}")
-
-
-def _right(b: torch.Tensor, p: FusedParameters) -> tuple[TensorDescriptor, bool]:
-    """``b``'s descriptor, and whether it is the transposed matrix that lies in rows."""
-    if b.stride(0) == 1 and b.stride(1) >= b.shape[0]:
-        return TensorDescriptor.from_tensor(b.t(), [p.block_n, p.block_k]), True
-    return TensorDescriptor.from_tensor(b, [p.block_k, p.block_n]), False
 
 
 def _key(pattern: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, parameters: FusedParameters, flag: bool) -> tuple[object, ...]:
@@ -90,7 +83,7 @@ def _prepare_gather(
     columns = b.shape[1]
     part_rows = band_rows(rows, world_size, p)
     _check(a, b, bias, needed("all_gather_matmul", world_size, rows, inner, columns, a.element_size(), p), launch)
-    right, transposed = _right(b, p)
+    right, transposed = right_descriptor(b, p.block_n, p.block_k)
     varying = (
         TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
         right,
@@ -173,7 +166,7 @@ def _prepare_reduce(
     parts = -(-rows // part_rows)
     need = needed(pattern, world_size, rows, inner, columns, a.element_size(), p)
     _check(a, b, bias, need, launch)
-    right, transposed = _right(b, p)
+    right, transposed = right_descriptor(b, p.block_n, p.block_k)
     varying = (TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), right, out, out if bias is None else bias)
     fixed = (
         slot.data.local[: need[0]].view(a.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,

@@ -18,7 +18,9 @@ from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.lowerings.fused_plan import needed
 from overlap_inductor.lowerings.fused_plan import parameters_of
-from overlap_inductor.lowerings.fused_plan import right_operand_fits
+from overlap_inductor.lowerings.operands import bias_row
+from overlap_inductor.lowerings.operands import left_operand
+from overlap_inductor.lowerings.operands import right_operand
 from overlap_inductor.lowerings.ops import define
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.transports.workspace import Launch
@@ -43,22 +45,6 @@ def _ready(
     return None if launch is None else (launch, parameters)
 
 
-def _left(a: torch.Tensor) -> torch.Tensor:
-    """``a`` as a kernel needs it: contiguous at 16 bytes, by a copy where it is a slice that lies otherwise."""
-    a = a.contiguous()
-    return a if a.data_ptr() % 16 == 0 else a.clone()
-
-
-def _right(b: torch.Tensor) -> torch.Tensor:
-    if not right_operand_fits(b):
-        return b.contiguous()
-    return b if b.data_ptr() % 16 == 0 else b.clone()
-
-
-def _bias(bias: torch.Tensor | None, columns: int) -> torch.Tensor | None:
-    return None if bias is None else bias.expand(columns).contiguous()
-
-
 def _fused_all_gather_matmul(
     chain: torch.Tensor,
     shard: torch.Tensor,
@@ -77,11 +63,11 @@ def _fused_all_gather_matmul(
     from overlap_inductor.lowerings import fused
 
     launch, parameters = ready
-    shard = _left(shard)
+    shard = left_operand(shard)
     # The transfer hides under one of the matmuls: the largest.
     first = max(range(len(rhs)), key=lambda i: rhs[i].shape[1])
     keep = gathered_used or len(rhs) > 1
-    out = fused.all_gather_matmul(shard, _right(rhs[first]), launch, parameters, _bias(biases[first], rhs[first].shape[1]), keep)
+    out = fused.all_gather_matmul(shard, right_operand(rhs[first]), launch, parameters, bias_row(biases[first], rhs[first].shape[1]), keep)
     if not keep:
         return [out], token
     try:
@@ -127,7 +113,7 @@ def _define_reduction(pattern: str, keeps_rows: bool) -> None:
         from overlap_inductor.lowerings import fused
 
         launch, parameters = ready
-        return getattr(fused, pattern)(_left(lhs), _right(rhs), launch, parameters, _bias(bias, rhs.shape[1]), reduce_op == "avg"), token
+        return getattr(fused, pattern)(left_operand(lhs), right_operand(rhs), launch, parameters, bias_row(bias, rhs.shape[1]), reduce_op == "avg"), token
 
     def fake(
         chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: object, settings: str, reduce_op: str, group_name: str, site: str

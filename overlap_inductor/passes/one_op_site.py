@@ -32,7 +32,6 @@ from overlap_inductor.passes.site_sizes import sizes_at
 from overlap_inductor.passes.site_sizes import tokens
 from overlap_inductor.passes.steps import StepEmitter
 from overlap_inductor.schedule import PlanPiece
-from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports.arena import Request
 
 
@@ -51,10 +50,6 @@ class OpPlan(Protocol):
         """The parameters that a plan's settings (JSON text) and the device's number of SMs make."""
         ...
 
-    def needed(self, pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: Any) -> tuple[int, int]:
-        """``(bytes, signals)`` that a call needs of its slot."""
-        ...
-
 
 @dataclass(frozen=True)
 class OneOpSchedule:
@@ -63,6 +58,9 @@ class OneOpSchedule:
     Attributes:
         noun: what computes a site, behind "a" or "no".
         cost: estimated seconds; pays: whether that is enough faster than ``keep``.
+        reach: why ranks on a device cannot run it, from what all of them know alike, or ``None``.
+        dynamic: whether the token count may be known no earlier than it runs.
+        needed: ``(pattern, world_size, rows of a shard, inner, columns, itemsize, parameters) -> (bytes, signals)`` that a call needs of its slot; ``None`` without.
     """
 
     name: str
@@ -73,6 +71,9 @@ class OneOpSchedule:
     plan: OpPlan
     cost: Callable[[SiteSizes, Machine], float]
     pays: Callable[[SiteSizes, Machine], bool]
+    reach: Callable[[tuple[int, ...], torch.device], str | None]
+    dynamic: bool = True
+    needed: Callable[..., tuple[int, int]] | None = None
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
         facts = site.facts
@@ -83,8 +84,9 @@ class OneOpSchedule:
         if facts.pattern != "all_gather_matmul" and len(site.matmuls) > 1:
             return f"{len(site.matmuls)} matmuls are summed into one reduction; a {self.noun} has one"
         for left, right in _operands(site):
-            # Only the count of tokens, the left operand's rows, may be known no earlier than it runs.
-            if any(not isinstance(size, int) for size in (left.shape[1], *right.shape, *right.stride())):
+            # Of the sizes only the left operand's rows are tokens.
+            static = (left.shape[1], *right.shape, *right.stride(), *(() if self.dynamic else left.shape))
+            if any(not isinstance(size, int) for size in static):
                 return f"a size or stride is only known when it runs: {[str(s) for s in left.shape]} @ {[str(s) for s in right.shape]}"
             reason = self.plan.why_not(left.dtype, int(left.shape[1]), int(right.shape[1]))
             if reason is not None:
@@ -92,7 +94,7 @@ class OneOpSchedule:
             if right.dtype != left.dtype or not right_operand_fits(right):
                 return f"the right operand is {right.dtype}{list(right.shape)} with strides {list(right.stride())}; expected rows or columns of whole 16-byte words"
         source = tools.value(site.collectives[0].input)
-        return symmetric.why_no_symmetric_memory(facts.collective.ranks, source.device)
+        return self.reach(facts.collective.ranks, source.device)
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> PlanPiece:
         return self._piece(site, config, 0)
@@ -119,7 +121,9 @@ class OneOpSchedule:
             return None
         return [PlanPiece("keep", None, (0, threshold - 1)), self._piece(site, config, threshold)]
 
-    def request(self, site: OverlapSite) -> Request:
+    def request(self, site: OverlapSite) -> Request | None:
+        if self.needed is None:
+            return None
         assert site.decision is not None
         pattern, world_size = site.facts.pattern, site.facts.collective.world_size
         planned = site.decision.plan[-1].parameters
@@ -127,7 +131,7 @@ class OneOpSchedule:
         missing = site.nodes.sharded.missing if not isinstance(site.nodes, GatherNodes) else 0
         rows = -(-(planned["max_tokens"] if "max_tokens" in planned else int(left.shape[0]) + missing) // world_size)
         parameters = self.plan.parameters_of(planned["settings"], 1)
-        need = self.plan.needed(pattern, world_size, max(rows, 1), int(left.shape[1]), int(right.shape[1]), left.dtype.itemsize, parameters)
+        need = self.needed(pattern, world_size, max(rows, 1), int(left.shape[1]), int(right.shape[1]), left.dtype.itemsize, parameters)
         return Request(site.facts.id, *need)
 
     def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:

@@ -183,7 +183,8 @@ def register_lowerings() -> None:
     """Register the lowerings with Inductor; harmless when called again."""
     import overlap_inductor.lowerings.fused_ops
     import overlap_inductor.lowerings.looping
-    import overlap_inductor.lowerings.ops  # noqa: F401  (these define ops)
+    import overlap_inductor.lowerings.ops
+    import overlap_inductor.lowerings.wave_ops  # noqa: F401  (these define ops)
 
     ops = torch.ops.overlap_inductor
     for op, function in (

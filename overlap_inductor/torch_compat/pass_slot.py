@@ -75,7 +75,8 @@ class OverlapPass(_Base):
         # Asked before any cache is: a graph that is loaded calls our ops, so they have to exist by then.
         import overlap_inductor.lowerings.fused_ops
         import overlap_inductor.lowerings.looping
-        import overlap_inductor.lowerings.ops  # noqa: F401
+        import overlap_inductor.lowerings.ops
+        import overlap_inductor.lowerings.wave_ops  # noqa: F401
         from overlap_inductor.fingerprint import fingerprint
 
         return fingerprint(self.config())

@@ -81,9 +81,15 @@ class FaultRecord:
         _, code, peer, wanted, seen, *_ = self.record.tolist()
         if not code:
             return f"group {self.group_name!r} was aborted; its workspace holds no valid data. Destroy the group, or end the process."
+        site = f"site {self.sites[code // layout.WAIT_KINDS]} of group {self.group_name!r}"
+        if code % layout.WAIT_KINDS == layout.WAIT_TILES:
+            return (
+                f"{site} waited in vain for tiles of its own matmul: {wanted} were wanted, {seen} had come. Something else held this rank's GPU for longer "
+                "than the group's timeout. No result of this group is valid any more: destroy the group, or end the process."
+            )
         what = _WAITED_FOR.get(code % layout.WAIT_KINDS, "a signal from")
         return (
-            f"site {self.sites[code // layout.WAIT_KINDS]} of group {self.group_name!r} waited in vain for {what} rank {self.ranks[peer]}: call {wanted} was wanted, "
+            f"{site} waited in vain for {what} rank {self.ranks[peer]}: call {wanted} was wanted, "
             f"{seen} had come. That rank has died, has skipped the call, or is later than the group's timeout allows. "
             "No result of this group is valid any more: destroy the group, or end the process."
         )

@@ -88,7 +88,7 @@ class GroupWorkspace:
             self._known[site, call] = self._find(site, need())
         found = self._known[site, call]
         if found is not None and self.arena.device.type == "cuda":
-            _one_after_the_other(self.arena.device)
+            one_after_the_other(self.arena.device)
         return found
 
     def _find(self, site: str, need: tuple[int, int]) -> Launch | None:
@@ -120,7 +120,7 @@ class GroupWorkspace:
 _LAST_STREAM: dict[tuple[torch.device, bool], tuple[int, torch.cuda.Stream]] = {}
 
 
-def _one_after_the_other(device: torch.device) -> None:
+def one_after_the_other(device: torch.device) -> None:
     """The current stream waits for the stream of the call before, whatever its site, slot or group, so that all ranks run their calls in host order.
 
     A kernel that waits for its peers fills the GPU: two on two streams, begun here in one order and there in the other, would wait for each

@@ -197,7 +197,7 @@ class TestGolden(TestCase):
 x: bfloat16[24, 16] = input
 w: bfloat16[16, 40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-542fd07f", 1536, 1]]', 4096)
-fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], False, '{"halves": true, "parts": 4, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-542fd07f')
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], False, '{"halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-542fd07f')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
 getitem_2: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
 return [getitem_2]
@@ -211,7 +211,7 @@ bias: bfloat16[8] = input
 v: bfloat16[16, 8] = input
 w: bfloat16[16, 40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-40cbc28f", 1536, 1]]', 4096)
-fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [v, w], [bias, None], True, '{"halves": true, "parts": 4, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-40cbc28f')
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [v, w], [bias, None], True, '{"halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-40cbc28f')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
 getitem_2: bfloat16[48, 16] = <built-in function getitem>(getitem, 2)
 getitem_3: bfloat16[48, 8] = <built-in function getitem>(getitem, 0)
@@ -237,7 +237,7 @@ return [getitem]
 x: bfloat16[48, 16] = input
 w: bfloat16[16, 40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_all_reduce-8f9bf24e", 40960, 2]]', 4096)
-fused_matmul_all_reduce_default = overlap_inductor.fused_matmul_all_reduce.default(agree_default, x, w, None, '{"halves": true, "parts": 1, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_all_reduce-8f9bf24e')
+fused_matmul_all_reduce_default = overlap_inductor.fused_matmul_all_reduce.default(agree_default, x, w, None, '{"halves": true, "parts": 2, "parts_from": 4096, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_all_reduce-8f9bf24e')
 getitem: bfloat16[48, 40] = <built-in function getitem>(fused_matmul_all_reduce_default, 0)
 return [getitem]
 """)
