@@ -52,18 +52,22 @@ def test_signals_assemble_for_hopper() -> None:
         assert "release" not in after or before == "bar.sync", "stores of other threads may come after the signal"
 
 
+def _unspecialised(kernel: Any) -> set[int]:
+    return {p.num for p in kernel.params if p.do_not_specialize}
+
+
 def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int], folder: Path, stages: int = 3, given: dict[str, str] | None = None) -> tuple[str, str, int]:
     """``(PTX, machine code, bytes of shared memory)`` of a kernel on bf16, for Hopper."""
     block_m, block_n, block_k = tile
     constants = {**constants, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8}
     left, right = f"tensordesc<bf16[{block_m}, {block_k}]>", f"tensordesc<bf16[{block_n}, {block_k}]>"
     types = {"own_desc": left, "gathered_desc": left, "a_desc": left, "b_desc": right, "c_desc": f"tensordesc<bf16[{block_m}, {block_n // 2 if constants['HALVES'] else block_n}]>", "patience": "i64", "scale": "fp32"}
-    types |= dict.fromkeys(("c", "out", "bias", "staging"), "*bf16") | dict.fromkeys(("peer_data", "peer_flags"), "*i64")
-    types |= dict.fromkeys(("words", "flags", "queues", "calls", "stop", "partition", "counters", "queue"), "*i32")
+    types |= dict.fromkeys(("a", "c", "out", "bias", "staging"), "*bf16") | dict.fromkeys(("peer_data", "peer_flags"), "*i64")
+    types |= dict.fromkeys(("flags", "queues", "calls", "stop", "partition", "counters", "queue"), "*i32")
     types |= given or {}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name != "rank" and signature[name][0] in "*i"}
+    divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if i not in _unspecialised(kernel) and signature[name][0] in "*i"}
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, divisible)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": stages})
     binary = folder / "kernel.cubin"
