@@ -40,7 +40,7 @@ from overlap_inductor.transports.workspace import Launch
 COLUMNS, INNER, EPS = 8192, 28672, 1e-5
 CALLS = 20
 TOLERANCE = 2e-2
-SEGMENTS = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (8192, 8), (8192, 16))
+SEGMENTS = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 8), (8192, 16))
 """Columns and warps of a block."""
 
 

@@ -72,7 +72,7 @@ def _sum_of(own, came, stride, at, inside, rank, scale, WORLD: tl.constexpr):
         base = tl.where(s == rank, own.to(tl.int64), (came + s * stride).to(tl.int64)).to(own.dtype)
         parts = parts + (tl.load(tl.multiple_of(base, 16) + at, mask=inside, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
     # All loads first, so that their ways through memory lie beside each other.
-    total = parts[0].to(tl.float32)
+    total = parts[0].to(tl.float32)  # type: ignore[misc]
     for s in tl.static_range(1, WORLD):
         total += parts[s].to(tl.float32)  # type: ignore[misc]
     return (total * scale).to(own.dtype.element_ty)
@@ -88,16 +88,17 @@ def _add_and_normalise(summed, kept, gain, normed, residual_out, offset, at, ins
     tl.store(normed + offset + at, (scaled.to(tl.float32) * gain.to(tl.float32)).to(summed.dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rank", "site", "rows"])
+@triton.jit(do_not_specialize=["rank", "site", "rows", "eights", "signals"])
 def one_shot(
     product, out, residual, residual_out, weight, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
-    site, rank, rows, columns, half, signals, scale, eps,
+    site, rank, rows, eights, half, signals, scale, eps,
     WORLD: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, ROW: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Grid: ``rows * SEGMENTS`` blocks of at least ``WORLD * SEGMENTS`` threads.
 
     Args:
-        product: this rank's partial result ``[rows, columns]``, fp16 or bf16, row-major at 16 bytes, as all tensors here.
+        product: this rank's partial result ``[rows, columns]``, fp16 or bf16, row-major at 16 bytes, as all tensors here. ``columns`` is ``8 * eights``:
+            so the compiler sees that rows are whole 16-byte words.
         out: the sum over ranks ``[rows, columns]``; with ``NORM`` the normed rows, and residual, residual_out ``[rows, columns]``, weight ``[columns]`` are read
             and written; without they are not touched.
         staging: this rank's workspace, two halves of ``half`` elements: ``[WORLD, rows, columns]``, what has come from each source.
@@ -106,6 +107,7 @@ def one_shot(
         queues, calls: int32 in this rank's own memory (one word, zero between calls: blocks that have read ``calls``; one word).
         scale: what the sum is multiplied with (1, or ``1 / WORLD`` for an average). SEGMENT: columns of a segment; ROW: a power of two, at least ``columns``.
     """
+    columns = eights * 8
     call = tl.load(calls)
     unit = tl.program_id(0)
     row = unit // SEGMENTS
@@ -139,10 +141,10 @@ def one_shot(
         tl.store(out + offset + at, summed, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rank", "site", "rows"])
+@triton.jit(do_not_specialize=["rank", "site", "rows", "eights", "signals"])
 def two_shot(
     product, out, residual, residual_out, weight, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
-    site, rank, rows, columns, half, signals, scale, eps,
+    site, rank, rows, eights, half, signals, scale, eps,
     WORLD: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, ROW: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Grid: ``cdiv(rows, WORLD) * SEGMENTS`` blocks of at least ``max(WORLD, SEGMENTS)`` threads, and with ``NORM`` ``SEGMENTS`` more.
@@ -153,6 +155,7 @@ def two_shot(
         flags: with ``units`` segments in all groups, ``signal_flag(s, u)``: the call whose partial segment ``u`` has come from source ``s``;
             ``signal_flag(s, units + u)``: the call whose sum has come from owner ``s``.
     """
+    columns = eights * 8
     call = tl.load(calls)
     unit = tl.program_id(0)
     group = unit // SEGMENTS

@@ -96,7 +96,7 @@ def _prepare(varying: tuple[torch.Tensor, ...], norm: bool, launch: Launch, p: S
     half = slot.nbytes // 256 * 128
     fixed = (
         slot.data.local[: 2 * half].view(product.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
-        launch.patience_ns, launch.site, launch.rank, rows, columns, half // itemsize, slot.signals, 1.0 / world_size if average else 1.0, eps,
+        launch.patience_ns, launch.site, launch.rank, rows, columns // 8, half // itemsize, slot.signals, 1.0 / world_size if average else 1.0, eps,
         world_size, segments, p.segment, 1 << (columns - 1).bit_length(), norm,
     )  # fmt: skip
     blocks = (-(-rows // world_size) + norm) * segments if p.two_shot else rows * segments

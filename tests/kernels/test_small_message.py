@@ -126,10 +126,17 @@ def test_agrees_with_fp64_and_among_ranks(name: str) -> None:
     _check(CASES[name])
 
 
-@pytest.mark.parametrize("case", [replace(CASES["one-shot"], rows=(2, 2, 1, 2)), replace(CASES["one-shot, sum alone"], rows=(1,) * 4, segment=64)], ids=["norm", "sum alone"])
-def test_a_rank_that_reads_late_meets_no_later_call(case: Case) -> None:
-    """The others are in their next call by then: what they send there goes to the other half."""
-    _check(case, _late_rank)
+LATE = {
+    "one-shot": replace(CASES["one-shot"], rows=(2, 2, 1, 2)),
+    "one-shot, sum alone": replace(CASES["one-shot, sum alone"], rows=(1,) * 4, segment=64),
+    "two-shot": replace(CASES["two-shot"], rows=(2, 3, 1)),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_rank_that_is_late_between_two_steps(name: str) -> None:
+    """Its peers are in their next call by then, whose data go to the other half; in two-shot they wait for all segments of its rows."""
+    _check(LATE[name], _late_rank)
 
 
 def test_it_rounds_where_a_model_rounds() -> None:
