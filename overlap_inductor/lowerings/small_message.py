@@ -73,7 +73,7 @@ def _run(
     kernel = launch.prepared.get(key)
     if kernel is None:
         kernel = _prepare(varying, norm is not None, launch, parameters, eps, average)
-        launch.prepared[key] = kernel
+        launch.remember(key, kernel)
     kernel(*varying)
 
 

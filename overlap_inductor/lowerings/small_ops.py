@@ -1,8 +1,9 @@
 """The ops of schedule ``small_message``: a vendor matmul and one kernel that sums its results over the ranks, alone or with the residual add and RMSNorm behind it.
 
 Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``residual [M, N]``, ``weight [N]``; results ``[M, N]``. All ops return the chain's next
-token last. ``settings`` is JSON text of ``SmallParameters``. A site without rows, or one whose group has no workspace left for it
-(``transports.workspace`` says so in the log), runs the plain collective: on every rank, since rows and workspace are the same on all.
+token last. ``settings`` is JSON text of what is fixed of ``SmallParameters``; each call's rows decide the rest. A call without rows, with more than were planned
+for, or of a group that has no workspace left for it (``transports.workspace`` says so in the log), runs the plain collective: on every rank, since
+rows and workspace are the same on all.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ def _ready(lhs: torch.Tensor, rhs: torch.Tensor, settings: str, group: dist.Proc
     rows, columns = lhs.shape[0], rhs.shape[1]
     if rows == 0:
         return None
-    parameters = parameters_of(settings)
-    place = workspace_of(group, lhs.device)
-    launch = place.launch(site, (rows, columns, lhs.dtype, settings), lambda: needed(parameters, group.size(), rows, columns, lhs.element_size()))
+    sizes = group.size(), rows, columns, lhs.element_size()
+    parameters = parameters_of(settings, *sizes)
+    launch = workspace_of(group, lhs.device).launch(site, (rows, columns, lhs.dtype, settings), lambda: needed(parameters, *sizes))
     return None if launch is None else (launch, parameters)
 
 

@@ -24,7 +24,7 @@ BLOCKS = 128
 
 @dataclass(frozen=True, eq=False)
 class SmallParameters:
-    """What may be tuned. (Compared by identity: ``parameters_of`` makes one for each text, and it is part of a key that is looked up at every call.)
+    """What may be tuned. (Compared by identity: ``parameters_of`` makes one for each size, and it is part of a key that is looked up at every call.)
 
     Attributes:
         two_shot: rows are summed by their owners and sent again, instead of by everybody.
@@ -38,7 +38,7 @@ class SmallParameters:
 
 
 def settings_for(world_size: int, rows: int, columns: int, itemsize: int) -> dict[str, Any]:
-    """The parameters for ``rows`` of ``columns`` elements, for the plan.
+    """The parameters for ``rows`` of ``columns`` elements.
 
     One-shot sends ``bytes * (W - 1)`` from each GPU, two-shot ``2 * bytes * (W - 1) / W``: a second leg pays where the difference takes longer.
     """
@@ -54,9 +54,16 @@ def settings_for(world_size: int, rows: int, columns: int, itemsize: int) -> dic
 
 
 @functools.cache
-def parameters_of(settings: str) -> SmallParameters:
-    """The parameters that a plan's ``settings`` (JSON text) make."""
-    return SmallParameters(**json.loads(settings))
+def parameters_of(settings: str, world_size: int, rows: int, columns: int, itemsize: int) -> SmallParameters:
+    """The parameters of a call of a site with a plan's ``settings``: JSON text of those that are fixed, ``{}`` where each call's rows decide."""
+    return SmallParameters(**{**settings_for(world_size, rows, columns, itemsize), **json.loads(settings)})
+
+
+def needed_up_to(settings: str, world_size: int, rows: int, columns: int, itemsize: int) -> tuple[int, int, str]:
+    """``needed`` of a site with calls of 1 to ``rows`` rows (one-shot of fewer rows may need more than two-shot of more)."""
+    sizes = columns, itemsize
+    needs = [needed(parameters_of(settings, world_size, m, *sizes), world_size, m, *sizes) for m in range(1, rows + 1)]
+    return max(n[0] for n in needs), max(n[1] for n in needs), HALVES
 
 
 def units(parameters: SmallParameters, world_size: int, rows: int, columns: int) -> int:

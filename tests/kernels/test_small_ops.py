@@ -51,8 +51,7 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
     group, device = dist.group.WORLD, torch.device("cpu")
     requests: list[list[Any]] = []
     for name in SETTINGS:
-        parameters = small_plan.parameters_of(SETTINGS[name])
-        requests += [[f"{name} {i}", *small_plan.needed(parameters, world_size, 6, COLUMNS, 2)] for i in range(2)]
+        requests += [[f"{name} {i}", *small_plan.needed_up_to(SETTINGS[name], world_size, 6, COLUMNS, 2)] for i in range(2)]
     prepare(group, device, json.dumps([["a fused site", 5000, 3], *requests]), 2**30)
     prepare(group, device, json.dumps([["no room", 2**40, 1, small_plan.HALVES]]), 2**30)
     problems = []
@@ -66,6 +65,8 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
     counts = {s.protocol: sorted(int(t.calls) for t in slots if t.protocol == s.protocol) for s in slots}
     if counts != {"credits": [0], "halves": [8, 16]}:
         problems.append(f"calls of the slots: {counts}")
+    # More rows than were planned for.
+    problems += _call("one", "one 0", 60, 9, bias=False, norm=True)
     problems += _call("one", "no room", 3, 7, bias=True, norm=True)
     problems += _call("one", "no room", 3, 7, bias=True, norm=False)
     empty = ops.small_message_matmul_all_reduce_norm(

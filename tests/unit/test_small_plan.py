@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from overlap_inductor.lowerings.small_plan import HALVES
 from overlap_inductor.lowerings.small_plan import SmallParameters
 from overlap_inductor.lowerings.small_plan import needed
+from overlap_inductor.lowerings.small_plan import needed_up_to
+from overlap_inductor.lowerings.small_plan import parameters_of
 from overlap_inductor.lowerings.small_plan import settings_for
 from overlap_inductor.lowerings.small_plan import why_not
 
@@ -32,6 +34,20 @@ def test_a_call_is_cut_so_that_a_block_can_wait_for_it(world_size: int, rows: in
     received = -(-rows // world_size) if p.two_shot else rows
     assert protocol == HALVES and nbytes % 256 == 0 and nbytes // 2 >= held + world_size * received * columns * 2
     assert signals == segments * received * (1 + p.two_shot)
+
+
+@given(st.sampled_from([2, 3, 8]), st.integers(1, 200), st.integers(1, 1024).map(lambda n: 8 * n))
+def test_a_site_of_dynamic_rows_has_room_for_each_of_its_calls(world_size: int, most: int, columns: int) -> None:
+    """At 8 ranks and hidden 8192, 17 rows in one shot need more than 18 in two."""
+    room = needed_up_to("{}", world_size, most, columns, 2)
+    for rows in {1, most // 2 + 1, min(17, most), most}:
+        need = needed(parameters_of("{}", world_size, rows, columns, 2), world_size, rows, columns, 2)
+        assert need[0] <= room[0] and need[1] <= room[1] and need[2] == room[2]
+
+
+def test_what_a_plan_fixes_is_not_decided_again() -> None:
+    p = parameters_of('{"two_shot": true}', 8, 1, 8192, 2)
+    assert p.two_shot and p.segment == settings_for(8, 1, 8192, 2)["segment"] and p is parameters_of('{"two_shot": true}', 8, 1, 8192, 2)
 
 
 def test_what_no_kernel_is_made_for() -> None:
