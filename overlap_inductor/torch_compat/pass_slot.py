@@ -76,6 +76,7 @@ class OverlapPass(_Base):
         import overlap_inductor.lowerings.fused_ops
         import overlap_inductor.lowerings.looping
         import overlap_inductor.lowerings.ops
+        import overlap_inductor.lowerings.small_ops
         import overlap_inductor.lowerings.wave_ops  # noqa: F401
         from overlap_inductor.fingerprint import fingerprint
 

@@ -72,12 +72,12 @@ class GroupWorkspace:
     blocks: int
     without_room: set[str] = field(default_factory=set)
     prepared: set[str] = field(default_factory=set)
-    _launches: dict[str, Launch] = field(default_factory=dict)
+    _launches: dict[tuple[str, str], Launch] = field(default_factory=dict)
     _known: dict[Hashable, Launch | None] = field(default_factory=dict)
 
-    def launch(self, site: str, call: Hashable, need: Callable[[], tuple[int, int]]) -> Launch | None:
-        """Where the current stream may start a ``call`` of ``site`` that needs ``(bytes, signals)``; ``None`` where there was no room for it. ``need`` is
-        asked once for each ``call``.
+    def launch(self, site: str, call: Hashable, need: Callable[[], tuple[Any, ...]]) -> Launch | None:
+        """Where the current stream may start a ``call`` of ``site`` that needs ``(bytes, signals)``, and a protocol where it is not credits; ``None`` where
+        there was no room for it. ``need`` is asked once for each ``call``.
 
         Raises:
             OverlapError: the site has not been prepared for.
@@ -85,20 +85,21 @@ class GroupWorkspace:
         if (site, call) not in self._known:
             if len(self._known) >= MOST_PREPARED * (len(self._launches) + 1):
                 self._known.clear()
-            self._known[site, call] = self._find(site, need())
+            self._known[site, call] = self._find(Request(site, *need()))
         found = self._known[site, call]
         if found is not None and self.arena.device.type == "cuda":
             one_after_the_other(self.arena.device)
         return found
 
-    def _find(self, site: str, need: tuple[int, int]) -> Launch | None:
-        if not self.arena.holds(Request(site, *need)) and (site in self.without_room or self.arena.knows(site)):
+    def _find(self, request: Request) -> Launch | None:
+        site, key = request.site, (request.site, request.protocol)
+        if not self.arena.holds(request) and (site in self.without_room or self.arena.knows(*key)):
             # No room was found for the site, or what was planned for is less than this call's size.
             return None
-        slot, made = self.arena.slot(site), self._launches.get(site)
+        slot, made = self.arena.slot(*key), self._launches.get(key)
         if made is None or made.slot is not slot:
             made = Launch(self.group.rank(), self.group.size(), slot, self.faults, self.faults.number(site), self.patience_ns)
-            self._launches[site] = made
+            self._launches[key] = made
         return made
 
     def prepare(self, requests: Sequence[Request], limit: int) -> None:
@@ -160,7 +161,8 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspa
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> None:
-    """Give every site of a plan its slot, once. ``requests``: JSON text, ``[[site, bytes, signals]]`` in the plan's order, equal on all ranks.
+    """Give every site of a plan its slot, once. ``requests``: JSON text, ``[[site, bytes, signals]]`` in the plan's order, equal on all ranks; a
+    protocol stands behind them where it is not credits.
 
     Where they do not fit under ``limit`` bytes all sites of the plan run as they stood (on all ranks alike), and the log says so.
 
