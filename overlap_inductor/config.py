@@ -18,7 +18,7 @@ from overlap_inductor.errors import ConfigError
 ENVIRONMENT_PREFIX = "OVERLAP_INDUCTOR"
 MODES = ("off", "report", "on", "strict")
 MODE_ALIASES = {"0": "off", "1": "on", "": "off"}
-SCHEDULES = ("auto", "keep", "ring", "fused", "wave_groups")
+SCHEDULES = ("auto", "keep", "ring", "fused", "wave_groups", "small_message")
 TRANSPORTS = ("auto", "p2p", "sm_push", "nccl")
 PATTERNS = (
     "all_gather_matmul",

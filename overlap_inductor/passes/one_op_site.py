@@ -126,13 +126,16 @@ class OneOpSchedule:
             return None
         assert site.decision is not None
         pattern, world_size = site.facts.pattern, site.facts.collective.world_size
-        planned = site.decision.plan[-1].parameters
+        planned = site.decision.moving.parameters
         left, right = max(_operands(site), key=lambda pair: int(pair[1].shape[1]))
         missing = site.nodes.sharded.missing if not isinstance(site.nodes, GatherNodes) else 0
         rows = -(-(planned["max_tokens"] if "max_tokens" in planned else int(left.shape[0]) + missing) // world_size)
         parameters = self.plan.parameters_of(planned["settings"], 1)
         need = self.needed(pattern, world_size, max(rows, 1), int(left.shape[1]), int(right.shape[1]), left.dtype.itemsize, parameters)
         return Request(site.facts.id, *need)
+
+    def anchor(self, site: OverlapSite) -> None:
+        return None
 
     def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
         op, settings, where = getattr(looping.overlap, f"{self.name}_{site.facts.pattern}").default, parameters["settings"], (emit.group_name, emit.site)

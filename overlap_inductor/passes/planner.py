@@ -23,6 +23,7 @@ from overlap_inductor.passes.site_sizes import sizes_at
 from overlap_inductor.schedule import Decision
 from overlap_inductor.schedule import PlanPiece
 from overlap_inductor.schedule import Reason
+from overlap_inductor.transports.arena import CREDITS
 from overlap_inductor.transports.arena import SLOTS
 from overlap_inductor.transports.arena import Request
 from overlap_inductor.transports.arena import planned_bytes
@@ -78,7 +79,7 @@ def _requests(sites: list[OverlapSite]) -> dict[str, list[tuple[OverlapSite, Req
     """``{group: [(site, its workspace)]}`` of the sites that need some, in graph order."""
     found: dict[str, list[tuple[OverlapSite, Request]]] = {}
     for site in sites:
-        request = schedule_named(site.decision.plan[-1].schedule).request(site)  # type: ignore[union-attr]
+        request = schedule_named(site.decision.moving.schedule).request(site)  # type: ignore[union-attr]
         if request is not None:
             found.setdefault(site.facts.collective.group_name, []).append((site, request))
     return found
@@ -98,5 +99,10 @@ def fit_workspace(sites: list[OverlapSite], config: OverlapConfig) -> None:
 
 
 def workspace(sites: list[OverlapSite]) -> dict[str, list[list[Any]]]:
-    """``{group: [[site, bytes, signals]]}`` of the sites that need some, in graph order."""
-    return {group: [[r.site, r.nbytes, r.signals] for _, r in members] for group, members in _requests(sites).items()}
+    """``{group: [[site, bytes, signals]]}`` of the sites that need some, in graph order; a protocol other than credits stands behind them."""
+    return {group: [_numbers(r) for _, r in members] for group, members in _requests(sites).items()}
+
+
+def _numbers(request: Request) -> list[Any]:
+    protocol = [] if request.protocol == CREDITS else [request.protocol]
+    return [request.site, request.nbytes, request.signals, *protocol]

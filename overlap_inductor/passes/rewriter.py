@@ -94,14 +94,15 @@ class Rewriter:
                     raise RuntimeError(f"{placement.obstacle.name} is now in the way of site {site.facts.id}")
                 anchors[placement.apply()] = site
             else:
-                anchors[_last(self.graph, [c.node for c in site.collectives])] = site
+                chosen = schedule_named(site.decision.moving.schedule).anchor(site)  # type: ignore[union-attr]
+                anchors[chosen or _last(self.graph, [c.node for c in site.collectives])] = site
         self.current = None
         return [(anchors[n], n) for n in self.graph.nodes if n in anchors]
 
     def _site(self, site: OverlapSite, anchor: fx.Node) -> dict[fx.Node, fx.Node]:
         """Write one site's steps; returns what they replace."""
         module = {k: site.matmuls[0].node.meta[k] for k in _STACK if k in site.matmuls[0].node.meta}
-        piece = site.decision.plan[-1]  # type: ignore[union-attr]
+        piece = site.decision.moving  # type: ignore[union-attr]
         with self.graph.inserting_before(anchor):
             group = site.facts.collective
             emit = StepEmitter(self.graph, group.group_name, group.world_size, site.facts.id, self.chains[group.group_name], module)
@@ -123,7 +124,7 @@ class Rewriter:
         erased: set[fx.Node] = set()
         while pending:
             node = pending.pop()
-            if node not in erased and not node.users and (node in ends or node.target is torch.ops.aten.add.Tensor):
+            if node not in erased and not node.users and node.op == "call_function" and (node in ends or not node.is_impure()):
                 sources = node.all_input_nodes
                 self.graph.erase_node(node)
                 erased.add(node)

@@ -59,6 +59,9 @@ class RingSchedule:
     def request(self, site: OverlapSite) -> None:
         return None
 
+    def anchor(self, site: OverlapSite) -> None:
+        return None
+
     def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
         return (_unrolled if parameters["unrolled"] else _looping)(emit, site, parameters)
 
@@ -126,7 +129,7 @@ def _looping(emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]
 def unrolled_nodes(site: OverlapSite) -> int:
     """About how many FX nodes the site's unrolled steps take."""
     assert site.decision is not None
-    piece = site.decision.plan[-1]
+    piece = site.decision.moving
     parts, world_size = piece.parameters["sub_chunks"], site.facts.collective.world_size
     if isinstance(site.nodes, GatherNodes):
         hops = routes.hop_count(piece.parameters["route"], world_size, parts)
@@ -142,7 +145,7 @@ def fit_budget(sites: list[OverlapSite], budget: int) -> None:
     """Unroll whole classes of like sites while their nodes fit the graph's budget; the others become looping ops, or are kept."""
     classes: dict[str, list[OverlapSite]] = {}
     for site in sites:
-        if site.decision.plan[-1].schedule != "ring":  # type: ignore[union-attr]
+        if site.decision.moving.schedule != "ring":  # type: ignore[union-attr]
             continue
         facts = site.facts
         key = repr((facts.pattern, facts.matmuls, facts.collective, [p.parameters for p in site.decision.plan]))  # type: ignore[union-attr]

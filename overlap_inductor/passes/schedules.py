@@ -8,6 +8,7 @@ from overlap_inductor.lowerings import wave_plan
 from overlap_inductor.passes.one_op_site import OneOpSchedule
 from overlap_inductor.passes.ring_site import RingSchedule
 from overlap_inductor.passes.site_schedule import SiteSchedule
+from overlap_inductor.passes.small_site import SmallMessageSchedule
 from overlap_inductor.torch_compat import symmetric
 
 RING = RingSchedule()
@@ -37,7 +38,9 @@ WAVE_GROUPS = OneOpSchedule(
     dynamic=False,
 )
 
-SCHEDULES: tuple[SiteSchedule, ...] = (RING, FUSED, WAVE_GROUPS)
+SMALL_MESSAGE = SmallMessageSchedule()
+
+SCHEDULES: tuple[SiteSchedule, ...] = (RING, FUSED, WAVE_GROUPS, SMALL_MESSAGE)
 
 
 def schedule_named(name: str) -> SiteSchedule:

@@ -54,6 +54,10 @@ class SiteSchedule(Protocol):
         """The workspace that a site decided for this schedule needs, or ``None``."""
         ...
 
+    def anchor(self, site: OverlapSite) -> fx.Node | None:
+        """The node before which a reducing site decided for this schedule is written where that is not its collective, or ``None``."""
+        ...
+
     def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
         """Write a site decided for this schedule into the graph: ``(next token of the group's chain, what replaces which node)``."""
         ...
