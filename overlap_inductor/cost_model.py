@@ -94,6 +94,9 @@ def wave_pays(sizes: SiteSizes, machine: Machine) -> bool:
 
 
 def ring_pays(sizes: SiteSizes, machine: Machine, parts: int) -> bool:
-    """Whether the ring is estimated to be at least 5 % faster than ``keep``."""
-    keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
-    return ring_seconds(sizes, machine, parts) * _MARGIN < keep
+    """Whether the ring is estimated to be at least 5 % faster than ``keep``, and hides more than its steps cost: one step may be cheaper than a collective
+    of next to nothing, but not for the host."""
+    matmul, wire = matmul_seconds(sizes, machine), sizes.legs * sizes.bytes_sent / machine.link_bytes
+    if min(matmul, wire) < sizes.legs * (sizes.world_size - 1) * parts * machine.step_seconds:
+        return False
+    return ring_seconds(sizes, machine, parts) * _MARGIN < matmul + collective_seconds(sizes, machine)

@@ -51,6 +51,8 @@ def test_small_site_does_not_pay() -> None:
         machine = machine_for(name)
         tiny = SiteSizes(2.0 * 1 * 4096 * 4096 / 8, 4096 * 2, 2, 8)
         assert not cost_model.ring_pays(tiny, machine, 4)
+        # One row, two ranks, one step: the head of a model that decodes.
+        assert not cost_model.ring_pays(SiteSizes(2.0 * 8192 * 16000, 16000 * 2, 2, 2), machine, 1)
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
