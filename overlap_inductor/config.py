@@ -18,8 +18,8 @@ from overlap_inductor.errors import ConfigError
 ENVIRONMENT_PREFIX = "OVERLAP_INDUCTOR"
 MODES = ("off", "report", "on", "strict")
 MODE_ALIASES = {"0": "off", "1": "on", "": "off"}
-SCHEDULES = ("auto", "keep", "ring", "fused")
-TRANSPORTS = ("auto", "p2p", "sm_push")
+SCHEDULES = ("auto", "keep", "ring", "fused", "wave_groups", "small_message")
+TRANSPORTS = ("auto", "p2p", "sm_push", "nccl")
 PATTERNS = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
@@ -92,6 +92,9 @@ class OverlapConfig:
     workspace_limit: int = _key(4096)
     """MiB of symmetric memory a rank that one group's fused kernels may hold; sites beyond it are kept."""
 
+    max_tokens: int = _key(16384)
+    """Token count up to which a site of dynamic size holds workspace for a fused kernel; calls with more run as they stood."""
+
     agreement_timeout: int = _key(300)
     """Seconds that a rank waits for the others to publish their plan of a graph (never more than the group's timeout)."""
 
@@ -115,7 +118,7 @@ class OverlapConfig:
         for pattern in patterns:
             _choice("patterns", pattern, PATTERNS)
         set_(self, "patterns", patterns)
-        for name in ("sub_chunks", "step_node_budget", "workspace_limit", "agreement_timeout"):
+        for name in ("sub_chunks", "step_node_budget", "workspace_limit", "max_tokens", "agreement_timeout"):
             set_(self, name, _positive(name, getattr(self, name)))
         if self.dump is not None:
             if not isinstance(self.dump, (str, os.PathLike)):

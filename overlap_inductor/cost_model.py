@@ -64,16 +64,39 @@ def fused_pays(sizes: SiteSizes, machine: Machine) -> bool:
     return fused_seconds(sizes, machine) * margin < keep
 
 
-def estimates_us(sizes: SiteSizes, machine: Machine, parts: int, fused: bool = False) -> dict[str, float]:
-    """Microseconds of ``keep`` and ``ring``, of the matmul and the collective alone, and of a ``fused`` kernel where there is one."""
-    matmul, collective = matmul_seconds(sizes, machine), collective_seconds(sizes, machine)
-    values = {"keep": matmul + collective, "ring": ring_seconds(sizes, machine, parts), "matmul": matmul, "collective": collective}
-    if fused:
-        values["fused"] = fused_seconds(sizes, machine)
-    return {name: round(value * 1e6, 1) for name, value in values.items()}
+def small_message_seconds(sizes: SiteSizes, machine: Machine) -> float:
+    """Seconds of the matmul and, behind it, a small all-reduce: in one shot (every shard to every peer) or in two, whichever sends for less time."""
+    one_shot = sizes.bytes_sent * sizes.world_size / machine.push_bytes
+    two_shot = 2 * sizes.bytes_sent / machine.push_bytes + machine.push_leg_seconds
+    return matmul_seconds(sizes, machine) + machine.push_seconds + min(one_shot, two_shot)
+
+
+def small_message_pays(sizes: SiteSizes, machine: Machine) -> bool:
+    """Whether that is estimated to be at least 5 % faster than ``keep``, on a machine whose GPUs reach each other's memory."""
+    keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
+    return small_message_seconds(sizes, machine) * _MARGIN < keep
+
+
+def wave_seconds(sizes: SiteSizes, machine: Machine) -> float:
+    """Seconds of a matmul with a collective for each group of its waves: the matmul has fewer SMs, the last group's collective is in sight."""
+    matmul = matmul_seconds(sizes, machine) / machine.wave_efficiency
+    wire = sizes.legs * sizes.bytes_sent / machine.link_bytes / machine.wave_efficiency
+    groups = machine.wave_groups
+    return max(matmul + wire / groups, matmul / groups + wire) + groups * machine.collective_seconds
+
+
+def wave_pays(sizes: SiteSizes, machine: Machine) -> bool:
+    """Whether groups of waves are estimated to be at least a quarter faster than ``keep``: no model of the fabric stands behind the estimate yet."""
+    if sizes.tiles < machine.fused_tiles:
+        return False
+    keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
+    return wave_seconds(sizes, machine) * _MARGIN_UNMEASURED < keep
 
 
 def ring_pays(sizes: SiteSizes, machine: Machine, parts: int) -> bool:
-    """Whether the ring is estimated to be at least 5 % faster than ``keep``."""
-    keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
-    return ring_seconds(sizes, machine, parts) * _MARGIN < keep
+    """Whether the ring is estimated to be at least 5 % faster than ``keep``, and hides more than its steps cost: one step may be cheaper than a collective
+    of next to nothing, but not for the host."""
+    matmul, wire = matmul_seconds(sizes, machine), sizes.legs * sizes.bytes_sent / machine.link_bytes
+    if min(matmul, wire) < sizes.legs * (sizes.world_size - 1) * parts * machine.step_seconds:
+        return False
+    return ring_seconds(sizes, machine, parts) * _MARGIN < matmul + collective_seconds(sizes, machine)

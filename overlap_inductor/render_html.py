@@ -73,7 +73,7 @@ def _tiles(report: OverlapReport) -> str:
 
 def _estimate_tile(report: OverlapReport) -> str:
     """What the overlapped sites were estimated to take before and after; only where each of them has an estimate."""
-    pieces = [s.decision.plan[-1] for s in report.sites if s.decision.status == "overlapped" and s.decision.plan]
+    pieces = [s.decision.moving for s in report.sites if s.decision.status == "overlapped" and s.decision.plan]
     if not pieces or not all({"keep", p.schedule} <= p.estimate_us.keys() for p in pieces):
         return ""
     keep = sum(p.estimate_us["keep"] for p in pieces)

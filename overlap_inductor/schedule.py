@@ -42,6 +42,11 @@ class Decision:
     plan: list[PlanPiece] = field(default_factory=list)
     reasons: list[Reason] = field(default_factory=list)
 
+    @property
+    def moving(self) -> PlanPiece:
+        """The piece that overlaps; ``keep`` where nothing does."""
+        return next((p for p in self.plan if p.schedule != "keep"), self.plan[-1])
+
     def to_dict(self) -> dict[str, Any]:
         value = asdict(self)
         for piece in value["plan"]:

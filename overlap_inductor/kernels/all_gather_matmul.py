@@ -40,7 +40,7 @@ from overlap_inductor.kernels.tile_order import multiply_tile
 from overlap_inductor.kernels.tile_order import store_tile
 
 
-@triton.jit(do_not_specialize=["rank", "site"])
+@triton.jit(do_not_specialize=["rank", "site", "rows", "shard_words"])
 def all_gather_matmul(
     own_desc, b_desc, c_desc, a, c, bias, gathered_desc, peer_data, peer_flags, flags, queues, calls, stop, patience,
     site, rank, rows, columns, inner, shard_words, part_rows, part_words, signals,

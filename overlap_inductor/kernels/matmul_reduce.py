@@ -103,19 +103,20 @@ def _flush(pending, queues, peer_flags, call, rank, rows, tiles_part, tiles_n, t
     return -1
 
 
-@triton.jit(do_not_specialize=["rank", "site"])
+@triton.jit(do_not_specialize=["rank", "site", "rows", "limit"])
 def matmul_reduce(
     a_desc, b_desc, out, bias, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
-    site, rank, rows, columns, inner, part_rows, signals, scale,
+    site, rank, rows, limit, columns, inner, part_rows, signals, scale,
     WORLD: tl.constexpr, PARTS: tl.constexpr, LAG: tl.constexpr, COPY_LAG: tl.constexpr, BROADCAST: tl.constexpr, STAGGER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of blocks, at best one an SM.
 
     Args:
-        a_desc: ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; b_desc, bias, TRANSPOSED, BIAS: see
+        a_desc: ``[limit, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; b_desc, bias, TRANSPOSED, BIAS: see
             ``multiply_tile``.
-        out: this rank's result: its shard ``[rows, columns]``, or with ``BROADCAST`` all shards ``[WORLD * rows, columns]``.
+        out: this rank's result: its shard ``[rows, columns]``, or with ``BROADCAST`` all shards ``[limit, columns]``.
+        rows, limit: rows of a shard, and of all shards together: ``WORLD * rows``, or less with ``BROADCAST``, where the last shards may be short.
         staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, what has come from each source, where ``padded`` is
             ``rows`` in whole tiles. With ``BROADCAST`` the same again behind it, for finished shards.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
@@ -156,7 +157,7 @@ def matmul_reduce(
                 part = m // tiles_part
                 at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
                 at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
-                inside = (at_m < rows)[:, None] & (at_n < columns)[None, :]
+                inside = ((at_m < rows) & (shard * rows + at_m < limit))[:, None] & (at_n < columns)[None, :]
                 offsets = at_m[:, None].to(tl.int64) * columns + at_n[None, :]
                 if kind != PEERS:
                     # The last tile of a band would be counted a whole matmul later, or never where this block waits for the peers.

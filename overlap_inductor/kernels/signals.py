@@ -37,6 +37,7 @@ WAIT_CREDIT = tl.constexpr(layout.WAIT_CREDIT)
 WAIT_PART = tl.constexpr(layout.WAIT_PART)
 WAIT_PARTIALS = tl.constexpr(layout.WAIT_PARTIALS)
 WAIT_RESULT = tl.constexpr(layout.WAIT_RESULT)
+WAIT_TILES = tl.constexpr(layout.WAIT_TILES)
 
 _WAIT = tl.constexpr("""
 {

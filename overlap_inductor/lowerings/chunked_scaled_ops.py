@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.lowerings import chunked_plan
+from overlap_inductor.lowerings.operands import left_operand
 from overlap_inductor.lowerings.ops import define
 from overlap_inductor.lowerings.site_ops import Optional
 from overlap_inductor.lowerings.site_ops import Tensors
-from overlap_inductor.lowerings.site_ops import aligned
 from overlap_inductor.lowerings.site_ops import ready
 from overlap_inductor.lowerings.vendor_matmul import Scales
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
@@ -55,7 +55,7 @@ def _scaled_all_gather_matmul(
         return [*(_whole(m, gathered) for m in matmuls), *([gathered] if gathered_used else [])], token
     from overlap_inductor.lowerings import chunked
 
-    return chunked.all_gather_matmul(aligned(shard), matmuls, *found, gathered_used), token
+    return chunked.all_gather_matmul(left_operand(shard), matmuls, *found, gathered_used), token
 
 
 def _scaled_all_gather_matmul_fake(
@@ -102,7 +102,7 @@ def _define_reduction(pattern: str) -> None:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         group, token = resolve_group(group_name), chain.new_empty(1)
         matmul = VendorMatmul(rhs, bias, Scales(scale_a, scale_b, dtype, fast))
-        found = ready(chunked_plan, pattern, lhs.shape[0] // group.size(), lhs, rhs, dtype, group, site, settings)
+        found = ready(chunked_plan, pattern, -(-lhs.shape[0] // group.size()), lhs, rhs, dtype, group, site, settings)
         if found is None:
             product = _whole(matmul, lhs)
             dist.all_reduce(product, group=group)

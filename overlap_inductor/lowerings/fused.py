@@ -16,8 +16,7 @@ from overlap_inductor.kernels.matmul_reduce import matmul_reduce
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.lowerings.fused_plan import band_rows
 from overlap_inductor.lowerings.fused_plan import needed
-from overlap_inductor.lowerings.fused_plan import right_operand_fits
-from overlap_inductor.lowerings.fused_plan import why_not
+from overlap_inductor.lowerings.operands import check_operands
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.credits import end_kernel
 from overlap_inductor.transports.workspace import Launch
@@ -28,24 +27,18 @@ TILES_A_BATCH = 8
 """Tiles after which a block waits for its last store (within a batch a store goes on under the next tile's matmul)."""
 
 
+def right_descriptor(b: torch.Tensor, block_n: int, block_k: int) -> tuple[TensorDescriptor, bool]:
+    """``b``'s descriptor, and whether it is the transposed matrix that lies in rows."""
+    if b.stride(0) == 1 and b.stride(1) >= b.shape[0]:
+        return TensorDescriptor.from_tensor(b.t(), [block_n, block_k]), True
+    return TensorDescriptor.from_tensor(b, [block_k, block_n]), False
+
+
 def _check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tuple[int, int], launch: Launch) -> None:
-    reason = why_not(a.dtype, a.shape[1], b.shape[1])
-    if reason is not None or b.dtype != a.dtype:
-        raise UnsupportedError(reason or f"a fused kernel multiplies matrices of one dtype, not {a.dtype} and {b.dtype}")
-    if not right_operand_fits(b):
-        raise UnsupportedError(f"the right operand of shape {list(b.shape)} has strides {list(b.stride())}; expected whole 16-byte rows or columns")
-    if bias is not None and (bias.shape != b.shape[1:] or not bias.is_contiguous()):
-        raise UnsupportedError(f"the bias of shape {list(bias.shape)}, strides {list(bias.stride())} is no row of {b.shape[1]} elements")
+    check_operands(a, b, bias)
     nbytes, signals = need
     if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
         raise UnsupportedError(f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and {launch.slot.signals}")
-
-
-def _right(b: torch.Tensor, p: FusedParameters) -> tuple[TensorDescriptor, bool]:
-    """``b``'s descriptor, and whether it is the transposed matrix that lies in rows."""
-    if b.stride(0) == 1 and b.stride(1) >= b.shape[0]:
-        return TensorDescriptor.from_tensor(b.t(), [p.block_n, p.block_k]), True
-    return TensorDescriptor.from_tensor(b, [p.block_k, p.block_n]), False
 
 
 def _key(pattern: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, parameters: FusedParameters, flag: bool) -> tuple[object, ...]:
@@ -77,7 +70,7 @@ def all_gather_matmul(
         kernel = _prepare_gather(a, b, result, launch, parameters, bias, keep)
         if keep:
             end_kernel(launch)
-        launch.prepared[key] = kernel
+        launch.remember(key, kernel)
     kernel(a, b, result, a, result, result if bias is None else bias)
     return result
 
@@ -88,9 +81,9 @@ def _prepare_gather(
     world_size, slot = launch.world_size, launch.slot
     rows, inner = a.shape
     columns = b.shape[1]
-    part_rows = band_rows(rows, p)
+    part_rows = band_rows(rows, world_size, p)
     _check(a, b, bias, needed("all_gather_matmul", world_size, rows, inner, columns, a.element_size(), p), launch)
-    right, transposed = _right(b, p)
+    right, transposed = right_descriptor(b, p.block_n, p.block_k)
     varying = (
         TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
         right,
@@ -132,7 +125,7 @@ def matmul_reduce_scatter(
 def matmul_all_reduce(
     a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, bias: torch.Tensor | None = None, average: bool = False
 ) -> torch.Tensor:
-    """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, returns ``[world_size * rows, N]``."""
+    """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, returns all rows ``[M, N]``; ``M`` need not be a multiple of the world size."""
     return _reduce("matmul_all_reduce", a, b, launch, parameters, bias, average)
 
 
@@ -146,7 +139,7 @@ def _reduce(
     kernel = launch.prepared.get(key)
     if kernel is None:
         kernel = _prepare_reduce(pattern, a, b, out, launch, parameters, bias, average)
-        launch.prepared[key] = kernel
+        launch.remember(key, kernel)
     kernel(a, b, out, out if bias is None else bias)
     return out
 
@@ -157,18 +150,18 @@ def _prepare_reduce(
     world_size, slot, broadcast = launch.world_size, launch.slot, pattern == "matmul_all_reduce"
     all_rows, inner = a.shape
     columns = b.shape[1]
-    if all_rows % world_size:
+    if all_rows % world_size and not broadcast:
         raise UnsupportedError(f"{all_rows} rows do not fall into {world_size} equal shards")
-    rows = all_rows // world_size
-    part_rows = band_rows(rows, p)
+    rows = -(-all_rows // world_size)
+    part_rows = band_rows(rows, world_size, p)
     parts = -(-rows // part_rows)
     need = needed(pattern, world_size, rows, inner, columns, a.element_size(), p)
     _check(a, b, bias, need, launch)
-    right, transposed = _right(b, p)
+    right, transposed = right_descriptor(b, p.block_n, p.block_k)
     varying = (TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), right, out, out if bias is None else bias)
     fixed = (
         slot.data.local[: need[0]].view(a.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
-        launch.patience_ns, launch.site, launch.rank, rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0,
+        launch.patience_ns, launch.site, launch.rank, rows, all_rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0,
         world_size, parts, min(p.lag, parts) if broadcast else parts, p.copy_lag, broadcast, p.stagger_ns,
         p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH, 32 * p.warps, p.halves, transposed, bias is not None,
     )  # fmt: skip

@@ -10,23 +10,14 @@ import torch
 
 from overlap_inductor.lowerings import fused_plan
 from overlap_inductor.lowerings.fused_plan import FusedParameters
-from overlap_inductor.lowerings.fused_plan import right_operand_fits
+from overlap_inductor.lowerings.operands import bias_row
+from overlap_inductor.lowerings.operands import left_operand
+from overlap_inductor.lowerings.operands import right_operand
 from overlap_inductor.lowerings.site_ops import Optional
 from overlap_inductor.lowerings.site_ops import Tensors
-from overlap_inductor.lowerings.site_ops import aligned
 from overlap_inductor.lowerings.site_ops import define_gather
 from overlap_inductor.lowerings.site_ops import define_reductions
 from overlap_inductor.transports.workspace import Launch
-
-
-def _right(b: torch.Tensor) -> torch.Tensor:
-    if not right_operand_fits(b):
-        return b.contiguous()
-    return b if b.data_ptr() % 16 == 0 else b.clone()
-
-
-def _bias(bias: torch.Tensor | None, columns: int) -> torch.Tensor | None:
-    return None if bias is None else bias.expand(columns).contiguous()
 
 
 def _gather(
@@ -34,10 +25,11 @@ def _gather(
 ) -> Tensors:
     from overlap_inductor.lowerings import fused
 
+    shard = left_operand(shard)
     # The transfer hides under one of the matmuls: the largest.
     first = max(range(len(rhs)), key=lambda i: rhs[i].shape[1])
     keep = gathered_used or len(rhs) > 1
-    out = fused.all_gather_matmul(shard, _right(rhs[first]), launch, parameters, _bias(biases[first], rhs[first].shape[1]), keep)
+    out = fused.all_gather_matmul(shard, right_operand(rhs[first]), launch, parameters, bias_row(biases[first], rhs[first].shape[1]), keep)
     if not keep:
         return [out]
     try:
@@ -57,7 +49,7 @@ def _reduce(
 ) -> torch.Tensor:
     from overlap_inductor.lowerings import fused
 
-    return getattr(fused, pattern)(aligned(lhs), _right(rhs), launch, parameters, _bias(bias, rhs.shape[1]), average)
+    return getattr(fused, pattern)(left_operand(lhs), right_operand(rhs), launch, parameters, bias_row(bias, rhs.shape[1]), average)
 
 
 define_gather("fused", fused_plan, _gather)

@@ -17,15 +17,17 @@ class FusedParameters:
 
     Attributes:
         blocks: grid, at best the number of SMs.
-        parts: bands a shard.
+        parts: bands a shard, from ``parts_from`` rows of the whole matmul on; below one.
         pieces, pushers: pieces that a band is pushed in, and blocks that push before they multiply (all-gather).
         lag, copy_lag: bands by which own tiles follow the peers', and copies those (all-reduce).
         stagger_ns: between the starts of neighbouring blocks (reductions).
         halves: tiles are stored in two halves, which leaves shared memory for one stage more.
+        min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
     """
 
     blocks: int
     parts: int = 1
+    parts_from: int = 0
     pieces: int = 16
     pushers: int = 8
     block_m: int = 128
@@ -38,17 +40,18 @@ class FusedParameters:
     copy_lag: int = 2
     stagger_ns: int = 0
     halves: bool = False
+    min_rows: int = 0
 
 
 TUNED: Mapping[str, Mapping[str, Any]] = {
-    "all_gather_matmul": {"parts": 4, "pushers": 12, "stages": 4, "halves": True},
+    "all_gather_matmul": {"parts": 4, "parts_from": 4096, "pushers": 12, "stages": 4, "halves": True},
     "matmul_reduce_scatter": {"stagger_ns": 150, "stages": 4, "halves": True},
-    "matmul_all_reduce": {"parts": 1, "stagger_ns": 150, "stages": 4, "halves": True},
+    "matmul_all_reduce": {"parts": 2, "parts_from": 4096, "stagger_ns": 150, "stages": 4, "halves": True},
 }
-"""The best of what was tried on 4 H200s (bench/results/fused.jsonl), by pattern."""
+"""The best of what was tried on 2 and 4 H200s (bench/results/fused.jsonl), by pattern."""
 
 
-def settings_for(pattern: str) -> dict[str, Any]:
+def settings_for(pattern: str, transport: str) -> dict[str, Any]:
     """The tuned parameters of a pattern, for the plan."""
     return dict(TUNED[pattern])
 
@@ -59,15 +62,16 @@ def parameters_of(settings: str, blocks: int) -> FusedParameters:
     return FusedParameters(blocks, **json.loads(settings))
 
 
-def band_rows(rows: int, parameters: FusedParameters) -> int:
-    """Rows of a band: a multiple of the tile, so that no tile waits for two bands."""
+def band_rows(rows: int, world_size: int, parameters: FusedParameters) -> int:
+    """Rows of a band of a shard of ``rows``: a multiple of the tile, so that no tile waits for two bands."""
     tiles = -(-rows // parameters.block_m)
-    return -(-tiles // min(parameters.parts, tiles)) * parameters.block_m
+    parts = parameters.parts if world_size * rows >= parameters.parts_from else 1
+    return -(-tiles // min(parts, tiles)) * parameters.block_m
 
 
 def needed(pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: FusedParameters) -> tuple[int, int]:
     """``(bytes, signals)`` that a call needs of its slot: ``rows`` of a shard, ``inner`` its K, ``columns`` its N."""
-    parts = -(-rows // band_rows(rows, parameters))
+    parts = -(-rows // band_rows(rows, world_size, parameters))
     if pattern == "all_gather_matmul":
         return world_size * rows * inner * itemsize, parts
     whole_rows = world_size * -(-rows // parameters.block_m) * parameters.block_m

@@ -11,16 +11,17 @@ import torch
 import torch.distributed as dist
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``a [M, K] @ b [K, N] + bias`` by the vendor's matmul."""
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
 def _sum_of_products(
     lhs: Sequence[torch.Tensor], rhs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
-    total = _product(lhs[0], rhs[0], biases[0])
+    total = product(lhs[0], rhs[0], biases[0])
     for a, b, bias in zip(lhs[1:], rhs[1:], biases[1:], strict=True):
-        total = total + _product(a, b, bias)
+        total = total + product(a, b, bias)
     return total
 
 
@@ -35,7 +36,7 @@ def all_gather_matmul(
     """``(gathered [W*m, K], [gathered @ b + bias])`` for ``shard [m, K]`` and each ``b [K, N]``."""
     gathered = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
     dist.all_gather_into_tensor(gathered, shard.contiguous(), group=group)
-    return gathered, [_product(gathered, b, bias) for b, bias in zip(rhs, biases, strict=True)]
+    return gathered, [product(gathered, b, bias) for b, bias in zip(rhs, biases, strict=True)]
 
 
 def matmul_reduce_scatter(
@@ -69,7 +70,13 @@ def matmul_all_gather(
     lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Every rank's ``lhs [M, K] @ rhs [K, n] + bias``, stacked in rank order: ``[W*M, n]``."""
-    own = _product(lhs, rhs, bias)
+    own = product(lhs, rhs, bias)
     gathered = own.new_empty(group.size() * own.shape[0], own.shape[1])
     dist.all_gather_into_tensor(gathered, own, group=group)
     return gathered
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The RMSNorm of each row of ``x [M, N]`` in fp32, rounded to its dtype, times ``weight [N]``: as Llama's."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -1,8 +1,8 @@
 """The ops that run a whole site inside one op, of every schedule that does: one schema a pattern, one way to the site's workspace, one way out of it.
 
 Shapes (W ranks, this rank's view): ``shard [m, K]``, ``rhs [K, N]``, ``lhs [W*m, K]``. All ops return the chain's next token last. ``settings`` is JSON text of the
-schedule's parameters. A site without rows, or one whose group has no workspace left for it (``transports.workspace`` says so in the log), runs the plain
-collective and matmul: on every rank, since rows and workspace are the same on all.
+schedule's parameters. A site without rows, with fewer than ``min_rows``, with more than its workspace was planned for, or one whose group has no workspace left for it
+(``transports.workspace`` says so in the log), runs the plain collective and matmul: on every rank, since rows and workspace are the same on all.
 """
 
 from __future__ import annotations
@@ -48,17 +48,13 @@ def ready(
         return None
     place = workspace_of(group, a.device)
     parameters = plan.parameters_of(settings, place.blocks)
+    if parameters.min_rows > rows * group.size():
+        return None
     inner, columns = b.shape
     launch = place.launch(
         site, (rows, inner, columns, sent), lambda: plan.needed(pattern, group.size(), rows, inner, columns, sent.itemsize, parameters)
     )
     return None if launch is None else (launch, parameters)
-
-
-def aligned(a: torch.Tensor) -> torch.Tensor:
-    """``a`` as a kernel needs it: contiguous at 16 bytes, by a copy where it is a slice that lies otherwise."""
-    a = a.contiguous()
-    return a if a.data_ptr() % 16 == 0 else a.clone()
 
 
 def define_gather(schedule: str, plan: SitePlan, gather: Gather) -> None:
@@ -72,7 +68,7 @@ def define_gather(schedule: str, plan: SitePlan, gather: Gather) -> None:
         if found is None:
             gathered, outs = reference.all_gather_matmul(shard, rhs, biases, group)
             return [*outs, gathered] if gathered_used else outs, token
-        return gather(aligned(shard), rhs, biases, gathered_used, *found), token
+        return gather(shard, rhs, biases, gathered_used, *found), token
 
     def fake(
         chain: torch.Tensor, shard: torch.Tensor, rhs: Tensors, biases: object, gathered_used: bool, settings: str, group_name: str, site: str
@@ -96,7 +92,7 @@ def _define_reduction(schedule: str, plan: SitePlan, reduce: Reduce, pattern: st
         chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, settings: str, reduce_op: str, group_name: str, site: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         group, token = resolve_group(group_name), chain.new_empty(1)
-        found = ready(plan, pattern, lhs.shape[0] // group.size(), lhs, rhs, lhs.dtype, group, site, settings)
+        found = ready(plan, pattern, -(-lhs.shape[0] // group.size()), lhs, rhs, lhs.dtype, group, site, settings)
         if found is None:
             return getattr(reference, pattern)([lhs], [rhs], [bias], reduce_op, group), token
         return reduce(pattern, lhs, rhs, bias, reduce_op == "avg", *found), token

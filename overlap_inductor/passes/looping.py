@@ -1,6 +1,6 @@
-"""A site as one op: which sites the looping and the fused ops compute, and how operands and results are laid out for them.
+"""A site as one op: which sites such ops compute, and how operands and results are laid out for them.
 
-The ops of ``lowerings.looping`` and ``lowerings.fused_ops`` cut plain 2-D matmuls along leading rows in the ranks' order. Rows that lie otherwise are
+The ops of ``lowerings.looping`` and of the schedules that are one op a site (``lowerings.fused_ops`` ...) cut plain 2-D matmuls along leading rows in the ranks' order. Rows that lie otherwise are
 brought there: ``[outer, rank, chunk]`` (a gather or scatter of an inner dim) by a permute of the result or of the left operand, and a cut along
 columns by computing the transposed product, which the vendor's matmul does without a copy (a fused kernel copies its left operand). A cut
 along the contracted dim has no such op.
@@ -8,6 +8,7 @@ along the contracted dim has no such op.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import getitem
 from typing import Any
 
@@ -115,54 +116,47 @@ def gathered_used(nodes: GatherNodes) -> bool:
     return False
 
 
-def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, parameters: dict[str, Any]) -> tuple[fx.Node, fx.Node | None, dict[fx.Node, fx.Node]]:
-    """``(next token of the chain, gathered tensor, {matmul: its result})``, each in the shape and strides of what it replaces.
+GatherCall = Callable[[fx.Node, list[fx.Node], list[fx.Node | None], bool], tuple[fx.Node, fx.Node | None, fx.Node]]
+"""Writes the op: ``(shard, right operands, biases, whether the gathered tensor is read) -> (results, gathered tensor or None, next token)``."""
+ReduceCall = Callable[[list[fx.Node], list[fx.Node], list[fx.Node | None], str], fx.Node]
+"""Writes the op: ``(left operands, right operands, biases, reduce_op) -> (result, next token)``, as one node."""
 
-    ``parameters`` with ``settings`` are those of a fused kernel, which makes no gathered tensor where nothing reads it (``None``).
-    """
+
+def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, call: GatherCall) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """``(next token of the chain, what replaces which node)``, each in the shape and strides of what it replaces."""
     first = nodes.consumers[0]
     rows, inner = _rows_and_width(first)
     shard = emit.reshape(nodes.collective.input, [rows // emit.world_size, inner])
     rhs = [c.matmul.rhs if c.role == "M" else _transposed(emit, c.matmul.lhs) for c in nodes.consumers]
-    biases = [c.matmul.bias for c in nodes.consumers]
-    settings, used = parameters.get("settings"), gathered_used(nodes)
-    if settings is not None:
-        out = emit.communicate(overlap.fused_all_gather_matmul.default, emit.chain, shard, rhs, biases, used, settings, emit.group_name, emit.site)
-        results, chain = (emit.call(getitem, out, i) for i in range(2))
-        gathered = emit.call(getitem, results, len(rhs)) if used else None
-    else:
-        parts, floor, route = parameters["sub_chunks"], parameters.get("min_rows", 0), parameters["route"]
-        out = emit.communicate(
-            overlap.all_gather_matmul.default, emit.chain, shard, rhs, biases, parts, floor, route, emit.group_name, emit.site
-        )
-        results, gathered, chain = (emit.call(getitem, out, i) for i in range(3))
+    results, gathered, chain = call(shard, rhs, [c.matmul.bias for c in nodes.consumers], gathered_used(nodes))
     replaced = {}
     for i, consumer in enumerate(nodes.consumers):
         result = _rows_in_place(emit, emit.call(getitem, results, i), consumer.sharded, from_ranks=True)
         replaced[consumer.matmul.node] = result if consumer.role == "M" else emit.contiguous(_transposed(emit, result))
-    return chain, gathered if gathered is None else emit.reshape(gathered, tools.shape(nodes.collective.node)), replaced
+    if gathered is not None:
+        whole = emit.reshape(gathered, tools.shape(nodes.collective.node))
+        replaced |= {nodes.collective.wait: whole, nodes.collective.node: whole}
+    return chain, replaced
 
 
-def rewrite_reduce(emit: StepEmitter, pattern: str, nodes: ReduceNodes, parameters: dict[str, Any]) -> tuple[fx.Node, fx.Node]:
-    """``(next token of the chain, result)``; the result has the collective's shape and is contiguous."""
+def rewrite_reduce(emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """As ``rewrite_gather``; the result has the collective's shape and is contiguous."""
     columns = nodes.sharded.dim == 1
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
     lhs = [_rows_in_place(emit, emit.whole_chunks(a, 0, nodes.sharded), nodes.sharded, from_ranks=False) for a, _ in pairs]
-    rhs, biases = [b for _, b in pairs], [m.bias for m in nodes.leaves]
-    parts, floor, settings = parameters.get("sub_chunks"), parameters.get("min_rows", 0), parameters.get("settings")
-    if settings is not None:
-        op = overlap.fused_matmul_reduce_scatter if pattern == "matmul_reduce_scatter" else overlap.fused_matmul_all_reduce
-        reduce_op = nodes.collectives[0].reduce_op or "sum"
-        out = emit.communicate(op.default, emit.chain, lhs[0], rhs[0], biases[0], settings, reduce_op, emit.group_name, emit.site)
-    elif pattern == "matmul_all_gather":
-        out = emit.communicate(overlap.matmul_all_gather.default, emit.chain, lhs[0], rhs[0], biases[0], parts, floor, emit.group_name, emit.site)
-    else:
-        op = overlap.matmul_reduce_scatter if pattern == "matmul_reduce_scatter" else overlap.matmul_all_reduce
-        reduce_op = nodes.collectives[0].reduce_op or "sum"
-        out = emit.communicate(op.default, emit.chain, lhs, rhs, biases, parts, floor, reduce_op, emit.group_name, emit.site)
+    out = call(lhs, [b for _, b in pairs], [m.bias for m in nodes.leaves], nodes.collectives[0].reduce_op or "sum")
     result, chain = (emit.call(getitem, out, i) for i in range(2))
     result = emit.contiguous(_transposed(emit, result)) if columns else result
-    return chain, emit.reshape(result, tools.shape(nodes.collectives[0].node))
+    return chain, reduced(nodes, emit.reshape(result, tools.shape(nodes.collectives[0].node)))
+
+
+def reduced(nodes: ReduceNodes, result: fx.Node) -> dict[fx.Node, fx.Node]:
+    """What ``result`` replaces."""
+    replaced = {nodes.result: result}
+    if len(nodes.collectives) == 1:
+        replaced[nodes.collectives[0].node] = result
+        replaced[nodes.collectives[0].wait] = result
+    return replaced
 
 
 def _operands(emit: StepEmitter, matmul: MatmulNode, columns: bool) -> tuple[fx.Node, fx.Node]:

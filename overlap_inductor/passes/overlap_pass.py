@@ -31,6 +31,7 @@ from overlap_inductor.passes import legality
 from overlap_inductor.passes import planner
 from overlap_inductor.passes.finder import SiteFinder
 from overlap_inductor.passes.rewriter import Rewriter
+from overlap_inductor.passes.ring_site import fit_budget
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.report import OverlapReport
 from overlap_inductor.report import SiteReport
@@ -115,7 +116,7 @@ def choose(sites: list[OverlapSite], config: OverlapConfig, refusal: str | None,
         if site.decision.status == "overlapped":
             context.accept(site)
     planner.fit_workspace([s for s in sites if s.decision.status == "overlapped"], config)  # type: ignore[union-attr]
-    planner.fit_budget([s for s in sites if s.decision.status == "overlapped"], config.step_node_budget)  # type: ignore[union-attr]
+    fit_budget([s for s in sites if s.decision.status == "overlapped"], config.step_node_budget)  # type: ignore[union-attr]
     chosen = [s for s in sites if s.decision.status == "overlapped"]  # type: ignore[union-attr]
     if config.mode == "report":
         for site in chosen:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import warnings
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx
 
 from overlap_inductor.passes import collectives
 from overlap_inductor.passes import graph_tools as tools
-from overlap_inductor.passes import looping
 from overlap_inductor.passes import planner
-from overlap_inductor.passes import ring_gather
-from overlap_inductor.passes import ring_reduce
 from overlap_inductor.passes.placement import place
+from overlap_inductor.passes.schedules import schedule_named
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.passes.site_nodes import ReduceNodes
@@ -97,18 +94,19 @@ class Rewriter:
                     raise RuntimeError(f"{placement.obstacle.name} is now in the way of site {site.facts.id}")
                 anchors[placement.apply()] = site
             else:
-                anchors[_last(self.graph, [c.node for c in site.collectives])] = site
+                chosen = schedule_named(site.decision.moving.schedule).anchor(site)  # type: ignore[union-attr]
+                anchors[chosen or _last(self.graph, [c.node for c in site.collectives])] = site
         self.current = None
         return [(anchors[n], n) for n in self.graph.nodes if n in anchors]
 
     def _site(self, site: OverlapSite, anchor: fx.Node) -> dict[fx.Node, fx.Node]:
         """Write one site's steps; returns what they replace."""
         module = {k: site.matmuls[0].node.meta[k] for k in _STACK if k in site.matmuls[0].node.meta}
-        piece = site.decision.plan[-1]  # type: ignore[union-attr]
+        piece = site.decision.moving  # type: ignore[union-attr]
         with self.graph.inserting_before(anchor):
             group = site.facts.collective
             emit = StepEmitter(self.graph, group.group_name, group.world_size, site.facts.id, self.chains[group.group_name], module)
-            replaced = self._unrolled(emit, site, piece.parameters) if piece.parameters.get("unrolled") else self._looping(emit, site, piece.parameters)
+            self.chains[group.group_name], replaced = schedule_named(piece.schedule).rewrite(emit, site, piece.parameters)
         for old, new in replaced.items():
             if [str(s) for s in tools.shape(old)] != [str(s) for s in tools.shape(new)] or tools.dtype(old) != tools.dtype(new):
                 raise RuntimeError(f"{old.name} {tools.shape(old)} {tools.dtype(old)} would become {tools.shape(new)} {tools.dtype(new)}")
@@ -126,32 +124,11 @@ class Rewriter:
         erased: set[fx.Node] = set()
         while pending:
             node = pending.pop()
-            if node not in erased and not node.users and (node in ends or node.target is torch.ops.aten.add.Tensor):
+            if node not in erased and not node.users and node.op == "call_function" and (node in ends or not node.is_impure()):
                 sources = node.all_input_nodes
                 self.graph.erase_node(node)
                 erased.add(node)
                 pending += sources
-
-    def _unrolled(self, emit: StepEmitter, site: OverlapSite, parameters: dict[str, Any]) -> dict[fx.Node, fx.Node]:
-        parts, route, nodes = parameters["sub_chunks"], parameters["route"], site.nodes
-        if isinstance(nodes, GatherNodes):
-            gathered, results = ring_gather.rewrite(emit, nodes, parts, route)
-            return {**results, nodes.collective.wait: gathered, nodes.collective.node: gathered}
-        if site.facts.pattern == "matmul_reduce_scatter":
-            result = ring_reduce.rewrite_reduce_scatter(emit, nodes, parts, route)
-        elif site.facts.pattern == "matmul_all_reduce":
-            result = ring_reduce.rewrite_all_reduce(emit, nodes, parts)
-        else:
-            result = ring_reduce.rewrite_gathered_output(emit, nodes, parts)
-        return _reduced(nodes, result)
-
-    def _looping(self, emit: StepEmitter, site: OverlapSite, parameters: dict[str, Any]) -> dict[fx.Node, fx.Node]:
-        nodes = site.nodes
-        if isinstance(nodes, GatherNodes):
-            self.chains[emit.group_name], gathered, results = looping.rewrite_gather(emit, nodes, parameters)
-            return results if gathered is None else {**results, nodes.collective.wait: gathered, nodes.collective.node: gathered}
-        self.chains[emit.group_name], result = looping.rewrite_reduce(emit, site.facts.pattern, nodes, parameters)
-        return _reduced(nodes, result)
 
     def _chain_kept_collectives(self) -> None:
         """Collectives of our groups that were left in place take their turn in the group's order, on every rank the same."""
@@ -185,14 +162,6 @@ def _tensor_of(graph: fx.Graph, node: fx.Node) -> fx.Node:
         element = graph.call_function(getitem, (node, index))
     element.meta["val"] = tools.value(node)[index]
     return element
-
-
-def _reduced(nodes: ReduceNodes, result: fx.Node) -> dict[fx.Node, fx.Node]:
-    replaced = {nodes.result: result}
-    if len(nodes.collectives) == 1:
-        replaced[nodes.collectives[0].node] = result
-        replaced[nodes.collectives[0].wait] = result
-    return replaced
 
 
 def _last(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:

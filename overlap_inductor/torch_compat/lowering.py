@@ -184,7 +184,9 @@ def register_lowerings() -> None:
     import overlap_inductor.lowerings.chunked_ops
     import overlap_inductor.lowerings.fused_ops
     import overlap_inductor.lowerings.looping
-    import overlap_inductor.lowerings.ops  # noqa: F401  (these define ops)
+    import overlap_inductor.lowerings.ops
+    import overlap_inductor.lowerings.small_ops
+    import overlap_inductor.lowerings.wave_ops  # noqa: F401  (these define ops)
 
     ops = torch.ops.overlap_inductor
     for op, function in (

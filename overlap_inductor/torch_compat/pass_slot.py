@@ -76,7 +76,9 @@ class OverlapPass(_Base):
         import overlap_inductor.lowerings.chunked_ops
         import overlap_inductor.lowerings.fused_ops
         import overlap_inductor.lowerings.looping
-        import overlap_inductor.lowerings.ops  # noqa: F401
+        import overlap_inductor.lowerings.ops
+        import overlap_inductor.lowerings.small_ops
+        import overlap_inductor.lowerings.wave_ops  # noqa: F401
         from overlap_inductor.fingerprint import fingerprint
 
         return fingerprint(self.config())

@@ -79,14 +79,22 @@ def reach() -> tuple[object, ...]:
     return torch.cuda.get_device_capability(), torch.cuda.device_count(), local, cut_off
 
 
-def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str | None:
-    """Why kernels of this group cannot reach the peers' memory, from what every rank of the group knows alike; or ``None``."""
+def why_no_kernels(device: torch.device) -> str | None:
+    """Why this project's kernels cannot run on the GPUs of a group, from what every rank of it knows alike; or ``None``."""
     facts = reach()
     if device.type != "cuda" or not facts:
-        return f"its tensors lie on {device.type}; it needs NVIDIA GPUs of one machine"
-    capability, _, local, cut_off = facts
-    if torch.version.hip is not None or capability[0] != 9:  # type: ignore[index]
-        return f"this GPU has compute capability {capability}; its kernels are made for NVIDIA's (9, 0)"
+        return f"its tensors lie on {device.type}; it needs NVIDIA GPUs"
+    if torch.version.hip is not None or facts[0][0] != 9:  # type: ignore[index]
+        return f"this GPU has compute capability {facts[0]}; its kernels are made for NVIDIA's (9, 0)"
+    return None
+
+
+def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str | None:
+    """Why kernels of this group cannot reach the peers' memory, from what every rank of the group knows alike; or ``None``."""
+    reason = why_no_kernels(device)
+    if reason is not None:
+        return f"{reason} of one machine" if device.type != "cuda" else reason
+    _, _, local, cut_off = reach()
     if torch.cuda.device_count() < len(ranks):
         return f"this process sees {torch.cuda.device_count()} of the {len(ranks)} GPUs"
     machines = {rank // local for rank in ranks}  # type: ignore[operator]

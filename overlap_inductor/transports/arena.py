@@ -3,11 +3,11 @@
 A group has a few *slots*. A call of a site holds one slot from its start to its end. The sites of a graph take the slots in turn, in the order of
 the plan that all ranks have agreed upon; sites of other graphs may share them, since calls of a rank run one after the other
 (``transports.workspace``). What keeps a rank from writing into a slot that a peer still reads is a credit, which the peer gives when its call
-ends (``kernels.signals.credit_flag``). Calls are counted in device memory (``Slot.calls``), never by the host: a CUDA graph that is replayed,
-or mixed with eager calls, counts on.
+ends (``kernels.signals.credit_flag``), or halves of the slot that are used in turn (``kernels.small_message``); kernels of one slot all do the same.
+Calls are counted in device memory (``Slot.calls``), never by the host: a CUDA graph that is replayed, or mixed with eager calls, counts on.
 
-Sizes are planned before anything runs (``slots_for``; sites of dynamic sizes have no fused kernel yet), so that ``prepare`` happens at the
-graph's first run, outside any capture. Slots are never moved, grown or freed while the group lives: graphs captured before hold their
+Sizes are planned before anything runs (``slots_for``; a site of dynamic sizes asks for a planned maximum, and runs as it stood beyond it), so that
+``prepare`` happens at the graph's first run, outside any capture. Slots are never moved, grown or freed while the group lives: graphs captured before hold their
 addresses. A later graph that needs more gets slots of its own.
 """
 
@@ -29,6 +29,8 @@ from overlap_inductor.torch_compat import symmetric
 ALIGNMENT = 1024
 SLOTS = 2
 """Slots that the sites of a graph take in turn."""
+CREDITS, HALVES = "credits", "halves"
+"""What keeps the calls of a slot apart: a credit of each peer, or two halves used in turn."""
 
 
 class Buffer(Protocol):
@@ -44,11 +46,12 @@ class Buffer(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """One site's need: ``nbytes`` that peers write into, and ``signals`` that each peer sends in a call."""
+    """One site's need: ``nbytes`` that peers write into, ``signals`` that each peer sends in a call, and what keeps its calls apart."""
 
     site: str
     nbytes: int
     signals: int
+    protocol: str = CREDITS
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,11 @@ class Slot:
     flags: Buffer
     calls: torch.Tensor
     queues: torch.Tensor
+    protocol: str = CREDITS
 
 
 def slots_for(requests: Sequence[Request], count: int) -> list[tuple[int, int]]:
-    """``(nbytes, signals)`` of each of at most ``count`` slots, taken in turn by the sites in their order."""
+    """``(nbytes, signals)`` of each of at most ``count`` slots, taken in turn by the sites, all of one protocol, in their order."""
     used = min(count, len(requests))
     return [
         (max(_aligned(r.nbytes) for r in requests[i::used]), max(r.signals for r in requests[i::used])) for i in range(used)
@@ -80,7 +84,11 @@ def slots_for(requests: Sequence[Request], count: int) -> list[tuple[int, int]]:
 
 def planned_bytes(requests: Sequence[Request], count: int, world_size: int) -> int:
     """Bytes a rank that ``prepare`` would allocate for these sites alone."""
-    return sum(_slot_bytes(world_size, *sizes) for sizes in slots_for(requests, count))
+    return sum(_slot_bytes(world_size, *sizes) for alike in _by_protocol(requests) for sizes in slots_for(alike, count))
+
+
+def _by_protocol(requests: Sequence[Request]) -> list[list[Request]]:
+    return [[r for r in requests if r.protocol == protocol] for protocol in dict.fromkeys(r.protocol for r in requests)]
 
 
 def _aligned(nbytes: int) -> int:
@@ -96,7 +104,7 @@ def _slot_bytes(world_size: int, nbytes: int, signals: int) -> int:
 
 
 def _suffices(slot: Slot | None, request: Request) -> bool:
-    return slot is not None and slot.nbytes >= request.nbytes and slot.signals >= request.signals
+    return slot is not None and slot.nbytes >= request.nbytes and slot.signals >= request.signals and slot.protocol == request.protocol
 
 
 @dataclass
@@ -115,7 +123,7 @@ class WorkspaceArena:
     capturing: Callable[[], bool]
     limit: int
     slots: list[Slot] = field(default_factory=list)
-    _of_site: dict[str, Slot] = field(default_factory=dict)
+    _of_site: dict[tuple[str, str], Slot] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -128,26 +136,31 @@ class WorkspaceArena:
         Raises:
             OverlapError: something would have to be allocated while a graph is captured, or beyond the limit.
         """
+        for alike in _by_protocol(requests):
+            self._prepare(alike, count)
+
+    def _prepare(self, requests: Sequence[Request], count: int) -> None:
         unknown, wanted, chosen = self._choose(requests, count)
         if not unknown:
             return
         missing = [sizes for sizes, slot in zip(wanted, chosen, strict=True) if slot is None]
         if missing:
             self._check(missing, unknown)
-        ready = [slot or self._new(*sizes) for sizes, slot in zip(wanted, chosen, strict=True)]
+        ready = [slot or self._new(*sizes, unknown[0].protocol) for sizes, slot in zip(wanted, chosen, strict=True)]
         for i, request in enumerate(unknown):
-            self._of_site[request.site] = ready[i % len(ready)]
+            self._of_site[request.site, request.protocol] = ready[i % len(ready)]
 
     def missing_bytes(self, requests: Sequence[Request], count: int = SLOTS) -> int:
         """Bytes a rank that ``prepare`` would have to allocate."""
-        _, wanted, chosen = self._choose(requests, count)
-        return sum(_slot_bytes(self.world_size, *sizes) for sizes, slot in zip(wanted, chosen, strict=True) if slot is None)
+        pairs = [pair for alike in _by_protocol(requests) for pair in zip(*self._choose(alike, count)[1:], strict=True)]
+        return sum(_slot_bytes(self.world_size, *sizes) for sizes, slot in pairs if slot is None)
 
     def _choose(self, requests: Sequence[Request], count: int) -> tuple[list[Request], list[tuple[int, int]], list[Slot | None]]:
-        """``(sites without a slot of their size, sizes of the slots that they take in turn, the slot that is there for each of these, or None)``."""
-        unknown = [r for r in requests if not _suffices(self._of_site.get(r.site), r)]
+        """For requests of one protocol: ``(those without a slot of their size, sizes of the slots that they take in turn, the slot that is there for
+        each of these, or None)``."""
+        unknown = [r for r in requests if not self.holds(r)]
         wanted = slots_for(unknown, count)
-        free = list(self.slots)
+        free = [s for s in self.slots if unknown and s.protocol == unknown[0].protocol]
         chosen: list[Slot | None] = []
         for nbytes, signals in wanted:
             fitting = next((s for s in free if s.nbytes >= nbytes and s.signals >= signals), None)
@@ -170,7 +183,7 @@ class WorkspaceArena:
                 "Raise the limit, or keep the largest sites."
             )
 
-    def _new(self, nbytes: int, signals: int) -> Slot:
+    def _new(self, nbytes: int, signals: int, protocol: str) -> Slot:
         words = symmetric.lasting(torch.zeros(1 + QUEUE_WORDS + self.world_size * signals, dtype=torch.int32), self.device)
         slot = Slot(
             nbytes,
@@ -179,21 +192,26 @@ class WorkspaceArena:
             self.allocate(_flag_words(self.world_size, signals), torch.int32),
             words[:1],
             words[1:],
+            protocol,
         )
         self.slots.append(slot)
         return slot
 
     def holds(self, request: Request) -> bool:
         """Whether the site has a slot that is large enough."""
-        return _suffices(self._of_site.get(request.site), request)
+        return _suffices(self._of_site.get((request.site, request.protocol)), request)
 
-    def slot(self, site: str) -> Slot:
+    def knows(self, site: str, protocol: str = CREDITS) -> bool:
+        """Whether the site has a slot."""
+        return (site, protocol) in self._of_site
+
+    def slot(self, site: str, protocol: str = CREDITS) -> Slot:
         """The slot of a site that has been prepared for.
 
         Raises:
             OverlapError: it has not.
         """
-        found = self._of_site.get(site)
+        found = self._of_site.get((site, protocol))
         if found is None:
             raise OverlapError(f"site {site} has no workspace: its graph was not prepared for before its first run")
         return found

@@ -6,6 +6,7 @@ the GPU's memory (``kernels.signals`` says why); the host sets it by a copy on a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
@@ -37,6 +38,8 @@ class FaultRecord:
         ranks: global ranks of the group, in its order.
         record: int32 ``[FAULT_WORDS]``, pinned where there are GPUs: whether a wait was given up, its code, peer, call wanted, call seen.
         stop: int32 ``[STOP_WORDS]`` on the device, what kernels are given: the abort word, and the address of ``record``.
+        releases: what frees this rank's stream waits of the group, from any thread, as often as it is called; the watchdog calls it after a fault.
+        told: whether the program knows that results of the group are not valid: ``check`` has raised, or the program called ``abort``.
     """
 
     group_name: str
@@ -44,6 +47,8 @@ class FaultRecord:
     record: torch.Tensor
     stop: torch.Tensor
     sites: list[str] = field(default_factory=list)
+    releases: list[Callable[[], None]] = field(default_factory=list)
+    told: bool = False
 
     @classmethod
     def of(cls, group_name: str, ranks: Sequence[int], device: torch.device) -> FaultRecord:
@@ -60,23 +65,38 @@ class FaultRecord:
 
     def abort(self) -> None:
         """Every wait of the group on this rank returns at once from now on; what its kernels return is not valid."""
+        self.told = True
         self.record[0] = 1
         if self.stop.is_cuda:
-            with torch.cuda.stream(torch.cuda.Stream(self.stop.device)):
+            # (Streams come from a pool of 32, in turn: of those of high priority none is likely to be the one that the kernel holds up.)
+            with torch.cuda.stream(torch.cuda.Stream(self.stop.device, priority=-1)):
                 self.stop[:1].copy_(self.record[:1], non_blocking=True)
         else:
             self.stop[0] = 1
 
-    def check(self) -> None:
-        """Raises ``TransferError`` where a kernel of the group has given up, or the group was aborted."""
+    def error(self) -> str | None:
+        """What has happened where a kernel of the group has given up, or the group was aborted. Any thread may ask; nothing of CUDA is called."""
         if not int(self.record[0]):
-            return
+            return None
         _, code, peer, wanted, seen, *_ = self.record.tolist()
         if not code:
-            raise TransferError(f"group {self.group_name!r} was aborted; its workspace holds no valid data. Destroy the group, or end the process.")
+            return f"group {self.group_name!r} was aborted; its workspace holds no valid data. Destroy the group, or end the process."
+        site = f"site {self.sites[code // layout.WAIT_KINDS]} of group {self.group_name!r}"
+        if code % layout.WAIT_KINDS == layout.WAIT_TILES:
+            return (
+                f"{site} waited in vain for tiles of its own matmul: {wanted} were wanted, {seen} had come. Something else held this rank's GPU for longer "
+                "than the group's timeout. No result of this group is valid any more: destroy the group, or end the process."
+            )
         what = _WAITED_FOR.get(code % layout.WAIT_KINDS, "a signal from")
-        raise TransferError(
-            f"site {self.sites[code // layout.WAIT_KINDS]} of group {self.group_name!r} waited in vain for {what} rank {self.ranks[peer]}: call {wanted} was wanted, "
+        return (
+            f"{site} waited in vain for {what} rank {self.ranks[peer]}: call {wanted} was wanted, "
             f"{seen} had come. That rank has died, has skipped the call, or is later than the group's timeout allows. "
             "No result of this group is valid any more: destroy the group, or end the process."
         )
+
+    def check(self) -> None:
+        """Raises ``TransferError`` where there is an ``error``."""
+        error = self.error()
+        if error is not None:
+            self.told = True
+            raise TransferError(error)

@@ -22,12 +22,16 @@ import torch.distributed as dist
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.distributed import group_timeout
 from overlap_inductor.torch_compat.distributed import is_alive
+from overlap_inductor.transports import watchdog
 from overlap_inductor.transports.arena import Request
 from overlap_inductor.transports.arena import Slot
 from overlap_inductor.transports.arena import WorkspaceArena
 from overlap_inductor.transports.faults import FaultRecord
 
 log = logging.getLogger("overlap_inductor")
+
+MOST_PREPARED = 64
+"""Kernels that a site keeps ready."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,12 @@ class Launch:
     site: int
     patience_ns: int
     prepared: dict[Any, Any] = field(default_factory=dict, compare=False)
+
+    def remember(self, key: Any, kernel: Any) -> None:
+        """Keep a kernel ready; all are made anew when sizes that change from call to call have made too many."""
+        if len(self.prepared) >= MOST_PREPARED:
+            self.prepared.clear()
+        self.prepared[key] = kernel
 
 
 @dataclass
@@ -62,30 +72,34 @@ class GroupWorkspace:
     blocks: int
     without_room: set[str] = field(default_factory=set)
     prepared: set[str] = field(default_factory=set)
-    _launches: dict[str, Launch] = field(default_factory=dict)
+    _launches: dict[tuple[str, str], Launch] = field(default_factory=dict)
     _known: dict[Hashable, Launch | None] = field(default_factory=dict)
 
-    def launch(self, site: str, call: Hashable, need: Callable[[], tuple[int, int]]) -> Launch | None:
-        """Where the current stream may start a ``call`` of ``site`` that needs ``(bytes, signals)``; ``None`` where there was no room for it. ``need`` is
-        asked once for each ``call``.
+    def launch(self, site: str, call: Hashable, need: Callable[[], tuple[Any, ...]]) -> Launch | None:
+        """Where the current stream may start a ``call`` of ``site`` that needs ``(bytes, signals)``, and a protocol where it is not credits; ``None`` where
+        there was no room for it. ``need`` is asked once for each ``call``.
 
         Raises:
             OverlapError: the site has not been prepared for.
         """
         if (site, call) not in self._known:
-            self._known[site, call] = self._find(site, need())
+            if len(self._known) >= MOST_PREPARED * (len(self._launches) + 1):
+                self._known.clear()
+            self._known[site, call] = self._find(Request(site, *need()))
         found = self._known[site, call]
         if found is not None and self.arena.device.type == "cuda":
-            _one_after_the_other(self.arena.device)
+            one_after_the_other(self.arena.device)
         return found
 
-    def _find(self, site: str, need: tuple[int, int]) -> Launch | None:
-        if not self.arena.holds(Request(site, *need)) and site in self.without_room:
+    def _find(self, request: Request) -> Launch | None:
+        site, key = request.site, (request.site, request.protocol)
+        if not self.arena.holds(request) and (site in self.without_room or self.arena.knows(*key)):
+            # No room was found for the site, or what was planned for is less than this call's size.
             return None
-        slot, made = self.arena.slot(site), self._launches.get(site)
+        slot, made = self.arena.slot(*key), self._launches.get(key)
         if made is None or made.slot is not slot:
             made = Launch(self.group.rank(), self.group.size(), slot, self.faults, self.faults.number(site), self.patience_ns)
-            self._launches[site] = made
+            self._launches[key] = made
         return made
 
     def prepare(self, requests: Sequence[Request], limit: int) -> None:
@@ -107,7 +121,7 @@ class GroupWorkspace:
 _LAST_STREAM: dict[tuple[torch.device, bool], tuple[int, torch.cuda.Stream]] = {}
 
 
-def _one_after_the_other(device: torch.device) -> None:
+def one_after_the_other(device: torch.device) -> None:
     """The current stream waits for the stream of the call before, whatever its site, slot or group, so that all ranks run their calls in host order.
 
     A kernel that waits for its peers fills the GPU: two on two streams, begun here in one order and there in the other, would wait for each
@@ -141,11 +155,14 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspa
         patience = int(group_timeout(group).total_seconds() * 1e9)
         known = GroupWorkspace(group, arena, faults, patience, symmetric.multiprocessors(device))
         _WORKSPACES[key] = known
+        if device.type == "cuda":
+            watchdog.watch(faults, lambda: is_alive(group))
     return known
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> None:
-    """Give every site of a plan its slot, once. ``requests``: JSON text, ``[[site, bytes, signals]]`` in the plan's order, equal on all ranks.
+    """Give every site of a plan its slot, once. ``requests``: JSON text, ``[[site, bytes, signals]]`` in the plan's order, equal on all ranks; a
+    protocol stands behind them where it is not credits.
 
     Where they do not fit under ``limit`` bytes all sites of the plan run as they stood (on all ranks alike), and the log says so.
 

@@ -13,7 +13,7 @@ from expecttest import TestCase
 from torch import fx
 
 from overlap_inductor.machine import machine_for
-from overlap_inductor.passes import planner
+from overlap_inductor.passes import site_sizes
 from overlap_inductor.report import OverlapReport
 from overlap_inductor.torch_compat import symmetric
 from tests.fake_group import fake_group
@@ -94,14 +94,10 @@ def refused_sites() -> Iterator[tuple[str, Callable[[], HandGraph], str]]:
         pair = [made.mm(operand(made, 48, 16, f"x{i}"), operand(made, 16, 40, f"w{i}")) for i in range(2)]
         return made.output(made.scatter(made.call(aten.add.Tensor, *pair)))
 
-    def of_dynamic_rows() -> HandGraph:
+    def of_dynamic_columns() -> HandGraph:
         made = HandGraph()
-        gathered = made.gather(made.input(24, 16, dtype=BF16, dynamic=[0]))
-        return made.output(made.mm(gathered, operand(made, 16, 40)))
-
-    def of_rows_left_over() -> HandGraph:
-        made = HandGraph()
-        return made.output(made.reduce(made.mm(operand(made, 25, 16, "x"), operand(made, 16, 40))))
+        gathered = made.gather(operand(made, 24, 16, "x"))
+        return made.output(made.mm(gathered, made.input(16, 40, name="w", dtype=BF16, dynamic=[1])))
 
     def contracted() -> HandGraph:
         made = HandGraph()
@@ -116,8 +112,7 @@ def refused_sites() -> Iterator[tuple[str, Callable[[], HandGraph], str]]:
     yield "fp32", of_fp32, "fp16 or bf16, not torch.float32"
     yield "strides", of_odd_strides, "with strides [80, 2]"
     yield "two matmuls", of_two_matmuls, "2 matmuls are summed into one reduction"
-    yield "dynamic rows", of_dynamic_rows, "only known when it runs"
-    yield "rows left over", of_rows_left_over, "25 rows do not fall into 2 equal shards"
+    yield "dynamic columns", of_dynamic_columns, "only known when it runs"
     yield "contracted dim", contracted, "do not lie in the ranks' order"
     yield "gathered output", head, "no fused kernel computes matmul_all_gather"
 
@@ -132,7 +127,7 @@ def test_what_no_kernel_computes_is_refused_with_its_reason(site: Callable[[], H
 
 
 def test_auto_takes_the_kernel_where_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "machine_for", lambda device_type: machine_for("cuda"))
+    monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
     with fake_group(8):
         (large,) = gather_site(1024, 8192, 3584).run(schedule="auto").sites
         (small,) = gather_site().run(schedule="auto").sites
@@ -160,6 +155,25 @@ def test_the_plan_asks_for_workspace() -> None:
             assert workspace_of(made.run(schedule="fused"), made) == {"0": [numbers]}
 
 
+def dynamic_site() -> HandGraph:
+    made = HandGraph()
+    return made.output(made.reduce(made.mm(made.input(48, 8192, name="x", dtype=BF16, dynamic=[0]), operand(made, 8192, 4096))))
+
+
+def test_a_dynamic_token_count_holds_workspace_up_to_the_planned_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_group(2):
+        made = dynamic_site()
+        report = made.run(schedule="fused", max_tokens=1000)
+    # 500 rows a shard are four tiles of 128.
+    assert workspace_of(report, made) == {"0": [[2 * 2 * 512 * 4096 * 2, 2]]}
+    monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
+    with fake_group(2):
+        (site,) = dynamic_site().run(schedule="auto", transport="sm_push").sites
+    keep, fused = site.decision.plan
+    threshold = json.loads(fused.parameters["settings"])["min_rows"]
+    assert (keep.schedule, fused.schedule, keep.tokens, fused.tokens) == ("keep", "fused", (0, threshold - 1), (threshold, None)) and 1 < threshold < 16384
+
+
 def test_the_largest_sites_are_kept_where_workspace_is_short() -> None:
     with fake_group(2):
         (large,), (small,) = (m.run(schedule="fused", workspace_limit=1).sites for m in (gather_site(2**12, 128, 8), gather_site(2**10, 128, 8)))
@@ -183,7 +197,7 @@ class TestGolden(TestCase):
 x: bfloat16[24, 16] = input
 w: bfloat16[16, 40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-542fd07f", 1536, 1]]', 4096)
-fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], False, '{"halves": true, "parts": 4, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-542fd07f')
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], False, '{"halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-542fd07f')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
 getitem_2: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
 return [getitem_2]
@@ -197,7 +211,7 @@ bias: bfloat16[8] = input
 v: bfloat16[16, 8] = input
 w: bfloat16[16, 40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-40cbc28f", 1536, 1]]', 4096)
-fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [v, w], [bias, None], True, '{"halves": true, "parts": 4, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-40cbc28f')
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [v, w], [bias, None], True, '{"halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-40cbc28f')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
 getitem_2: bfloat16[48, 16] = <built-in function getitem>(getitem, 2)
 getitem_3: bfloat16[48, 8] = <built-in function getitem>(getitem, 0)
@@ -223,7 +237,7 @@ return [getitem]
 x: bfloat16[48, 16] = input
 w: bfloat16[16, 40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_all_reduce-8f9bf24e", 40960, 2]]', 4096)
-fused_matmul_all_reduce_default = overlap_inductor.fused_matmul_all_reduce.default(agree_default, x, w, None, '{"halves": true, "parts": 1, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_all_reduce-8f9bf24e')
+fused_matmul_all_reduce_default = overlap_inductor.fused_matmul_all_reduce.default(agree_default, x, w, None, '{"halves": true, "parts": 2, "parts_from": 4096, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_all_reduce-8f9bf24e')
 getitem: bfloat16[48, 40] = <built-in function getitem>(fused_matmul_all_reduce_default, 0)
 return [getitem]
 """)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,10 @@ from overlap_inductor.transports.faults import stop_words
 from overlap_inductor.transports.workspace import Launch
 
 
-def run_ranks(world_size: int, function: Callable[..., None], *args: Any, seconds: float = 200) -> None:
+def run_ranks(world_size: int, function: Callable[..., None], *args: Any, seconds: float = 200, ends: Sequence[int] = ()) -> None:
     """``function(rank, *args)`` in a process a rank (forked: no import is paid again, and no device is held).
 
-    Fails where a rank does not end in time, or ends with an error.
+    Fails where a rank does not end in time, or with another exit status than the one in ``ends`` (0 for all without; ``-n`` for signal ``n``).
     """
     # A forked process has no threads but its own: a matmul there that counted on the parent's pool would wait for it for ever.
     torch.set_num_threads(1)
@@ -35,7 +36,7 @@ def run_ranks(world_size: int, function: Callable[..., None], *args: Any, second
     for process in ranks:
         process.kill()
     assert not any(hung), f"ranks that still wait: {[r for r, h in enumerate(hung) if h]}"
-    assert [p.exitcode for p in ranks] == [0] * world_size
+    assert [p.exitcode for p in ranks] == (list(ends) or [0] * world_size)
 
 
 def shared(*shape: int, dtype: torch.dtype = torch.int32, fill: float | None = None) -> torch.Tensor:

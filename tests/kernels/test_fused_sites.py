@@ -48,6 +48,7 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
         "scatter uneven rows": (lambda x, a: reduce_scatter(_evened(x @ a, 0, w), "sum", 0, g), [(s * w - 1, 16), (16, 8)], 1),
         "all-reduce": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(s * w, 16), (16, 24)], 1),
         "all-reduce, batch 1, with bias": (lambda x, a, b: all_reduce(torch.nn.functional.linear(x, a, b), "sum", g), [(1, s * w, 16), (8, 16), (8,)], 1),
+        "all-reduce of rows that do not fall evenly": (lambda x, a: all_reduce(x @ a, "sum", g), [(s * w - 1, 16), (16, 24)], 1),
         "operands that begin in the middle of 16 bytes": (
             lambda x, a: all_gather(x.view(-1)[4 : 4 - x.shape[1]].view(-1, x.shape[1]), 0, g) @ a[:, 4:-4],
             [(s + 1, 16), (16, 32)],
@@ -88,6 +89,35 @@ def _check(rank: int, world_size: int, folder: str, names: list[str] | None) -> 
         if schedules != ["fused"] * expected:
             problems.append(f"{name}: {schedules}, {[s.decision.reasons for r in reports for s in r.sites]}")
     return problems
+
+
+def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
+    use_shared_memory(folder)
+    problems = []
+    for name in ("gather rows", "scatter rows", "all-reduce"):
+        torch._dynamo.reset()
+        function, (left, right), _ = cases(world_size)[name]
+        reports: list[OverlapReport] = []
+        compiled = torch.compile(function, backend=interpreted(OverlapConfig(schedule="fused", mode="strict", max_tokens=100), reports))
+        b = torch.randn(right, generator=torch.Generator().manual_seed(rank)).half()
+        # Fewer rows than a tile, than ranks, none, and more than were planned for, which run as they stood.
+        for rows in (24, 7, 50, 1, 0, 60, 24):
+            rows *= 1 if name == "gather rows" else world_size
+            rows += name == "all-reduce" and rows > 0
+            a = torch.randn(rows, left[1], generator=torch.Generator().manual_seed(7 * rank + rows)).half()
+            torch._dynamo.mark_dynamic(a, 0) if rows > 1 else torch._dynamo.maybe_mark_dynamic(a, 0)
+            exact, found = function(a.double(), b.double()), compiled(a, b)
+            if found.shape != exact.shape or not torch.allclose(found.double(), exact, rtol=2e-2, atol=5e-2):
+                problems.append(f"{name} of {rows} rows: {tuple(found.shape)} off by {(found.double() - exact).abs().max() if found.shape == exact.shape else '?'}")
+        plans = [p for r in reports for s in r.sites for p in s.decision.plan]
+        if not any("max_tokens" in p.parameters for p in plans) or any(p.schedule != "fused" for p in plans) or len(plans) > 3:
+            problems.append(f"{name}: {plans}")
+    return problems
+
+
+def test_a_token_count_that_changes(tmp_path: Path) -> None:
+    for rank, problems in enumerate(run_ranks(2, _check_token_counts, str(tmp_path), timeout=400)):
+        assert not problems, f"rank {rank}: {problems}"
 
 
 def test_every_pattern_agrees_with_fp64(tmp_path: Path) -> None:

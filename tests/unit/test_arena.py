@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from overlap_inductor.errors import OverlapError
 from overlap_inductor.transports.arena import ALIGNMENT
+from overlap_inductor.transports.arena import HALVES
 from overlap_inductor.transports.arena import Request
 from overlap_inductor.transports.arena import WorkspaceArena
 from overlap_inductor.transports.arena import planned_bytes
@@ -91,3 +92,17 @@ def test_the_limit_is_kept() -> None:
 def test_a_site_that_was_not_prepared_for() -> None:
     with pytest.raises(OverlapError, match="not prepared"):
         arena().slot("a")
+
+
+def test_protocols_share_no_slot() -> None:
+    """A call that gives no credit would leave the next one, which waits for it, waiting."""
+    made = arena()
+    sites = [Request("a", 5000, 2), Request("b", 300, 1, HALVES), Request("c", 100, 1), Request("b", 100, 1), Request("d", 100, 1, HALVES)]
+    made.prepare(sites)
+    assert {id(made.slot(s)) for s in "abc"}.isdisjoint({id(made.slot(s, HALVES)) for s in "bd"})
+    assert made.slot("b", HALVES).protocol == HALVES and all(made.holds(s) for s in sites)
+    assert len(made.slots) == 4 and made.nbytes == planned_bytes(sites, 2, 4) and made.missing_bytes(sites) == 0
+    later = [Request("e", 200, 1, HALVES), Request("f", 200, 1)]
+    assert made.missing_bytes(later) == 0
+    made.prepare(later)
+    assert len(made.slots) == 4 and made.slot("e", HALVES).protocol == HALVES

@@ -80,6 +80,7 @@ def test_every_field_is_read_from_its_variable() -> None:
         "OVERLAP_INDUCTOR_SUB_CHUNKS": "2",
         "OVERLAP_INDUCTOR_STEP_NODE_BUDGET": "17",
         "OVERLAP_INDUCTOR_WORKSPACE_LIMIT": "64",
+        "OVERLAP_INDUCTOR_MAX_TOKENS": "4096",
         "OVERLAP_INDUCTOR_AGREEMENT_TIMEOUT": "9",
         "OVERLAP_INDUCTOR_DUMP": "some/folder",
     }

@@ -1,0 +1,130 @@
+"""Whole models: an unchanged Hugging Face Llama of llama3-70b's layer shape under plain ``torch.compile`` and under ``auto``, in turn. One torchrun.
+
+    torchrun --nproc-per-node 4 -m bench.models [--layers 2] [--tokens 1024 4096] [--batches 1 16] --out bench/results/models.jsonl
+
+``tokens``: one sequence of so many tokens (prefill), the host in the loop. ``batches``: so many sequences of one token (the matmuls and collectives of
+decode), as CUDA graphs (``triton.cudagraphs``). Logits are compared with eager ones before anything is timed. Medians of milliseconds, maximum over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gc
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+import overlap_inductor
+from overlap_inductor.backend import overlap_inductor as overlap_backend
+from overlap_inductor.demo_models import load_llama
+from tests.gpu.ranks import finish_rank
+from tests.gpu.ranks import start_rank
+
+VOCABULARY = 32000
+ROUNDS = 15
+
+
+def saved(folder: Path, layers: int) -> Path:
+    """The model's folder; the first rank makes it."""
+    from transformers import LlamaConfig
+    from transformers import LlamaForCausalLM
+
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers, num_attention_heads=64, num_key_value_heads=8,
+            max_position_embeddings=16384, tie_word_embeddings=False, use_cache=False, dtype=torch.bfloat16,
+        )  # fmt: skip
+        with torch.device("cuda"):
+            model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model.save_pretrained(folder)
+        del model
+        torch.cuda.empty_cache()
+    dist.barrier()
+    return folder
+
+
+def slowest(value: float) -> float:
+    tensor = torch.tensor([value], device="cuda", dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def milliseconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    samples = collections.defaultdict(list)
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            dist.barrier()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(3):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            samples[name].append(begin.elapsed_time(end) / 3)
+    return {name: slowest(statistics.median(values)) for name, values in samples.items()}
+
+
+def measure(model: Any, shape: tuple[int, int], graphs: bool) -> dict[str, Any]:
+    ids = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(1)).cuda()
+    options = {"triton.cudagraphs": graphs}
+    compiled = {
+        "plain": torch.compile(model, dynamic=False, options=options),
+        "auto": torch.compile(model, dynamic=False, backend=overlap_backend, options=options),
+    }
+    eager = model(ids).logits.float()
+    errors = {}
+    for name, function in compiled.items():
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            logits = function(ids).logits.float()
+        errors[name] = slowest(float((logits - eager).abs().max() / eager.abs().max()))
+    report = overlap_inductor.last_report()
+    assert report is not None
+    schedules = collections.Counter(f"{s.facts.pattern}: {s.decision.moving.schedule}" for s in report.sites)
+    del eager, logits
+    times = milliseconds({name: (lambda f=f: f(ids)) for name, f in compiled.items()})
+    row = {"batch": shape[0], "tokens": shape[1], "cudagraphs": graphs, "ms": {n: round(t, 3) for n, t in times.items()}, "speedup": round(times["plain"] / times["auto"], 3)}
+    return row | {"error": {n: round(e, 5) for n, e in errors.items()}, "right": errors["auto"] <= 1.5 * errors["plain"] + 2e-2, "sites": dict(schedules)}
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1024, 4096])
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 16])
+    parser.add_argument("--out", default=None)
+    arguments = parser.parse_args()
+    rank, world_size = start_rank()
+    torch._dynamo.config.recompile_limit = 64
+    with tempfile.TemporaryDirectory() as folder:
+        names = [folder]
+        dist.broadcast_object_list(names)
+        model = load_llama(saved(Path(names[0]), arguments.layers), torch.bfloat16)
+        dist.barrier()
+    environment = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name(), "world_size": world_size, "layers": arguments.layers}
+    for shape, graphs in [*(((1, t), False) for t in arguments.tokens), *(((b, 1), True) for b in arguments.batches)]:
+        row = measure(model, shape, graphs) | environment
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+            if arguments.out:
+                with open(arguments.out, "a") as file:
+                    file.write(json.dumps(row) + "\n")
+    # A communicator waits at its end for the CUDA graphs that hold calls of it.
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.synchronize()
+    finish_rank()
+
+
+if __name__ == "__main__":
+    main()

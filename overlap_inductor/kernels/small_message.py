@@ -1,0 +1,217 @@
+"""Schedule ``small_message``, transport ``sm_push``: the all-reduce of a small matmul's result, and the residual add and RMSNorm behind it, in one kernel.
+
+One-shot: every rank stores its rows into every peer's workspace, and sums all of them. Two-shot: row ``m`` belongs to rank ``m % WORLD``, which gets all
+partial rows, sums them and stores the sum into everybody's workspace. (The sum, not what the norm makes of it: a normed row and a new residual would
+be twice the bytes, and every rank adds its own residual, whatever that holds.) Sums are in fp32, in the order of the ranks, rounded once: all ranks get the
+same bits. No barrier: a block waits for the flags of its own columns or rows.
+
+A block has one *unit*: a segment of columns of one row (one-shot), or of a group of ``WORLD`` rows, one of each owner (two-shot). A norm needs whole rows: the
+last block of a row does it (one-shot), or the blocks of the next group do (two-shot, with one more group of blocks at the end).
+
+Forward progress. A block stores what its peers wait for before it waits itself, and waits for units of blocks with its own number or lower ones, in
+two-shot for sums that wait for partial rows of no higher ones. Take the lowest number whose block has not ended on some rank: blocks start in the order of their
+numbers, so it runs or has ended on every rank, has stored its partial rows, then sums, and ends. So one resident block on each rank is enough. All waits
+are bounded (``signals``).
+
+Why two halves of the workspace suffice, without credits (``transports.arena.HALVES``). Call ``n`` writes into half ``n % 2``. Rank ``r`` begins call ``n`` when its
+call ``n - 1`` has ended, kernels of a slot running one after the other; in that call a block of ``r`` has waited for a signal of each peer (in two-shot
+for its partial rows, which are signalled also where they are none). So each peer had begun its call ``n - 1``, and had therefore ended call ``n - 2``, the
+last one to read that half. This holds for any number of blocks or rows in each call, since halves are the slot's and not the call's, and
+whether blocks are resident together or not, since it rests on whole kernels. A peer may be one call ahead: its flags are then larger than what is
+waited for, and its data lie in the other half. Calls with credits in the same slot would break it; the arena gives them other slots.
+
+Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1; between calls, the end of a kernel
+before the start of the next one on the stream. CUDA graphs: the number of the call is read from device memory; the last block to have read it counts it on,
+while it would wait anyway.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from overlap_inductor.kernels.group_signals import signal_ranks
+from overlap_inductor.kernels.group_signals import wait_for_all
+from overlap_inductor.kernels.signals import FLAG_WORDS
+from overlap_inductor.kernels.signals import WAIT_KINDS
+from overlap_inductor.kernels.signals import WAIT_PARTIALS
+from overlap_inductor.kernels.signals import WAIT_RESULT
+from overlap_inductor.kernels.signals import signal_flag
+
+
+@triton.jit
+def _workspaces(peer_data, rank, like, WORLD: tl.constexpr):
+    """The workspaces of ranks ``rank``, ``rank + 1``, ...: neighbours send to different peers first."""
+    found = ()
+    for step in tl.static_range(WORLD):
+        found = found + (tl.multiple_of(tl.load(peer_data + (rank + step) % WORLD).to(like.dtype), 16),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _flag_word(source, index, signals, WORLD: tl.constexpr):
+    return (WORLD + source * signals + index) * FLAG_WORDS
+
+
+@triton.jit
+def _count_call(calls, queues, call, SEM: tl.constexpr):
+    """All threads of this block have read ``calls``, before a barrier; whoever is last of all blocks counts the call on.
+
+    ``relaxed`` where the block has sent data to places that the number says: then it has the number, and need not wait until they are there.
+    """
+    if tl.atomic_add(queues, 1, sem=SEM, scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(queues, 0)
+        tl.store(calls, call + 1)
+
+
+@triton.jit
+def _sum_of(own, came, stride, at, inside, rank, scale, WORLD: tl.constexpr):
+    """The sum of the ranks' words ``at``, times ``scale``, in the collective's dtype: from ``own`` of this rank, from ``came + s * stride`` of source ``s``."""
+    parts = ()
+    for s in tl.static_range(WORLD):
+        base = tl.where(s == rank, own.to(tl.int64), (came + s * stride).to(tl.int64)).to(own.dtype)
+        parts = parts + (tl.load(tl.multiple_of(base, 16) + at, mask=inside, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
+    # All loads first, so that their ways through memory lie beside each other.
+    total = parts[0].to(tl.float32)  # type: ignore[misc]
+    for s in tl.static_range(1, WORLD):
+        total += parts[s].to(tl.float32)  # type: ignore[misc]
+    return (total * scale).to(own.dtype.element_ty)
+
+
+@triton.jit
+def _add_and_normalise(summed, kept, gain, normed, residual_out, offset, at, inside, columns, eps):
+    """One row: ``residual_out = summed + kept`` and its RMSNorm times ``gain``, each rounded where a model that computes them op by op rounds."""
+    added = (summed.to(tl.float32) + kept.to(tl.float32)).to(summed.dtype)
+    tl.store(residual_out + offset + at, added, mask=inside)
+    x = added.to(tl.float32)
+    scaled = (x * tl.rsqrt(tl.sum(x * x) / columns + eps)).to(summed.dtype)
+    tl.store(normed + offset + at, (scaled.to(tl.float32) * gain.to(tl.float32)).to(summed.dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rank", "site", "rows", "eights", "signals"])
+def one_shot(
+    product, out, residual, residual_out, weight, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
+    site, rank, rows, eights, half, signals, scale, eps,
+    WORLD: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, ROW: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Grid: ``rows * SEGMENTS`` blocks of at least ``WORLD * SEGMENTS`` threads.
+
+    Args:
+        product: this rank's partial result ``[rows, columns]``, fp16 or bf16, row-major at 16 bytes, as all tensors here. ``columns`` is ``8 * eights``:
+            so the compiler sees that rows are whole 16-byte words.
+        out: the sum over ranks ``[rows, columns]``; with ``NORM`` the normed rows, and residual, residual_out ``[rows, columns]``, weight ``[columns]`` are read
+            and written; without they are not touched.
+        staging: this rank's workspace, two halves of ``half`` elements: ``[WORLD, rows, columns]``, what has come from each source.
+        peer_data, peer_flags: int64 ``[WORLD]``, addresses of the ranks' workspace and flags.
+        flags: ``signal_flag(s, u)``: the call whose unit ``u`` has come from source ``s``, of ``signals`` a source.
+        queues, calls: int32 in this rank's own memory (one word, zero between calls: blocks that have read ``calls``; one word).
+        scale: what the sum is multiplied with (1, or ``1 / WORLD`` for an average). SEGMENT: columns of a segment; ROW: a power of two, at least ``columns``.
+    """
+    columns = eights * 8
+    call = tl.load(calls)
+    unit = tl.program_id(0)
+    row = unit // SEGMENTS
+    segment = unit % SEGMENTS
+    at = segment * SEGMENT + tl.arange(0, SEGMENT)
+    inside = at < columns
+    offset = row.to(tl.int64) * columns
+    mine = (call & 1).to(tl.int64) * half
+    piece = tl.load(product + offset + at, mask=inside)
+    to = _workspaces(peer_data, rank, product, WORLD)
+    for step in tl.static_range(1, WORLD):
+        tl.store(to[step] + mine + rank.to(tl.int64) * rows * columns + offset + at, piece, mask=inside)
+    signal_ranks(peer_flags, _flag_word(rank, unit, signals, WORLD), call + 1, rank, WORLD)
+    _count_call(calls, queues, call, "relaxed")
+
+    came = staging + mine + offset
+    stride = rows.to(tl.int64) * columns
+    code = site * WAIT_KINDS + WAIT_PARTIALS
+    if NORM:
+        if segment == SEGMENTS - 1:
+            all_at = tl.arange(0, ROW)
+            all_inside = all_at < columns
+            kept = tl.load(residual + offset + all_at, mask=all_inside, other=0.0)
+            gain = tl.load(weight + all_at, mask=all_inside, other=0.0)
+            wait_for_all(signal_flag(flags, 0, row * SEGMENTS, signals, WORLD), call + 1, WORLD, SEGMENTS, signals * FLAG_WORDS, rank, stop, patience, code, 0)
+            summed = _sum_of(product + offset, came, stride, all_at, all_inside, rank, scale, WORLD)
+            _add_and_normalise(summed, kept, gain, out, residual_out, offset, all_at, all_inside, columns, eps)
+    else:
+        wait_for_all(signal_flag(flags, 0, unit, signals, WORLD), call + 1, WORLD, 1, signals * FLAG_WORDS, rank, stop, patience, code, 0)
+        summed = _sum_of(product + offset, came, stride, at, inside, rank, scale, WORLD)
+        tl.store(out + offset + at, summed, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rank", "site", "rows", "eights", "signals"])
+def two_shot(
+    product, out, residual, residual_out, weight, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
+    site, rank, rows, eights, half, signals, scale, eps,
+    WORLD: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, ROW: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Grid: ``cdiv(rows, WORLD) * SEGMENTS`` blocks of at least ``max(WORLD, SEGMENTS)`` threads, and with ``NORM`` ``SEGMENTS`` more.
+
+    Args: as ``one_shot``, but for
+        staging: a half is ``[WORLD, groups, columns]``, partial rows of this rank's row in each group of ``WORLD`` rows, by source; behind them the sums
+            ``[rows, columns]``.
+        flags: with ``units`` segments in all groups, ``signal_flag(s, u)``: the call whose partial segment ``u`` has come from source ``s``;
+            ``signal_flag(s, units + u)``: the call whose sum has come from owner ``s``.
+    """
+    columns = eights * 8
+    call = tl.load(calls)
+    unit = tl.program_id(0)
+    group = unit // SEGMENTS
+    segment = unit % SEGMENTS
+    groups = tl.cdiv(rows, WORLD)
+    units = groups * SEGMENTS
+    at = segment * SEGMENT + tl.arange(0, SEGMENT)
+    inside = at < columns
+    own_row = group * WORLD + rank
+    own_inside = inside & (own_row < rows)
+    offset = own_row.to(tl.int64) * columns
+    mine = (call & 1).to(tl.int64) * half
+    stride = groups.to(tl.int64) * columns
+    sums = mine + WORLD * stride
+    if group < groups:
+        to = _workspaces(peer_data, rank, product, WORLD)
+        pieces = ()
+        for step in tl.static_range(1, WORLD):
+            row = group * WORLD + (rank + step) % WORLD
+            pieces = pieces + (tl.load(product + row.to(tl.int64) * columns + at, mask=inside & (row < rows)),)  # type: ignore[assignment]
+        for step in tl.static_range(1, WORLD):
+            there = inside & (group * WORLD + (rank + step) % WORLD < rows)
+            tl.store(to[step] + mine + rank.to(tl.int64) * stride + group.to(tl.int64) * columns + at, pieces[step - 1], mask=there)
+        signal_ranks(peer_flags, _flag_word(rank, unit, signals, WORLD), call + 1, rank, WORLD)
+        wait_for_all(signal_flag(flags, 0, unit, signals, WORLD), call + 1, WORLD, 1, signals * FLAG_WORDS, rank, stop, patience, site * WAIT_KINDS + WAIT_PARTIALS, 0)
+        came = staging + mine + group.to(tl.int64) * columns
+        summed = _sum_of(product + offset, came, stride, at, own_inside, rank, scale, WORLD)
+        # With a norm the own sum goes the same way: another block of this rank reads it.
+        for step in tl.static_range(0 if NORM else 1, WORLD):
+            tl.store(to[step] + sums + offset + at, summed, mask=own_inside)
+        signal_ranks(peer_flags, _flag_word(rank, units + unit, signals, WORLD), call + 1, -1 if NORM else rank, WORLD)
+        if not NORM:
+            tl.store(out + offset + at, summed, mask=own_inside)
+        _count_call(calls, queues, call, "relaxed")
+    else:
+        tl.debug_barrier()
+        _count_call(calls, queues, call, "acq_rel")
+
+    code = site * WAIT_KINDS + WAIT_RESULT
+    if NORM:
+        if group > 0:
+            all_at = tl.arange(0, ROW)
+            all_inside = all_at < columns
+            gain = tl.load(weight + all_at, mask=all_inside, other=0.0)
+            for owner in range(segment, WORLD, SEGMENTS):
+                row = (group - 1) * WORLD + owner
+                if row < rows:
+                    offset = row.to(tl.int64) * columns
+                    kept = tl.load(residual + offset + all_at, mask=all_inside, other=0.0)
+                    wait_for_all(signal_flag(flags, owner, units + (group - 1) * SEGMENTS, signals, WORLD), call + 1, 1, SEGMENTS, 0, -1, stop, patience, code, owner)
+                    summed = tl.load(staging + sums + offset + all_at, mask=all_inside, other=0.0, cache_modifier=".cg")
+                    _add_and_normalise(summed, kept, gain, out, residual_out, offset, all_at, all_inside, columns, eps)
+    else:
+        wait_for_all(signal_flag(flags, 0, units + unit, signals, WORLD), call + 1, WORLD, 1, signals * FLAG_WORDS, rank, stop, patience, code, 0)
+        for step in tl.static_range(1, WORLD):
+            row = group * WORLD + (rank + step) % WORLD
+            offset = row.to(tl.int64) * columns
+            there = inside & (row < rows)
+            tl.store(out + offset + at, tl.load(staging + sums + offset + at, mask=there, cache_modifier=".cg"), mask=there)

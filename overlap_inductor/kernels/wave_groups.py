@@ -1,0 +1,116 @@
+"""Schedule ``wave_groups``: a persistent matmul that says which groups of its rows are stored, and the kernel that waits for one (FlashOverlap, arXiv
+2504.19519). Behind each waiting kernel stands an ordinary collective (``lowerings.wave_groups``).
+
+The paper lets the tiles of a vendor's matmul end in whatever order they do and stores them permuted. Here the order is chosen: a group is some
+neighbouring bands of ``BLOCK_M`` rows of each shard, groups are multiplied one after the other, and the rows of a group lie together: ::
+
+    one shard (all-reduce), groups of 2 and 1 bands:     | band 0  band 1 | band 2 |                                the result itself
+    two shards (reduce-scatter):    | shard 0: bands 0, 1   shard 1: bands 0, 1 | shard 0: band 2   shard 1: band 2 |       staging
+
+so that a collective reads one contiguous piece, and what it leaves are rows where they belong. Inside a group tiles go by columns of ``GROUP_M`` bands.
+
+Counting. A block counts its tiles of a group in one addition, when the next tile that it has claimed is of a later group: until then its bulk stores go
+on under the next tile's matmul. Whoever waits for a group sets its counter back to zero; it has ended before the next call begins, as both
+streams are joined.
+
+Forward progress. The matmul waits for nothing, so it ends wherever it was started, on however few SMs. The waiting kernel is launched behind it (also where
+``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts both into one hardware queue) and needs a place for one warp, which the SMs left free have; without them
+it would run when the matmul's blocks end. Its wait is bounded (``signals``). A collective stands behind its rank's waiting kernel on one stream and
+waits for peers whose matmuls end likewise.
+
+Memory ordering. Tiles leave by bulk stores, ``store_fence``, or by ordinary ones; then ``add_flag`` (barrier, release). The waiting kernel acquires the
+last addition, and with it all before: additions to a counter are one release sequence. The collective's kernel starts when that kernel has ended.
+
+CUDA graphs. Counters and queue are zero between calls and a group's number of tiles belongs to the shapes: no argument changes from replay to replay.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from overlap_inductor.kernels.signals import FLAG_WORDS
+from overlap_inductor.kernels.signals import WAIT_KINDS
+from overlap_inductor.kernels.signals import WAIT_TILES
+from overlap_inductor.kernels.signals import add_flag
+from overlap_inductor.kernels.signals import store_fence
+from overlap_inductor.kernels.signals import wait_at_least
+from overlap_inductor.kernels.tile_order import claim
+from overlap_inductor.kernels.tile_order import claimed
+from overlap_inductor.kernels.tile_order import grouped
+from overlap_inductor.kernels.tile_order import multiply_tile
+from overlap_inductor.kernels.tile_order import store_tile
+
+
+@triton.jit(do_not_specialize=["groups"])
+def matmul_in_groups(
+    a_desc, b_desc, c_desc, c, bias, partition, counters, queue,
+    rows, columns, inner, shards, groups, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """``c = (a @ b + bias) * scale``, its rows by groups. Grid: any number of blocks; SMs beyond them are the collectives'.
+
+    Args:
+        a_desc: ``[shards * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
+        b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
+        c: ``[shards * rows, columns]``, fp16 or bf16; c_desc: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide where ``HALVES``.
+        partition: int32 ``[groups + 1]``: first band of each group, and the number of bands of a shard.
+        counters: int32, ``FLAG_WORDS`` apart: tiles stored of each group, zero before the call.
+        queue: int32 ``[2]``, zero between calls: tiles claimed, blocks that have finished.
+        scale: fp32, what the product is multiplied with before it is rounded.
+        BATCH: tiles after which a block waits for its last store to leave shared memory.
+    """
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    tiles_band = shards * tiles_n
+    tiles = tl.cdiv(rows, BLOCK_M) * tiles_band
+    turn = claimed(claim(queue, THREADS))
+    group = 0
+    first = 0
+    bands = 0
+    held = 0
+    while turn < tiles:
+        for _ in range(BATCH):
+            if turn < tiles:
+                if held == 0:
+                    # (The group's number first, then its bands: what is carried from turn to turn are plain numbers.)
+                    group = 0
+                    for later in range(1, groups):
+                        group += (turn >= tl.load(partition + later) * tiles_band).to(tl.int32)
+                    first = tl.load(partition + group)
+                    bands = tl.load(partition + group + 1) - first
+                band, n = grouped(turn - first * tiles_band, shards * bands, tiles_n, GROUP_M)
+                shard = band // bands
+                m = first + band % bands
+                total = multiply_tile(a_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
+                following = claim(queue, THREADS)
+                tile = (total * scale).to(c.dtype.element_ty)
+                rows_group = tl.minimum((first + bands) * BLOCK_M, rows) - first * BLOCK_M
+                row = first * BLOCK_M * shards + shard * rows_group + (m - first) * BLOCK_M
+                if (m + 1) * BLOCK_M <= rows:
+                    store_tile(c_desc, row, n * BLOCK_N, tile, HALVES)
+                else:
+                    # A tile that reaches beyond its shard stops there: the rows behind are the next shard's.
+                    at_m = tl.arange(0, BLOCK_M)
+                    at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
+                    to = c + (row + at_m)[:, None].to(tl.int64) * columns + at_n[None, :]
+                    tl.store(to, tile, mask=(m * BLOCK_M + at_m < rows)[:, None] & (at_n < columns)[None, :])
+                held += 1
+                turn = claimed(following)
+                if turn >= (first + bands) * tiles_band:
+                    store_fence()
+                    add_flag(counters + group * FLAG_WORDS, held)
+                    held = 0
+
+    tl.debug_barrier()
+    finished = tl.atomic_add(queue + 1, 1, sem="acq_rel")
+    if finished == tl.num_programs(0) - 1:
+        tl.store(queue, 0)
+        tl.store(queue + 1, 0)
+
+
+@triton.jit(do_not_specialize=["group", "tiles", "site", "rank"])
+def wait_for_group(counters, stop, patience, group, tiles, site, rank):
+    """Ends when ``tiles`` tiles of a group are stored, and sets its counter back. Grid: one block of one warp."""
+    counter = counters + group * FLAG_WORDS
+    wait_at_least(counter, tiles, stop, patience, site * WAIT_KINDS + WAIT_TILES, rank)
+    tl.store(counter, 0)

@@ -1,0 +1,110 @@
+"""The ops of schedule ``small_message``: a vendor matmul and one kernel that sums its results over the ranks, alone or with the residual add and RMSNorm behind it.
+
+Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``residual [M, N]``, ``weight [N]``; results ``[M, N]``. All ops return the chain's next
+token last. ``settings`` is JSON text of what is fixed of ``SmallParameters``; each call's rows decide the rest. A call without rows, with more than were planned
+for, or of a group that has no workspace left for it (``transports.workspace`` says so in the log), runs the plain collective: on every rank, since
+rows and workspace are the same on all.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.lowerings import reference
+from overlap_inductor.lowerings.ops import define
+from overlap_inductor.lowerings.small_plan import SmallParameters
+from overlap_inductor.lowerings.small_plan import needed
+from overlap_inductor.lowerings.small_plan import parameters_of
+from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.transports.workspace import Launch
+from overlap_inductor.transports.workspace import workspace_of
+
+
+def _ready(lhs: torch.Tensor, rhs: torch.Tensor, settings: str, group: dist.ProcessGroup, site: str) -> tuple[Launch, SmallParameters] | None:
+    """Where and how the site's kernel runs; ``None`` where it does not."""
+    rows, columns = lhs.shape[0], rhs.shape[1]
+    if rows == 0:
+        return None
+    sizes = group.size(), rows, columns, lhs.element_size()
+    parameters = parameters_of(settings, *sizes)
+    launch = workspace_of(group, lhs.device).launch(site, (rows, columns, lhs.dtype, settings), lambda: needed(parameters, *sizes))
+    return None if launch is None else (launch, parameters)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as a kernel needs it: contiguous at 16 bytes, by a copy where it is a slice that lies otherwise."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _matmul_all_reduce(
+    chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, settings: str, reduce_op: str, group_name: str, site: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group, token = resolve_group(group_name), chain.new_empty(1)
+    ready = _ready(lhs, rhs, settings, group, site)
+    if ready is None:
+        return reference.matmul_all_reduce([lhs], [rhs], [bias], reduce_op, group), token
+    from overlap_inductor.lowerings import small_message
+
+    return small_message.all_reduce(reference.product(lhs, rhs, bias), *ready, reduce_op == "avg"), token
+
+
+def _matmul_all_reduce_fake(
+    chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: object, settings: str, reduce_op: str, group_name: str, site: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return lhs.new_empty(lhs.shape[0], rhs.shape[1]), chain.new_empty(1)
+
+
+define(
+    "small_message_matmul_all_reduce(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op, str group_name, str site) -> (Tensor, Tensor)",
+    _matmul_all_reduce,
+    _matmul_all_reduce_fake,
+)
+
+
+def _matmul_all_reduce_norm(
+    chain: torch.Tensor,
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    settings: str,
+    group_name: str,
+    site: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    group, token = resolve_group(group_name), chain.new_empty(1)
+    ready = _ready(lhs, rhs, settings, group, site)
+    if ready is None:
+        residual_out = residual + reference.matmul_all_reduce([lhs], [rhs], [bias], "sum", group)
+        return reference.rms_norm(residual_out, weight, eps), residual_out, token
+    from overlap_inductor.lowerings import small_message
+
+    return *small_message.all_reduce_norm(reference.product(lhs, rhs, bias), _aligned(residual), _aligned(weight), eps, *ready), token
+
+
+def _matmul_all_reduce_norm_fake(
+    chain: torch.Tensor,
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: object,
+    residual: object,
+    weight: object,
+    eps: float,
+    settings: str,
+    group_name: str,
+    site: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape = lhs.shape[0], rhs.shape[1]
+    return lhs.new_empty(shape), lhs.new_empty(shape), chain.new_empty(1)
+
+
+# ``(normed, residual_out, token)``.
+define(
+    "small_message_matmul_all_reduce_norm(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, Tensor residual, Tensor weight, float eps, str settings, "
+    "str group_name, str site) -> (Tensor, Tensor, Tensor)",
+    _matmul_all_reduce_norm,
+    _matmul_all_reduce_norm_fake,
+)

@@ -1,0 +1,167 @@
+"""``OneOpSchedule``: a schedule whose sites are one op each, ``overlap_inductor::<schedule>_<pattern>``.
+
+Such an op computes what a looping op computes (rows in the ranks' order, ``passes.looping``), of 16-bit matrices in whole 16-byte rows, with one matmul into a
+reduction; of the sizes only the token count may be dynamic. What is the schedule's own (parameters, workspace, further limits) is in its plan module, e.g. ``lowerings.fused_plan``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.cost_model import SiteSizes
+from overlap_inductor.lowerings.fused_plan import right_operand_fits
+from overlap_inductor.machine import Machine
+from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes import looping
+from overlap_inductor.passes.site_nodes import GatherNodes
+from overlap_inductor.passes.site_nodes import OverlapSite
+from overlap_inductor.passes.site_schedule import Replaced
+from overlap_inductor.passes.site_sizes import hint
+from overlap_inductor.passes.site_sizes import machine_of
+from overlap_inductor.passes.site_sizes import sizes_at
+from overlap_inductor.passes.site_sizes import tokens
+from overlap_inductor.passes.steps import StepEmitter
+from overlap_inductor.schedule import PlanPiece
+from overlap_inductor.transports.arena import Request
+
+
+class OpPlan(Protocol):
+    """What is planned of a schedule's op before any GPU is touched (a module of ``lowerings``)."""
+
+    def why_not(self, dtype: torch.dtype, inner: int, columns: int) -> str | None:
+        """What the op is not made for: ``a [rows, inner] @ b [inner, columns]``."""
+        ...
+
+    def settings_for(self, pattern: str, transport: str) -> dict[str, Any]:
+        """Parameters of the op, as they stand in the plan."""
+        ...
+
+    def parameters_of(self, settings: str, blocks: int) -> Any:
+        """The parameters that a plan's settings (JSON text) and the device's number of SMs make."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneOpSchedule:
+    """See ``SiteSchedule``.
+
+    Attributes:
+        noun: what computes a site, behind "a" or "no".
+        cost: estimated seconds; pays: whether that is enough faster than ``keep``.
+        reach: why ranks on a device cannot run it, from what all of them know alike, or ``None``.
+        dynamic: whether the token count may be known no earlier than it runs.
+        needed: ``(pattern, world_size, rows of a shard, inner, columns, itemsize, parameters) -> (bytes, signals)`` that a call needs of its slot; ``None`` without.
+    """
+
+    name: str
+    transports: tuple[str, ...]
+    called: str
+    noun: str
+    patterns: tuple[str, ...]
+    plan: OpPlan
+    cost: Callable[[SiteSizes, Machine], float]
+    pays: Callable[[SiteSizes, Machine], bool]
+    reach: Callable[[tuple[int, ...], torch.device], str | None]
+    dynamic: bool = True
+    needed: Callable[..., tuple[int, int]] | None = None
+
+    def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
+        facts = site.facts
+        if facts.pattern not in self.patterns:
+            return f"no {self.noun} computes {facts.pattern}"
+        if not looping.loopable(site):
+            return "its rows do not lie in the ranks' order, or its matmuls are not plain ones with a bias of one row"
+        if facts.pattern != "all_gather_matmul" and len(site.matmuls) > 1:
+            return f"{len(site.matmuls)} matmuls are summed into one reduction; a {self.noun} has one"
+        for left, right in _operands(site):
+            # Of the sizes only the left operand's rows are tokens.
+            static = (left.shape[1], *right.shape, *right.stride(), *(() if self.dynamic else left.shape))
+            if any(not isinstance(size, int) for size in static):
+                return f"a size or stride is only known when it runs: {[str(s) for s in left.shape]} @ {[str(s) for s in right.shape]}"
+            reason = self.plan.why_not(left.dtype, int(left.shape[1]), int(right.shape[1]))
+            if reason is not None:
+                return reason
+            if right.dtype != left.dtype or not right_operand_fits(right):
+                return f"the right operand is {right.dtype}{list(right.shape)} with strides {list(right.stride())}; expected rows or columns of whole 16-byte words"
+        source = tools.value(site.collectives[0].input)
+        return self.reach(facts.collective.ranks, source.device)
+
+    def forced(self, site: OverlapSite, config: OverlapConfig) -> PlanPiece:
+        return self._piece(site, config, 0)
+
+    def _piece(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> PlanPiece:
+        transport = self.transports[0] if config.transport == "auto" else config.transport
+        settings = self.plan.settings_for(site.facts.pattern, transport) | ({"min_rows": min_rows} if min_rows else {})
+        parameters: dict[str, Any] = {"settings": json.dumps(settings, sort_keys=True)}
+        if not isinstance(tokens(site), int):
+            parameters["max_tokens"] = config.max_tokens
+        return PlanPiece(self.name, transport, (min_rows, None), parameters)
+
+    def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
+        return self.cost(sizes_at(site), machine_of(site))
+
+    def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
+        machine = machine_of(site)
+        if isinstance(tokens(site), int):
+            return [self.forced(site, config)] if self.pays(sizes_at(site), machine) else None
+        example = max(hint(tokens(site)), 1)
+        counts = (2**exponent for exponent in range(config.max_tokens.bit_length()))
+        threshold = next((n for n in counts if self.pays(sizes_at(site, n / example), machine)), None)
+        if threshold is None:
+            return None
+        return [PlanPiece("keep", None, (0, threshold - 1)), self._piece(site, config, threshold)]
+
+    def request(self, site: OverlapSite) -> Request | None:
+        if self.needed is None:
+            return None
+        assert site.decision is not None
+        pattern, world_size = site.facts.pattern, site.facts.collective.world_size
+        planned = site.decision.moving.parameters
+        left, right = max(_operands(site), key=lambda pair: int(pair[1].shape[1]))
+        missing = site.nodes.sharded.missing if not isinstance(site.nodes, GatherNodes) else 0
+        rows = -(-(planned["max_tokens"] if "max_tokens" in planned else int(left.shape[0]) + missing) // world_size)
+        parameters = self.plan.parameters_of(planned["settings"], 1)
+        need = self.needed(pattern, world_size, max(rows, 1), int(left.shape[1]), int(right.shape[1]), left.dtype.itemsize, parameters)
+        return Request(site.facts.id, *need)
+
+    def anchor(self, site: OverlapSite) -> None:
+        return None
+
+    def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
+        op, settings, where = getattr(looping.overlap, f"{self.name}_{site.facts.pattern}").default, parameters["settings"], (emit.group_name, emit.site)
+        if isinstance(site.nodes, GatherNodes):
+
+            def gather(shard: fx.Node, rhs: list[fx.Node], biases: list[fx.Node | None], used: bool) -> tuple[fx.Node, fx.Node | None, fx.Node]:
+                out = emit.communicate(op, emit.chain, shard, rhs, biases, used, settings, *where)
+                results, chain = (emit.call(getitem, out, i) for i in range(2))
+                # (The gathered tensor stands behind the results where something reads it.)
+                return results, emit.call(getitem, results, len(rhs)) if used else None, chain
+
+            return looping.rewrite_gather(emit, site.nodes, gather)
+
+        def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
+            return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], settings, reduce_op, *where)
+
+        return looping.rewrite_reduce(emit, site.nodes, reduce)
+
+
+def _operands(site: OverlapSite) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """``(left, right)`` of each matmul as the op sees it: the gathered or scattered dim is the left operand's rows."""
+    if isinstance(site.nodes, GatherNodes):
+        return [_pair(c.matmul.lhs, c.matmul.rhs, c.role == "N") for c in site.nodes.consumers]
+    return [_pair(m.lhs, m.rhs, site.nodes.sharded.dim == 1) for m in site.nodes.leaves]
+
+
+def _pair(lhs: fx.Node, rhs: fx.Node, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    left, right = tools.value(lhs), tools.value(rhs)
+    return (right.t(), left.t()) if transposed else (left, right)

@@ -1,0 +1,171 @@
+"""Schedule ``ring`` for a site: how it is cut, from which token count on it pays, whether its steps are unrolled or run in one looping op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from overlap_inductor import cost_model
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes import looping
+from overlap_inductor.passes import ring_gather
+from overlap_inductor.passes import ring_reduce
+from overlap_inductor.passes.site_nodes import GatherNodes
+from overlap_inductor.passes.site_nodes import OverlapSite
+from overlap_inductor.passes.site_schedule import Replaced
+from overlap_inductor.passes.site_sizes import hint
+from overlap_inductor.passes.site_sizes import machine_of
+from overlap_inductor.passes.site_sizes import sizes_at
+from overlap_inductor.passes.site_sizes import tokens
+from overlap_inductor.passes.steps import StepEmitter
+from overlap_inductor.passes.steps import part_count
+from overlap_inductor.schedule import Decision
+from overlap_inductor.schedule import PlanPiece
+from overlap_inductor.schedule import Reason
+from overlap_inductor.transports import routes
+
+
+class RingSchedule:
+    """See ``SiteSchedule``. Every legal site has a ring; a dynamic token count below the break-even runs the plain collective."""
+
+    name = "ring"
+    transports = ("p2p",)
+    called = "as a ring"
+
+    def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
+        return None
+
+    def forced(self, site: OverlapSite, config: OverlapConfig) -> PlanPiece:
+        return PlanPiece(self.name, "p2p", (0, None), _parameters(site, config))
+
+    def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
+        return cost_model.ring_seconds(sizes_at(site), machine_of(site), _parameters(site, config)["sub_chunks"])
+
+    def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
+        if isinstance(tokens(site), int):
+            return [self.forced(site, config)] if _pays(site, config) else None
+        # The token count is only known at run time: below the break-even the looping op runs the plain collective.
+        threshold = _break_even(site, config)
+        if threshold is None:
+            return None
+        if not looping.chooses_at_run_time(site):
+            return Reason("dynamic_shape", f"the ring pays from about {threshold} tokens on, and this site has no op that can choose at run time")
+        parameters = {**_parameters(site, config), "min_rows": threshold}
+        return [PlanPiece("keep", None, (0, threshold - 1)), PlanPiece(self.name, "p2p", (threshold, None), parameters)]
+
+    def request(self, site: OverlapSite) -> None:
+        return None
+
+    def anchor(self, site: OverlapSite) -> None:
+        return None
+
+    def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
+        return (_unrolled if parameters["unrolled"] else _looping)(emit, site, parameters)
+
+
+def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
+    parts = config.sub_chunks
+    if isinstance(site.nodes, GatherNodes):
+        lead = ring_gather.leading_atom(site.nodes)
+        parts = part_count(lead.size, parts) if lead is not None and ring_gather.can_cut(site.nodes) else 1
+        return {"sub_chunks": parts, "route": "ring" if config.ring_direction == "unidirectional" else "bidirectional"}
+    if site.facts.pattern == "matmul_all_gather":
+        return {"sub_chunks": part_count(tools.shape(site.nodes.leaves[0].node)[0], parts), "route": "broadcast"}
+    parts = part_count(site.nodes.sharded.chunk, parts)
+    travels = config.numerics == "allow_hop_rounding" and site.facts.pattern == "matmul_reduce_scatter"
+    return {"sub_chunks": parts, "route": "travel" if travels else "owner"}
+
+
+def _pays(site: OverlapSite, config: OverlapConfig, scale: float = 1.0) -> bool:
+    parts = _parameters(site, config)["sub_chunks"] if scale == 1.0 else config.sub_chunks
+    return cost_model.ring_pays(sizes_at(site, scale), machine_of(site), parts)
+
+
+def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:
+    """The smallest power-of-two token count at which the ring is estimated to pay, or ``None`` up to 2**20 tokens."""
+    example = max(hint(tokens(site)), 1)
+    return next((2**exponent for exponent in range(21) if _pays(site, config, 2**exponent / example)), None)
+
+
+def _unrolled(emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
+    parts, route, nodes = parameters["sub_chunks"], parameters["route"], site.nodes
+    if isinstance(nodes, GatherNodes):
+        gathered, results = ring_gather.rewrite(emit, nodes, parts, route)
+        return emit.chain, {**results, nodes.collective.wait: gathered, nodes.collective.node: gathered}
+    if site.facts.pattern == "matmul_reduce_scatter":
+        result = ring_reduce.rewrite_reduce_scatter(emit, nodes, parts, route)
+    elif site.facts.pattern == "matmul_all_reduce":
+        result = ring_reduce.rewrite_all_reduce(emit, nodes, parts)
+    else:
+        result = ring_reduce.rewrite_gathered_output(emit, nodes, parts)
+    return emit.chain, looping.reduced(nodes, result)
+
+
+def _looping(emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
+    parts, floor, nodes, pattern = parameters["sub_chunks"], parameters.get("min_rows", 0), site.nodes, site.facts.pattern
+    if isinstance(nodes, GatherNodes):
+
+        def gather(shard: fx.Node, rhs: list[fx.Node], biases: list[fx.Node | None], used: bool) -> tuple[fx.Node, fx.Node | None, fx.Node]:
+            op = looping.overlap.all_gather_matmul.default
+            out = emit.communicate(op, emit.chain, shard, rhs, biases, parts, floor, parameters["route"], emit.group_name, emit.site)
+            results, gathered, chain = (emit.call(looping.getitem, out, i) for i in range(3))
+            return results, gathered, chain
+
+        return looping.rewrite_gather(emit, nodes, gather)
+
+    def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
+        if pattern == "matmul_all_gather":
+            op = looping.overlap.matmul_all_gather.default
+            return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], parts, floor, emit.group_name, emit.site)
+        op = getattr(looping.overlap, pattern).default
+        return emit.communicate(op, emit.chain, lhs, rhs, biases, parts, floor, reduce_op, emit.group_name, emit.site)
+
+    return looping.rewrite_reduce(emit, nodes, reduce)
+
+
+def unrolled_nodes(site: OverlapSite) -> int:
+    """About how many FX nodes the site's unrolled steps take."""
+    assert site.decision is not None
+    piece = site.decision.moving
+    parts, world_size = piece.parameters["sub_chunks"], site.facts.collective.world_size
+    if isinstance(site.nodes, GatherNodes):
+        hops = routes.hop_count(piece.parameters["route"], world_size, parts)
+        return 4 + (hops + 1) * (2 + 4 * len(site.matmuls) + len(site.nodes.epilogue.nodes))
+    region = max(len(site.nodes.layouts) - len(site.nodes.through), 1)
+    if site.facts.pattern == "matmul_all_gather":
+        return 4 + parts * (2 + region)
+    legs = 2 if site.facts.collective.kind == "all_reduce" else 1
+    return 8 + world_size * parts * (3 + 2 * region) + legs * parts * 6
+
+
+def fit_budget(sites: list[OverlapSite], budget: int) -> None:
+    """Unroll whole classes of like sites while their nodes fit the graph's budget; the others become looping ops, or are kept."""
+    classes: dict[str, list[OverlapSite]] = {}
+    for site in sites:
+        if site.decision.moving.schedule != "ring":  # type: ignore[union-attr]
+            continue
+        facts = site.facts
+        key = repr((facts.pattern, facts.matmuls, facts.collective, [p.parameters for p in site.decision.plan]))  # type: ignore[union-attr]
+        classes.setdefault(key, []).append(site)
+    for members in sorted(classes.values(), key=lambda ms: sum(map(unrolled_nodes, ms))):
+        cost = sum(map(unrolled_nodes, members))
+        dynamic = any("min_rows" in p.parameters for p in members[0].decision.plan)  # type: ignore[union-attr]
+        unroll = cost <= budget and not dynamic
+        budget -= cost if unroll else 0
+        for site in members:
+            _set_unrolled(site, unroll, cost)
+
+
+def _set_unrolled(site: OverlapSite, unroll: bool, cost: int) -> None:
+    decision = site.decision
+    assert decision is not None
+    if not unroll and not looping.loopable(site):
+        text = f"its class of sites would add about {cost} nodes, more than is left of the graph's budget, and no looping op computes it"
+        site.decision = Decision("refused", decision.source, [PlanPiece("keep")], [Reason("too_many_steps", text)])
+        return
+    for piece in decision.plan:
+        if piece.schedule == "ring":
+            piece.parameters["unrolled"] = unroll

@@ -1,0 +1,48 @@
+"""All schedules that a site can be planned with. A new one is one entry here, its plan module and its op."""
+
+from __future__ import annotations
+
+from overlap_inductor import cost_model
+from overlap_inductor.lowerings import fused_plan
+from overlap_inductor.lowerings import wave_plan
+from overlap_inductor.passes.one_op_site import OneOpSchedule
+from overlap_inductor.passes.ring_site import RingSchedule
+from overlap_inductor.passes.site_schedule import SiteSchedule
+from overlap_inductor.passes.small_site import SmallMessageSchedule
+from overlap_inductor.torch_compat import symmetric
+
+RING = RingSchedule()
+FUSED = OneOpSchedule(
+    name="fused",
+    transports=("sm_push",),
+    called="in a fused kernel",
+    noun="fused kernel",
+    patterns=("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
+    plan=fused_plan,
+    cost=cost_model.fused_seconds,
+    pays=cost_model.fused_pays,
+    reach=lambda ranks, device: symmetric.why_no_symmetric_memory(ranks, device),
+    needed=fused_plan.needed,
+)
+WAVE_GROUPS = OneOpSchedule(
+    name="wave_groups",
+    transports=("nccl",),
+    called="in groups of waves",
+    noun="signalling matmul",
+    patterns=("matmul_reduce_scatter", "matmul_all_reduce"),
+    plan=wave_plan,
+    cost=cost_model.wave_seconds,
+    pays=cost_model.wave_pays,
+    reach=lambda ranks, device: symmetric.why_no_kernels(device),
+    # (Every size is measured at its first call.)
+    dynamic=False,
+)
+
+SMALL_MESSAGE = SmallMessageSchedule()
+
+SCHEDULES: tuple[SiteSchedule, ...] = (RING, FUSED, WAVE_GROUPS, SMALL_MESSAGE)
+
+
+def schedule_named(name: str) -> SiteSchedule:
+    """The schedule of this name."""
+    return next(s for s in SCHEDULES if s.name == name)

@@ -1,0 +1,51 @@
+"""How large a site is: what the cost model is given, at the token count of the example or at a multiple of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from overlap_inductor import cost_model
+from overlap_inductor.machine import Machine
+from overlap_inductor.machine import machine_for
+from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes.site_nodes import GatherNodes
+from overlap_inductor.passes.site_nodes import OverlapSite
+
+
+def tokens(site: OverlapSite) -> Any:
+    """The site's token count: rows of the rank's first matmul (where its tokens are contracted, the contracted size)."""
+    if isinstance(site.nodes, GatherNodes):
+        consumer = site.nodes.consumers[0]
+        return tools.shape(consumer.operand_node)[consumer.sharded.dim]
+    matmul = site.nodes.leaves[0]
+    return tools.shape(matmul.lhs)[-2]
+
+
+def hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) and size.node.hint is not None else int(size)
+
+
+def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
+    """FLOPs and bytes of the site at its example token count, times ``scale``."""
+    flops, tiles = 0.0, 0.0
+    for matmul in site.matmuls:
+        *batch, m, k = [hint(s) for s in tools.shape(matmul.lhs)]
+        n = hint(tools.shape(matmul.rhs)[-1])
+        flops += 2.0 * m * k * n * (batch[0] if batch else 1)
+        tiles += -(-m // 128) * -(-n // 256) * (batch[0] if batch else 1)
+    collective = site.collectives[0]
+    world_size = collective.world_size
+    source = tools.value(collective.input)
+    local = float(hint(tools.numel(list(source.shape)))) * source.dtype.itemsize
+    gathers = collective.kind == "all_gather"
+    sent = local * (world_size - 1) * (1.0 if gathers else 1.0 / world_size)
+    legs = 2 if collective.kind == "all_reduce" else 1
+    itemsize = tools.dtype(site.matmuls[0].lhs).itemsize
+    return cost_model.SiteSizes(flops * scale, sent * scale, itemsize, world_size, legs, int(tiles * scale))
+
+
+def machine_of(site: OverlapSite) -> Machine:
+    """The machine that the site runs on."""
+    return machine_for(tools.value(site.collectives[0].input).device.type)

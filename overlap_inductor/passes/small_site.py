@@ -1,0 +1,118 @@
+"""Schedule ``small_message`` for a site: all-reduces of few tokens, with the residual add and RMSNorm that follow where the token count is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import getitem
+from typing import Any
+
+from torch import fx
+
+from overlap_inductor import cost_model
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.lowerings import small_plan
+from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes import looping
+from overlap_inductor.passes.norm_epilogue import NormEpilogue
+from overlap_inductor.passes.norm_epilogue import find_norm
+from overlap_inductor.passes.site_nodes import GatherNodes
+from overlap_inductor.passes.site_nodes import OverlapSite
+from overlap_inductor.passes.site_schedule import Replaced
+from overlap_inductor.passes.site_sizes import hint
+from overlap_inductor.passes.site_sizes import machine_of
+from overlap_inductor.passes.site_sizes import sizes_at
+from overlap_inductor.passes.site_sizes import tokens
+from overlap_inductor.passes.steps import StepEmitter
+from overlap_inductor.schedule import PlanPiece
+from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports.arena import Request
+
+SETTINGS = "{}"
+"""Each call's rows decide how its kernel runs."""
+
+
+class SmallMessageSchedule:
+    """See ``SiteSchedule``. The vendor's matmul stays; a dynamic token count beyond the largest small message runs the plain collective."""
+
+    name = "small_message"
+    transports = ("sm_push",)
+    called = "as a small message"
+
+    def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
+        facts = site.facts
+        if facts.pattern != "matmul_all_reduce":
+            return f"no small-message kernel computes {facts.pattern}"
+        if not looping.loopable(site) or len(site.matmuls) > 1:
+            return "its rows do not lie in the ranks' order, or it is no single plain matmul with a bias of one row"
+        rows, columns, like = tokens(site), *_columns(site)
+        if not isinstance(columns, int):
+            return f"rows of {columns} elements are only known when it runs"
+        reason = small_plan.why_not(like.dtype, facts.collective.world_size, rows if isinstance(rows, int) else 1, columns)
+        return reason or symmetric.why_no_symmetric_memory(facts.collective.ranks, like.device)
+
+    def forced(self, site: OverlapSite, config: OverlapConfig) -> PlanPiece:
+        parameters: dict[str, Any] = {"settings": SETTINGS, "norm": _norm(site) is not None}
+        most = None if isinstance(tokens(site), int) else _most_rows(site)
+        return PlanPiece(self.name, "sm_push", (0, most), parameters)
+
+    def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
+        return cost_model.small_message_seconds(sizes_at(site), machine_of(site))
+
+    def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
+        piece, most = self.forced(site, config), _most_rows(site)
+        # (What pays for the most rows pays for fewer: the plain collective's fixed cost is the larger one.)
+        scale = 1.0 if isinstance(tokens(site), int) else most / max(hint(tokens(site)), 1)
+        if not cost_model.small_message_pays(sizes_at(site, scale), machine_of(site)):
+            return None
+        return [piece] if isinstance(tokens(site), int) else [piece, PlanPiece("keep", None, (most + 1, None))]
+
+    def request(self, site: OverlapSite) -> Request:
+        rows, (columns, like) = tokens(site), _columns(site)
+        rows = rows if isinstance(rows, int) else _most_rows(site)
+        return Request(site.facts.id, *small_plan.needed_up_to(SETTINGS, site.facts.collective.world_size, max(rows, 1), columns, like.dtype.itemsize))
+
+    def anchor(self, site: OverlapSite) -> fx.Node | None:
+        assert site.decision is not None
+        norm = _norm(site) if site.decision.moving.parameters["norm"] else None
+        return None if norm is None else norm.residual_out
+
+    def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
+        assert not isinstance(site.nodes, GatherNodes)
+        where = (parameters["settings"], emit.group_name, emit.site)
+        norm = _norm(site) if parameters["norm"] else None
+        if norm is None:
+
+            def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
+                op = looping.overlap.small_message_matmul_all_reduce.default
+                return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], where[0], reduce_op, *where[1:])
+
+            return looping.rewrite_reduce(emit, site.nodes, reduce)
+        matmul = site.nodes.leaves[0]
+        rows, columns = tools.shape(matmul.node)
+        residual, weight = emit.reshape(norm.residual, [rows, columns]), emit.reshape(norm.weight, [columns])
+        op = looping.overlap.small_message_matmul_all_reduce_norm.default
+        out = emit.communicate(op, emit.chain, matmul.lhs, matmul.rhs, matmul.bias, residual, weight, norm.eps, *where)
+        normed, residual_out, chain = (emit.call(getitem, out, i) for i in range(3))
+        return chain, {
+            norm.normed: emit.reshape(normed, tools.shape(norm.normed)),
+            norm.residual_out: emit.reshape(residual_out, tools.shape(norm.residual_out)),
+        }
+
+
+def _columns(site: OverlapSite) -> tuple[Any, Any]:
+    """``(columns of the sum, its value)``."""
+    like = tools.value(site.collectives[0].input)
+    return tools.shape(site.matmuls[0].node)[-1], like
+
+
+def _most_rows(site: OverlapSite) -> int:
+    columns, like = _columns(site)
+    return max(small_plan.LIMIT_BYTES // (columns * like.dtype.itemsize), 1)
+
+
+def _norm(site: OverlapSite) -> NormEpilogue | None:
+    """The norm that the kernel computes too. Not with a dynamic token count, where calls that are no small messages would compute it op by op."""
+    nodes = site.nodes
+    if isinstance(nodes, GatherNodes) or len(nodes.collectives) > 1 or nodes.collectives[0].reduce_op != "sum" or not isinstance(tokens(site), int):
+        return None
+    return find_norm(nodes.result)

@@ -1,0 +1,183 @@
+"""The watchdog: one daemon thread a process that looks at the fault records of its groups, so that no fault goes unsaid where no overlap op follows.
+
+The next overlap call raises a fault by itself (``FaultRecord.check``). But a CUDA graph's replays never come there, nor does a program stuck elsewhere
+(in a collective of a peer that is gone, in a stream wait), nor one whose last call it was. What happens about a fault, in this order:
+
+1. Within ``POLL_SECONDS`` the log names site, group and peer, and the group's release functions (``FaultRecord.releases``) free what no kernel's
+   clock bounds: stream waits. They run on a thread of their own, which CUDA may hold up, and again every ``RELEASE_SECONDS`` while the group
+   lives: a peer that goes on for a while may overwrite what a release has written.
+2. A program that is *told* goes on as it likes: ``check`` has raised the error to it, or it has aborted the group itself. So does one that has destroyed
+   the group, which can run nothing more of it.
+3. Any other is ended ``GRACE_SECONDS`` after the fault was seen, by SIGABRT, with the error and the stacks of all threads on standard error: as
+   ProcessGroupNCCL's watchdog ends a process on a timeout (``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``, its default).
+4. A program that comes to its end without having been told, its group destroyed or not, ends with exit status 1: it may have handed out what a
+   kernel left behind that gave up. (Exit hooks that were registered before this module's do not run then.)
+
+While all is well a look reads one word of the host's memory a group, and calls nothing of CUDA. After a fork the child watches nothing: it can use no
+GPU. What it cannot do: go on beside a thread that blocks while it holds Python's lock; see a stream wait that no record tells of (no clock bounds it
+by itself: a transport that waits so needs a kernel of the group that waits for the same peers, or a ``Watched`` of its own).
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+log = logging.getLogger("overlap_inductor")
+
+GRACE_SECONDS = 60.0
+"""Seconds that a program has, after a fault, to be told or to destroy the group. ``math.inf``: it is never ended while it runs."""
+POLL_SECONDS = 0.1
+RELEASE_SECONDS = 1.0
+
+
+class Watched(Protocol):
+    """What the watchdog needs of a fault record (``transports.faults.FaultRecord``)."""
+
+    @property
+    def told(self) -> bool: ...
+    @property
+    def releases(self) -> list[Callable[[], None]]: ...
+    def error(self) -> str | None: ...
+
+
+@dataclass
+class _Watch:
+    faults: Watched
+    alive: Callable[[], bool]
+    seen: float | None = None
+
+
+def end_process(message: str) -> None:
+    """Write ``message`` and the stacks of all threads to standard error, and end the process by SIGABRT."""
+    os.write(2, f"{message}\n".encode())
+    faulthandler.dump_traceback(2)
+    # (Else the signal would have the stacks written again.)
+    faulthandler.disable()
+    os.abort()
+
+
+class Watchdog:
+    """Watches fault records; see the top of the file for what it does about a fault.
+
+    Args:
+        end: ends the process, with a message.
+        clock: seconds.
+    """
+
+    def __init__(self, end: Callable[[str], None] = end_process, clock: Callable[[], float] = time.monotonic) -> None:
+        self._end = end
+        self._clock = clock
+        self._watches: list[_Watch] = []
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def watch(self, faults: Watched, alive: Callable[[], bool]) -> None:
+        """Look at ``faults``, too, for as long as its group is ``alive``."""
+        with self._lock:
+            self._watches.append(_Watch(faults, alive))
+
+    def start(self) -> None:
+        """Look every ``POLL_SECONDS`` from now on, on a thread that does not keep the process from ending."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="overlap_inductor watchdog", daemon=True)
+                self._thread.start()
+
+    def look(self) -> None:
+        """Look at every record once."""
+        for watch in tuple(self._watches):
+            # First the group, then its record: a fault that came before the group was destroyed is seen.
+            alive, error = watch.alive(), watch.faults.error()
+            if error is not None and watch.seen is None:
+                self._found(watch, error)
+            if not alive:
+                self._forget(watch, error)
+            elif watch.seen is not None and not watch.faults.told and self._clock() - watch.seen >= GRACE_SECONDS:
+                self._end(
+                    f"overlap_inductor: {error} In {GRACE_SECONDS:g} s no call has raised this error to the program, and the group still stands: "
+                    "the process is ended."
+                )
+
+    def close(self) -> list[str]:
+        """Stop watching. Returns the errors of all faults that the program has not been told of, those of destroyed groups included."""
+        self._closed.set()
+        if self._thread is not None:
+            # (Not for long: it may be looking just now, and a thread in the middle of a look must not meet the interpreter's end.)
+            self._thread.join(5.0)
+        errors = [(watch.faults.error(), watch.faults.told) for watch in self._watches]
+        return [error for error, told in errors if error is not None and not told]
+
+    def _run(self) -> None:
+        while not self._closed.wait(POLL_SECONDS):
+            self.look()
+
+    def _found(self, watch: _Watch, error: str) -> None:
+        watch.seen = self._clock()
+        if not watch.faults.told:
+            log.error("overlap_inductor: %s The process is ended in %g s, unless a call raises this error before.", error, GRACE_SECONDS)
+        threading.Thread(target=self._release, args=(watch,), name="overlap_inductor release", daemon=True).start()
+
+    def _release(self, watch: _Watch) -> None:
+        failed: set[Callable[[], None]] = set()
+        while watch.alive():
+            for release in [r for r in watch.faults.releases if r not in failed]:
+                try:
+                    release()
+                except Exception:  # noqa: BLE001  (said, and not tried again; the other waits are freed, and the process can still be ended)
+                    failed.add(release)
+                    log.exception("overlap_inductor: waits of an aborted group could not be freed")
+            if self._closed.wait(RELEASE_SECONDS):
+                return
+
+    def _forget(self, watch: _Watch, error: str | None) -> None:
+        """Of a destroyed group only a fault is kept that the program has not been told of, for its end."""
+        if error is None or watch.faults.told:
+            with self._lock:
+                self._watches.remove(watch)
+        else:
+            watch.alive = _destroyed
+
+
+def _destroyed() -> bool:
+    return False
+
+
+_WATCHDOG = Watchdog()
+
+
+def watch(faults: Watched, alive: Callable[[], bool]) -> None:
+    """Have the process's watchdog watch a group's fault record for as long as the group is ``alive``."""
+    _WATCHDOG.watch(faults, alive)
+    _WATCHDOG.start()
+
+
+def _at_exit() -> None:
+    errors = _WATCHDOG.close()
+    if not errors:
+        return
+    for error in errors:
+        os.write(2, f"overlap_inductor: {error} The program ends without having been told: its exit status is 1.\n".encode())
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    os._exit(1)
+
+
+def _after_fork() -> None:
+    global _WATCHDOG
+    _WATCHDOG = Watchdog()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,179 @@
+"""Faults on GPUs: peers that are killed, skip a call or are late, and the watchdog's part. One command that starts its own ranks, each scenario's anew (a
+launcher would end all ranks when one dies); one JSON row a scenario. ``found``: what rank 0 was told.
+
+    python -m tests.gpu.check_faults [--ranks 2] [--late 15] [--only killed skipped]
+
+The last rank is the one that fails. Ranks of all scenarios import and compile at one time, and then wait for their turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from overlap_inductor.local_ranks import rank_environment
+from tests.gpu import fault_scenarios
+from tests.gpu.fault_scenarios import GRACE_SECONDS
+from tests.gpu.fault_scenarios import TIMEOUT_SECONDS
+
+ABORTED, KILLED = -6, -9
+SLACK_SECONDS = 5.0
+"""What an error may come later than its time, and what a bare process may take to multiply on a GPU."""
+START_SECONDS = 90.0
+WAITED = r"site \S+ of group '\S+' waited in vain for partial sums from rank {last}: call 4 was wanted, 3 had come"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """How a scenario must go: exit status of the last rank and of the others, what rank 0 is told (in its log where ``logged``) after
+    how many seconds at least, and whether each GPU must be free for a bare process afterwards."""
+
+    last: int
+    others: int
+    told: str | None
+    after: float = TIMEOUT_SECONDS
+    logged: bool = False
+    probed: bool = False
+
+
+def expected(late: float) -> dict[str, Expected]:
+    return {
+        "well": Expected(0, 0, None, 0.0),
+        "killed": Expected(KILLED, 1, WAITED, probed=True),
+        "skipped": Expected(0, 0, WAITED),
+        "late": Expected(0, 0, None, late),
+        "replays": Expected(KILLED, ABORTED, WAITED + r".*?the process is ended\.", TIMEOUT_SECONDS + GRACE_SECONDS, logged=True, probed=True),
+        "ended": Expected(0, 1, WAITED + r".*?The program ends without having been told", logged=True),
+        "again": Expected(0, 0, WAITED),
+        "aborted": Expected(0, 0, r"group '\S+' was aborted", 1.0),
+    }
+
+
+class Job:
+    """The processes of one scenario. They pass ``prepare`` and ``go`` when files of these names appear in its folder."""
+
+    def __init__(self, scenario: str, ranks: int, folder: Path, late: float) -> None:
+        self.folder = folder / scenario
+        self.folder.mkdir()
+        self.ranks = ranks
+        self.logs = [self.folder / f"rank_{rank}.log" for rank in range(ranks)]
+        # No workers that compile: they would outlive a rank that is killed.
+        environment = {**rank_environment("cuda"), "LOCAL_WORLD_SIZE": str(ranks), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        command = [sys.executable, "-m", fault_scenarios.__name__, scenario, str(ranks), str(self.folder), str(late)]
+        self.processes = []
+        for rank, path in enumerate(self.logs):
+            with path.open("w") as log:
+                self.processes.append(subprocess.Popen([*command, str(rank)], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+
+    def begin(self, step: str) -> None:
+        (self.folder / step).touch()
+
+    def wait_ready(self) -> bool:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and not any(p.poll() for p in self.processes):
+            if all((self.folder / f"ready_{rank}").exists() for rank in range(self.ranks)):
+                return True
+            time.sleep(0.02)
+        return False
+
+    def wait_end(self, seconds: float) -> list[int | None]:
+        """Exit statuses; ``None`` where a rank had to be stopped."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(p.poll() is None for p in self.processes):
+            time.sleep(0.02)
+        statuses = [p.poll() for p in self.processes]
+        self.stop()
+        return statuses
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def said(self, rank: int) -> dict[str, str | float]:
+        path = self.folder / f"said_{rank}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def tail(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in self.logs)
+
+
+def judge(job: Job, want: Expected, statuses: list[int | None], seconds: float) -> tuple[str, list[str]]:
+    """``(what rank 0 was told, problems)``."""
+    last, problems = job.ranks - 1, []
+    wanted = [want.others] * last + [want.last]
+    if statuses != wanted:
+        problems.append(f"exit statuses {statuses}, expected {wanted}")
+    said = job.said(0)
+    told = job.logs[0].read_text(errors="replace") if want.logged else str(said.get("error", ""))
+    took = float(said.get("seconds", seconds))
+    match = re.search((want.told or "").format(last=last), told, re.DOTALL)
+    if match is None or (want.told is None and told):
+        problems.append(f"rank 0 was told {told[-600:]!r}, expected {want.told!r}")
+    if not want.after - 0.5 <= took <= want.after + SLACK_SECONDS:
+        problems.append(f"after {took:.1f} s, expected {want.after:.1f} to {want.after + SLACK_SECONDS:.1f}")
+    return match.group()[:300] if match else "", problems
+
+
+def play(name: str, job: Job, probe: Job | None, want: Expected) -> dict[str, object]:
+    """One scenario whose ranks are ready; its row."""
+    start = time.monotonic()
+    job.begin("go")
+    statuses = job.wait_end(want.after + 30)
+    seconds = time.monotonic() - start
+    found, problems = judge(job, want, statuses, seconds)
+    row: dict[str, object] = {"scenario": name, "ranks": job.ranks, "seconds": round(seconds, 1), "found": found}
+    if probe is not None:
+        probe.begin("prepare")
+        ended = probe.wait_end(30)
+        row["gpus_free_s"] = free = probe.said(0).get("seconds")
+        if ended != [0] or not isinstance(free, float) or free > SLACK_SECONDS:
+            problems.append(f"a bare process after it: exit status {ended[0]}, {free} s; {probe.tail()}")
+    if problems:
+        print(job.tail(), file=sys.stderr)
+        row["problems"] = problems
+    return {**row, "ok": not problems}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--late", type=float, default=15.0, help="seconds by which the late peer is late")
+    parser.add_argument("--only", nargs="*", help="names of scenarios; all of them without")
+    arguments = parser.parse_args()
+    scenarios = {name: want for name, want in expected(arguments.late).items() if name == "well" or not arguments.only or name in arguments.only}
+    failed = 0
+    jobs: dict[str, Job] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for name in scenarios:
+                jobs[name] = Job(name, arguments.ranks, Path(folder), arguments.late)
+            probes = {name: Job(f"probe_{name}", 1, Path(folder), arguments.late) for name, want in scenarios.items() if want.probed}
+            jobs |= {f"probe {name}": probe for name, probe in probes.items()}
+            # The first one alone: the others find its code in the caches, so that no rank is long behind the other.
+            jobs["well"].begin("prepare")
+            for name, want in scenarios.items():
+                if jobs[name].wait_ready():
+                    row = play(name, jobs[name], probes.get(name), want)
+                else:
+                    row = {"scenario": name, "ok": False, "found": f"its ranks were not ready in {START_SECONDS:.0f} s: {jobs[name].tail()}"}
+                failed += not row["ok"]
+                print(json.dumps(row), flush=True)
+                if name == "well":
+                    for other in scenarios:
+                        jobs[other].begin("prepare")
+        finally:
+            for job in jobs.values():
+                job.stop()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Schedule ``wave_groups`` on GPUs: numbers, calls under stress, CUDA graphs. One torchrun, one GPU a rank; one JSON row a check.
+
+    torchrun --nproc-per-node 4 -m tests.gpu.check_wave_groups [--calls 1000] [--replays 500] [--only stress graphs]
+
+To be run as it stands, with ``NCCL_P2P_DISABLE=1`` and with ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import overlap_inductor.lowerings.wave_ops  # noqa: F401
+from tests.gpu.ranks import finish_rank
+from tests.gpu.ranks import start_rank
+
+PATTERNS = ("matmul_all_reduce", "matmul_reduce_scatter")
+
+
+def site(pattern: str, rows: int, inner: int, columns: int, dtype: torch.dtype, seed: int, **settings: Any) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
+    """``(function, inputs)`` of one op; ``rows`` a multiple of the world size."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b, bias = (torch.randn(size, generator=generator).cuda().to(dtype) for size in ((rows, inner), (columns, inner), (columns,)))
+    op, text, name = getattr(torch.ops.overlap_inductor, f"wave_groups_{pattern}").default, json.dumps(settings), f"{pattern} {rows} {inner} {columns}"
+    chain = torch.zeros(1, dtype=torch.uint8, device="cuda")
+
+    def function(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, reduce_op: str = "sum") -> torch.Tensor:
+        return op(chain, a, b.t(), bias, text, reduce_op, dist.group.WORLD.group_name, name)[0]
+
+    return function, [a, b, bias]
+
+
+def numbers(rank: int, world_size: int) -> list[str]:
+    """Sizes that are no multiples of a tile, given and chosen partitions, bias and average, against fp64."""
+    problems = []
+    for pattern in PATTERNS:
+        for rows, inner, columns, settings in [
+            (1000 // world_size * world_size, 520, 712, {}),
+            (4096, 1024, 2048, {}),
+            (4096 + 8 * world_size, 1032, 2056, {"free": [16]}),
+            (512 * world_size, 512, 1024, {"free": [1], "partition": [0, 1, 2, 4] if pattern == "matmul_reduce_scatter" else [0, 1, 2 * world_size, 4 * world_size]}),
+        ]:
+            for dtype in (torch.bfloat16, torch.float16):
+                function, (a, b, bias) = site(pattern, rows, inner, columns, dtype, 7 + rank, **settings)
+                for with_bias, reduce_op in ((None, "sum"), (bias, "avg"), (bias, "sum")):
+                    exact = a.double() @ b.double().t() + (0 if with_bias is None else bias.double())
+                    dist.all_reduce(exact)
+                    exact = exact / world_size if reduce_op == "avg" else exact
+                    exact = exact.chunk(world_size)[rank] if pattern == "matmul_reduce_scatter" else exact
+                    for call in range(2):
+                        found = function(a, b, with_bias, reduce_op).double()
+                        if found.shape != exact.shape or (found - exact).abs().max() > 2e-2 * exact.abs().max():
+                            problems.append(f"{pattern} {rows} {inner} {columns} {dtype} {reduce_op} {call}: off by {(found - exact).abs().max():.3g} of {exact.abs().max():.3g}")
+    return problems
+
+
+def sites(rank: int, world_size: int) -> list[tuple[str, Callable[..., torch.Tensor], list[torch.Tensor], torch.Tensor]]:
+    """Sites that have run once: small ones, in which waiting kernels and matmuls meet most often, with many groups; and the result of a second call."""
+    made = []
+    for rows in (2048, 3000 // world_size * world_size):
+        for pattern in PATTERNS:
+            bands = -(-rows // (world_size if pattern == "matmul_reduce_scatter" else 1) // 128)
+            for settings in ({}, {"free": [16], "partition": list(range(min(bands, 15))) + [bands]}):
+                function, inputs = site(pattern, rows, 1024, 4096, torch.bfloat16, 7 + rank, **settings)
+                function(*inputs)
+                made.append((f"{pattern} {rows} {len(settings)}", function, inputs, function(*inputs)))
+    return made
+
+
+def stress(rank: int, world_size: int, calls: int) -> dict[str, int]:
+    """Calls in turn, each rank late at random, now and then on another stream; every result must be bit for bit the first one."""
+    chance, made = random.Random(rank), sites(rank, world_size)
+    wrong = {name: torch.zeros(1, dtype=torch.int64, device="cuda") for name, *_ in made}
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    for i in range(calls):
+        name, function, inputs, first = made[i % len(made)]
+        stream = streams[i % 37 == 0]
+        stream.wait_stream(streams[0])
+        with torch.cuda.stream(stream):
+            if chance.random() < 0.2:
+                torch.cuda._sleep(chance.randrange(200_000))
+            wrong[name] += (function(*inputs) != first).any()
+        streams[0].wait_stream(stream)
+    torch.cuda.synchronize()
+    return {name: int(count) for name, count in wrong.items() if int(count)}
+
+
+def graphs(rank: int, world_size: int, replays: int) -> dict[str, int]:
+    """Two captured graphs alive, replayed in turn and mixed with eager calls."""
+    made, captured = sites(rank, world_size), []
+    torch.cuda.synchronize()
+    dist.barrier()
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = [function(*inputs) for _, function, inputs, _ in made]
+        captured.append((graph, outputs))
+    wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
+    for i in range(replays):
+        graph, outputs = captured[i % 2]
+        for output in outputs:
+            output.fill_(float("nan"))
+        graph.replay()
+        for output, (*_, first) in zip(outputs, made):
+            wrong += (output != first).any()
+        if i % 5 == 0:
+            for _, function, inputs, first in made:
+                wrong += (function(*inputs) != first).any()
+    torch.cuda.synchronize()
+    return {"wrong": int(wrong)} if int(wrong) else {}
+
+
+def host_cost(rank: int, world_size: int) -> dict[str, float]:
+    """Microseconds of the host for one call, beside the queue of a GPU that is busy; with the number of groups in the name."""
+    found = {}
+    for groups in (2, 8):
+        function, (a, b, _) = site("matmul_all_reduce", 4096, 1024, 4096, torch.bfloat16, rank, free=[16], partition=[32 * i // groups for i in range(groups + 1)])
+        function(a, b)
+        dist.barrier()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(100_000_000)
+        start = time.perf_counter()
+        for _ in range(30):
+            function(a, b)
+        found[f"{groups} groups"] = round((time.perf_counter() - start) / 30 * 1e6, 1)
+        torch.cuda.synchronize()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--replays", type=int, default=500)
+    parser.add_argument("--only", nargs="*", help="names of checks; all of them without")
+    arguments = parser.parse_args()
+    rank, world_size = start_rank()
+    failed = 0
+    checks: list[tuple[str, Callable[[], Any]]] = [
+        ("numbers", lambda: numbers(rank, world_size)),
+        ("stress", lambda: stress(rank, world_size, arguments.calls)),
+        ("graphs", lambda: graphs(rank, world_size, arguments.replays)),
+        ("host", lambda: host_cost(rank, world_size)),
+    ]
+    for name, check in checks:
+        if arguments.only and name not in arguments.only:
+            continue
+        start = time.monotonic()
+        found = check()
+        bad = name != "host" and bool(found)
+        failed += bad
+        if rank == 0 or bad:
+            print(json.dumps({"check": name, "rank": rank, "world_size": world_size, "found": found, "ok": not bad, "s": round(time.monotonic() - start, 1)}), flush=True)
+        dist.barrier()
+    finish_rank()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Peers that are late, skip a call or are killed, between processes over shared memory: patience, or an error that names site, group and peer; and the
+watchdog's part where no overlap op follows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from overlap_inductor.errors import TransferError
+from overlap_inductor.lowerings import fused
+from overlap_inductor.lowerings.fused_plan import FusedParameters
+from overlap_inductor.transports import watchdog
+from overlap_inductor.transports.workspace import Launch
+from tests.kernels.ranks import SharedWorkspace
+from tests.kernels.ranks import run_ranks
+from tests.kernels.ranks import shared
+
+PARAMETERS = FusedParameters(1, 1, 1, 1, 16, 16, 16, 2, 4, 1)
+IMPATIENT_NS = 300_000
+PATTERNS = {"all_gather_matmul": ("rows", 16), "matmul_reduce_scatter": ("partial sums", 32), "matmul_all_reduce": ("partial sums", 32)}
+
+
+def _call(pattern: str, launch: Launch) -> torch.Tensor:
+    """One call on ones: the sum over 16 elements, or over 16 elements of both ranks."""
+    return getattr(fused, pattern)(torch.ones(PATTERNS[pattern][1], 16).half(), torch.ones(16, 16).half().t(), launch, PARAMETERS)
+
+
+def _first_call(pattern: str, launch: Launch) -> None:
+    assert _call(pattern, launch).unique().tolist() == [16 if pattern == "all_gather_matmul" else 32]
+
+
+def _run(rank: Callable[..., None], *arguments: object, ends: tuple[int, int] = (0, 0)) -> None:
+    run_ranks(2, rank, SharedWorkspace.of(2, 20_000, 2), *arguments, seconds=60, ends=ends)
+
+
+def _loses_its_peer(pattern: str, launch: Launch) -> None:
+    """A call without a peer ends, and the one behind it raises."""
+    impatient = replace(launch, patience_ns=IMPATIENT_NS)
+    _call(pattern, impatient)
+    with pytest.raises(TransferError, match=f"some site of group 'tp' waited in vain for {PATTERNS[pattern][0]} from rank 1: call 2 was wanted, 1 had come"):
+        _call(pattern, impatient)
+
+
+def _peer_skips(rank: int, workspace: SharedWorkspace, pattern: str, finished: torch.Tensor) -> None:
+    launch = workspace.launch(rank)
+    _first_call(pattern, launch)
+    if rank == 0:
+        _loses_its_peer(pattern, launch)
+        finished[0] = 1
+        return
+    while not int(finished[0]):
+        time.sleep(0.01)
+    # It was not there for the call, and is told so at its next one: the others have left.
+    assert launch.faults.error() is None
+    impatient = replace(launch, patience_ns=IMPATIENT_NS)
+    _first_call(pattern, impatient)
+    _call(pattern, impatient)
+    with pytest.raises(TransferError, match="from rank 0: call 3 was wanted, 2 had come"):
+        _call(pattern, impatient)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_peer_that_skips_a_call_is_named_by_the_wait_it_leaves_unmatched(pattern: str) -> None:
+    _run(_peer_skips, pattern, shared(1))
+
+
+def _peer_dies(rank: int, workspace: SharedWorkspace, pattern: str) -> None:
+    launch = workspace.launch(rank)
+    _first_call(pattern, launch)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _loses_its_peer(pattern, launch)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_peer_that_was_killed(pattern: str) -> None:
+    _run(_peer_dies, pattern, ends=(0, -signal.SIGKILL))
+
+
+def _peer_is_late(rank: int, workspace: SharedWorkspace, pattern: str) -> None:
+    launch = workspace.launch(rank)
+    _first_call(pattern, launch)
+    start = time.monotonic()
+    if rank == 1:
+        time.sleep(1)
+    _first_call(pattern, launch)
+    launch.faults.check()
+    assert time.monotonic() - start > 0.9
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_peer_that_is_late_within_the_patience(pattern: str) -> None:
+    _run(_peer_is_late, pattern)
+
+
+def _replays_without_its_peer(rank: int, workspace: SharedWorkspace) -> None:
+    launch = workspace.launch(rank)
+    _first_call("matmul_reduce_scatter", launch)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    watchdog.GRACE_SECONDS = 0.3
+    watchdog.watch(launch.faults, lambda: True)
+    # As in a CUDA graph: the kernel again and again, the host's part of the op never.
+    fused._check = lambda *arguments: None  # type: ignore[assignment]
+    while True:
+        _call("matmul_reduce_scatter", replace(launch, patience_ns=IMPATIENT_NS))
+
+
+def test_replays_without_a_peer_end(capfd: pytest.CaptureFixture[str]) -> None:
+    _run(_replays_without_its_peer, ends=(-signal.SIGABRT, -signal.SIGKILL))
+    said = capfd.readouterr().err
+    assert "site some site of group 'tp' waited in vain for partial sums from rank 1" in said and "the process is ended" in said
+    assert "_replays_without_its_peer" in said, "where the program was"

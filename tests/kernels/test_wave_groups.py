@@ -1,0 +1,182 @@
+"""Schedule ``wave_groups`` between gloo processes: the ops, measured partitions and all, with their kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import overlap_inductor.lowerings.wave_ops  # noqa: F401
+from overlap_inductor.errors import OverlapError
+from overlap_inductor.errors import TransferError
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.kernels.layout import FLAG_WORDS
+from overlap_inductor.kernels.wave_groups import wait_for_group
+from overlap_inductor.lowerings import wave_groups
+from overlap_inductor.lowerings.wave_plan import WaveParameters
+from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports import nccl
+from tests.fake_group import fake_group
+from tests.numerics.ranks import run_ranks
+
+SMALL = {"block_m": 16, "block_n": 16, "block_k": 16, "group_m": 2, "warps": 4, "stages": 1, "free": [1], "halves": False}
+CALLS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """``rows`` of the left operand, for a scatter of a shard of it; ``blocks`` SMs, of which one is left free; ``in_rows``: the right operand lies in rows, not transposed."""
+
+    pattern: str
+    rows: int
+    columns: int
+    inner: int
+    partition: list[int] | None = None
+    blocks: int = 3
+    reduce_op: str = "sum"
+    bias: bool = False
+    in_rows: bool = False
+    halves: bool = False
+
+
+CASES = {
+    "all-reduce, one group": Case("matmul_all_reduce", 32, 32, 32, [0, 2]),
+    "all-reduce, a group a band, no multiples of a tile": Case("matmul_all_reduce", 71, 40, 24, [0, 1, 2, 3, 4, 5]),
+    "all-reduce, one block, uneven groups, halves": Case("matmul_all_reduce", 128, 64, 48, [0, 1, 3, 8], blocks=1, halves=True),
+    "all-reduce, average with bias": Case("matmul_all_reduce", 70, 24, 40, [0, 3, 5], reduce_op="avg", bias=True),
+    "all-reduce, chosen": Case("matmul_all_reduce", 160, 24, 32, bias=True, in_rows=True),
+    "scatter, one group": Case("matmul_reduce_scatter", 32, 32, 32, [0, 2]),
+    "scatter, a group a band, no multiples of a tile": Case("matmul_reduce_scatter", 23, 40, 24, [0, 1, 2]),
+    "scatter, ragged bands in one group": Case("matmul_reduce_scatter", 39, 24, 40, [0, 1, 3], blocks=4, halves=True, in_rows=True),
+    "scatter, average with bias": Case("matmul_reduce_scatter", 72, 24, 32, [0, 2, 3, 5], reduce_op="avg", bias=True),
+    "scatter, chosen": Case("matmul_reduce_scatter", 104, 40, 32),
+    "no rows": Case("matmul_all_reduce", 0, 16, 16),
+}
+
+
+def _inputs(case: Case, rank: int, world_size: int, call: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7 + rank + 100 * call)
+    sizes: tuple[tuple[int, ...], ...] = ((case.rows * (world_size if case.pattern == "matmul_reduce_scatter" else 1), case.inner), (case.inner, case.columns), (case.columns,))
+    a, b, bias = (torch.randn(size, generator=generator).half() for size in sizes)
+    return a, b if case.in_rows else b.t().contiguous().t(), bias
+
+
+def _rank(rank: int, world_size: int, names: list[str]) -> list[str]:
+    """Problems found on this rank. All cases run in one process and share the group's counters."""
+    nccl.SIZES, nccl.REPEATS = (2**9, 2**11, 2**13), 1
+    group, problems = dist.group.WORLD, []
+    for name in names:
+        case = CASES[name]
+        waves = wave_groups.waves_of(group, torch.device("cpu"))
+        waves.place.blocks, waves.place.patience_ns = case.blocks, 20_000_000
+        settings = {**SMALL, "halves": case.halves} | ({} if case.partition is None else {"partition": case.partition})
+        op = getattr(torch.ops.overlap_inductor, f"wave_groups_{case.pattern}")
+        for call in range(CALLS):
+            a, b, bias = _inputs(case, rank, world_size, call)
+            found, _ = op(torch.zeros(1), a, b, bias if case.bias else None, json.dumps(settings), case.reduce_op, group.group_name, name)
+            exact = torch.zeros(a.shape[0], case.columns, dtype=torch.float64)
+            for r in range(world_size):
+                a, b, bias = (t.double() for t in _inputs(case, r, world_size, call))
+                exact += (a @ b + (bias if case.bias else 0)) / (world_size if case.reduce_op == "avg" else 1)
+            if case.pattern == "matmul_reduce_scatter":
+                exact = exact.chunk(world_size)[rank]
+            if found.dtype != torch.float16 or found.shape != exact.shape or not torch.allclose(found.double(), exact, rtol=4e-2, atol=2e-1):
+                problems.append(f"{name} call {call}: {tuple(found.shape)} off by {(found.double() - exact).abs().max():.3g}")
+            if waves.counters.any() or waves.queue.any():
+                problems.append(f"{name} call {call}: left {waves.counters.count_nonzero()} counters and queue {waves.queue[:2].tolist()}")
+            waves.place.faults.check()
+    plans = {str(key[1:3]): plan.partition for key, plan in waves.plans.items()}
+    of_all: list[Any] = [None] * world_size
+    dist.all_gather_object(of_all, (plans, waves.curves))
+    if of_all != of_all[:1] * world_size:
+        problems.append(f"the ranks decided otherwise: {of_all}")
+    return problems
+
+
+@pytest.mark.parametrize(("world_size", "names"), [(2, list(CASES)), (3, ["all-reduce, chosen", "scatter, ragged bands in one group"])])
+def test_agrees_with_fp64(world_size: int, names: list[str]) -> None:
+    for rank, problems in enumerate(run_ranks(world_size, _rank, names, timeout=250)):
+        assert not problems, f"rank {rank}: {problems}"
+
+
+A, B = torch.zeros(64, 32).half(), torch.zeros(16, 32).half().t()
+PARAMETERS = WaveParameters(2, (1,), (0, 1, 4), 16, 16, 16, 2, 4, 1, False)
+
+
+@pytest.fixture
+def waves() -> Iterator[wave_groups.GroupWaves]:
+    with fake_group(2) as group:
+        yield wave_groups.waves_of(group, torch.device("cpu"))
+
+
+def _call(waves: wave_groups.GroupWaves, parameters: WaveParameters = PARAMETERS) -> torch.Tensor:
+    return wave_groups.matmul_all_reduce(A, B, waves.place.group, parameters, "some site")
+
+
+def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
+    """The waiting kernel ends when its patience does; the next call says what happened and runs nothing."""
+    place = waves.place
+    waves.counters[2 * FLAG_WORDS] = 3
+    wait_for_group[(1,)](waves.counters, place.faults.stop, 20_000, 2, 5, place.faults.number("some site"), 0)
+    with pytest.raises(TransferError, match="site some site of group '0' waited in vain for tiles of its own matmul: 5 were wanted, 3 had come"):
+        _call(waves)
+
+
+def test_after_a_collective_that_failed_nothing_runs(waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counters of groups that nobody has waited for are not zero: a later call's collectives would start too early."""
+    _call(waves)
+
+    def fails(*args: object) -> None:
+        raise RuntimeError("no route to a peer")
+
+    monkeypatch.setattr(nccl, "reduce_rows", fails)
+    with pytest.raises(RuntimeError, match="no route to a peer"):
+        _call(waves)
+    assert waves.counters.any()
+    monkeypatch.undo()
+    with pytest.raises(TransferError, match="was aborted"):
+        _call(waves)
+
+
+def test_a_capture_that_failed_leaves_the_group_as_it_was(waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch) -> None:
+    _call(waves)
+    monkeypatch.setattr(symmetric, "capturing", lambda: True)
+    monkeypatch.setattr(nccl, "forked", lambda device: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _call(waves)
+    monkeypatch.undo()
+    _call(waves)
+
+
+def test_nothing_is_measured_in_a_capture(waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "capturing", lambda: True)
+    with pytest.raises(OverlapError, match="site some site has no measured partition yet, .* Run the compiled function once before capturing it"):
+        _call(waves)
+    monkeypatch.setattr(symmetric, "capturing", lambda: False)
+    _call(waves)
+    monkeypatch.setattr(symmetric, "capturing", lambda: True)
+    assert _call(waves).shape == (64, 16), "what has run once can be captured"
+
+
+def test_a_group_that_is_destroyed_leaves_no_counters(waves: wave_groups.GroupWaves) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    made = wave_groups.waves_of(dist.group.WORLD, torch.device("cpu"))
+    assert made is not waves and list(wave_groups._WAVES.values()) == [made]
+
+
+def test_what_it_is_not_made_for_is_said(waves: wave_groups.GroupWaves) -> None:
+    group = waves.place.group
+    with pytest.raises(UnsupportedError, match="63 rows do not fall into 2 equal shards"):
+        wave_groups.matmul_reduce_scatter(A[:63], B, group, PARAMETERS, "some site")
+    with pytest.raises(UnsupportedError, match="fp16 or bf16"):
+        wave_groups.matmul_all_reduce(A.float(), B.float(), group, PARAMETERS, "some site")
+    with pytest.raises(OverlapError, match="does not cut 4 bands"):
+        _call(waves, replace(PARAMETERS, partition=(0, 1, 2)))

@@ -1,0 +1,244 @@
+"""The watchdog: what it says, frees and ends after a fault, what it leaves alone, and that it never ends a process that is well."""
+
+from __future__ import annotations
+
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_inductor.errors import TransferError
+from overlap_inductor.kernels.layout import FAULT_WORDS
+from overlap_inductor.kernels.layout import WAIT_KINDS
+from overlap_inductor.kernels.layout import WAIT_PART
+from overlap_inductor.transports import watchdog
+from overlap_inductor.transports import workspace
+from overlap_inductor.transports.faults import FaultRecord
+from overlap_inductor.transports.faults import stop_words
+from overlap_inductor.transports.watchdog import Watchdog
+from tests.fake_group import fake_group
+
+
+@dataclass
+class Scene:
+    """A watchdog with one group, a clock to be set and a list of how it wanted to end the process."""
+
+    now: float = 0.0
+    alive: bool = True
+    ends: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        record = torch.zeros(FAULT_WORDS, dtype=torch.int32)
+        self.faults = FaultRecord("tp", [4, 5, 6], record, stop_words(record), ["mlp/up"])
+        self.dog = Watchdog(self.ends.append, lambda: self.now)
+        self.dog.watch(self.faults, lambda: self.alive)
+
+    def give_up(self) -> None:
+        """What a kernel leaves behind that has waited for call 8 of the group's second rank."""
+        self.faults.record[1:5] = torch.tensor([WAIT_KINDS * 0 + WAIT_PART, 1, 8, 7])
+        self.faults.record[0] = 1
+
+    def look(self, *moments: float) -> None:
+        for moment in moments:
+            self.now = moment
+            self.dog.look()
+
+
+def test_a_healthy_process_is_never_ended() -> None:
+    scene = Scene()
+    scene.look(0, 1e3, 1e6, 1e9)
+    assert scene.ends == [] and scene.dog.close() == []
+
+
+def test_a_fault_is_logged_once_and_ends_the_process_after_the_grace_period(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene()
+    scene.look(0, 100)
+    scene.give_up()
+    with caplog.at_level(logging.ERROR, "overlap_inductor"):
+        scene.look(100.1, 100.2, 160)
+    assert scene.ends == [], "its patience begins when the fault is seen"
+    assert [r.levelname for r in caplog.records] == ["ERROR"]
+    assert "site mlp/up of group 'tp' waited in vain for rows from rank 5: call 8 was wanted, 7 had come" in caplog.text
+    scene.look(160.2)
+    assert len(scene.ends) == 1 and "rank 5" in scene.ends[0] and "In 60 s no call has raised this error" in scene.ends[0]
+
+
+def test_a_program_that_was_given_the_error_lives(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene()
+    scene.give_up()
+    scene.look(0)
+    with pytest.raises(TransferError, match="rank 5"):
+        scene.faults.check()
+    scene.look(1, 59, 61, 1e9)
+    assert scene.ends == [] and scene.dog.close() == []
+
+
+def test_a_program_that_destroys_the_group_lives_but_does_not_end_well_untold() -> None:
+    scene = Scene()
+    scene.give_up()
+    scene.look(0, 59)
+    scene.alive = False
+    scene.look(61, 1e9)
+    assert scene.ends == []
+    assert "rank 5" in scene.dog.close()[0], "it may have handed out what the kernel left"
+
+
+def test_a_fault_just_before_its_group_was_destroyed_is_seen() -> None:
+    scene = Scene()
+    scene.give_up()
+    scene.alive = False
+    scene.look(0, 1e9)
+    assert scene.ends == [] and len(scene.dog.close()) == 1
+
+
+def test_a_program_that_aborts_its_group_lives_and_its_waits_are_freed() -> None:
+    scene, freed = Scene(), threading.Event()
+    scene.faults.releases.append(freed.set)
+    scene.faults.abort()
+    scene.look(0, 1e9)
+    assert freed.wait(10) and scene.ends == [] and scene.dog.close() == []
+    with pytest.raises(TransferError, match="group 'tp' was aborted"):
+        scene.faults.check()
+
+
+def test_destroyed_groups_are_forgotten() -> None:
+    scene = Scene()
+    scene.look(0)
+    scene.alive = False
+    scene.look(1)
+    scene.give_up()
+    scene.look(2, 1e9)
+    assert scene.ends == [] and scene.dog.close() == []
+
+
+def test_a_grace_period_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "GRACE_SECONDS", math.inf)
+    scene = Scene()
+    scene.give_up()
+    scene.look(0, 1e9)
+    assert scene.ends == [] and len(scene.dog.close()) == 1
+
+
+def test_waits_are_freed_again_and_again_and_a_release_that_fails_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(watchdog, "RELEASE_SECONDS", 0.01)
+    scene, times, enough = Scene(), [], threading.Event()
+
+    def fails() -> None:
+        raise RuntimeError("no stream")
+
+    def frees() -> None:
+        times.append(scene.now)
+        if len(times) == 3:
+            enough.set()
+
+    scene.faults.releases += [fails, frees]
+    scene.look(0)
+    time.sleep(0.05)
+    assert times == [], "nothing is freed while all is well"
+    scene.give_up()
+    scene.look(1)
+    assert enough.wait(10)
+    assert caplog.text.count("could not be freed") == 1 and "no stream" in caplog.text
+    scene.alive = False
+    time.sleep(0.05)
+    so_far = len(times)
+    time.sleep(0.05)
+    assert len(times) == so_far, "nothing is freed of a destroyed group"
+
+
+def test_a_release_that_blocks_does_not_save_the_process() -> None:
+    scene, let_go = Scene(), threading.Event()
+    scene.faults.releases.append(lambda: let_go.wait(30) and None)
+    scene.give_up()
+    scene.look(0, 61)
+    let_go.set()
+    assert len(scene.ends) == 1
+
+
+def test_groups_on_gpus_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[tuple[Any, Callable[[], bool]]] = []
+    monkeypatch.setattr(watchdog, "watch", lambda *arguments: watched.append(arguments))
+    monkeypatch.setattr(FaultRecord, "of", lambda name, ranks, device: Scene().faults)
+    monkeypatch.setattr(workspace.symmetric, "multiprocessors", lambda device: 1)
+    with fake_group(2) as group:
+        place = workspace.workspace_of(group, torch.device("cuda", 0))
+        assert workspace.workspace_of(group, torch.device("cuda", 0)) is place
+        [(faults, alive)] = watched
+        assert faults is place.faults and alive()
+    assert not alive()
+
+
+# Whole processes
+
+PROGRAM = """
+import sys, time
+from overlap_inductor.transports import watchdog
+watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS = 0.01, {grace}
+class Faults:
+    told, releases = {told}, []
+    def error(self):
+        return "site a waited in vain for rank 1."
+alive = [True]
+{before}
+watchdog.watch(Faults(), lambda: alive[0])
+{rest}
+"""
+
+
+def _run(rest: str, before: str = "", told: bool = False, grace: float = 60.0) -> tuple[int, str]:
+    """``(exit status, standard error)`` of a program after a fault."""
+    program = PROGRAM.format(rest=rest, before=before, told=told, grace=grace)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_program_that_is_stuck_is_ended_as_by_nccl() -> None:
+    status, said = _run("time.sleep(50)", grace=0.2)
+    assert status == -signal.SIGABRT
+    assert "site a waited in vain for rank 1. In 0.2 s no call has raised" in said and 'File "<string>", line 12 in <module>' in said, "where it was stuck"
+
+
+def test_a_program_ends_with_an_error_where_it_was_not_told() -> None:
+    status, said = _run("print('result', end=''); alive[0] = False; time.sleep(0.1)")
+    assert status == 1 and "result" in said and "rank 1. The program ends without having been told" in said
+
+
+def test_a_program_that_was_told_ends_as_it_likes() -> None:
+    assert _run("sys.exit(3)", told=True)[0] == 3
+
+
+def test_a_program_that_is_well_ends_well() -> None:
+    status, said = _run("time.sleep(0.3)", before="Faults.error = lambda self: None", grace=0.1)
+    assert (status, said) == (0, "")
+
+
+def _child(found: Any) -> None:
+    found.put((watchdog._WATCHDOG.close(), [t.name for t in threading.enumerate()]))
+
+
+def test_a_forked_child_watches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_WATCHDOG", Watchdog())
+    scene = Scene()
+    watchdog.watch(scene.faults, lambda: True)
+    scene.faults.abort()
+    scene.faults.told = False
+    context = multiprocessing.get_context("fork")
+    found = context.SimpleQueue()
+    child = context.Process(target=_child, args=(found,))
+    child.start()
+    assert found.get() == ([], ["MainThread"])
+    child.join(10)
+    assert child.exitcode == 0 and os.getpid() != child.pid
+    assert len(watchdog._WATCHDOG.close()) == 1
