@@ -1,4 +1,5 @@
-"""Fused kernels against ``keep``, async TP's op and the bounds: llama3-70b MLP and attention projections, one torchrun for everything.
+"""Fused kernels against ``keep``, async TP's op and the bounds: llama3-70b MLP and attention projections, one torchrun for everything. The sites and their timing
+serve every schedule that is one op a site (``bench.operators``).
 
     torchrun --nproc-per-node 4 -m bench.fused --tokens 1024 4096 --out bench/results/fused.jsonl
 
@@ -8,23 +9,22 @@ a device sleep. Median microseconds, maximum over ranks; ``speedup`` is over ``k
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
 import statistics
+import time
 from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
-import triton
 
+from overlap_inductor.lowerings import chunked
 from overlap_inductor.lowerings import fused
+from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.fused_plan import FusedParameters
-from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from overlap_inductor.transports.arena import Request
 from overlap_inductor.transports.arena import WorkspaceArena
 from overlap_inductor.transports.faults import FaultRecord
@@ -99,8 +99,12 @@ class Site:
             return torch.ops.symm_mem.fused_all_gather_matmul(self.a, [self.b], 0, name)[1][0]
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(self.a, self.b, "sum", 0, name)
 
-    def fused(self, parameters: FusedParameters) -> torch.Tensor:
-        return getattr(fused, self.pattern)(self.a, self.b, self.launch, parameters)
+    def run(self, parameters: FusedParameters | ChunkedParameters) -> torch.Tensor:
+        if isinstance(parameters, FusedParameters):
+            return getattr(fused, self.pattern)(self.a, self.b, self.launch, parameters)
+        if self.pattern == "all_gather_matmul":
+            return chunked.all_gather_matmul(self.a, [VendorMatmul(self.b)], self.launch, parameters)[0]
+        return getattr(chunked, self.pattern)(self.a, VendorMatmul(self.b), self.launch, parameters)
 
     def expected(self) -> torch.Tensor:
         """In fp32, from inputs exchanged by NCCL."""
@@ -137,15 +141,30 @@ def timed(providers: dict[str, Callable[[], Any]], repeats: int) -> dict[str, li
     return samples
 
 
-def measure(site: Site, repeats: int, blocks: int) -> list[dict[str, Any]]:
+def host_us(function: Callable[[], Any], calls: int = 10) -> float:
+    """Microseconds of the host for a call, beside a GPU that is busy. (Few calls: a full queue of launches would stop the host.)"""
+    best = float("inf")
+    for _ in range(3):
+        dist.barrier()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2 * SLEEP_CYCLES)
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        best = min(best, (time.perf_counter() - start) / calls * 1e6)
+        torch.cuda.synchronize()
+    return best
+
+
+def measure(site: Site, repeats: int, settings: Mapping[str, FusedParameters | ChunkedParameters]) -> list[dict[str, Any]]:
+    """Rows of ``keep``, async TP and the parameters to try, each right or said to be wrong."""
     expected = site.expected()
     bound = expected.abs().max()
     providers: dict[str, Callable[[], Any]] = {"keep": site.keep}
     if site.pattern != "matmul_all_reduce":
         providers["async_tp"] = site.async_tp
-    settings = variants(site.pattern, blocks, site.rows * site.world_size)
     for name, parameters in settings.items():
-        providers[name] = lambda p=parameters: site.fused(p)
+        providers[name] = lambda p=parameters: site.run(p)
     errors = {}
     for name, function in list(providers.items()):
         # Loaded by every rank before any rank's timing, and twice: the second call meets what the first has left.
@@ -161,6 +180,7 @@ def measure(site: Site, repeats: int, blocks: int) -> list[dict[str, Any]]:
     del expected
     providers |= {"matmul": site.matmul, "collective": site.collective}
     samples = timed(providers, repeats)
+    host = {name: _worst(host_us(providers[name])) for name in errors if name in providers}
     times = {name: _worst(statistics.median(s)) for name, s in samples.items()}
     limit = max(times["matmul"], times["collective"])
     rows = []
@@ -170,43 +190,12 @@ def measure(site: Site, repeats: int, blocks: int) -> list[dict[str, Any]]:
             quantiles = statistics.quantiles(samples[name], n=5)
             row |= {"us": round(times[name], 1), "p20": round(quantiles[0], 1), "p80": round(quantiles[-1], 1)}
             row |= {"speedup": round(times["keep"] / times[name], 3), "ratio": round(times[name] / limit, 3)}
+            row |= {"host_us": round(host[name], 1)} if name in host else {}
         rows.append(row | ({"parameters": asdict(settings[name])} if name in settings else {}))
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--patterns", nargs="+", default=["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-    parser.add_argument("--shapes", nargs="+", default=["mlp"])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--out", default=None)
-    arguments = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group("nccl", device_id=device)
-    symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
-    properties = torch.cuda.get_device_properties(device)
-    faults = FaultRecord.of(dist.group.WORLD.group_name, range(world_size), device)
-    arena = WorkspaceArena(
-        world_size, device, lambda n, dtype: symmetric.allocate(n, dtype, device, dist.group.WORLD), torch.cuda.is_current_stream_capturing, 2**34
-    )
-    environment = {"torch": torch.__version__, "triton": triton.__version__, "gpu": properties.name, "world_size": world_size}
-    # The largest first: what follows finds room in its slots.
-    for shape, pattern, tokens in itertools.product(arguments.shapes, arguments.patterns, sorted(arguments.tokens, reverse=True)):
-        site = Site(pattern, tokens, SHAPES[shape], rank, world_size, arena, faults)
-        rows = measure(site, arguments.repeats, properties.multi_processor_count)
-        del site
-        if rank == 0:
-            best = min((r for r in rows if r["provider"].startswith("fused") and r["right"]), key=lambda r: r["us"], default=None)
-            print(pattern, shape, tokens, {r["provider"]: (r.get("us"), r.get("speedup"), r["right"]) for r in rows}, "best", best and best["provider"], flush=True)
-            if arguments.out:
-                with open(arguments.out, "a") as file:
-                    file.writelines(json.dumps({"pattern": pattern, "shape": shape, "tokens": tokens, **row, **environment}) + "\n" for row in rows)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
+    from bench.operators import main
+
     main()

@@ -13,12 +13,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul as all_gather_matmul_kernel
 from overlap_inductor.kernels.matmul_reduce import matmul_reduce
-from overlap_inductor.kernels.signals import end_call
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.lowerings.fused_plan import band_rows
 from overlap_inductor.lowerings.fused_plan import needed
 from overlap_inductor.lowerings.operands import check_operands
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+from overlap_inductor.transports.credits import end_kernel
 from overlap_inductor.transports.workspace import Launch
 
 COPY_WORDS = 8192
@@ -69,7 +69,7 @@ def all_gather_matmul(
     if kernel is None:
         kernel = _prepare_gather(a, b, result, launch, parameters, bias, keep)
         if keep:
-            _end_kernel(launch)
+            end_kernel(launch)
         launch.remember(key, kernel)
     kernel(a, b, result, a, result, result if bias is None else bias)
     return result
@@ -108,16 +108,7 @@ def gathered(a: torch.Tensor, launch: Launch) -> torch.Tensor:
 
 def end(launch: Launch) -> None:
     """End a call that was made with ``keep``: the peers may write into the workspace again."""
-    _end_kernel(launch)()
-
-
-def _end_kernel(launch: Launch) -> PreparedKernel:
-    kernel = launch.prepared.get("end")
-    if kernel is None:
-        slot = launch.slot
-        kernel = PreparedKernel(end_call, 1, (), (slot.calls, slot.flags.pointers, launch.rank, launch.world_size), num_warps=1)
-        launch.prepared["end"] = kernel
-    return kernel
+    end_kernel(launch)()
 
 
 def matmul_reduce_scatter(

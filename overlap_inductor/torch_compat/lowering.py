@@ -181,6 +181,7 @@ def _assemble(
 
 def register_lowerings() -> None:
     """Register the lowerings with Inductor; harmless when called again."""
+    import overlap_inductor.lowerings.chunked_ops
     import overlap_inductor.lowerings.fused_ops
     import overlap_inductor.lowerings.looping
     import overlap_inductor.lowerings.ops

@@ -1,6 +1,6 @@
-"""Schedule ``fused`` on GPUs: every pattern compiled, calls under stress, CUDA graphs. One torchrun, one GPU a rank; one JSON row a check.
+"""Schedule ``fused``, or another that is one op a site, on GPUs: every pattern compiled, calls under stress, CUDA graphs. One torchrun, one GPU a rank; one JSON row a check.
 
-    torchrun --nproc-per-node 4 -m tests.gpu.check_fused [--calls 2000] [--replays 2000] [--only stress graphs]
+    torchrun --nproc-per-node 4 -m tests.gpu.check_fused [--schedule chunked] [--calls 2000] [--replays 2000] [--only stress graphs]
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ FACTOR = 17
 """Sizes of the patterns: 24 * 17 rows a shard and so on, multiples of eight that are no multiples of a tile."""
 
 
-def compiled_fused(function: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
-    """``function`` compiled with every site fused, or an error."""
+def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
+    """``function`` compiled with every site on ``schedule``, or an error."""
     namespace = {"function": function}
-    exec("def fused(*args): return function(*args)", namespace)
-    made = torch.compile(namespace["fused"], dynamic=False, **keywords)
+    exec("def overlapped(*args): return function(*args)", namespace)
+    made = torch.compile(namespace["overlapped"], dynamic=False, **keywords)
 
     def call(*args: Any) -> Any:
-        with overlap_inductor.overlap(schedule="fused", mode="strict"):
+        with overlap_inductor.overlap(schedule=schedule, mode="strict"):
             return made(*args)
 
     return call
 
 
-def patterns(rank: int, world_size: int) -> list[str]:
+def patterns(schedule: str, rank: int, world_size: int) -> list[str]:
     problems = []
     for name, (function, shapes, expected) in cases(world_size, FACTOR).items():
         torch._dynamo.reset()
-        compiled = compiled_fused(function)
+        compiled = compiled_as(schedule, function)
         for call in range(3):
             generator = torch.Generator().manual_seed(7 + rank + 100 * call)
             inputs = [torch.randn(shape, generator=generator).cuda().bfloat16() for shape in shapes]
@@ -56,7 +56,7 @@ def patterns(rank: int, world_size: int) -> list[str]:
                     problems.append(f"{name} call {call}: {tuple(f.shape)} off by {(f.double() - e).abs().max():.3g} of {e.abs().max():.3g}")
         report = overlap_inductor.last_report()
         schedules = [p.schedule for s in report.sites for p in s.decision.plan] if report else []
-        if schedules != ["fused"] * expected:
+        if schedules != [schedule] * expected:
             problems.append(f"{name}: {schedules}")
     return problems
 
@@ -73,14 +73,14 @@ def three_patterns(world_size: int, tokens: int) -> dict[str, tuple[Callable[...
     }
 
 
-def stress(rank: int, world_size: int, calls: int) -> dict[str, int]:
+def stress(schedule: str, rank: int, world_size: int, calls: int) -> dict[str, int]:
     """Calls of three patterns and two sizes in turn, each rank late at random; every result must be bit for bit the first one."""
     chance = random.Random(rank)
     sites = []
     for tokens in (512, 1000 // world_size * world_size):
         torch._dynamo.reset()
         for name, (function, inputs) in three_patterns(world_size, tokens).items():
-            compiled = compiled_fused(function)
+            compiled = compiled_as(schedule, function)
             first = compiled(*inputs)
             assert (first.float() - function(*inputs).float()).abs().max() < 2e-2 * first.float().abs().max(), f"{name} {tokens}"
             sites.append((name, compiled, inputs, first))
@@ -100,11 +100,11 @@ def stress(rank: int, world_size: int, calls: int) -> dict[str, int]:
     return {name: int(count) for name, count in wrong.items()}
 
 
-def graphs(world_size: int, replays: int) -> dict[str, int]:
+def graphs(schedule: str, world_size: int, replays: int) -> dict[str, int]:
     """Two captured graphs alive, replayed in turn and mixed with eager calls."""
     torch._dynamo.reset()
     sites, captured = list(three_patterns(world_size, 512).items()), []
-    compiled = {name: compiled_fused(function) for name, (function, _) in sites}
+    compiled = {name: compiled_as(schedule, function) for name, (function, _) in sites}
     first = {name: compiled[name](*inputs) for name, (_, inputs) in sites}
     torch.cuda.synchronize()
     dist.barrier()
@@ -128,12 +128,12 @@ def graphs(world_size: int, replays: int) -> dict[str, int]:
     return {"wrong": int(wrong)}
 
 
-def reduce_overhead(world_size: int) -> dict[str, int]:
+def reduce_overhead(schedule: str, world_size: int) -> dict[str, int]:
     """``mode="reduce-overhead"``: Inductor's own graphs."""
     wrong = 0
     for function, inputs in three_patterns(world_size, 512).values():
         torch._dynamo.reset()
-        compiled = compiled_fused(function, mode="reduce-overhead")
+        compiled = compiled_as(schedule, function, mode="reduce-overhead")
         expected = function(*inputs).float()
         for _ in range(6):
             torch.compiler.cudagraph_mark_step_begin()
@@ -141,31 +141,32 @@ def reduce_overhead(world_size: int) -> dict[str, int]:
     return {"wrong": wrong}
 
 
-def host_cost(world_size: int) -> dict[str, dict[str, float]]:
+def host_cost(schedule: str, world_size: int) -> dict[str, dict[str, float]]:
     """Microseconds of the host beside the queue of a GPU that is busy: the op alone, and the compiled function with it and as it stood."""
-    return {name: _host_cost(name, function, inputs) for name, (function, inputs) in three_patterns(world_size, 512).items()}
+    return {name: _host_cost(schedule, name, function, inputs) for name, (function, inputs) in three_patterns(world_size, 512).items()}
 
 
-def _host_cost(name: str, function: Callable[..., Any], inputs: list[torch.Tensor]) -> dict[str, float]:
+def _host_cost(schedule: str, name: str, function: Callable[..., Any], inputs: list[torch.Tensor]) -> dict[str, float]:
     torch._dynamo.reset()
-    fused, keep = torch.compile(function, dynamic=False), torch.compile(lambda *args: function(*args), dynamic=False)
-    with overlap_inductor.overlap(schedule="fused", mode="strict"):
-        fused(*inputs)
+    overlapped, keep = torch.compile(function, dynamic=False), torch.compile(lambda *args: function(*args), dynamic=False)
+    with overlap_inductor.overlap(schedule=schedule, mode="strict"):
+        overlapped(*inputs)
         report = overlap_inductor.last_report()
         assert report is not None
         with overlap_inductor.overlap(mode="off"):
             keep(*inputs)
         site, settings = report.sites[0].facts, report.sites[0].decision.plan[0].parameters["settings"]
-        op = getattr(torch.ops.overlap_inductor, f"fused_{name}").default
+        op = getattr(torch.ops.overlap_inductor, f"{schedule}_{name}").default
         chain, last = torch.zeros(1, dtype=torch.uint8, device="cuda"), (site.collective.group_name, site.id)
         a, b = inputs
         arguments = (chain, a, [b.t()], [None], False, settings, *last) if name == "all_gather_matmul" else (chain, a, b, None, settings, "sum", *last)
-        return {"op": _host_us(lambda: op(*arguments)), "fused": _host_us(lambda: fused(*inputs)), "keep": _host_us(lambda: keep(*inputs))}
+        return {"op": _host_us(lambda: op(*arguments)), schedule: _host_us(lambda: overlapped(*inputs)), "keep": _host_us(lambda: keep(*inputs))}
 
 
-def _host_us(function: Callable[[], Any], calls: int = 200) -> float:
+def _host_us(function: Callable[[], Any], calls: int = 20) -> float:
+    # (Few: a full queue of launches would stop the host.)
     best = float("inf")
-    for _ in range(3):
+    for _ in range(5):
         dist.barrier()
         torch.cuda.synchronize()
         torch.cuda._sleep(150_000_000)
@@ -179,6 +180,7 @@ def _host_us(function: Callable[[], Any], calls: int = 200) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--schedule", default="fused", help="one whose ops are called <schedule>_<pattern>")
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--replays", type=int, default=2000)
     parser.add_argument("--only", nargs="*", help="names of checks; all of them without")
@@ -186,13 +188,13 @@ def main() -> int:
     rank, world_size = start_rank()
     # Else a function beyond the limit runs as it stands, and what is checked is not the kernels.
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    failed = 0
+    failed, schedule = 0, arguments.schedule
     checks: list[tuple[str, Callable[[], Any]]] = [
-        ("patterns", lambda: patterns(rank, world_size)),
-        ("stress", lambda: stress(rank, world_size, arguments.calls)),
-        ("graphs", lambda: graphs(world_size, arguments.replays)),
-        ("reduce-overhead", lambda: reduce_overhead(world_size)),
-        ("host", lambda: host_cost(world_size)),
+        ("patterns", lambda: patterns(schedule, rank, world_size)),
+        ("stress", lambda: stress(schedule, rank, world_size, arguments.calls)),
+        ("graphs", lambda: graphs(schedule, world_size, arguments.replays)),
+        ("reduce-overhead", lambda: reduce_overhead(schedule, world_size)),
+        ("host", lambda: host_cost(schedule, world_size)),
     ]
     for name, check in checks:
         if arguments.only and name not in arguments.only:
@@ -202,7 +204,7 @@ def main() -> int:
         bad = bool(found) if isinstance(found, list) else name != "host" and any(found.values())
         failed += bad
         if rank == 0 or bad:
-            print(json.dumps({"check": name, "rank": rank, "world_size": world_size, "found": found, "ok": not bad, "s": round(time.monotonic() - start, 1)}), flush=True)
+            print(json.dumps({"check": name, "schedule": schedule, "rank": rank, "world_size": world_size, "found": found, "ok": not bad, "s": round(time.monotonic() - start, 1)}), flush=True)
         dist.barrier()
     finish_rank()
     return 1 if failed else 0

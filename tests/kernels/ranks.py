@@ -24,6 +24,8 @@ def run_ranks(world_size: int, function: Callable[..., None], *args: Any, second
 
     Fails where a rank does not end in time, or with another exit status than the one in ``ends`` (0 for all without; ``-n`` for signal ``n``).
     """
+    # A forked process has no threads but its own: a matmul there that counted on the parent's pool would wait for it for ever.
+    torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=function, args=(r, *args)) for r in range(world_size)]
     for process in ranks:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from overlap_inductor.errors import OverlapError
-from overlap_inductor.lowerings import fused_ops
+from overlap_inductor.lowerings import fused_ops  # noqa: F401  (defines the ops)
+from overlap_inductor.lowerings import site_ops
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports import workspace
@@ -80,11 +81,12 @@ def test_a_call_ends_also_where_a_later_reader_fails(group: Any, monkeypatch: py
     """Without leave to write again the peers would wait, and this rank would take the last call's rows for the next one's."""
     fused = pytest.importorskip("overlap_inductor.lowerings.fused")
     ended = []
-    monkeypatch.setattr(fused_ops, "_ready", lambda *args: ("launch", FusedParameters(1)))
+    monkeypatch.setattr(site_ops, "ready", lambda *args: ("launch", FusedParameters(1)))
     monkeypatch.setattr(fused, "all_gather_matmul", lambda a, b, *rest: a @ b)
     monkeypatch.setattr(fused, "gathered", lambda a, launch: a)
     monkeypatch.setattr(fused, "end", ended.append)
     x, w = torch.zeros(4, 8), torch.zeros(8, 8)
     with pytest.raises(RuntimeError):
-        fused_ops._fused_all_gather_matmul(torch.zeros(1), x, [w, torch.zeros(3, 5)], [None, None], False, "{}", group.group_name, "site")
+        op = torch.ops.overlap_inductor.fused_all_gather_matmul
+        op(torch.zeros(1), x, [w, torch.zeros(3, 5)], [None, None], False, "{}", group.group_name, "site")
     assert ended == ["launch"]

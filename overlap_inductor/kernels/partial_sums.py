@@ -1,0 +1,71 @@
+"""Schedule ``chunked``: the partial sums that have come are added up in fp32 and rounded once; finished rows go on to all peers and come from them.
+
+Memory ordering, forward progress, CUDA graphs: as in ``transfer``. ``sum_partials`` stands behind the waits for what it reads. What it stores to peers, it
+signals when its last block is done: each block's stores, a barrier, an acquire-release add, and the last one's releases are cumulative over all of them.
+``receive_rows`` waits itself, with at most one block an SM of at most a few registers: nothing of its own rank stands behind it that a peer needs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from overlap_inductor.kernels.signals import WAIT_KINDS
+from overlap_inductor.kernels.signals import WAIT_RESULT
+from overlap_inductor.kernels.signals import set_flag
+from overlap_inductor.kernels.signals import signal_flag
+from overlap_inductor.kernels.signals import wait_at_least
+
+
+@triton.jit(do_not_specialize=["rank", "index", "signals"])
+def sum_partials(
+    own, out, staging, peer_data, peer_flags, queues, calls, rank, index, signals, elements, gathered, scale,
+    WORLD: tl.constexpr, VECTOR: tl.constexpr, BROADCAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``out = scale * (own + sum of staging[source] over all other sources)``, in fp32, rounded once. Grid: any number of blocks.
+
+    Sources are added in the order ``rank + 1, rank + 2, ...``, so that a rank's result is the same in every run.
+
+    Args:
+        own, out: ``[elements]`` of one dtype, ``elements`` a multiple of ``VECTOR`` (16 bytes); staging: ``[WORLD, elements]``; all at 16 bytes.
+        BROADCAST: ``out`` goes to element ``gathered + rank * elements`` of every peer's workspace too, and flag ``index`` is set there. ``queues``: word 0
+            counts the blocks that are done; zero before and after.
+    """
+    for start in range(tl.program_id(0) * BLOCK, elements, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < elements
+        total = tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
+        for step in tl.static_range(1, WORLD):
+            skipped = tl.multiple_of(tl.cast((rank + step) % WORLD, tl.int64) * elements, VECTOR)
+            total += tl.load(staging + skipped + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        result = (total * scale).to(out.dtype.element_ty)
+        tl.store(out + at, result, mask=inside)
+        if BROADCAST:
+            for step in tl.static_range(1, WORLD):
+                to = tl.multiple_of(tl.load(peer_data + (rank + step) % WORLD).to(out.dtype), 16)
+                to += tl.multiple_of(tl.cast(rank, tl.int64) * elements + gathered, VECTOR)
+                tl.store(to + at, result, mask=inside)
+    if BROADCAST:
+        tl.debug_barrier()
+        if tl.atomic_add(queues, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+            tl.store(queues, 0)
+            for step in range(1, WORLD):
+                flag = tl.load(peer_flags + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
+                set_flag(signal_flag(flag, rank, index, signals, WORLD), tl.load(calls) + 1)
+
+
+@triton.jit(do_not_specialize=["rank", "site", "index", "signals"])
+def receive_rows(
+    out, finished, flags, calls, stop, patience, site, rank, index, signals, elements,
+    WORLD: tl.constexpr, STRIPES: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy every peer's finished shard from ``finished [WORLD, elements]`` in the workspace to ``out``, likewise, when it has come. Grid: ``(WORLD - 1) * STRIPES``.
+
+    Stripes of one shard lie in turn, and so do shards: ``rank + 1`` first, which no other rank begins with.
+    """
+    source = (rank + 1 + tl.program_id(0) % (WORLD - 1)) % WORLD
+    wait_at_least(signal_flag(flags, source, index, signals, WORLD), tl.load(calls) + 1, stop, patience, site * WAIT_KINDS + WAIT_RESULT, source)
+    skipped = tl.multiple_of(tl.cast(source, tl.int64) * elements, VECTOR)
+    for start in range(tl.program_id(0) // (WORLD - 1) * BLOCK, elements, STRIPES * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(out + skipped + at, tl.load(finished + skipped + at, mask=at < elements, cache_modifier=".cg"), mask=at < elements)

@@ -1,0 +1,103 @@
+"""What schedule ``chunked`` launches on its streams beside matmuls and copies: waits, signals, and SMs that push.
+
+A *part* is a band of rows of one shard. Part number ``u`` belongs to the rank ``u // PARTS + 1`` steps away and is number ``u % PARTS`` of its shard; it has
+a flag of its own, ``signal_flag(flags, source, index + u % PARTS)``. Each kernel handles ``count`` parts from number ``first`` on.
+
+Memory ordering. What is signalled was written by work before it on the same stream (a copy engine, or SMs), or by the pushing block itself. Work on a stream
+begins when what stands before it is complete and visible; a block's release at system scope is cumulative over that, so whoever acquires the flag sees
+the data (``signals``). Behind a wait the same in the other direction: acquire, end of the kernel, and whatever is next on the stream sees the
+data, by whatever unit it reads: the boundary between kernels orders their proxies. So a vendor's matmul may read what a wait before it waited for.
+
+Forward progress. Every schedule launches its sends of a step before its waits of that step, on every rank in one order of steps, and a wait is for what peers
+send in this step or before; credits rest on the call before. So the earliest step that is unfinished anywhere never waits for a later one, also where all
+streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). A waiting block has one warp and no shared memory, and there is one a
+part: the GPU is never filled by them, so what they wait for finds room. All waits are bounded (``signals``).
+
+CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes; no argument changes from replay to replay.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from overlap_inductor.kernels.signals import QUEUE_WORDS
+from overlap_inductor.kernels.signals import WAIT_CREDIT
+from overlap_inductor.kernels.signals import WAIT_KINDS
+from overlap_inductor.kernels.signals import count_and_signal
+from overlap_inductor.kernels.signals import credit_flag
+from overlap_inductor.kernels.signals import set_flag
+from overlap_inductor.kernels.signals import signal_flag
+from overlap_inductor.kernels.signals import wait_at_least
+
+
+@triton.jit
+def _peer(rank, steps, WORLD: tl.constexpr):
+    """The rank ``steps`` further on; ``-WORLD < steps < WORLD``."""
+    return (rank + steps + WORLD) % WORLD
+
+
+@triton.jit(do_not_specialize=["rank", "site"])
+def wait_for_credits(flags, calls, stop, patience, site, rank, WORLD: tl.constexpr):
+    """Until every peer has finished the calls before this one. Grid: one block (it may wait beside a matmul, which loses the SM that it sits on)."""
+    call = tl.load(calls)
+    for step in range(1, WORLD):
+        peer = _peer(rank, step, WORLD)
+        wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
+
+
+@triton.jit(do_not_specialize=["rank", "site", "index", "first", "signals"])
+def wait_for_parts(flags, calls, stop, patience, site, rank, index, first, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, DIRECTION: tl.constexpr, KIND: tl.constexpr):
+    """Until parts ``first, first + 1, ...`` of this call have come from ranks ``DIRECTION`` times so many steps away. Grid: one block a part.
+
+    ``flags``: this rank's; ``KIND``: of wait, for the fault record.
+    """
+    part = first + tl.program_id(0)
+    source = _peer(rank, DIRECTION * (part // PARTS + 1), WORLD)
+    flag = signal_flag(flags, source, index + part % PARTS, signals, WORLD)
+    wait_at_least(flag, tl.load(calls) + 1, stop, patience, site * WAIT_KINDS + KIND, source)
+
+
+@triton.jit(do_not_specialize=["rank", "index", "first", "signals"])
+def give_signals(peer_flags, calls, rank, index, first, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, DIRECTION: tl.constexpr):
+    """Tell the receivers of parts ``first, first + 1, ...`` that they have come: copies before this on the stream are done. Grid: one block a part."""
+    part = first + tl.program_id(0)
+    peer = _peer(rank, DIRECTION * (part // PARTS + 1), WORLD)
+    flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
+    set_flag(signal_flag(flag, rank, index + part % PARTS, signals, WORLD), tl.load(calls) + 1)
+
+
+@triton.jit(do_not_specialize=["rank", "index", "first", "count", "signals"])
+def push_parts(
+    source, peer_data, peer_flags, queues, calls, rank, index, first, count, signals, shard_words, part_words, origin, base,
+    WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, DIRECTION: tl.constexpr, SCATTERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store parts ``first .. first + count - 1`` into the peers' workspace, one after the other, and signal each when it is there. Grid: any number of blocks.
+
+    Stores, not loads: a block gets several times the bytes through NVLink by storing to a peer than by loading from it. A part is cut into ``PIECES``, so that
+    all blocks work at one part and it is there soon; pieces fall to blocks in turn, and no block waits for anything.
+
+    Args:
+        source: any 16-byte aligned tensor, read as int32 words: from word ``origin`` on the shard that goes to every rank, or with ``SCATTERED`` a shard for
+            each rank, in the order of ranks.
+        shard_words, part_words, origin, base: int32 words, multiples of four. The shard goes to word ``base + rank * shard_words`` of the receiver's workspace.
+        queues: words ``QUEUE_WORDS + peer * signals + index + part`` count pieces that are stored; zero before and after.
+    """
+    call = tl.load(calls)
+    words = source.to(tl.pointer_type(tl.int32), bitcast=True)
+    size = tl.cdiv(tl.cdiv(part_words, PIECES), BLOCK) * BLOCK
+    for turn in range(tl.program_id(0), count * PIECES, tl.num_programs(0)):
+        number = first + turn // PIECES
+        part = number % PARTS
+        peer = _peer(rank, DIRECTION * (number // PARTS + 1), WORLD)
+        begin = part * part_words + (turn % PIECES) * size
+        end = tl.minimum(begin + size, tl.minimum((part + 1) * part_words, shard_words))
+        skipped = tl.cast(origin, tl.int64) + (tl.cast(peer, tl.int64) * shard_words if SCATTERED else 0)
+        start = words + tl.multiple_of(skipped, 4)
+        to = tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16)
+        to += tl.multiple_of(tl.cast(rank, tl.int64) * shard_words + base, 4)
+        for chunk in range(begin, end, BLOCK):
+            at = chunk + tl.arange(0, BLOCK)
+            tl.store(to + at, tl.load(start + at, mask=at < end), mask=at < end)
+        flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
+        count_and_signal(queues + QUEUE_WORDS + peer * signals + index + part, PIECES, signal_flag(flag, rank, index + part, signals, WORLD), call + 1)

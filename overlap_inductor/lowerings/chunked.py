@@ -1,0 +1,280 @@
+"""Schedule ``chunked``: the vendor's matmul on runs of rows, on the current stream, while a transport moves rows on the side stream.
+
+Each function is the host's part of one call. At a site's first call with operands of some shape it prepares every kernel of the call, since loading one while
+another waits on the device would stop the group; after that it only launches. (A vendor's matmul is loaded at its first launch. That waits for what stands
+before it on this rank, and by ``kernels.transfer`` nothing of that waits for what comes later anywhere.)
+
+Order of rows. Rows of the other ranks are multiplied from the own shard's end on, going round; what has come, or has to leave, first, is first. A chunk is a
+run of these rows whose length has nothing to do with the number of ranks; one that goes round the end of the tensor is two matmuls.
+
+The host launches for W ranks and C chunks about ``W + 3 * C + 4`` things with copy engines, ``2 * C + 5`` with SMs that push.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.kernels.layout import WAIT_PART
+from overlap_inductor.kernels.layout import WAIT_PARTIALS
+from overlap_inductor.kernels.partial_sums import receive_rows
+from overlap_inductor.kernels.partial_sums import sum_partials
+from overlap_inductor.kernels.transfer import wait_for_parts
+from overlap_inductor.lowerings import chunked_plan
+from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
+from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
+from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+from overlap_inductor.transports.copy_engine import CopyEngine
+from overlap_inductor.transports.credits import credit_kernel
+from overlap_inductor.transports.credits import end_kernel
+from overlap_inductor.transports.side_stream import side_stream
+from overlap_inductor.transports.sm_push import SmPush
+from overlap_inductor.transports.transfer import Send
+from overlap_inductor.transports.transfer import Transfer
+from overlap_inductor.transports.transfer import Transport
+from overlap_inductor.transports.workspace import Launch
+
+BLOCK = 2048
+"""Elements that a block adds up or copies at once."""
+BLOCKS_AN_SM = 4
+"""Of the kernel that adds up: one after a matmul, with nothing beside it."""
+
+Range = tuple[int, int]
+"""``(first row, end)``."""
+
+
+def _check(a: torch.Tensor, matmuls: Sequence[VendorMatmul], pattern: str, rows: int, launch: Launch, parameters: ChunkedParameters) -> None:
+    for matmul in matmuls:
+        b = matmul.b
+        reason = chunked_plan.why_not(a.dtype, a.shape[1], b.shape[1], matmul.scales is not None)
+        if reason is not None or b.shape[0] != a.shape[1] or matmul.scales is None and b.dtype != a.dtype:
+            raise UnsupportedError(reason or f"schedule chunked multiplies {a.dtype}{list(a.shape)} by a matrix that fits, not {b.dtype}{list(b.shape)}")
+    sent = a.dtype if pattern == "all_gather_matmul" else matmuls[0].dtype(a)
+    nbytes, signals = chunked_plan.needed(pattern, launch.world_size, rows, a.shape[1], matmuls[0].b.shape[1], sent.itemsize, parameters)
+    if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
+        raise UnsupportedError(f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and {launch.slot.signals}")
+
+
+def _transport(parameters: ChunkedParameters) -> Transport:
+    return CopyEngine() if parameters.transport == "copy_engine" else SmPush(parameters.pushers)
+
+
+def _wait(launch: Launch, transfer: Transfer, first: int, last: int, kind: int) -> PreparedKernel:
+    """Lets the stream go on when parts ``first .. last - 1`` of the peers' transfers have come."""
+    slot = launch.slot
+    fixed = (
+        slot.flags.local, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, launch.rank, transfer.index, first, slot.signals,
+        launch.world_size, transfer.parts, -transfer.direction, kind,
+    )  # fmt: skip
+    return PreparedKernel(wait_for_parts, last - first, (), fixed, num_warps=1)
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """A prepared all-gather: what sends the shard, and each chunk's rows with what waits for them. ``workspace``: ``[world_size * rows, K]``."""
+
+    send: Send
+    chunks: list[tuple[list[Range], PreparedKernel]]
+    workspace: torch.Tensor
+
+
+def all_gather_matmul(
+    shard: torch.Tensor, matmuls: Sequence[VendorMatmul], launch: Launch, parameters: ChunkedParameters, gathered_used: bool = False
+) -> list[torch.Tensor]:
+    """``[all_gather(shard) @ b + bias]``: ``shard [rows, K]``. Returns ``[world_size * rows, N]`` for each matmul, and the gathered tensor behind them where
+    ``gathered_used``.
+
+    Raises:
+        UnsupportedError: a dtype, layout or slot that the schedule is not made for.
+        TransferError: a call of the group before this one gave up waiting, or was aborted.
+    """
+    launch.faults.check()
+    rows, rank = shard.shape[0], launch.rank
+    key = ("chunked", shard.shape, shard.dtype, tuple((m.b.shape, m.dtype(shard)) for m in matmuls), parameters)
+    call = launch.prepared.get(key)
+    if call is None:
+        _check(shard, matmuls, "all_gather_matmul", rows, launch, parameters)
+        call = launch.prepared[key] = _prepare_gather(shard, launch, parameters)
+    if not shard.is_contiguous() or shard.data_ptr() % 16:
+        raise UnsupportedError(f"the shard of shape {list(shard.shape)}, strides {list(shard.stride())} is not contiguous at 16 bytes")
+    credits, end, side = credit_kernel(launch), end_kernel(launch), side_stream(shard.device)
+    all_rows = launch.world_size * rows
+    outs = [shard.new_empty(all_rows, m.b.shape[1], dtype=m.dtype(shard)) for m in matmuls]
+    gathered = shard.new_empty(all_rows, shard.shape[1]) if gathered_used else None
+    with side:
+        credits()
+        call.send(shard)
+    try:
+        for matmul, out in zip(matmuls, outs, strict=True):
+            matmul(shard, rank * rows, (rank + 1) * rows, out)
+        for ranges, wait in call.chunks:
+            wait()
+            for start, stop in ranges:
+                for matmul, out in zip(matmuls, outs, strict=True):
+                    matmul(call.workspace[start:stop], start, stop, out)
+        if gathered is not None:
+            for start, stop in ((0, rank * rows), ((rank + 1) * rows, all_rows)):
+                gathered[start:stop].copy_(call.workspace[start:stop])
+            gathered[rank * rows : (rank + 1) * rows].copy_(shard)
+            outs.append(gathered)
+    finally:
+        # Whatever happened: peers wait for leave to write into this workspace again.
+        side.join()
+        end()
+    return outs
+
+
+def _prepare_gather(shard: torch.Tensor, launch: Launch, p: ChunkedParameters) -> _Gather:
+    world_size, (rows, width) = launch.world_size, shard.shape
+    transfer = Transfer(rows, width, chunked_plan.part_rows_of(rows, world_size, p), scattered=False)
+    bounds = chunked_plan.chunk_bounds(transfer.parts, world_size, p)
+    chunks = [
+        (chunked_plan.chunk_rows(first, last, launch.rank, world_size, rows, transfer.part_rows), _wait(launch, transfer, first, last, WAIT_PART))
+        for first, last in pairwise(bounds)
+    ]
+    workspace = launch.slot.data.local[: world_size * shard.nbytes].view(shard.dtype).view(world_size * rows, width)
+    return _Gather(_transport(p).prepare(launch, transfer, bounds, shard), chunks, workspace)
+
+
+@dataclass(frozen=True)
+class _Band:
+    """A prepared band of a reduction.
+
+    Attributes:
+        chunks: rows of each matmul, and what sends the part of them that is other ranks'.
+        own: rows of the own shard among all; ``finished``: where their sum goes in the result; multiplied last where they are in no chunk (``own_last``).
+        add: sums ``(own rows of the product, their place in the result)``. hand_round: sends the result's finished rows where ``add`` has not.
+        receive: copies the peers' finished rows into the result's ``everyone`` (all-reduce).
+    """
+
+    chunks: list[tuple[list[Range], Send]]
+    own: Range
+    own_last: bool
+    finished: Range
+    everyone: Range
+    wait: PreparedKernel
+    add: PreparedKernel
+    hand_round: Send | None
+    receive: PreparedKernel | None
+
+
+def matmul_reduce_scatter(
+    a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool = False
+) -> torch.Tensor:
+    """``reduce_scatter(a @ b + bias)`` of rows: ``a [world_size * rows, K]``. Returns ``[rows, N]``, summed in fp32.
+
+    Raises:
+        UnsupportedError, TransferError: as ``all_gather_matmul``.
+    """
+    return _reduce("matmul_reduce_scatter", a, matmul, launch, parameters, average)
+
+
+def matmul_all_reduce(
+    a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool = False
+) -> torch.Tensor:
+    """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, returns ``[world_size * rows, N]``."""
+    return _reduce("matmul_all_reduce", a, matmul, launch, parameters, average)
+
+
+def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool) -> torch.Tensor:
+    """Bands in turn: band ``i`` is multiplied and sent, then band ``i - 1`` summed and handed round, then band ``i - 2`` received."""
+    launch.faults.check()
+    columns, dtype = matmul.b.shape[1], matmul.dtype(a)
+    key = ("chunked", pattern, a.shape, a.dtype, columns, dtype, parameters, average)
+    bands = launch.prepared.get(key)
+    product = a.new_empty(a.shape[0], columns, dtype=dtype)
+    out = a.new_empty(a.shape[0] if pattern == "matmul_all_reduce" else a.shape[0] // launch.world_size, columns, dtype=dtype)
+    if bands is None:
+        bands = launch.prepared[key] = _prepare_reduce(pattern, a, matmul, product, out, launch, parameters, average)
+    credits, end, side = credit_kernel(launch), end_kernel(launch), side_stream(a.device)
+    with side:
+        credits()
+
+    def multiply(start: int, stop: int) -> None:
+        matmul(a[start:stop], start, stop, product)
+
+    try:
+        for i in range(len(bands) + 2):
+            for band in bands[i : i + 1]:
+                for ranges, send in band.chunks:
+                    for rows in ranges:
+                        multiply(*rows)
+                    with side:
+                        send(product)
+                if band.own_last:
+                    multiply(*band.own)
+            for band in bands[i - 1 : i] if i else ():
+                band.wait()
+                band.add(product[slice(*band.own)], out[slice(*band.finished)])
+                if band.hand_round is not None:
+                    with side:
+                        band.hand_round(out)
+            for band in bands[i - 2 : i - 1] if i > 1 else ():
+                if band.receive is not None:
+                    band.receive(out[slice(*band.everyone)])
+    finally:
+        side.join()
+        end()
+    return out
+
+
+def _prepare_reduce(
+    pattern: str, a: torch.Tensor, matmul: VendorMatmul, product: torch.Tensor, out: torch.Tensor, launch: Launch, p: ChunkedParameters, average: bool
+) -> list[_Band]:
+    world_size, all_rows = launch.world_size, a.shape[0]
+    if all_rows % world_size:
+        raise UnsupportedError(f"{all_rows} rows do not fall into {world_size} equal shards")
+    rows = all_rows // world_size
+    _check(a, [matmul], pattern, rows, launch, p)
+    reduces_all = pattern == "matmul_all_reduce"
+    bands = chunked_plan.bands_of(rows, p) if reduces_all else [(0, rows)]
+    made: list[_Band] = []
+    index, last_index = 0, chunked_plan.signals_of(pattern, world_size, rows, p) - len(bands)
+    for number, (start, size) in enumerate(bands):
+        last = reduces_all and number + 1 == len(bands)
+        part_rows = chunked_plan.part_rows_of(size, world_size, p)
+        transfer = Transfer(size, out.shape[1], part_rows, True, world_size * start, world_size * start, index)
+        index += transfer.parts
+        made.append(_prepare_band(product, out, launch, p, transfer, average, last_index + number if reduces_all else None, last))
+    return made
+
+
+def _prepare_band(
+    product: torch.Tensor, out: torch.Tensor, launch: Launch, p: ChunkedParameters, transfer: Transfer, average: bool, result_index: int | None, last: bool
+) -> _Band:
+    """``result_index``: flag of the all-reduce's second leg, whose rows lie behind those of the first in the workspace; ``last``: of its bands."""
+    world_size, rank, slot, rows, width = launch.world_size, launch.rank, launch.slot, transfer.rows, transfer.width
+    transport, first_row, all_rows, elements = _transport(p), transfer.origin, len(product), rows * width
+    workspace = slot.data.local.view(out.dtype)
+    bounds = chunked_plan.chunk_bounds(transfer.parts, world_size, p)
+    chunks: list[tuple[list[Range], Send]] = []
+    for first, end in pairwise(bounds):
+        ranges = chunked_plan.chunk_rows(first, end, rank, world_size, rows, transfer.part_rows) if p.chunks else [(0, world_size * rows)]
+        send = transport.prepare(launch, transfer, [first, end], product)
+        chunks.append(([(first_row + start, first_row + stop) for start, stop in ranges], send))
+    own = first_row + rank * rows, first_row + (rank + 1) * rows
+    finished = own if result_index is not None else (0, rows)
+    behind = (all_rows + first_row) * width
+    fixed = (
+        workspace[first_row * width :], slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, rank, result_index or 0, slot.signals, elements, behind,
+        1.0 / world_size if average else 1.0, world_size, 16 // out.element_size(), last, BLOCK,
+    )  # fmt: skip
+    add = PreparedKernel(sum_partials, p.sms * BLOCKS_AN_SM, (product[slice(*own)], out[slice(*finished)]), fixed, num_warps=8)
+    wait = _wait(launch, transfer, 0, transfer.parts * (world_size - 1), WAIT_PARTIALS)
+    everyone = first_row, first_row + world_size * rows
+    if result_index is None:
+        return _Band(chunks, own, p.chunks > 0, finished, everyone, wait, add, None, None)
+    back = Transfer(rows, width, rows, False, own[0], all_rows + first_row, result_index)
+    hand_round = None if last else transport.prepare(launch, back, [0, world_size - 1], out)
+    stripes = max(1, p.sms // (world_size - 1))
+    receive = PreparedKernel(
+        receive_rows, stripes * (world_size - 1), (out[slice(*everyone)],),
+        (workspace[behind:], slot.flags.local, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, rank, result_index, slot.signals, elements,
+         world_size, stripes, 16 // out.element_size(), BLOCK),
+        num_warps=8,
+    )  # fmt: skip
+    return _Band(chunks, own, p.chunks > 0, finished, everyone, wait, add, hand_round, receive)

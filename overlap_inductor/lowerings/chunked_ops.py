@@ -1,0 +1,36 @@
+"""The ops of schedule ``chunked``: a site's chunks, transfers and sums inside one functional op a site."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from overlap_inductor.lowerings import chunked_plan
+from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
+from overlap_inductor.lowerings.site_ops import Optional
+from overlap_inductor.lowerings.site_ops import Tensors
+from overlap_inductor.lowerings.site_ops import define_gather
+from overlap_inductor.lowerings.site_ops import define_reductions
+from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
+from overlap_inductor.transports.workspace import Launch
+
+
+def _gather(
+    shard: torch.Tensor, rhs: Sequence[torch.Tensor], biases: Optional, gathered_used: bool, launch: Launch, parameters: ChunkedParameters
+) -> Tensors:
+    from overlap_inductor.lowerings import chunked
+
+    return chunked.all_gather_matmul(shard, list(map(VendorMatmul, rhs, biases)), launch, parameters, gathered_used)
+
+
+def _reduce(
+    pattern: str, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, average: bool, launch: Launch, parameters: ChunkedParameters
+) -> torch.Tensor:
+    from overlap_inductor.lowerings import chunked
+
+    return getattr(chunked, pattern)(lhs, VendorMatmul(rhs, bias), launch, parameters, average)
+
+
+define_gather("chunked", chunked_plan, _gather)
+define_reductions("chunked", chunked_plan, _reduce)

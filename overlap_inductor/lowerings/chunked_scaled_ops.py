@@ -1,0 +1,141 @@
+"""The ops of schedule ``chunked`` for fp8 (``_scaled_mm``), tensor-wise and row-wise scales. Otherwise as ``site_ops``.
+
+Shapes (W ranks, this rank's view): ``shard [m, K]``, ``lhs [W*m, K]``, ``rhs [K, N]`` in columns, all fp8. Scales are fp32: one element, or ``scale_a [W*m, 1]`` (of all
+gathered rows, or of the rows of ``lhs``) with ``scale_b [1, N]``. ``dtypes``, ``fast``: of each result, as ``_scaled_mm`` takes them. fp8 travels in a gather, results'
+dtypes in a reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.lowerings import chunked_plan
+from overlap_inductor.lowerings.operands import left_operand
+from overlap_inductor.lowerings.ops import define
+from overlap_inductor.lowerings.site_ops import Optional
+from overlap_inductor.lowerings.site_ops import Tensors
+from overlap_inductor.lowerings.site_ops import ready
+from overlap_inductor.lowerings.vendor_matmul import Scales
+from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
+from overlap_inductor.torch_compat.distributed import resolve_group
+
+
+def _whole(matmul: VendorMatmul, a: torch.Tensor) -> torch.Tensor:
+    """The plain matmul of all rows."""
+    out = a.new_empty(a.shape[0], matmul.b.shape[1], dtype=matmul.dtype(a))
+    if len(a):
+        matmul(a, 0, len(a), out)
+    return out
+
+
+def _scaled_all_gather_matmul(
+    chain: torch.Tensor,
+    shard: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    biases: Optional,
+    scales_a: Sequence[torch.Tensor],
+    scales_b: Sequence[torch.Tensor],
+    dtypes: Sequence[torch.dtype],
+    fast: Sequence[bool],
+    gathered_used: bool,
+    settings: str,
+    group_name: str,
+    site: str,
+) -> tuple[Tensors, torch.Tensor]:
+    group, token = resolve_group(group_name), chain.new_empty(1)
+    matmuls = list(map(VendorMatmul, rhs, biases, map(Scales, scales_a, scales_b, dtypes, fast)))
+    found = ready(chunked_plan, "all_gather_matmul", shard.shape[0], shard, rhs[0], shard.dtype, group, site, settings)
+    if found is None:
+        gathered = shard.new_empty(group.size() * shard.shape[0], shard.shape[1])
+        # (Bytes: not every backend knows fp8.)
+        dist.all_gather_into_tensor(gathered.view(torch.uint8), shard.contiguous().view(torch.uint8), group=group)
+        return [*(_whole(m, gathered) for m in matmuls), *([gathered] if gathered_used else [])], token
+    from overlap_inductor.lowerings import chunked
+
+    return chunked.all_gather_matmul(left_operand(shard), matmuls, *found, gathered_used), token
+
+
+def _scaled_all_gather_matmul_fake(
+    chain: torch.Tensor,
+    shard: torch.Tensor,
+    rhs: Tensors,
+    biases: object,
+    scales_a: object,
+    scales_b: object,
+    dtypes: Sequence[torch.dtype],
+    fast: object,
+    gathered_used: bool,
+    settings: str,
+    group_name: str,
+    site: str,
+) -> tuple[Tensors, torch.Tensor]:
+    rows = resolve_group(group_name).size() * shard.shape[0]
+    outs = [shard.new_empty(rows, b.shape[1], dtype=dtype) for b, dtype in zip(rhs, dtypes, strict=True)]
+    return [*outs, *([shard.new_empty(rows, shard.shape[1])] if gathered_used else [])], chain.new_empty(1)
+
+
+define(
+    "chunked_scaled_all_gather_matmul(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, Tensor[] scales_a, Tensor[] scales_b, ScalarType[] dtypes, "
+    "bool[] fast, bool gathered_used, str settings, str group_name, str site) -> (Tensor[], Tensor)",
+    _scaled_all_gather_matmul,
+    _scaled_all_gather_matmul_fake,
+)
+
+
+def _define_reduction(pattern: str) -> None:
+    def implementation(
+        chain: torch.Tensor,
+        lhs: torch.Tensor,
+        rhs: torch.Tensor,
+        bias: torch.Tensor | None,
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+        dtype: torch.dtype,
+        fast: bool,
+        settings: str,
+        reduce_op: str,
+        group_name: str,
+        site: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        group, token = resolve_group(group_name), chain.new_empty(1)
+        matmul = VendorMatmul(rhs, bias, Scales(scale_a, scale_b, dtype, fast))
+        found = ready(chunked_plan, pattern, lhs.shape[0] // group.size(), lhs, rhs, dtype, group, site, settings)
+        if found is None:
+            product = _whole(matmul, lhs)
+            dist.all_reduce(product, group=group)
+            product = product / group.size() if reduce_op == "avg" else product
+            rows = lhs.shape[0] // group.size()
+            return product if pattern == "matmul_all_reduce" else product.narrow(0, group.rank() * rows, rows).clone(), token
+        from overlap_inductor.lowerings import chunked
+
+        return getattr(chunked, pattern)(lhs, matmul, *found, reduce_op == "avg"), token
+
+    def fake(
+        chain: torch.Tensor,
+        lhs: torch.Tensor,
+        rhs: torch.Tensor,
+        bias: object,
+        scale_a: object,
+        scale_b: object,
+        dtype: torch.dtype,
+        fast: bool,
+        settings: str,
+        reduce_op: str,
+        group_name: str,
+        site: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = lhs.shape[0] if pattern == "matmul_all_reduce" else lhs.shape[0] // resolve_group(group_name).size()
+        return lhs.new_empty(rows, rhs.shape[1], dtype=dtype), chain.new_empty(1)
+
+    schema = (
+        "(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, Tensor scale_a, Tensor scale_b, ScalarType dtype, bool fast, str settings, str reduce_op, "
+        "str group_name, str site) -> (Tensor, Tensor)"
+    )
+    define(f"chunked_scaled_{pattern}{schema}", implementation, fake)
+
+
+_define_reduction("matmul_reduce_scatter")
+_define_reduction("matmul_all_reduce")

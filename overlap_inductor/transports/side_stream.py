@@ -1,0 +1,55 @@
+"""The stream beside the current one on which a schedule's transfers run. One a device, since calls of a rank run one after the other."""
+
+from __future__ import annotations
+
+import functools
+from types import TracebackType
+
+import torch
+
+
+class SideStream:
+    """``with side:`` what is launched runs behind all that the current stream holds by then, beside what it is given later; ``join`` makes it wait.
+
+    Every use ends with ``join`` before the op returns: so tensors that were used here may be freed on the current stream, and a CUDA graph that is captured
+    there holds what ran here. (An event recorded anew is a new one to whoever waits from then on: two are enough.)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # Its few blocks go before a matmul's next ones.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()
+        self._current = self._stream
+
+    def __enter__(self) -> None:
+        self._current = torch.cuda.current_stream(self._stream.device)
+        self._forked.record(self._current)
+        self._stream.wait_event(self._forked)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        torch.cuda.set_stream(self._current)
+
+    def join(self) -> None:
+        """The current stream goes on when all that was launched here is done."""
+        self._done.record(self._stream)
+        torch.cuda.current_stream(self._stream.device).wait_event(self._done)
+
+
+class InOrder:
+    """Where there are no streams (kernels are interpreted): one thing after the other."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        return None
+
+    def join(self) -> None:
+        return None
+
+
+@functools.cache
+def side_stream(device: torch.device) -> SideStream | InOrder:
+    """The device's side stream, made on first use."""
+    return SideStream(device) if device.type == "cuda" else InOrder()

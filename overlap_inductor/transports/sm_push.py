@@ -1,0 +1,34 @@
+"""Transport ``sm_push``: the blocks of one kernel store to the peers and signal part by part. Where pieces are small, and copy engines' fixed costs show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from overlap_inductor.kernels.transfer import push_parts
+from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+from overlap_inductor.transports.transfer import Send
+from overlap_inductor.transports.transfer import Transfer
+from overlap_inductor.transports.workspace import Launch
+
+COPY_WORDS = 8192
+"""int32 words that a block stores at once: eight 16-byte stores of each of its threads."""
+
+
+@dataclass(frozen=True)
+class SmPush:
+    """``blocks``: of the pushing kernel, at most one an SM. What they take is missing from matmuls beside them."""
+
+    blocks: int
+
+    def prepare(self, launch: Launch, transfer: Transfer, bounds: Sequence[int], source: torch.Tensor) -> Send:
+        """As ``Transport.prepare``; receivers are told after each part. Rows are whole 16-byte words."""
+        slot, row_words = launch.slot, transfer.width * source.element_size() // 4
+        fixed = (
+            slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, launch.rank, transfer.index, bounds[0], bounds[-1] - bounds[0], slot.signals,
+            transfer.rows * row_words, transfer.part_rows * row_words, transfer.origin * row_words, transfer.base * row_words,
+            launch.world_size, transfer.parts, self.blocks, transfer.direction, transfer.scattered, COPY_WORDS,
+        )  # fmt: skip
+        return PreparedKernel(push_parts, self.blocks, (source,), fixed, num_warps=8)

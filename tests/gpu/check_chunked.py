@@ -1,0 +1,132 @@
+"""The ops of schedule ``chunked`` on GPUs, called as a rewritten graph calls them: both transports, several chunks and bands, eager and in CUDA graphs.
+
+    torchrun --nproc-per-node 2 -m tests.gpu.check_chunked [--calls 60] [--tokens 2048]
+
+One JSON row a setting: worst error over the bound of the plain computation in fp32, calls and replays whose bits differ from the first call's, microseconds of the
+host. Ends with status 1 where something is wrong. (``check_fused --schedule chunked`` checks the same from the compiled model on.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import overlap_inductor.lowerings.chunked_ops  # noqa: F401  (defines the ops)
+from overlap_inductor.lowerings import chunked_plan
+from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports import workspace
+from tests.gpu.ranks import finish_rank
+from tests.gpu.ranks import start_rank
+
+HIDDEN, WIDE = 2048, 1024
+ops = torch.ops.overlap_inductor
+
+
+def settings(pattern: str, world_size: int) -> list[dict[str, Any]]:
+    chunks = [{"chunks": 1}, {"chunks": 3}, {"chunks": world_size - 1}, {"chunks": 2 * (world_size - 1)}]
+    if pattern == "matmul_all_reduce":
+        chunks += [{"chunks": 0, "bands": 4}, {"chunks": 1, "bands": 2}, {"chunks": 3, "bands": 3}]
+    return [{"transport": transport, **some} for transport in ("copy_engine", "sm_push") for some in chunks]
+
+
+def site(pattern: str, tokens: int, some: dict[str, Any], rank: int, world_size: int) -> tuple[Callable[[], list[torch.Tensor]], list[torch.Tensor]]:
+    """What calls the op, and what it should return, in fp32."""
+    group, name = dist.group.WORLD, f"{pattern} {tokens} {some}"
+    chosen = json.dumps(some, sort_keys=True)
+    generator = torch.Generator("cuda").manual_seed(rank)
+    gathers, rows = pattern == "all_gather_matmul", tokens // world_size
+    inner, columns = (HIDDEN, WIDE) if gathers else (WIDE, HIDDEN)
+    a = torch.randn(rows if gathers else tokens, inner, device="cuda", generator=generator).bfloat16()
+    b = torch.randn(columns, inner, device="cuda", generator=generator).bfloat16().t() / 32
+    bias = torch.randn(columns, device="cuda", generator=generator).bfloat16()
+    parameters = chunked_plan.parameters_of(chosen, symmetric.multiprocessors(a.device))
+    need = chunked_plan.needed(pattern, world_size, rows, inner, columns, 2, parameters)
+    workspace.prepare(group, a.device, json.dumps([[name, *need]]), 2**33)
+    last = (chosen, group.group_name, name)
+    chain = torch.zeros(1, dtype=torch.uint8, device="cuda")
+    if gathers:
+        second = b[:, : columns // 2].contiguous()
+        everyone = torch.empty(tokens, inner, device="cuda", dtype=a.dtype)
+        dist.all_gather_into_tensor(everyone, a)
+        expected = [everyone.float() @ b.float() + bias.float(), everyone.float() @ second.float(), everyone.float()]
+        return lambda: ops.chunked_all_gather_matmul(chain, a, [b, second], [bias, None], True, last[0], *last[1:])[0], expected
+    product = a.float() @ b.float() + bias.float()
+    dist.all_reduce(product)
+    op = getattr(ops, f"chunked_{pattern}")
+    average = product / world_size
+    return lambda: [op(chain, a, b, bias, chosen, "avg", *last[1:])[0]], [average if pattern == "matmul_all_reduce" else average[rank * rows : (rank + 1) * rows]]
+
+
+def check(call: Callable[[], list[torch.Tensor]], expected: list[torch.Tensor], calls: int, chance: random.Random) -> dict[str, float]:
+    first = call()
+    error = max(float((f.float() - e).abs().max() / e.abs().max()) for f, e in zip(first, expected, strict=True))
+    wrong = torch.zeros(2, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [call() for _ in range(2)]
+    for i in range(calls):
+        if chance.random() < 0.2:
+            torch.cuda._sleep(chance.randrange(200_000))
+        if i % 3:
+            for output in captured:
+                for tensor in output:
+                    tensor.fill_(float("nan"))
+            graph.replay()
+            found = captured
+        else:
+            found = [call()]
+        for output in found:
+            for f, g in zip(output, first, strict=True):
+                wrong[i % 3 == 0] += (f != g).any()
+    torch.cuda.synchronize()
+    return {"error": round(error, 5), "wrong_replays": int(wrong[0]), "wrong_calls": int(wrong[1])}
+
+
+def host_us(call: Callable[[], Any], calls: int = 10) -> float:
+    best = float("inf")
+    for _ in range(3):
+        dist.barrier()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - start) / calls * 1e6)
+        torch.cuda.synchronize()
+    return round(best, 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--calls", type=int, default=60)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048])
+    arguments = parser.parse_args()
+    rank, world_size = start_rank()
+    chance, failed = random.Random(rank), 0
+    for pattern in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        # The largest first: smaller sites find room in its slots. The last size leaves shards of odd rows.
+        for tokens in [*sorted(arguments.tokens, reverse=True), 333 * world_size]:
+            for some in settings(pattern, world_size):
+                call, expected = site(pattern, tokens, some, rank, world_size)
+                found = check(call, expected, arguments.calls, chance)
+                bad = found["error"] > 2e-2 or found["wrong_calls"] or found["wrong_replays"]
+                failed += bool(bad)
+                found["host_us"] = host_us(call)
+                if rank == 0 or bad:
+                    print(json.dumps({"pattern": pattern, "tokens": tokens, **some, "rank": rank, "world_size": world_size, "ok": not bad, **found}), flush=True)
+    finish_rank()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Schedule ``chunked`` between processes over shared memory, its kernels in Triton's interpreter. There are no streams: whatever waits has to stand behind all
+that peers wait for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from dataclasses import replace
+
+import pytest
+import torch
+
+from overlap_inductor.errors import TransferError
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.lowerings import chunked
+from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
+from overlap_inductor.lowerings.chunked_plan import needed
+from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
+from tests.kernels.ranks import SharedWorkspace
+from tests.kernels.ranks import run_ranks
+from tests.kernels.ranks import shared
+
+CALLS = 3
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+SMALL = ChunkedParameters(sms=2, grain=8, pushers=2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """``rows`` of a shard. Each call has one chunk more than the one before, in the same slot: what flags count must not rest on the site."""
+
+    pattern: str
+    world_size: int
+    rows: int
+    parameters: ChunkedParameters
+    columns: int = 24
+    inner: int = 16
+    average: bool = False
+    bias: bool = False
+    two: bool = False
+
+    def at(self, call: int) -> ChunkedParameters:
+        return replace(self.parameters, chunks=self.parameters.chunks + call)
+
+
+CASES = {
+    "gather": Case(GATHER, 2, 16, SMALL),
+    "gather, three ranks, pushed": Case(GATHER, 3, 40, replace(SMALL, transport="sm_push")),
+    "gather, uneven chunks of one shard, bias": Case(GATHER, 2, 40, replace(SMALL, chunks=2), bias=True),
+    "gather, uneven chunks across shards": Case(GATHER, 3, 20, replace(SMALL, chunks=3)),
+    "gather, two matmuls, gathered used, pushed": Case(GATHER, 3, 16, replace(SMALL, chunks=2, transport="sm_push"), two=True),
+    "scatter": Case(SCATTER, 2, 16, SMALL),
+    "scatter, three ranks, uneven chunks, bias": Case(SCATTER, 3, 20, replace(SMALL, chunks=3), bias=True),
+    "scatter an average, pushed": Case(SCATTER, 3, 40, replace(SMALL, chunks=2, transport="sm_push", pushers=3), average=True),
+    "all-reduce": Case(REDUCE, 2, 16, SMALL),
+    "all-reduce, bands in one matmul each": Case(REDUCE, 3, 40, replace(SMALL, chunks=0, bands=3), bias=True),
+    "all-reduce, bands, pushed": Case(REDUCE, 3, 40, replace(SMALL, chunks=2, bands=4, transport="sm_push")),
+    "all-reduce an average, two bands": Case(REDUCE, 2, 24, replace(SMALL, chunks=1, bands=2), average=True),
+}
+
+
+def _rank(rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, case: Case) -> None:
+    launch = workspace.launch(rank)
+    right, bias = b[rank].t(), b[rank, :, 0].contiguous() if case.bias else None
+    for call in range(CALLS):
+        left = a[call, rank].contiguous()
+        if case.pattern == GATHER:
+            rhs = [right, right[:, :8].contiguous()] if case.two else [right]
+            matmuls = list(map(VendorMatmul, rhs, [bias, None]))
+            out[call, rank], *others = chunked.all_gather_matmul(left, matmuls, launch, case.at(call), case.two)
+            if case.two:
+                everyone = a[call].flatten(0, 1)
+                assert torch.equal(others[1], everyone) and torch.allclose(others[0].double(), everyone.double() @ rhs[1].double(), rtol=2e-2, atol=5e-2)
+        else:
+            out[call, rank] = getattr(chunked, case.pattern)(left, VendorMatmul(right, bias), launch, case.at(call), case.average)
+        launch.faults.check()
+        assert not launch.slot.queues.any() and launch.slot.calls.tolist() == [call + 1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_fp64(name: str) -> None:
+    case = CASES[name]
+    w, gathers = case.world_size, case.pattern == GATHER
+    all_rows = w * case.rows
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn(CALLS, w, case.rows if gathers else all_rows, case.inner, generator=generator).half().share_memory_()
+    b = torch.randn(w, case.columns, case.inner, generator=generator).half().share_memory_()
+    out = shared(CALLS, w, case.rows if case.pattern == SCATTER else all_rows, case.columns, dtype=torch.float16, fill=float("nan"))
+    needs = [needed(case.pattern, w, case.rows, case.inner, case.columns, 2, case.at(call)) for call in range(CALLS)]
+    workspace = SharedWorkspace.of(w, max(nbytes for nbytes, _ in needs), max(signals for _, signals in needs))
+    run_ranks(w, _rank, workspace, a, b, out, case)
+    for call in range(CALLS):
+        for rank in range(w):
+            if gathers:
+                exact = a[call].double().flatten(0, 1) @ b[rank].double().t() + case.bias * b[rank, :, 0].double()
+            else:
+                exact = torch.stack([a[call, r].double() @ b[r].double().t() + case.bias * b[r, :, 0].double() for r in range(w)]).sum(0) / (w if case.average else 1)
+            if case.pattern == SCATTER:
+                exact = exact[rank * case.rows : (rank + 1) * case.rows]
+            assert torch.allclose(out[call, rank].double(), exact, rtol=2e-2, atol=5e-2), (call, rank)
+
+
+def test_partial_sums_are_rounded_once() -> None:
+    """1 and 1024 partial sums that a sum in fp16 would lose one by one."""
+    out = shared(3, 8, 8, dtype=torch.float16)
+    workspace = SharedWorkspace.of(3, 3 * 8 * 8 * 2, 1)
+    run_ranks(3, _round_once, workspace, out)
+    assert torch.equal(out, torch.full_like(out, 2050.0))
+
+
+def _round_once(rank: int, workspace: SharedWorkspace, out: torch.Tensor) -> None:
+    a = torch.eye(24, 8).half()
+    a[:] = 0
+    a[:, 0] = 2048.0 if rank == 0 else 1.0
+    b = torch.zeros(8, 8).half()
+    b[0] = 1
+    out[rank] = chunked.matmul_reduce_scatter(a, VendorMatmul(b), workspace.launch(rank), SMALL)
+
+
+@pytest.mark.parametrize(("pattern", "what", "peer"), [(GATHER, "rows", 1), (SCATTER, "partial sums", 2), (REDUCE, "partial sums", 2)])
+def test_a_peer_that_never_comes(pattern: str, what: str, peer: int) -> None:
+    """Everything ends; the next call says which site waited for whom, and runs nothing."""
+    launch = SharedWorkspace.of(3, 20_000, 4).launch(0, patience_ns=20_000)
+    a, b = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t()
+
+    def call() -> None:
+        if pattern == GATHER:
+            chunked.all_gather_matmul(a, [VendorMatmul(b)], launch, SMALL)
+        else:
+            getattr(chunked, pattern)(a, VendorMatmul(b), launch, SMALL)
+
+    call()
+    with pytest.raises(TransferError, match=f"site some site of group 'tp' waited in vain for {what} from rank {peer}: call 1 was wanted, 0 had come"):
+        call()
+    assert launch.slot.calls.tolist() == [1]
+
+
+def test_nothing_is_written_before_the_peer_has_read() -> None:
+    """A second call whose peers have not ended the first waits for their credit, and gives up in vain."""
+    workspace = SharedWorkspace.of(2, 20_000, 4)
+    launch = workspace.launch(0, patience_ns=20_000)
+    launch.slot.calls.fill_(1)
+    workspace.data.fill_(0)
+    chunked.all_gather_matmul(torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half())], launch, SMALL)
+    with pytest.raises(TransferError, match="waited in vain for leave to write into the workspace of rank 1: call 1 was wanted, 0 had come"):
+        launch.faults.check()
+
+
+def test_a_call_ends_also_where_a_matmul_fails() -> None:
+    launch = SharedWorkspace.of(2, 20_000, 4).launch(0, patience_ns=20_000)
+    with pytest.raises(RuntimeError):
+        chunked.all_gather_matmul(torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half(), torch.ones(3).half())], launch, SMALL)
+    assert launch.slot.calls.tolist() == [1]
+
+
+def test_what_the_schedule_is_not_made_for_is_said() -> None:
+    launch = SharedWorkspace.of(2, 4096, 2).launch(0)
+    a, b = torch.zeros(32, 32).half(), torch.zeros(32, 16).half()
+    with pytest.raises(UnsupportedError, match="fp16 or bf16"):
+        chunked.all_gather_matmul(a.float(), [VendorMatmul(b.float())], launch, SMALL)
+    with pytest.raises(UnsupportedError, match=r"by a matrix that fits, not torch.float16\[16, 16\]"):
+        chunked.matmul_reduce_scatter(a, VendorMatmul(b[:16]), launch, SMALL)
+    with pytest.raises(UnsupportedError, match="of 32 and of 12 elements"):
+        chunked.all_gather_matmul(a, [VendorMatmul(b[:, :12])], launch, SMALL)
+    with pytest.raises(UnsupportedError, match="not contiguous at 16 bytes"):
+        chunked.all_gather_matmul(a.t(), [VendorMatmul(b)], launch, SMALL)
+    with pytest.raises(UnsupportedError, match="needs 8192 bytes and 1 signals, its slot has 4096 and 2"):
+        chunked.all_gather_matmul(torch.zeros(64, 32).half(), [VendorMatmul(b)], launch, SMALL)
+    with pytest.raises(UnsupportedError, match="3 rows do not fall"):
+        chunked.matmul_reduce_scatter(a[:3], VendorMatmul(b), launch, SMALL)

@@ -1,0 +1,119 @@
+"""The ops of schedule ``chunked`` as a rewritten graph calls them: between processes, with the group's own workspace, and what they do where there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import overlap_inductor.lowerings.chunked_ops
+import overlap_inductor.lowerings.chunked_scaled_ops  # noqa: F401  (these define the ops)
+from overlap_inductor.lowerings import chunked_plan
+from overlap_inductor.transports import workspace
+from tests.kernels.shared_memory import use_shared_memory
+from tests.numerics.ranks import run_ranks
+
+ops = torch.ops.overlap_inductor
+ROWS, K, N = 24, 16, 24
+
+
+def _check(rank: int, world_size: int, folder: str) -> list[str]:
+    """Problems found on this rank."""
+    use_shared_memory(folder)
+    group, cpu, problems = dist.group.WORLD, torch.device("cpu"), []
+    calls: dict[str, Any] = {}
+    for transport in ("copy_engine", "sm_push"):
+        for pattern in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+            settings = json.dumps({"transport": transport, "chunks": 3, "grain": 8, "bands": 2})
+            need = chunked_plan.needed(pattern, world_size, ROWS, K, N, 2, chunked_plan.parameters_of(settings, 1))
+            name = f"{pattern} {transport}"
+            workspace.prepare(group, cpu, json.dumps([[name, *need]]), 2**30)
+            calls[name] = pattern, ROWS, settings, name
+    workspace.prepare(group, cpu, json.dumps([["no room", 2**40, 1]]), 2**30)
+    calls |= {f"no rows, {pattern}": (pattern, 0, "{}", "no room") for pattern in ("all_gather_matmul", "matmul_all_reduce")}
+    calls |= {f"no room, {pattern}": (pattern, ROWS, "{}", "no room") for pattern in ("all_gather_matmul", "matmul_reduce_scatter")}
+    for name, (pattern, rows, settings, site) in calls.items():
+        generator = torch.Generator().manual_seed(rank)
+        gathers = pattern == "all_gather_matmul"
+        # A shard that begins in the middle of 16 bytes, and weights as a module holds them.
+        a = torch.randn((rows if gathers else rows * world_size) * K + 4, generator=generator).half()[4:].view(-1, K)
+        b, bias = torch.nn.Parameter(torch.randn(N, K, generator=generator).half()), torch.randn(1, generator=generator).half()
+        chain, last = torch.zeros(1), (group.group_name, site)
+        with torch.no_grad():
+            product = (a.double() @ b.double().t()) + bias.double()
+            if gathers:
+                results, token = ops.chunked_all_gather_matmul(chain, a, [b.t(), b.t() * 2], [bias, None], True, settings, *last)
+                everyone = a.new_empty(world_size * rows, K)
+                dist.all_gather_into_tensor(everyone, a.contiguous())
+                plain = everyone.double() @ b.double().t()
+                expected = [plain + bias.double(), 2 * plain, everyone.double()]
+            else:
+                result, token = getattr(ops, f"chunked_{pattern}")(chain, a, b.t(), bias, settings, "avg", *last)
+                dist.all_reduce(product)
+                own = slice(rank * rows, (rank + 1) * rows) if pattern == "matmul_reduce_scatter" else slice(None)
+                results, expected = [result], [product[own] / world_size]
+        for found, exact in zip(results, expected, strict=True):
+            if token.shape != chain.shape or found.shape != exact.shape or not torch.allclose(found.double(), exact, rtol=2e-2, atol=5e-2):
+                problems.append(f"{name}: {tuple(found.shape)} is not {tuple(exact.shape)}, or off")
+    return problems
+
+
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+def _check_scaled(rank: int, world_size: int, folder: str) -> list[str]:
+    """Problems found on this rank: tensor-wise and row-wise scales, a call with workspace and one without."""
+    use_shared_memory(folder)
+    group, problems = dist.group.WORLD, []
+    rows, inner, columns = 24, 32, 16
+    all_rows = rows * world_size
+    for transport, row_wise in (("copy_engine", True), ("sm_push", False), ("sm_push", True)):
+        settings = json.dumps({"transport": transport, "chunks": 3, "grain": 8})
+        generator = torch.Generator().manual_seed(rank)
+
+        def scales(shape: tuple[int, ...], generator: torch.Generator = generator, row_wise: bool = row_wise) -> torch.Tensor:
+            return torch.rand(shape if row_wise else (), generator=generator) + 0.5
+
+        for pattern in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+            gathers = pattern == "all_gather_matmul"
+            a = torch.randn(rows if gathers else all_rows, inner, generator=generator).to(FP8)
+            b = torch.randn(columns, inner, generator=generator).to(FP8).t()
+            bias = torch.randn(columns, generator=generator).to(BF16)
+            scale_a, scale_b = scales((all_rows, 1)), scales((1, columns))
+            name = f"{pattern} {transport} {row_wise}"
+            need = chunked_plan.needed(pattern, world_size, rows, inner, columns, 1 if gathers else 2, chunked_plan.parameters_of(settings, 1))
+            workspace.prepare(group, a.device, json.dumps([[name, *need]]), 2**30)
+            workspace.prepare(group, a.device, json.dumps([[name + " without", 2**40, 1]]), 2**30)
+            left = a.float()
+            if gathers:
+                left = a.new_empty(all_rows, inner, dtype=torch.float32)
+                dist.all_gather_into_tensor(left, a.float())
+            exact = left.double() @ b.double() * scale_a.double() * scale_b.double() + bias.double()
+            if not gathers:
+                dist.all_reduce(exact)
+            exact = exact[rank * rows : (rank + 1) * rows] if pattern == "matmul_reduce_scatter" else exact
+            for site in (name, name + " without"):
+                last = (settings, group.group_name, site) if gathers else (settings, "sum", group.group_name, site)
+                op = getattr(ops, f"chunked_scaled_{pattern}")
+                if gathers:
+                    (found, everyone), _ = op(torch.zeros(1), a, [b], [bias], [scale_a], [scale_b], [BF16], [False], True, *last)
+                    if not torch.equal(everyone.float(), left):
+                        problems.append(f"{site}: what was gathered is something else")
+                else:
+                    found, _ = op(torch.zeros(1), a, b, bias, scale_a, scale_b, BF16, False, *last)
+                if found.dtype != BF16 or found.shape != exact.shape or not torch.allclose(found.double(), exact, rtol=3e-2, atol=0.2):
+                    problems.append(f"{site}: off by {(found.double() - exact).abs().max():.3g}")
+    return problems
+
+
+def test_scaled_ops_agree_with_fp64_with_workspace_and_without(tmp_path: Path) -> None:
+    for rank, problems in enumerate(run_ranks(2, _check_scaled, str(tmp_path), timeout=200)):
+        assert not problems, f"rank {rank}: {problems}"
+
+
+def test_ops_agree_with_fp64_with_workspace_and_without(tmp_path: Path) -> None:
+    for rank, problems in enumerate(run_ranks(3, _check, str(tmp_path), timeout=200)):
+        assert not problems, f"rank {rank}: {problems}"

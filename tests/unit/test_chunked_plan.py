@@ -1,0 +1,83 @@
+"""What schedule ``chunked`` plans: rows fall to chunks, parts to peers, and what one rank sends is where another one reads it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+
+import pytest
+
+from overlap_inductor.lowerings import chunked_plan
+from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
+from overlap_inductor.transports.transfer import Transfer
+
+SIZES = [*itertools.product((2, 3, 8), (1, 24, 200), (1, 2, 7, 20))]
+
+
+def transfer_of(world_size: int, rows: int, chunks: int, scattered: bool) -> tuple[Transfer, list[int]]:
+    p = ChunkedParameters(132, chunks=chunks, grain=8)
+    made = Transfer(rows, 16, chunked_plan.part_rows_of(rows, world_size, p), scattered)
+    return made, chunked_plan.chunk_bounds(made.parts, world_size, p)
+
+
+@pytest.mark.parametrize(("world_size", "rows", "chunks"), SIZES)
+def test_chunks_cover_all_other_rows_once_and_go_round_once(world_size: int, rows: int, chunks: int) -> None:
+    made, bounds = transfer_of(world_size, rows, chunks, False)
+    assert len(bounds) - 1 == min(chunks, made.parts * (world_size - 1)), "no more chunks than asked for, and as many where there are parts"
+    for rank in range(world_size):
+        ranges = [chunked_plan.chunk_rows(a, b, rank, world_size, rows, made.part_rows) for a, b in zip(bounds, bounds[1:])]
+        assert sum(len(r) == 2 for r in ranges) <= 1
+        found = [row for chunk in ranges for start, stop in chunk for row in range(start, stop)]
+        assert found == [row % (world_size * rows) for row in range((rank + 1) * rows, (rank + world_size) * rows)]
+
+
+@pytest.mark.parametrize(("world_size", "rows", "chunks"), SIZES)
+@pytest.mark.parametrize("scattered", [False, True])
+def test_what_a_chunk_waits_for_is_what_it_reads(world_size: int, rows: int, chunks: int, scattered: bool) -> None:
+    """Row by row: sent to a receiver's workspace once, in the part whose number says how far away the sender is."""
+    made, bounds = transfer_of(world_size, rows, chunks, scattered)
+    landed: dict[tuple[int, int], tuple[int, int, int]] = {}
+    for rank in range(world_size):
+        for number in range(bounds[-1]):
+            piece = made.piece(number, rank, world_size)
+            assert piece.peer != rank and (rank - piece.peer) * made.direction % world_size == -(number // made.parts + 1) % world_size
+            for i in range(piece.rows):
+                assert (piece.peer, piece.target + i) not in landed
+                landed[piece.peer, piece.target + i] = rank, piece.source + i, number
+    for rank in range(world_size):
+        for first, last in zip(bounds, bounds[1:]):
+            rows_of = chunked_plan.chunk_rows(first, last, rank, world_size, rows, made.part_rows)
+            for row in (row for start, stop in rows_of for row in range(start, stop)):
+                if scattered:
+                    # What this rank multiplies here leaves with this chunk.
+                    owner = row // rows
+                    sender, source, number = landed[owner, rank * rows + row % rows]
+                    assert (sender, source) == (rank, row) and first <= number < last
+                else:
+                    sender, source, number = landed[rank, row]
+                    assert (sender, source) == divmod(row, rows) and first <= number < last
+    assert len(landed) == world_size * (world_size - 1) * rows
+
+
+def test_bands_have_signals_of_their_own() -> None:
+    p = ChunkedParameters(132, chunks=3, bands=3, grain=8)
+    assert chunked_plan.bands_of(40, p) == [(0, 16), (16, 16), (32, 8)]
+    assert chunked_plan.needed("matmul_all_reduce", 2, 40, 64, 32, 2, p) == (2 * 2 * 40 * 32 * 2, 2 + 2 + 1 + 3)
+    assert chunked_plan.needed("matmul_reduce_scatter", 8, 40, 64, 32, 2, p) == (8 * 40 * 32 * 2, 1)
+    assert chunked_plan.needed("all_gather_matmul", 2, 40, 64, 32, 2, p) == (2 * 40 * 64 * 2, 3)
+
+
+def test_small_pieces_are_pushed() -> None:
+    chosen = Counter(chunked_plan.settings_for("all_gather_matmul", 8, mb << 20)["transport"] for mb in (1, 2, 4, 16))
+    assert chosen == {"sm_push": 2, "copy_engine": 2}
+    assert chunked_plan.settings_for("all_gather_matmul", 8, 1 << 20, "copy_engine")["transport"] == "copy_engine"
+    for pattern, w in itertools.product(("all_gather_matmul", "matmul_all_reduce"), (2, 8)):
+        chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for(pattern, w, 1 << 20)), 132)
+
+
+def test_a_bad_parameter_is_named() -> None:
+    with pytest.raises(ValueError, match=r"bands=0 \(at least 1\)"):
+        ChunkedParameters(132, bands=0)
+    with pytest.raises(ValueError, match="transport='nccl'"):
+        ChunkedParameters(132, "nccl")
