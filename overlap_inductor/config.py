@@ -18,8 +18,8 @@ from overlap_inductor.errors import ConfigError
 ENVIRONMENT_PREFIX = "OVERLAP_INDUCTOR"
 MODES = ("off", "report", "on", "strict")
 MODE_ALIASES = {"0": "off", "1": "on", "": "off"}
-SCHEDULES = ("auto", "keep", "ring", "fused", "wave_groups", "small_message")
-TRANSPORTS = ("auto", "p2p", "sm_push", "nccl")
+SCHEDULES = ("auto", "keep", "ring", "chunked", "fused", "wave_groups", "small_message")
+TRANSPORTS = ("auto", "p2p", "copy_engine", "sm_push", "nccl")
 PATTERNS = (
     "all_gather_matmul",
     "matmul_reduce_scatter",

@@ -64,6 +64,22 @@ def fused_pays(sizes: SiteSizes, machine: Machine) -> bool:
     return fused_seconds(sizes, machine) * margin < keep
 
 
+def chunked_seconds(sizes: SiteSizes, machine: Machine) -> float:
+    """Seconds of vendor matmuls on chunks beside transfers: the longer of both, the last chunk's transfer in sight, and a fixed cost a leg."""
+    matmul = matmul_seconds(sizes, machine)
+    wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
+    return max(matmul, wire) + machine.chunked_exposed * min(matmul, wire) + sizes.legs * machine.chunked_leg_seconds
+
+
+def chunked_pays(sizes: SiteSizes, machine: Machine) -> bool:
+    """As ``fused_pays``."""
+    if sizes.tiles < machine.fused_tiles:
+        return False
+    keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
+    margin = _MARGIN if sizes.world_size <= machine.chunked_ranks else _MARGIN_UNMEASURED
+    return chunked_seconds(sizes, machine) * margin < keep
+
+
 def small_message_seconds(sizes: SiteSizes, machine: Machine) -> float:
     """Seconds of the matmul and, behind it, a small all-reduce: in one shot (every shard to every peer) or in two, whichever sends for less time."""
     one_shot = sizes.bytes_sent * sizes.world_size / machine.push_bytes

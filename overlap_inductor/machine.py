@@ -18,6 +18,8 @@ class Machine:
         step_seconds: fixed cost of one hop of a ring.
         overlapped_efficiency: rate of chunk matmuls while transfers run beside them, relative to one whole matmul alone.
         fused_exposed: part of the wire time that a fused kernel of one leg, and of two, leaves in sight; fused_leg_seconds: its fixed cost a leg.
+        chunked_exposed: part of the shorter of matmul and wire that chunks leave in sight; chunked_leg_seconds: their fixed cost a leg; chunked_ranks: largest
+            group in which that was measured.
         push_bytes: B/s each way that SMs store to peers; push_seconds: fixed cost of a small all-reduce; push_leg_seconds: of its second leg.
         wave_efficiency: rate of matmul and collective beside each other in groups of waves; wave_groups: groups that a call is cut into.
         fused_ranks: largest group in which that was measured; fused_tiles: tiles from which on a fused kernel is worth a thought.
@@ -33,6 +35,9 @@ class Machine:
     fused_leg_seconds: float = 45e-6
     fused_ranks: int = 4
     fused_tiles: int = 200
+    chunked_exposed: float = 0.35
+    chunked_leg_seconds: float = 60e-6
+    chunked_ranks: int = 0
     push_bytes: float = 3e11
     push_seconds: float = 8e-6
     push_leg_seconds: float = 4e-6

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.lowerings import reference
+from overlap_inductor.lowerings.operands import left_operand
 from overlap_inductor.lowerings.ops import define
 from overlap_inductor.lowerings.small_plan import SmallParameters
 from overlap_inductor.lowerings.small_plan import needed
@@ -30,12 +31,6 @@ def _ready(lhs: torch.Tensor, rhs: torch.Tensor, settings: str, group: dist.Proc
     parameters = parameters_of(settings, *sizes)
     launch = workspace_of(group, lhs.device).launch(site, (rows, columns, lhs.dtype, settings), lambda: needed(parameters, *sizes))
     return None if launch is None else (launch, parameters)
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as a kernel needs it: contiguous at 16 bytes, by a copy where it is a slice that lies otherwise."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _matmul_all_reduce(
@@ -82,7 +77,7 @@ def _matmul_all_reduce_norm(
         return reference.rms_norm(residual_out, weight, eps), residual_out, token
     from overlap_inductor.lowerings import small_message
 
-    return *small_message.all_reduce_norm(reference.product(lhs, rhs, bias), _aligned(residual), _aligned(weight), eps, *ready), token
+    return *small_message.all_reduce_norm(reference.product(lhs, rhs, bias), left_operand(residual), left_operand(weight), eps, *ready), token
 
 
 def _matmul_all_reduce_norm_fake(

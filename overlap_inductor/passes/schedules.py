@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from overlap_inductor import cost_model
+from overlap_inductor.lowerings import chunked_plan
 from overlap_inductor.lowerings import fused_plan
 from overlap_inductor.lowerings import wave_plan
 from overlap_inductor.passes.one_op_site import OneOpSchedule
@@ -24,6 +25,18 @@ FUSED = OneOpSchedule(
     reach=lambda ranks, device: symmetric.why_no_symmetric_memory(ranks, device),
     needed=fused_plan.needed,
 )
+CHUNKED = OneOpSchedule(
+    name="chunked",
+    transports=("copy_engine", "sm_push"),
+    called="in chunks",
+    noun="schedule in chunks",
+    patterns=("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
+    plan=chunked_plan,
+    cost=cost_model.chunked_seconds,
+    pays=cost_model.chunked_pays,
+    reach=lambda ranks, device: symmetric.why_no_symmetric_memory(ranks, device),
+    needed=chunked_plan.needed,
+)
 WAVE_GROUPS = OneOpSchedule(
     name="wave_groups",
     transports=("nccl",),
@@ -40,7 +53,7 @@ WAVE_GROUPS = OneOpSchedule(
 
 SMALL_MESSAGE = SmallMessageSchedule()
 
-SCHEDULES: tuple[SiteSchedule, ...] = (RING, FUSED, WAVE_GROUPS, SMALL_MESSAGE)
+SCHEDULES: tuple[SiteSchedule, ...] = (RING, FUSED, CHUNKED, WAVE_GROUPS, SMALL_MESSAGE)
 
 
 def schedule_named(name: str) -> SiteSchedule:

@@ -155,9 +155,9 @@ def test_the_plan_asks_for_workspace() -> None:
             assert workspace_of(made.run(schedule="fused"), made) == {"0": [numbers]}
 
 
-def dynamic_site() -> HandGraph:
+def dynamic_site(rows: int = 48) -> HandGraph:
     made = HandGraph()
-    return made.output(made.reduce(made.mm(made.input(48, 8192, name="x", dtype=BF16, dynamic=[0]), operand(made, 8192, 4096))))
+    return made.output(made.reduce(made.mm(made.input(rows, 8192, name="x", dtype=BF16, dynamic=[0]), operand(made, 8192, 4096))))
 
 
 def test_a_dynamic_token_count_holds_workspace_up_to_the_planned_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_a_dynamic_token_count_holds_workspace_up_to_the_planned_maximum(monkeyp
     assert workspace_of(report, made) == {"0": [[2 * 2 * 512 * 4096 * 2, 2]]}
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
     with fake_group(2):
-        (site,) = dynamic_site().run(schedule="auto", transport="sm_push").sites
+        (site,) = dynamic_site(8192).run(schedule="auto", transport="sm_push").sites
     keep, fused = site.decision.plan
     threshold = json.loads(fused.parameters["settings"])["min_rows"]
     assert (keep.schedule, fused.schedule, keep.tokens, fused.tokens) == ("keep", "fused", (0, threshold - 1), (threshold, None)) and 1 < threshold < 16384
