@@ -1,4 +1,4 @@
-"""Schedule ``fused`` from the model to the kernels: the rewritten graph between processes, its kernels in Triton's interpreter."""
+"""Schedules ``fused`` and ``chunked`` from the model to the kernels: the rewritten graph between processes, its kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
     }
 
 
-def _check(rank: int, world_size: int, folder: str, names: list[str] | None) -> list[str]:
+def _check(rank: int, world_size: int, folder: str, names: list[str] | None, schedule: str = "fused") -> list[str]:
     """Problems found on this rank."""
     use_shared_memory(folder)
     problems = []
-    config = OverlapConfig(schedule="fused", mode="strict")
+    config = OverlapConfig(schedule=schedule, mode="strict")
     for name in names or cases(world_size):
         torch._dynamo.reset()
         function, shapes, expected = cases(world_size)[name]
@@ -86,7 +86,7 @@ def _check(rank: int, world_size: int, folder: str, names: list[str] | None) -> 
                 if f.dtype != torch.float16 or f.shape != e.shape or not torch.allclose(f.double(), e, rtol=2e-2, atol=5e-2):
                     problems.append(f"{name} call {call}: {tuple(f.shape)} off by {(f.double() - e).abs().max():.3g}")
         schedules = [p.schedule for r in reports for s in r.sites for p in s.decision.plan]
-        if schedules != ["fused"] * expected:
+        if schedules != [schedule] * expected:
             problems.append(f"{name}: {schedules}, {[s.decision.reasons for r in reports for s in r.sites]}")
     return problems
 
@@ -128,4 +128,10 @@ def test_every_pattern_agrees_with_fp64(tmp_path: Path) -> None:
 def test_three_ranks(tmp_path: Path) -> None:
     names = ["gather rows, two matmuls, one with bias, gathered used", "scatter uneven rows", "all-reduce"]
     for rank, problems in enumerate(run_ranks(3, _check, str(tmp_path), names, timeout=400)):
+        assert not problems, f"rank {rank}: {problems}"
+
+
+def test_schedule_chunked(tmp_path: Path) -> None:
+    """The same sites, by another schedule of one op a site."""
+    for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), None, "chunked", timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
