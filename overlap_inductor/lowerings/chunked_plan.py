@@ -47,7 +47,8 @@ class ChunkedParameters:
 
 def settings_for(pattern: str, world_size: int, shard_bytes: int, transport: str = "auto") -> dict[str, Any]:
     """The parameters of a site for the plan; ``shard_bytes``: of what goes to one peer. ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
-    chunks = min(3, world_size - 1) if world_size > 2 else 2
+    # (On 2 GPUs one further matmul is the best: the own one hides the whole transfer.)
+    chunks = min(3, world_size - 1)
     bands = 4 if pattern == "matmul_all_reduce" else 1
     if bands > 1:
         chunks = 0
