@@ -17,9 +17,9 @@ from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
 
 
-@triton.jit(do_not_specialize=["rank", "index", "signals"])
+@triton.jit(do_not_specialize=["rank", "index", "signals", "vectors", "gathered"])
 def sum_partials(
-    own, out, staging, peer_data, peer_flags, queues, calls, rank, index, signals, elements, gathered, scale,
+    own, out, staging, peer_data, peer_flags, queues, calls, rank, index, signals, vectors, gathered, scale,
     WORLD: tl.constexpr, VECTOR: tl.constexpr, BROADCAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``out = scale * (own + sum of staging[source] over all other sources)``, in fp32, rounded once. Grid: any number of blocks.
@@ -27,23 +27,23 @@ def sum_partials(
     Sources are added in the order ``rank + 1, rank + 2, ...``, so that a rank's result is the same in every run.
 
     Args:
-        own, out: ``[elements]`` of one dtype, ``elements`` a multiple of ``VECTOR`` (16 bytes); staging: ``[WORLD, elements]``; all at 16 bytes.
-        BROADCAST: ``out`` goes to element ``gathered + rank * elements`` of every peer's workspace too, and flag ``index`` is set there. ``queues``: word 0
+        own, out: ``[vectors * VECTOR]`` elements of one dtype, a vector being 16 bytes; staging: ``[WORLD, vectors * VECTOR]``; all at 16 bytes.
+        BROADCAST: ``out`` goes to vector ``gathered + rank * vectors`` of every peer's workspace too, and flag ``index`` is set there. ``queues``: word 0
             counts the blocks that are done; zero before and after.
     """
+    elements = vectors * VECTOR
     for start in range(tl.program_id(0) * BLOCK, elements, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < elements
         total = tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
         for step in tl.static_range(1, WORLD):
-            skipped = tl.multiple_of(tl.cast((rank + step) % WORLD, tl.int64) * elements, VECTOR)
+            skipped = tl.cast((rank + step) % WORLD, tl.int64) * vectors * VECTOR
             total += tl.load(staging + skipped + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         result = (total * scale).to(out.dtype.element_ty)
         tl.store(out + at, result, mask=inside)
         if BROADCAST:
             for step in tl.static_range(1, WORLD):
-                to = tl.multiple_of(tl.load(peer_data + (rank + step) % WORLD).to(out.dtype), 16)
-                to += tl.multiple_of(tl.cast(rank, tl.int64) * elements + gathered, VECTOR)
+                to = tl.multiple_of(tl.load(peer_data + (rank + step) % WORLD).to(out.dtype), 16) + (tl.cast(rank, tl.int64) * vectors + gathered) * VECTOR
                 tl.store(to + at, result, mask=inside)
     if BROADCAST:
         tl.debug_barrier()
@@ -54,18 +54,19 @@ def sum_partials(
                 set_flag(signal_flag(flag, rank, index, signals, WORLD), tl.load(calls) + 1)
 
 
-@triton.jit(do_not_specialize=["rank", "site", "index", "signals"])
+@triton.jit(do_not_specialize=["rank", "site", "index", "signals", "vectors"])
 def receive_rows(
-    out, finished, flags, calls, stop, patience, site, rank, index, signals, elements,
+    out, finished, flags, calls, stop, patience, site, rank, index, signals, vectors,
     WORLD: tl.constexpr, STRIPES: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy every peer's finished shard from ``finished [WORLD, elements]`` in the workspace to ``out``, likewise, when it has come. Grid: ``(WORLD - 1) * STRIPES``.
+    """Copy every peer's finished shard from ``finished [WORLD, vectors * VECTOR]`` in the workspace to ``out``, likewise, when it has come. Grid: ``(WORLD - 1) * STRIPES``.
 
     Stripes of one shard lie in turn, and so do shards: ``rank + 1`` first, which no other rank begins with.
     """
     source = (rank + 1 + tl.program_id(0) % (WORLD - 1)) % WORLD
     wait_at_least(signal_flag(flags, source, index, signals, WORLD), tl.load(calls) + 1, stop, patience, site * WAIT_KINDS + WAIT_RESULT, source)
-    skipped = tl.multiple_of(tl.cast(source, tl.int64) * elements, VECTOR)
+    elements = vectors * VECTOR
+    skipped = tl.cast(source, tl.int64) * vectors * VECTOR
     for start in range(tl.program_id(0) // (WORLD - 1) * BLOCK, elements, STRIPES * BLOCK):
         at = start + tl.arange(0, BLOCK)
         tl.store(out + skipped + at, tl.load(finished + skipped + at, mask=at < elements, cache_modifier=".cg"), mask=at < elements)

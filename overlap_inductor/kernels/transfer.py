@@ -67,9 +67,9 @@ def give_signals(peer_flags, calls, rank, index, first, signals, WORLD: tl.const
     set_flag(signal_flag(flag, rank, index + part % PARTS, signals, WORLD), tl.load(calls) + 1)
 
 
-@triton.jit(do_not_specialize=["rank", "index", "first", "count", "signals"])
+@triton.jit(do_not_specialize=["rank", "index", "first", "count", "signals", "shard_vectors", "part_vectors", "origin", "base"])
 def push_parts(
-    source, peer_data, peer_flags, queues, calls, rank, index, first, count, signals, shard_words, part_words, origin, base,
+    source, peer_data, peer_flags, queues, calls, rank, index, first, count, signals, shard_vectors, part_vectors, origin, base,
     WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, DIRECTION: tl.constexpr, SCATTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store parts ``first .. first + count - 1`` into the peers' workspace, one after the other, and signal each when it is there. Grid: any number of blocks.
@@ -78,13 +78,16 @@ def push_parts(
     all blocks work at one part and it is there soon; pieces fall to blocks in turn, and no block waits for anything.
 
     Args:
-        source: any 16-byte aligned tensor, read as int32 words: from word ``origin`` on the shard that goes to every rank, or with ``SCATTERED`` a shard for
+        source: any 16-byte aligned tensor, read as int32 words: from ``origin`` on the shard that goes to every rank, or with ``SCATTERED`` a shard for
             each rank, in the order of ranks.
-        shard_words, part_words, origin, base: int32 words, multiples of four. The shard goes to word ``base + rank * shard_words`` of the receiver's workspace.
+        shard_vectors, part_vectors, origin, base: in vectors of 16 bytes. The shard goes to ``base + rank * shard_vectors`` of the receiver's workspace.
         queues: words ``QUEUE_WORDS + peer * signals + index + part`` count pieces that are stored; zero before and after.
     """
     call = tl.load(calls)
     words = source.to(tl.pointer_type(tl.int32), bitcast=True)
+    # (Products of four: so it is known that masks end between vectors.)
+    shard_words = shard_vectors * 4
+    part_words = part_vectors * 4
     size = tl.cdiv(tl.cdiv(part_words, PIECES), BLOCK) * BLOCK
     for turn in range(tl.program_id(0), count * PIECES, tl.num_programs(0)):
         number = first + turn // PIECES
@@ -92,10 +95,8 @@ def push_parts(
         peer = _peer(rank, DIRECTION * (number // PARTS + 1), WORLD)
         begin = part * part_words + (turn % PIECES) * size
         end = tl.minimum(begin + size, tl.minimum((part + 1) * part_words, shard_words))
-        skipped = tl.cast(origin, tl.int64) + (tl.cast(peer, tl.int64) * shard_words if SCATTERED else 0)
-        start = words + tl.multiple_of(skipped, 4)
-        to = tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16)
-        to += tl.multiple_of(tl.cast(rank, tl.int64) * shard_words + base, 4)
+        start = words + (tl.cast(origin, tl.int64) + (tl.cast(peer, tl.int64) * shard_vectors if SCATTERED else 0)) * 4
+        to = tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16) + (tl.cast(rank, tl.int64) * shard_vectors + base) * 4
         for chunk in range(begin, end, BLOCK):
             at = chunk + tl.arange(0, BLOCK)
             tl.store(to + at, tl.load(start + at, mask=at < end), mask=at < end)

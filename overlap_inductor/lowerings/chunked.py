@@ -98,7 +98,8 @@ def all_gather_matmul(
     call = launch.prepared.get(key)
     if call is None:
         _check(shard, matmuls, "all_gather_matmul", rows, launch, parameters)
-        call = launch.prepared[key] = _prepare_gather(shard, launch, parameters)
+        call = _prepare_gather(shard, launch, chunked_plan.fitted("all_gather_matmul", launch.world_size, shard.nbytes, parameters))
+        launch.remember(key, call)
     if not shard.is_contiguous() or shard.data_ptr() % 16:
         raise UnsupportedError(f"the shard of shape {list(shard.shape)}, strides {list(shard.stride())} is not contiguous at 16 bytes")
     credits, end, side = credit_kernel(launch), end_kernel(launch), side_stream(shard.device)
@@ -186,16 +187,22 @@ def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch,
     columns, dtype = matmul.b.shape[1], matmul.dtype(a)
     key = ("chunked", pattern, a.shape, a.dtype, columns, dtype, parameters, average)
     bands = launch.prepared.get(key)
-    product = a.new_empty(a.shape[0], columns, dtype=dtype)
-    out = a.new_empty(a.shape[0] if pattern == "matmul_all_reduce" else a.shape[0] // launch.world_size, columns, dtype=dtype)
+    all_rows, shard_rows = a.shape[0], -(-a.shape[0] // launch.world_size)
+    reduces_all = pattern == "matmul_all_reduce"
+    # Where the rows of an all-reduce do not fall into equal shards, the last ones are of rows that nobody multiplies, sums of whatever lies there.
+    product = a.new_empty(shard_rows * launch.world_size, columns, dtype=dtype)
+    out = a.new_empty(len(product) if reduces_all else shard_rows, columns, dtype=dtype)
     if bands is None:
-        bands = launch.prepared[key] = _prepare_reduce(pattern, a, matmul, product, out, launch, parameters, average)
+        bands = _prepare_reduce(pattern, a, matmul, product, out, launch, parameters, average)
+        launch.remember(key, bands)
     credits, end, side = credit_kernel(launch), end_kernel(launch), side_stream(a.device)
     with side:
         credits()
 
     def multiply(start: int, stop: int) -> None:
-        matmul(a[start:stop], start, stop, product)
+        stop = min(stop, all_rows)
+        if start < stop:
+            matmul(a[start:stop], start, stop, product)
 
     try:
         for i in range(len(bands) + 2):
@@ -219,27 +226,27 @@ def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch,
     finally:
         side.join()
         end()
-    return out
+    return out[:all_rows] if reduces_all else out
 
 
 def _prepare_reduce(
     pattern: str, a: torch.Tensor, matmul: VendorMatmul, product: torch.Tensor, out: torch.Tensor, launch: Launch, p: ChunkedParameters, average: bool
 ) -> list[_Band]:
-    world_size, all_rows = launch.world_size, a.shape[0]
-    if all_rows % world_size:
-        raise UnsupportedError(f"{all_rows} rows do not fall into {world_size} equal shards")
-    rows = all_rows // world_size
-    _check(a, [matmul], pattern, rows, launch, p)
+    world_size, rows = launch.world_size, len(product) // launch.world_size
     reduces_all = pattern == "matmul_all_reduce"
+    if len(a) % world_size and not reduces_all:
+        raise UnsupportedError(f"{len(a)} rows do not fall into {world_size} equal shards")
+    _check(a, [matmul], pattern, rows, launch, p)
+    p = chunked_plan.fitted(pattern, world_size, rows * out.shape[1] * out.element_size(), p)
     bands = chunked_plan.bands_of(rows, p) if reduces_all else [(0, rows)]
     made: list[_Band] = []
-    index, last_index = 0, chunked_plan.signals_of(pattern, world_size, rows, p) - len(bands)
+    index, results = 0, chunked_plan.result_signals(world_size, p)
     for number, (start, size) in enumerate(bands):
         last = reduces_all and number + 1 == len(bands)
         part_rows = chunked_plan.part_rows_of(size, world_size, p)
         transfer = Transfer(size, out.shape[1], part_rows, True, world_size * start, world_size * start, index)
         index += transfer.parts
-        made.append(_prepare_band(product, out, launch, p, transfer, average, last_index + number if reduces_all else None, last))
+        made.append(_prepare_band(product, out, launch, p, transfer, average, results + number if reduces_all else None, last))
     return made
 
 
@@ -248,7 +255,9 @@ def _prepare_band(
 ) -> _Band:
     """``result_index``: flag of the all-reduce's second leg, whose rows lie behind those of the first in the workspace; ``last``: of its bands."""
     world_size, rank, slot, rows, width = launch.world_size, launch.rank, launch.slot, transfer.rows, transfer.width
-    transport, first_row, all_rows, elements = _transport(p), transfer.origin, len(product), rows * width
+    transport, first_row, all_rows = _transport(p), transfer.origin, len(product)
+    vector = 16 // out.element_size()
+    row_vectors = width // vector
     workspace = slot.data.local.view(out.dtype)
     bounds = chunked_plan.chunk_bounds(transfer.parts, world_size, p)
     chunks: list[tuple[list[Range], Send]] = []
@@ -258,23 +267,23 @@ def _prepare_band(
         chunks.append(([(first_row + start, first_row + stop) for start, stop in ranges], send))
     own = first_row + rank * rows, first_row + (rank + 1) * rows
     finished = own if result_index is not None else (0, rows)
-    behind = (all_rows + first_row) * width
+    behind = all_rows + first_row
     fixed = (
-        workspace[first_row * width :], slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, rank, result_index or 0, slot.signals, elements, behind,
-        1.0 / world_size if average else 1.0, world_size, 16 // out.element_size(), last, BLOCK,
+        workspace[first_row * width :], slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, rank, result_index or 0, slot.signals, rows * row_vectors, behind * row_vectors,
+        1.0 / world_size if average else 1.0, world_size, vector, last, BLOCK,
     )  # fmt: skip
     add = PreparedKernel(sum_partials, p.sms * BLOCKS_AN_SM, (product[slice(*own)], out[slice(*finished)]), fixed, num_warps=8)
     wait = _wait(launch, transfer, 0, transfer.parts * (world_size - 1), WAIT_PARTIALS)
     everyone = first_row, first_row + world_size * rows
     if result_index is None:
         return _Band(chunks, own, p.chunks > 0, finished, everyone, wait, add, None, None)
-    back = Transfer(rows, width, rows, False, own[0], all_rows + first_row, result_index)
+    back = Transfer(rows, width, rows, False, own[0], behind, result_index)
     hand_round = None if last else transport.prepare(launch, back, [0, world_size - 1], out)
     stripes = max(1, p.sms // (world_size - 1))
     receive = PreparedKernel(
         receive_rows, stripes * (world_size - 1), (out[slice(*everyone)],),
-        (workspace[behind:], slot.flags.local, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, rank, result_index, slot.signals, elements,
-         world_size, stripes, 16 // out.element_size(), BLOCK),
+        (workspace[behind * width :], slot.flags.local, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, rank, result_index, slot.signals, rows * row_vectors,
+         world_size, stripes, vector, BLOCK),
         num_warps=8,
     )  # fmt: skip
     return _Band(chunks, own, p.chunks > 0, finished, everyone, wait, add, hand_round, receive)

@@ -102,7 +102,7 @@ def _define_reduction(pattern: str) -> None:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         group, token = resolve_group(group_name), chain.new_empty(1)
         matmul = VendorMatmul(rhs, bias, Scales(scale_a, scale_b, dtype, fast))
-        found = ready(chunked_plan, pattern, lhs.shape[0] // group.size(), lhs, rhs, dtype, group, site, settings)
+        found = ready(chunked_plan, pattern, -(-lhs.shape[0] // group.size()), lhs, rhs, dtype, group, site, settings)
         if found is None:
             product = _whole(matmul, lhs)
             dist.all_reduce(product, group=group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from types import TracebackType
 
 import torch
@@ -36,14 +37,8 @@ class SideStream:
         torch.cuda.current_stream(self._stream.device).wait_event(self._done)
 
 
-class InOrder:
+class InOrder(nullcontext[None]):
     """Where there are no streams (kernels are interpreted): one thing after the other."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        return None
 
     def join(self) -> None:
         return None

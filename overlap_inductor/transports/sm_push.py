@@ -25,10 +25,10 @@ class SmPush:
 
     def prepare(self, launch: Launch, transfer: Transfer, bounds: Sequence[int], source: torch.Tensor) -> Send:
         """As ``Transport.prepare``; receivers are told after each part. Rows are whole 16-byte words."""
-        slot, row_words = launch.slot, transfer.width * source.element_size() // 4
+        slot, row_vectors = launch.slot, transfer.width * source.element_size() // 16
         fixed = (
             slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, launch.rank, transfer.index, bounds[0], bounds[-1] - bounds[0], slot.signals,
-            transfer.rows * row_words, transfer.part_rows * row_words, transfer.origin * row_words, transfer.base * row_words,
+            transfer.rows * row_vectors, transfer.part_rows * row_vectors, transfer.origin * row_vectors, transfer.base * row_vectors,
             launch.world_size, transfer.parts, self.blocks, transfer.direction, transfer.scattered, COPY_WORDS,
         )  # fmt: skip
         return PreparedKernel(push_parts, self.blocks, (source,), fixed, num_warps=8)

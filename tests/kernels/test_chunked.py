@@ -21,12 +21,12 @@ from tests.kernels.ranks import shared
 
 CALLS = 3
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
-SMALL = ChunkedParameters(sms=2, grain=8, pushers=2)
+SMALL = ChunkedParameters(2, "copy_engine", 1, grain=8, pushers=2)
 
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` of a shard. Each call has one chunk more than the one before, in the same slot: what flags count must not rest on the site."""
+    """``rows`` of a shard, and ``missing`` ones at the end of an all-reduce. Each call has one chunk more than the one before, in the same slot: what flags count must not rest on the site."""
 
     pattern: str
     world_size: int
@@ -37,6 +37,7 @@ class Case:
     average: bool = False
     bias: bool = False
     two: bool = False
+    missing: int = 0
 
     def at(self, call: int) -> ChunkedParameters:
         return replace(self.parameters, chunks=self.parameters.chunks + call)
@@ -54,6 +55,8 @@ CASES = {
     "all-reduce": Case(REDUCE, 2, 16, SMALL),
     "all-reduce, bands in one matmul each": Case(REDUCE, 3, 40, replace(SMALL, chunks=0, bands=3), bias=True),
     "all-reduce, bands, pushed": Case(REDUCE, 3, 40, replace(SMALL, chunks=2, bands=4, transport="sm_push")),
+    "all-reduce of uneven rows": Case(REDUCE, 3, 16, replace(SMALL, chunks=0, bands=2, transport="auto"), missing=2),
+    "all-reduce of fewer rows than ranks": Case(REDUCE, 3, 1, replace(SMALL, bands=0), missing=1),
     "all-reduce an average, two bands": Case(REDUCE, 2, 24, replace(SMALL, chunks=1, bands=2), average=True),
 }
 
@@ -80,7 +83,7 @@ def _rank(rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tenso
 def test_agrees_with_fp64(name: str) -> None:
     case = CASES[name]
     w, gathers = case.world_size, case.pattern == GATHER
-    all_rows = w * case.rows
+    all_rows = w * case.rows - case.missing
     generator = torch.Generator().manual_seed(1)
     a = torch.randn(CALLS, w, case.rows if gathers else all_rows, case.inner, generator=generator).half().share_memory_()
     b = torch.randn(w, case.columns, case.inner, generator=generator).half().share_memory_()

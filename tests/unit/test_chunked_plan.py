@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
 
 import pytest
 
@@ -63,21 +62,38 @@ def test_what_a_chunk_waits_for_is_what_it_reads(world_size: int, rows: int, chu
 def test_bands_have_signals_of_their_own() -> None:
     p = ChunkedParameters(132, chunks=3, bands=3, grain=8)
     assert chunked_plan.bands_of(40, p) == [(0, 16), (16, 16), (32, 8)]
-    assert chunked_plan.needed("matmul_all_reduce", 2, 40, 64, 32, 2, p) == (2 * 2 * 40 * 32 * 2, 2 + 2 + 1 + 3)
+    assert chunked_plan.needed("matmul_all_reduce", 2, 40, 64, 32, 2, p) == (2 * 2 * 40 * 32 * 2, 3 * 3 + 3)
     assert chunked_plan.needed("matmul_reduce_scatter", 8, 40, 64, 32, 2, p) == (8 * 40 * 32 * 2, 1)
     assert chunked_plan.needed("all_gather_matmul", 2, 40, 64, 32, 2, p) == (2 * 40 * 64 * 2, 3)
 
 
-def test_small_pieces_are_pushed() -> None:
-    chosen = Counter(chunked_plan.settings_for("all_gather_matmul", 8, mb << 20)["transport"] for mb in (1, 2, 4, 16))
-    assert chosen == {"sm_push": 2, "copy_engine": 2}
-    assert chunked_plan.settings_for("all_gather_matmul", 8, 1 << 20, "copy_engine")["transport"] == "copy_engine"
-    for pattern, w in itertools.product(("all_gather_matmul", "matmul_all_reduce"), (2, 8)):
-        chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for(pattern, w, 1 << 20)), 132)
+@pytest.mark.parametrize("pattern", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_what_is_planned_for_the_most_rows_serves_fewer(pattern: str, world_size: int) -> None:
+    """Each size decides for itself in how many parts and bands it goes."""
+    p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for(pattern, "auto")), 132)
+    nbytes, signals = chunked_plan.needed(pattern, world_size, 5000, 4096, 8192, 2, p)
+    for rows in (1, 100, 129, 300, 1000, 2000, 5000):
+        chosen = chunked_plan.fitted(pattern, world_size, rows * 8192 * 2, p)
+        bands = chunked_plan.bands_of(rows, chosen)
+        parts = sum(-(-size // chunked_plan.part_rows_of(size, world_size, chosen)) for _, size in bands)
+        used = chunked_plan.result_signals(world_size, chosen) + len(bands) if pattern == "matmul_all_reduce" else parts
+        assert used <= signals and parts <= chunked_plan.result_signals(world_size, chosen)
+        assert chunked_plan.needed(pattern, world_size, rows, 4096, 8192, 2, p)[0] <= nbytes
+
+
+def test_small_pieces_are_pushed_and_bands_stay_large() -> None:
+    p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("matmul_all_reduce", "auto")), 132)
+    chosen = [chunked_plan.fitted("all_gather_matmul", 8, mb << 20, p).transport for mb in (1, 3, 4, 16)]
+    assert chosen == ["sm_push", "sm_push", "copy_engine", "copy_engine"]
+    bands = [chunked_plan.fitted("matmul_all_reduce", 8, mb << 20, p) for mb in (1, 4, 64)]
+    assert [(b.bands, b.chunks, b.transport) for b in bands] == [(1, 3, "sm_push"), (2, 0, "sm_push"), (4, 0, "copy_engine")]
+    forced = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("all_gather_matmul", "copy_engine")), 132)
+    assert chunked_plan.fitted("all_gather_matmul", 8, 1 << 20, forced).transport == "copy_engine"
 
 
 def test_a_bad_parameter_is_named() -> None:
-    with pytest.raises(ValueError, match=r"bands=0 \(at least 1\)"):
-        ChunkedParameters(132, bands=0)
+    with pytest.raises(ValueError, match=r"chunks=-1 \(at least 0\)"):
+        ChunkedParameters(132, chunks=-1)
     with pytest.raises(ValueError, match="transport='nccl'"):
         ChunkedParameters(132, "nccl")

@@ -16,12 +16,6 @@ from triton.compiler import ASTSource
 from overlap_inductor.kernels import signals
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul
 from overlap_inductor.kernels.matmul_reduce import matmul_reduce
-from overlap_inductor.kernels.partial_sums import receive_rows
-from overlap_inductor.kernels.partial_sums import sum_partials
-from overlap_inductor.kernels.transfer import give_signals
-from overlap_inductor.kernels.transfer import push_parts
-from overlap_inductor.kernels.transfer import wait_for_credits
-from overlap_inductor.kernels.transfer import wait_for_parts
 from overlap_inductor.kernels.wave_groups import matmul_in_groups
 from overlap_inductor.kernels.wave_groups import wait_for_group
 
@@ -62,21 +56,20 @@ def _unspecialised(kernel: Any) -> set[int]:
     return {p.num for p in kernel.params if p.do_not_specialize}
 
 
-def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int], folder: Path, stages: int = 3, warps: int = 8, given: dict[str, str] | None = None) -> tuple[str, str, int]:
+def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int], folder: Path, stages: int = 3, given: dict[str, str] | None = None) -> tuple[str, str, int]:
     """``(PTX, machine code, bytes of shared memory)`` of a kernel on bf16, for Hopper."""
     block_m, block_n, block_k = tile
-    if "GROUP_M" in kernel.arg_names:
-        constants = {**constants, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8}
+    constants = {**constants, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8}
     left, right = f"tensordesc<bf16[{block_m}, {block_k}]>", f"tensordesc<bf16[{block_n}, {block_k}]>"
-    types = {"own_desc": left, "gathered_desc": left, "a_desc": left, "b_desc": right, "c_desc": f"tensordesc<bf16[{block_m}, {block_n // 2 if constants.get('HALVES') else block_n}]>", "patience": "i64", "scale": "fp32"}
-    types |= dict.fromkeys(("a", "c", "out", "bias", "staging", "source", "own", "finished"), "*bf16") | dict.fromkeys(("peer_data", "peer_flags"), "*i64")
-    types |= dict.fromkeys(("words", "flags", "queues", "calls", "stop", "partition", "counters", "queue"), "*i32")
+    types = {"own_desc": left, "gathered_desc": left, "a_desc": left, "b_desc": right, "c_desc": f"tensordesc<bf16[{block_m}, {block_n // 2 if constants['HALVES'] else block_n}]>", "patience": "i64", "scale": "fp32"}
+    types |= dict.fromkeys(("a", "c", "out", "bias", "staging"), "*bf16") | dict.fromkeys(("peer_data", "peer_flags"), "*i64")
+    types |= dict.fromkeys(("flags", "queues", "calls", "stop", "partition", "counters", "queue"), "*i32")
     types |= given or {}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if i not in _unspecialised(kernel) and signature[name][0] in "*i"}
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, divisible)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": stages})
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     tool = triton.knobs.nvidia.nvdisasm.path
@@ -110,7 +103,7 @@ def test_a_matmul_in_groups_stores_in_bulk_and_counts_behind_a_fence(transposed:
     """The parameters that are planned. A block counts when its bulk stores are done, by one thread's release behind a barrier."""
     right = f"tensordesc<bf16[{'256, 64' if transposed else '64, 256'}]>"
     constants = {"BATCH": 8, "THREADS": 256, "HALVES": True, "TRANSPOSED": transposed, "BIAS": True, **shards}
-    text, machine, shared = _assembled(matmul_in_groups, constants, (128, 256, 64), tmp_path, 4, given={"b_desc": right})
+    text, machine, shared = _assembled(matmul_in_groups, constants, (128, 256, 64), tmp_path, 4, {"b_desc": right})
     assert "wgmma.mma_async" in text and "cp.async.bulk.tensor.2d.global.shared" in text and shared <= 227 * 1024 and "ld.volatile" not in text
     (count,) = re.finditer(r"red\.release\.sys\.global\.add\.s32(?=[^\n]*, %r)", text)
     before = re.findall(r"bar\.sync|fence\.proxy\.async\.global|cp\.async\.bulk\.wait_group 0|cp\.async\.bulk\.tensor\.2d\.global\.shared", text[: count.start()])
@@ -129,38 +122,3 @@ def test_a_waiting_kernel_fits_beside_a_matmul() -> None:
     assert compiled.metadata.shared == 0
     events = re.findall(r"ld\.acquire\.sys|bar\.(?:sync|warp\.sync)|st\.global\.b32", text)
     assert events[0] == "ld.acquire.sys" and events[-1] == "st.global.b32" and "bar" in events[-2], events
-
-
-PARTS_OF_8 = {"WORLD": 8, "PARTS": 3, "DIRECTION": -1}
-
-
-@pytest.mark.parametrize(
-    ("kernel", "constants", "wide"),
-    [
-        pytest.param(push_parts, {**PARTS_OF_8, "PIECES": 16, "SCATTERED": True, "BLOCK": 8192}, 8, id="push_parts"),
-        pytest.param(sum_partials, {"WORLD": 8, "VECTOR": 8, "BROADCAST": True, "BLOCK": 2048}, 8, id="sum_partials"),
-        pytest.param(receive_rows, {"WORLD": 8, "STRIPES": 18, "VECTOR": 8, "BLOCK": 2048}, 1, id="receive_rows"),
-    ],
-)
-def test_rows_move_by_wide_loads_and_stores(kernel: Any, constants: dict[str, Any], wide: int, tmp_path: Path) -> None:
-    """16 bytes a thread, whatever rank and offsets are. ``wide``: such stores at least."""
-    text, machine, _ = _assembled(kernel, constants, (0, 0, 0), tmp_path)
-    data = re.findall(r"(?:ld|st)\.global\S*(?:\.L1::\S+)?\.(v\d)\.b?[usb]?32", text)
-    assert text.count("st.global.v4.b32") >= wide and set(data) == {"v4"}
-    assert "LDL" not in machine and "ld.volatile" not in text
-
-
-@pytest.mark.parametrize(
-    ("kernel", "constants"),
-    [
-        pytest.param(wait_for_credits, {"WORLD": 8}, id="wait_for_credits"),
-        pytest.param(wait_for_parts, {**PARTS_OF_8, "KIND": 2}, id="wait_for_parts"),
-        pytest.param(give_signals, PARTS_OF_8, id="give_signals"),
-    ],
-)
-def test_what_waits_and_signals_is_small(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
-    """A block that waits beside a matmul takes no shared memory; a flag is written and read at system scope."""
-    text, _, shared = _assembled(kernel, constants, (0, 0, 0), tmp_path, warps=1)
-    assert shared == 0
-    gives = kernel is give_signals
-    assert ("ld.acquire.sys" in text, "st.release.sys.global.s32 [%rd" in text) == (not gives, gives) and "ld.volatile" not in text
