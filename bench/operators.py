@@ -37,7 +37,7 @@ def chunked_variants(pattern: str, sms: int, world_size: int) -> Variants:
     for transport in ("copy_engine", "sm_push"):
         if pattern == "matmul_all_reduce":
             for bands, count in ((1, 2), (1, world_size - 1), (2, 0), (2, 2), (4, 0), (8, 0)):
-                found[f"chunked {transport} bands{bands} c{count}"] = ChunkedParameters(sms, transport, count, bands)
+                found[f"chunked {transport} bands{bands} c{count}"] = ChunkedParameters(sms, transport, count, bands=bands)
             continue
         for count in chunks:
             found[f"chunked {transport} c{count}"] = ChunkedParameters(sms, transport, count)

@@ -65,15 +65,18 @@ def fused_pays(sizes: SiteSizes, machine: Machine) -> bool:
 
 
 def chunked_seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of vendor matmuls on chunks beside transfers: the longer of both, the last chunk's transfer in sight, and a fixed cost a leg."""
+    """Seconds of vendor matmuls on chunks beside transfers: the longer of both, what the own rows' matmul does not hide of the first chunk's transfer, a part of
+    the rest, and a fixed cost a leg."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
-    return max(matmul, wire) + machine.chunked_exposed * min(matmul, wire) + sizes.legs * machine.chunked_leg_seconds
+    first = wire / min(3, sizes.world_size - 1) - matmul / sizes.world_size
+    exposed = max(0.0, first) + machine.chunked_exposed[sizes.legs - 1] * min(matmul, wire)
+    return max(matmul, wire) + exposed + sizes.legs * machine.chunked_leg_seconds
 
 
 def chunked_pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """As ``fused_pays``."""
-    if sizes.tiles < machine.fused_tiles:
+    """As ``fused_pays``; and the matmul is long enough for the host to launch what a call takes."""
+    if sizes.tiles < machine.fused_tiles or matmul_seconds(sizes, machine) < machine.chunked_host_seconds:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
     margin = _MARGIN if sizes.world_size <= machine.chunked_ranks else _MARGIN_UNMEASURED

@@ -18,8 +18,8 @@ class Machine:
         step_seconds: fixed cost of one hop of a ring.
         overlapped_efficiency: rate of chunk matmuls while transfers run beside them, relative to one whole matmul alone.
         fused_exposed: part of the wire time that a fused kernel of one leg, and of two, leaves in sight; fused_leg_seconds: its fixed cost a leg.
-        chunked_exposed: part of the shorter of matmul and wire that chunks leave in sight; chunked_leg_seconds: their fixed cost a leg; chunked_ranks: largest
-            group in which that was measured.
+        chunked_exposed, chunked_leg_seconds, chunked_ranks: the same of vendor matmuls on chunks; chunked_host_seconds: matmuls shorter than this leave the
+            host no time for their launches.
         push_bytes: B/s each way that SMs store to peers; push_seconds: fixed cost of a small all-reduce; push_leg_seconds: of its second leg.
         wave_efficiency: rate of matmul and collective beside each other in groups of waves; wave_groups: groups that a call is cut into.
         fused_ranks: largest group in which that was measured; fused_tiles: tiles from which on a fused kernel is worth a thought.
@@ -35,9 +35,10 @@ class Machine:
     fused_leg_seconds: float = 45e-6
     fused_ranks: int = 4
     fused_tiles: int = 200
-    chunked_exposed: float = 0.35
-    chunked_leg_seconds: float = 60e-6
-    chunked_ranks: int = 0
+    chunked_exposed: tuple[float, float] = (0.12, 0.6)
+    chunked_leg_seconds: float = 15e-6
+    chunked_host_seconds: float = 400e-6
+    chunked_ranks: int = 2
     push_bytes: float = 3e11
     push_seconds: float = 8e-6
     push_leg_seconds: float = 4e-6
@@ -48,6 +49,7 @@ class Machine:
 _MACHINES = {
     "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93),
     # Fused kernels: llama3-70b MLP on 4 H200s, 1024 to 16384 tokens (bench/results/fused.jsonl).
+    # Chunks: llama3-70b MLP, 4096 tokens on 2 H200s (bench/results/operators.jsonl).
     # Small messages: 4 to 11 us at 1 to 128 rows of 8192 on 2 H200s (bench/results/small_message.jsonl).
     # One H200: dense bf16 780 TFLOP/s in large matmuls; NCCL send and receive about 300 GB/s each way on NVLink. NCCL's kernels take
     # SMs and memory bandwidth from the matmuls beside them: 0.75 is what the ring reached on 4 H200s (bench/results/ring_nccl.jsonl).

@@ -98,7 +98,7 @@ def all_gather_matmul(
     call = launch.prepared.get(key)
     if call is None:
         _check(shard, matmuls, "all_gather_matmul", rows, launch, parameters)
-        call = _prepare_gather(shard, launch, parameters)
+        call = _prepare_gather(shard, launch, chunked_plan.fitted("all_gather_matmul", launch.world_size, shard.nbytes, parameters))
         launch.remember(key, call)
     if not shard.is_contiguous() or shard.data_ptr() % 16:
         raise UnsupportedError(f"the shard of shape {list(shard.shape)}, strides {list(shard.stride())} is not contiguous at 16 bytes")
@@ -237,6 +237,7 @@ def _prepare_reduce(
     if len(a) % world_size and not reduces_all:
         raise UnsupportedError(f"{len(a)} rows do not fall into {world_size} equal shards")
     _check(a, [matmul], pattern, rows, launch, p)
+    p = chunked_plan.fitted(pattern, world_size, rows * out.shape[1] * out.element_size(), p)
     bands = chunked_plan.bands_of(rows, p) if reduces_all else [(0, rows)]
     made: list[_Band] = []
     index, results = 0, chunked_plan.result_signals(world_size, p)

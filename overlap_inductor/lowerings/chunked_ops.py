@@ -8,6 +8,7 @@ import torch
 
 from overlap_inductor.lowerings import chunked_plan
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
+from overlap_inductor.lowerings.operands import left_operand
 from overlap_inductor.lowerings.site_ops import Optional
 from overlap_inductor.lowerings.site_ops import Tensors
 from overlap_inductor.lowerings.site_ops import define_gather
@@ -21,7 +22,7 @@ def _gather(
 ) -> Tensors:
     from overlap_inductor.lowerings import chunked
 
-    return chunked.all_gather_matmul(shard, list(map(VendorMatmul, rhs, biases)), launch, parameters, gathered_used)
+    return chunked.all_gather_matmul(left_operand(shard), list(map(VendorMatmul, rhs, biases)), launch, parameters, gathered_used)
 
 
 def _reduce(

@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from overlap_inductor.transports.transfer import TRANSPORTS
 
-UNEVEN_ROWS = True
 COPY_ENGINE_BYTES = 4 << 20
 """Bytes of a piece from which on copy engines are as fast as SMs that push (measured on 8 H200s), and leave the SMs to the matmul."""
 BAND_BYTES, MOST_BANDS = 2 << 20, 4
-"""Bytes a peer of the smallest band of an all-reduce, and how many there are at most."""
+"""Bytes a peer of the smallest band of an all-reduce, and how many there are at most, where its size decides."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,42 +24,49 @@ class ChunkedParameters:
 
     Attributes:
         sms: of the device.
-        transport: ``copy_engine`` | ``sm_push``.
+        transport: ``copy_engine`` | ``sm_push`` | ``auto``: by the size of a piece, at each call.
         chunks: matmuls of other ranks' rows, beside one of the own rows. 0 in an all-reduce: own and others' rows of a band are one matmul.
-        bands: of rows of an all-reduce; a band is reduced and handed round under the matmuls of the next.
+        whole_shards: no more chunks than peers.
+        bands: of rows of an all-reduce; a band is reduced and handed round under the matmuls of the next. 0: as many as stay large, then without chunks.
         grain: a chunk or band begins at a multiple of so many rows of its shard: a tile of the vendor's matmul.
         pushers: blocks that push (``sm_push``).
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
     """
 
     sms: int
-    transport: str = "copy_engine"
-    chunks: int = 1
+    transport: str = "auto"
+    chunks: int = 3
+    whole_shards: bool = False
     bands: int = 1
     grain: int = 128
     pushers: int = 16
     min_rows: int = 0
 
     def __post_init__(self) -> None:
-        least = {"chunks": 0, "bands": 1, "grain": 1, "pushers": 1}
+        least = {"chunks": 0, "bands": 0, "grain": 1, "pushers": 1}
         small = [f"{name}={getattr(self, name)} (at least {limit})" for name, limit in least.items() if getattr(self, name) < limit]
-        if small or self.transport not in TRANSPORTS:
-            raise ValueError(f"parameters of schedule chunked: {', '.join(small) or f'transport={self.transport!r} (one of {TRANSPORTS})'}")
+        if small or self.transport not in ("auto", *TRANSPORTS):
+            raise ValueError(f"parameters of schedule chunked: {', '.join(small) or f'transport={self.transport!r} (auto, or one of {TRANSPORTS})'}")
 
 
-def settings_for(pattern: str, world_size: int, shard_bytes: int, transport: str = "auto") -> dict[str, Any]:
-    """The parameters of a site for the plan; ``shard_bytes``: of what goes to one peer. ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``.
+def settings_for(pattern: str, transport: str) -> dict[str, Any]:
+    """The parameters of a pattern, for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``.
 
-    Few launches, and chunks small enough that little of the last one's transfer is in sight; of two ranks the own half hides the other's (measured on 2 H200s:
-    one chunk beats three by 3 % in either direction). An all-reduce is cut into bands while their pieces stay large.
+    Three chunks are few launches, and what the last one leaves in sight is short. On 2 GPUs one is best: the own rows' matmul hides the whole transfer.
     """
-    chunks, bands = min(3, world_size - 1), 1
-    if pattern == "matmul_all_reduce":
-        bands = max(1, min(MOST_BANDS, shard_bytes // BAND_BYTES)) if world_size > 2 else 1
-        chunks = 0 if bands > 1 else max(2, chunks)
+    return {"transport": transport, "chunks": 3, "whole_shards": True, "bands": 0 if pattern == "matmul_all_reduce" else 1}
+
+
+def fitted(pattern: str, world_size: int, shard_bytes: int, p: ChunkedParameters) -> ChunkedParameters:
+    """``p`` with what was left to the size of a call decided; ``shard_bytes``: of what goes to one peer."""
+    chunks, bands, transport = min(p.chunks, world_size - 1) if p.whole_shards else p.chunks, p.bands, p.transport
+    if bands == 0:
+        bands = max(1, min(MOST_BANDS, shard_bytes // BAND_BYTES)) if pattern == "matmul_all_reduce" else 1
+        chunks = chunks if bands == 1 else 0
     if transport == "auto":
-        transport = "copy_engine" if shard_bytes >= bands * _most_parts(world_size, chunks) * COPY_ENGINE_BYTES else "sm_push"
-    return {"transport": transport, "chunks": chunks, "bands": bands}
+        pieces = bands * _most_parts(world_size, chunks)
+        transport = "copy_engine" if shard_bytes >= pieces * COPY_ENGINE_BYTES else "sm_push"
+    return replace(p, chunks=chunks, bands=bands, transport=transport)
 
 
 @functools.cache
@@ -110,14 +117,14 @@ def chunk_rows(first: int, last: int, rank: int, world_size: int, rows: int, par
 
 def result_signals(world_size: int, parameters: ChunkedParameters) -> int:
     """The first of an all-reduce's flags for finished bands, one each, behind those for the parts of all bands."""
-    return parameters.bands * _most_parts(world_size, parameters.chunks)
+    return (parameters.bands or MOST_BANDS) * _most_parts(world_size, parameters.chunks)
 
 
 def needed(pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: ChunkedParameters) -> tuple[int, int]:
     """``(bytes, signals)`` that a call needs of its slot: ``rows`` of a shard, ``inner`` its K, ``columns`` its N, ``itemsize`` of what is sent."""
     # (Flags do not rest on the rows: what is planned for the most rows serves any fewer.)
     if pattern == "matmul_all_reduce":
-        signals = result_signals(world_size, parameters) + parameters.bands
+        signals = result_signals(world_size, parameters) + (parameters.bands or MOST_BANDS)
         return 2 * world_size * rows * columns * itemsize, signals
     return world_size * rows * (inner if pattern == "all_gather_matmul" else columns) * itemsize, _most_parts(world_size, parameters.chunks)
 

@@ -25,6 +25,7 @@ def _gather(
 ) -> Tensors:
     from overlap_inductor.lowerings import fused
 
+    shard = left_operand(shard)
     # The transfer hides under one of the matmuls: the largest.
     first = max(range(len(rhs)), key=lambda i: rhs[i].shape[1])
     keep = gathered_used or len(rhs) > 1

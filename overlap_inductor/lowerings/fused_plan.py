@@ -51,10 +51,7 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
 """The best of what was tried on 2 and 4 H200s (bench/results/fused.jsonl), by pattern."""
 
 
-UNEVEN_ROWS = True
-
-
-def settings_for(pattern: str, world_size: int, shard_bytes: int, transport: str) -> dict[str, Any]:
+def settings_for(pattern: str, transport: str) -> dict[str, Any]:
     """The tuned parameters of a pattern, for the plan."""
     return dict(TUNED[pattern])
 

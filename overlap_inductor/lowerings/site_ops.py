@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.lowerings import reference
-from overlap_inductor.lowerings.operands import left_operand
 from overlap_inductor.lowerings.ops import define
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.transports.workspace import Launch
@@ -27,11 +26,8 @@ Optional = Sequence[torch.Tensor | None]
 
 
 class SitePlan(Protocol):
-    """What an op asks of its schedule's plan module (``fused_plan``, ``chunked_plan``). ``UNEVEN_ROWS``: whether an all-reduce may have any number of rows;
-    parameters have ``min_rows``."""
+    """What an op asks of its schedule's plan module (``fused_plan``, ``chunked_plan``)."""
 
-    @property
-    def UNEVEN_ROWS(self) -> bool: ...
     def parameters_of(self, settings: str, blocks: int, /) -> Any: ...
     def needed(
         self, pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: Any, /
@@ -72,7 +68,7 @@ def define_gather(schedule: str, plan: SitePlan, gather: Gather) -> None:
         if found is None:
             gathered, outs = reference.all_gather_matmul(shard, rhs, biases, group)
             return [*outs, gathered] if gathered_used else outs, token
-        return gather(left_operand(shard), rhs, biases, gathered_used, *found), token
+        return gather(shard, rhs, biases, gathered_used, *found), token
 
     def fake(
         chain: torch.Tensor, shard: torch.Tensor, rhs: Tensors, biases: object, gathered_used: bool, settings: str, group_name: str, site: str
@@ -96,9 +92,7 @@ def _define_reduction(schedule: str, plan: SitePlan, reduce: Reduce, pattern: st
         chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, settings: str, reduce_op: str, group_name: str, site: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         group, token = resolve_group(group_name), chain.new_empty(1)
-        rows, left_over = divmod(lhs.shape[0], group.size())
-        whole = plan.UNEVEN_ROWS or not left_over
-        found = ready(plan, pattern, rows + (left_over > 0), lhs, rhs, lhs.dtype, group, site, settings) if whole else None
+        found = ready(plan, pattern, -(-lhs.shape[0] // group.size()), lhs, rhs, lhs.dtype, group, site, settings)
         if found is None:
             return getattr(reference, pattern)([lhs], [rhs], [bias], reduce_op, group), token
         return reduce(pattern, lhs, rhs, bias, reduce_op == "avg", *found), token

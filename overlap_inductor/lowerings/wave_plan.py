@@ -54,7 +54,7 @@ class WaveParameters:
     halves: bool = True
 
 
-def settings_for(pattern: str, world_size: int, shard_bytes: int, transport: str) -> dict[str, Any]:
+def settings_for(pattern: str, transport: str) -> dict[str, Any]:
     """Parameters for the plan: none, since what is tuned is measured at a site's first call."""
     return {}
 

@@ -42,8 +42,8 @@ class OpPlan(Protocol):
         """What the op is not made for: ``a [rows, inner] @ b [inner, columns]``."""
         ...
 
-    def settings_for(self, pattern: str, world_size: int, shard_bytes: int, transport: str) -> dict[str, Any]:
-        """Parameters of the op, as they stand in the plan. ``shard_bytes``: what goes to one peer; ``transport`` as it was asked for."""
+    def settings_for(self, pattern: str, transport: str) -> dict[str, Any]:
+        """Parameters of the op, as they stand in the plan; ``transport`` as it was asked for."""
         ...
 
     def parameters_of(self, settings: str, blocks: int) -> Any:
@@ -100,14 +100,11 @@ class OneOpSchedule:
         return self._piece(site, config, 0)
 
     def _piece(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> PlanPiece:
-        collective, count = site.facts.collective, tokens(site)
-        rows = count if isinstance(count, int) else config.max_tokens
-        width = max(_operands(site), key=lambda pair: int(pair[1].shape[1]))[0 if isinstance(site.nodes, GatherNodes) else 1].shape[1]
-        shard_bytes = rows // collective.world_size * int(width) * tools.dtype(site.matmuls[0].lhs).itemsize
-        settings = self.plan.settings_for(site.facts.pattern, collective.world_size, shard_bytes, config.transport)
-        transport = settings.get("transport", self.transports[0])
-        parameters: dict[str, Any] = {"settings": json.dumps(settings | ({"min_rows": min_rows} if min_rows else {}), sort_keys=True)}
-        if not isinstance(count, int):
+        settings = self.plan.settings_for(site.facts.pattern, config.transport) | ({"min_rows": min_rows} if min_rows else {})
+        # (A schedule with several transports that are all allowed takes the one for the bytes of each call.)
+        transport = self.transports[0] if len(self.transports) == 1 else config.transport
+        parameters: dict[str, Any] = {"settings": json.dumps(settings, sort_keys=True)}
+        if not isinstance(tokens(site), int):
             parameters["max_tokens"] = config.max_tokens
         return PlanPiece(self.name, transport, (min_rows, None), parameters)
 

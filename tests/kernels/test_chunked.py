@@ -55,8 +55,8 @@ CASES = {
     "all-reduce": Case(REDUCE, 2, 16, SMALL),
     "all-reduce, bands in one matmul each": Case(REDUCE, 3, 40, replace(SMALL, chunks=0, bands=3), bias=True),
     "all-reduce, bands, pushed": Case(REDUCE, 3, 40, replace(SMALL, chunks=2, bands=4, transport="sm_push")),
-    "all-reduce of uneven rows": Case(REDUCE, 3, 16, replace(SMALL, chunks=0, bands=2, transport="sm_push"), missing=2),
-    "all-reduce of fewer rows than ranks": Case(REDUCE, 3, 1, replace(SMALL, bands=2), missing=1),
+    "all-reduce of uneven rows": Case(REDUCE, 3, 16, replace(SMALL, chunks=0, bands=2, transport="auto"), missing=2),
+    "all-reduce of fewer rows than ranks": Case(REDUCE, 3, 1, replace(SMALL, bands=0), missing=1),
     "all-reduce an average, two bands": Case(REDUCE, 2, 24, replace(SMALL, chunks=1, bands=2), average=True),
 }
 

@@ -70,22 +70,26 @@ def test_bands_have_signals_of_their_own() -> None:
 @pytest.mark.parametrize("pattern", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_what_is_planned_for_the_most_rows_serves_fewer(pattern: str, world_size: int) -> None:
-    p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for(pattern, world_size, 5000 * 8192 * 2)), 132)
+    """Each size decides for itself in how many parts and bands it goes."""
+    p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for(pattern, "auto")), 132)
     nbytes, signals = chunked_plan.needed(pattern, world_size, 5000, 4096, 8192, 2, p)
     for rows in (1, 100, 129, 300, 1000, 2000, 5000):
-        bands = chunked_plan.bands_of(rows, p)
-        parts = sum(-(-size // chunked_plan.part_rows_of(size, world_size, p)) for _, size in bands)
-        results = chunked_plan.result_signals(world_size, p)
-        assert parts <= results and (results + len(bands) if pattern == "matmul_all_reduce" else parts) <= signals
-        assert chunked_plan.needed(pattern, world_size, rows, 4096, 8192, 2, p) <= (nbytes, signals)
+        chosen = chunked_plan.fitted(pattern, world_size, rows * 8192 * 2, p)
+        bands = chunked_plan.bands_of(rows, chosen)
+        parts = sum(-(-size // chunked_plan.part_rows_of(size, world_size, chosen)) for _, size in bands)
+        used = chunked_plan.result_signals(world_size, chosen) + len(bands) if pattern == "matmul_all_reduce" else parts
+        assert used <= signals and parts <= chunked_plan.result_signals(world_size, chosen)
+        assert chunked_plan.needed(pattern, world_size, rows, 4096, 8192, 2, p)[0] <= nbytes
 
 
 def test_small_pieces_are_pushed_and_bands_stay_large() -> None:
-    chosen = [chunked_plan.settings_for("all_gather_matmul", 8, mb << 20)["transport"] for mb in (1, 3, 4, 16)]
+    p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("matmul_all_reduce", "auto")), 132)
+    chosen = [chunked_plan.fitted("all_gather_matmul", 8, mb << 20, p).transport for mb in (1, 3, 4, 16)]
     assert chosen == ["sm_push", "sm_push", "copy_engine", "copy_engine"]
-    bands = [chunked_plan.settings_for("matmul_all_reduce", 8, mb << 20) for mb in (1, 4, 64)]
-    assert [tuple(b.values()) for b in bands] == [("sm_push", 3, 1), ("sm_push", 0, 2), ("copy_engine", 0, 4)]
-    assert chunked_plan.settings_for("all_gather_matmul", 8, 1 << 20, "copy_engine")["transport"] == "copy_engine"
+    bands = [chunked_plan.fitted("matmul_all_reduce", 8, mb << 20, p) for mb in (1, 4, 64)]
+    assert [(b.bands, b.chunks, b.transport) for b in bands] == [(1, 3, "sm_push"), (2, 0, "sm_push"), (4, 0, "copy_engine")]
+    forced = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("all_gather_matmul", "copy_engine")), 132)
+    assert chunked_plan.fitted("all_gather_matmul", 8, 1 << 20, forced).transport == "copy_engine"
 
 
 def test_a_bad_parameter_is_named() -> None:

@@ -130,3 +130,21 @@ def test_fused_kernels_are_not_taken_for_few_tiles_nor_lightly_where_none_was_me
     assert few.tiles < machine.fused_tiles and not cost_model.fused_pays(few, machine)
     assert not cost_model.fused_pays(dataclasses.replace(few, tiles=400), machine)
     assert cost_model.fused_pays(many, machine)
+
+
+def test_chunks_agree_with_what_was_measured_and_leave_the_host_time() -> None:
+    """llama3-70b MLP, 4096 tokens on 2 H200s (bench/results/operators.jsonl), in microseconds."""
+    machine = machine_for("cuda")
+    for pattern, measured in (("all_gather_matmul", 1219.3), ("matmul_reduce_scatter", 1238.9), ("matmul_all_reduce", 1360.8)):
+        sizes = mlp(pattern, 4096, 2)
+        assert cost_model.chunked_seconds(sizes, machine) * 1e6 == pytest.approx(measured, rel=0.08)
+        assert cost_model.chunked_pays(sizes, machine)
+        assert (cost_model.chunked_seconds(sizes, machine) < cost_model.fused_seconds(sizes, machine)) == (pattern != "matmul_all_reduce")
+    assert not cost_model.chunked_pays(mlp("all_gather_matmul", 1024, 2), machine), "the host would be slower than the GPU"
+
+
+def test_small_messages_pay_for_few_rows_only() -> None:
+    machine = machine_for("cuda")
+    assert all(cost_model.small_message_pays(mlp("matmul_all_reduce", tokens, world_size), machine) for tokens in (1, 128) for world_size in (2, 8))
+    large = mlp("matmul_all_reduce", 16384, 8)
+    assert cost_model.small_message_seconds(large, machine) > cost_model.fused_seconds(large, machine)

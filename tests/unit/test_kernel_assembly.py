@@ -56,13 +56,12 @@ def _unspecialised(kernel: Any) -> set[int]:
     return {p.num for p in kernel.params if p.do_not_specialize}
 
 
-def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int], folder: Path, stages: int = 3, warps: int = 8, given: dict[str, str] | None = None) -> tuple[str, str, int]:
+def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int], folder: Path, stages: int = 3, given: dict[str, str] | None = None) -> tuple[str, str, int]:
     """``(PTX, machine code, bytes of shared memory)`` of a kernel on bf16, for Hopper."""
     block_m, block_n, block_k = tile
-    if "GROUP_M" in kernel.arg_names:
-        constants = {**constants, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8}
+    constants = {**constants, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8}
     left, right = f"tensordesc<bf16[{block_m}, {block_k}]>", f"tensordesc<bf16[{block_n}, {block_k}]>"
-    types = {"own_desc": left, "gathered_desc": left, "a_desc": left, "b_desc": right, "c_desc": f"tensordesc<bf16[{block_m}, {block_n // 2 if constants.get('HALVES') else block_n}]>", "patience": "i64", "scale": "fp32"}
+    types = {"own_desc": left, "gathered_desc": left, "a_desc": left, "b_desc": right, "c_desc": f"tensordesc<bf16[{block_m}, {block_n // 2 if constants['HALVES'] else block_n}]>", "patience": "i64", "scale": "fp32"}
     types |= dict.fromkeys(("a", "c", "out", "bias", "staging"), "*bf16") | dict.fromkeys(("peer_data", "peer_flags"), "*i64")
     types |= dict.fromkeys(("flags", "queues", "calls", "stop", "partition", "counters", "queue"), "*i32")
     types |= given or {}
@@ -70,7 +69,7 @@ def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if i not in _unspecialised(kernel) and signature[name][0] in "*i"}
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, divisible)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": stages})
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     tool = triton.knobs.nvidia.nvdisasm.path
@@ -104,7 +103,7 @@ def test_a_matmul_in_groups_stores_in_bulk_and_counts_behind_a_fence(transposed:
     """The parameters that are planned. A block counts when its bulk stores are done, by one thread's release behind a barrier."""
     right = f"tensordesc<bf16[{'256, 64' if transposed else '64, 256'}]>"
     constants = {"BATCH": 8, "THREADS": 256, "HALVES": True, "TRANSPOSED": transposed, "BIAS": True, **shards}
-    text, machine, shared = _assembled(matmul_in_groups, constants, (128, 256, 64), tmp_path, 4, given={"b_desc": right})
+    text, machine, shared = _assembled(matmul_in_groups, constants, (128, 256, 64), tmp_path, 4, {"b_desc": right})
     assert "wgmma.mma_async" in text and "cp.async.bulk.tensor.2d.global.shared" in text and shared <= 227 * 1024 and "ld.volatile" not in text
     (count,) = re.finditer(r"red\.release\.sys\.global\.add\.s32(?=[^\n]*, %r)", text)
     before = re.findall(r"bar\.sync|fence\.proxy\.async\.global|cp\.async\.bulk\.wait_group 0|cp\.async\.bulk\.tensor\.2d\.global\.shared", text[: count.start()])
