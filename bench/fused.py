@@ -47,9 +47,9 @@ def variants(pattern: str, blocks: int, tokens: int) -> dict[str, FusedParameter
     for (name, shape), parts in itertools.product(tiles.items(), (1, 2, 4)):
         if pattern == "all_gather_matmul":
             for pushers in (8, 12):
-                found[f"fused p{pushers} parts{parts} {name}"] = FusedParameters(blocks, parts, 16, pushers, **shape)
+                found[f"fused p{pushers} parts{parts} {name}"] = FusedParameters(blocks, parts=parts, pushers=pushers, **shape)
         else:
-            found[f"fused parts{parts} {name}"] = FusedParameters(blocks, parts, stagger_ns=150, **shape)
+            found[f"fused parts{parts} {name}"] = FusedParameters(blocks, parts=parts, stagger_ns=150, **shape)
     return found
 
 

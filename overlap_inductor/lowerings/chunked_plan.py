@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import KW_ONLY
 from dataclasses import dataclass
 from dataclasses import replace
 from typing import Any
@@ -36,6 +37,7 @@ class ChunkedParameters:
     sms: int
     transport: str = "auto"
     chunks: int = 3
+    _: KW_ONLY
     whole_shards: bool = False
     bands: int = 1
     grain: int = 128

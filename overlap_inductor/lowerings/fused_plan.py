@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import KW_ONLY
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ class FusedParameters:
     """
 
     blocks: int
+    _: KW_ONLY
     parts: int = 1
     parts_from: int = 0
     pieces: int = 16

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from overlap_inductor.lowerings import fused_plan
 from overlap_inductor.torch_compat import symmetric
 
-SMALL = {"block_m": 16, "block_n": 16, "block_k": 16, "group_m": 2, "warps": 4, "stages": 1, "pieces": 2, "pushers": 1, "parts": 2}
+SMALL_TILES = {"block_m": 16, "block_n": 16, "block_k": 16, "group_m": 2, "warps": 4, "stages": 1}
+SMALL = {**SMALL_TILES, "pieces": 2, "pushers": 1, "parts": 2}
 
 
 def use_shared_memory(folder: str) -> None:

@@ -20,8 +20,9 @@ from overlap_inductor.transports.workspace import Launch
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared
+from tests.kernels.shared_memory import SMALL_TILES
 
-PARAMETERS = FusedParameters(1, 1, 1, 1, 16, 16, 16, 2, 4, 1)
+PARAMETERS = FusedParameters(1, pieces=1, pushers=1, **SMALL_TILES)
 IMPATIENT_NS = 300_000
 PATTERNS = {"all_gather_matmul": ("rows", 16), "matmul_reduce_scatter": ("partial sums", 32), "matmul_all_reduce": ("partial sums", 32)}
 
@@ -41,7 +42,7 @@ def _run(rank: Callable[..., None], *arguments: object, ends: tuple[int, int] = 
 
 def _loses_its_peer(pattern: str, launch: Launch) -> None:
     """A call without a peer ends, and the one behind it raises."""
-    impatient = replace(launch, patience_ns=IMPATIENT_NS)
+    impatient = replace(launch, patience_ns=IMPATIENT_NS, prepared={})
     _call(pattern, impatient)
     with pytest.raises(TransferError, match=f"some site of group 'tp' waited in vain for {PATTERNS[pattern][0]} from rank 1: call 2 was wanted, 1 had come"):
         _call(pattern, impatient)
@@ -58,7 +59,7 @@ def _peer_skips(rank: int, workspace: SharedWorkspace, pattern: str, finished: t
         time.sleep(0.01)
     # It was not there for the call, and is told so at its next one: the others have left.
     assert launch.faults.error() is None
-    impatient = replace(launch, patience_ns=IMPATIENT_NS)
+    impatient = replace(launch, patience_ns=IMPATIENT_NS, prepared={})
     _first_call(pattern, impatient)
     _call(pattern, impatient)
     with pytest.raises(TransferError, match="from rank 0: call 3 was wanted, 2 had come"):
@@ -109,7 +110,7 @@ def _replays_without_its_peer(rank: int, workspace: SharedWorkspace) -> None:
     # As in a CUDA graph: the kernel again and again, the host's part of the op never.
     fused._check = lambda *arguments: None  # type: ignore[assignment]
     while True:
-        _call("matmul_reduce_scatter", replace(launch, patience_ns=IMPATIENT_NS))
+        _call("matmul_reduce_scatter", replace(launch, patience_ns=IMPATIENT_NS, prepared={}))
 
 
 def test_replays_without_a_peer_end(capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from overlap_inductor.lowerings.fused_plan import FusedParameters
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared
+from tests.kernels.shared_memory import SMALL_TILES
 
 CALLS = 3
 
@@ -39,7 +40,7 @@ class Case:
     keep: bool = False
 
     def parameters(self, call: int) -> FusedParameters:
-        return FusedParameters(self.blocks, self.parts + call, self.pieces + call, self.pushers, 16, 16, 16, 2, 4, 1)
+        return FusedParameters(self.blocks, parts=self.parts + call, pieces=self.pieces + call, pushers=self.pushers, **SMALL_TILES)
 
 
 CASES = {
@@ -100,7 +101,7 @@ def test_agrees_with_fp64(name: str) -> None:
 def test_a_peer_that_never_comes(pattern: str, what: str) -> None:
     """The kernel ends, all its blocks with it; the next call says which site waited for whom, and runs nothing."""
     launch = SharedWorkspace.of(3, 20_000, 4).launch(0, patience_ns=20_000)
-    a, b, p = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t(), FusedParameters(2, 1, 1, 1, 16, 16, 16, 2, 4, 1)
+    a, b, p = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t(), FusedParameters(2, pieces=1, pushers=1, **SMALL_TILES)
     function = getattr(fused, pattern)
     function(a, b, launch, p)
     with pytest.raises(TransferError, match=f"site some site of group 'tp' waited in vain for {what} from rank 1: call 1 was wanted, 0 had come"):
