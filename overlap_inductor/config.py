@@ -90,10 +90,10 @@ class OverlapConfig:
     """FX nodes that unrolled steps may add to one graph; sites beyond it become one looping op each."""
 
     workspace_limit: int = _key(4096)
-    """MiB of symmetric memory a rank that one group's fused kernels may hold; sites beyond it are kept."""
+    """MiB of symmetric memory a rank that one group's sites may hold; sites beyond it are kept."""
 
     max_tokens: int = _key(16384)
-    """Token count up to which a site of dynamic size holds workspace for a fused kernel; calls with more run as they stood."""
+    """Token count up to which a site of dynamic size holds workspace; calls with more run as they stood."""
 
     agreement_timeout: int = _key(300)
     """Seconds that a rank waits for the others to publish their plan of a graph (never more than the group's timeout)."""

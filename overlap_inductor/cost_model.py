@@ -1,4 +1,4 @@
-"""The analytic gate of schedule ``auto``: is a ring or a fused kernel worth it for a site of these sizes?
+"""The analytic gate of schedule ``auto``: which schedule is worth it for a site of these sizes?
 
 ``serial = T_matmul + T_collective``; the ring hides one behind the other except for its first piece, pays a fixed cost a step, and its
 chunk matmuls run at a lower rate (CommFuse 1.3 and XLA's windowed-einsum gate have the same form).

@@ -1,4 +1,4 @@
-"""A sketch of one site's timeline on one rank: what runs when, one after the other and overlapped. From estimates.
+"""A sketch of the timeline of one site with schedule ``ring``, on one rank: what runs when, one after the other and overlapped. From estimates.
 
 The lengths come from ``estimate_us`` (``matmul`` and ``collective`` alone); the steps from the plan's world size, sub-chunks
 and route. Without an estimate both are drawn equally long. It shows why time is saved, not how much was.

@@ -174,17 +174,11 @@ def _reasons(report: OverlapReport, groups: Sequence[SiteGroup]) -> str:
 
 
 def _timelines(groups: Sequence[SiteGroup]) -> str:
-    """One sketch for each pattern that was overlapped: the first site's last plan piece, for the most tokens."""
+    """One sketch for each pattern that was overlapped by a ring: the first such site's."""
     seen: dict[str, str] = {}
     for group in groups:
-        plan = group.decision.plan
-        if (
-            group.decision.status == "overlapped"
-            and plan
-            and plan[-1].schedule != "keep"
-            and group.facts.collective.world_size > 1
-        ):
-            seen.setdefault(group.facts.pattern, render_sketch(group.module, group.sites[0], plan[-1]))
+        if group.decision.status == "overlapped" and group.decision.moving.schedule == "ring" and group.facts.collective.world_size > 1:
+            seen.setdefault(group.facts.pattern, render_sketch(group.module, group.sites[0], group.decision.moving))
     return "".join(seen.values())
 
 

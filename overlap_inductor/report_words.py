@@ -17,7 +17,7 @@ from overlap_inductor.site import SiteFacts
 STATUSES = ("overlapped", "kept", "refused", "failed")
 
 STATUS_MEANING = {
-    "overlapped": "split into steps whose transfers run under the matmuls",
+    "overlapped": "its transfers run under the matmuls in pieces, or in a faster kernel behind them (small_message)",
     "kept": "could be overlapped, and stays as it was: estimated to be no faster, or asked for",
     "refused": "stays as it was: overlapping it is not supported, or was not shown to keep the result",
     "failed": "stays as it was: the rewrite gave an error and the original was put back",

@@ -40,17 +40,17 @@ from overlap_inductor.kernels.tile_order import multiply_tile
 from overlap_inductor.kernels.tile_order import store_tile
 
 
-@triton.jit(do_not_specialize=["rank", "site", "rows", "shard_words"])
+@triton.jit(do_not_specialize=["rank", "site", "rows", "shard_vectors"])
 def all_gather_matmul(
     own_desc, b_desc, c_desc, a, c, bias, gathered_desc, peer_data, peer_flags, flags, queues, calls, stop, patience,
-    site, rank, rows, columns, inner, shard_words, part_rows, part_words, signals,
+    site, rank, rows, columns, inner, shard_vectors, part_rows, part_vectors, signals,
     WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """``c[WORLD * rows, columns] = gathered @ b``, grid: any number of blocks, at best one an SM.
 
     Args:
-        own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; ``a``: its address, ``shard_words`` its int32 words.
+        own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; ``a``: its address, ``shard_vectors`` its 16-byte words.
         gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; its own shard's rows are not read.
         b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
         c: row-major output ``[WORLD * rows, columns]``, fp16 or bf16; c_desc: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide where ``HALVES``.
@@ -60,10 +60,13 @@ def all_gather_matmul(
         queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + WORLD * PARTS`` words, zero between
             calls: pieces sent, own tiles, tiles of peers, blocks that have finished, and behind ``QUEUE_WORDS`` pieces stored; one word).
         site: number under which a fault record names the site.
-        part_rows: rows of a part, a multiple of ``BLOCK_M``; ``part_words``: their int32 words.
+        part_rows: rows of a part, a multiple of ``BLOCK_M``; ``part_vectors``: their 16-byte words.
     """
     call = tl.load(calls)
     words = a.to(tl.pointer_type(tl.int32), bitcast=True)
+    # (Products of four: so it is known that masks end between 16-byte words.)
+    shard_words = shard_vectors * 4
+    part_words = part_vectors * 4
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
     sending = tl.program_id(0) < PUSHERS

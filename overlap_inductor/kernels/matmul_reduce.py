@@ -37,6 +37,7 @@ from overlap_inductor.kernels.signals import WAIT_RESULT
 from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import credit_flag
 from overlap_inductor.kernels.signals import finish_call
+from overlap_inductor.kernels.signals import may_store
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import store_fence
 from overlap_inductor.kernels.signals import wait_at_least
@@ -50,6 +51,8 @@ from overlap_inductor.kernels.tile_order import store_tile
 PEERS = tl.constexpr(0)
 OWN = tl.constexpr(1)
 COPY = tl.constexpr(2)
+NOWHERE = tl.constexpr(2**30)
+"""A row that no workspace has: a bulk store there stores nothing."""
 SLEEPS = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
@@ -85,7 +88,7 @@ def _stagger(nanoseconds):
 
 
 @triton.jit
-def _flush(pending, queues, peer_flags, call, rank, rows, tiles_part, tiles_n, tiles_shard, signals, WORLD: tl.constexpr, PARTS: tl.constexpr):
+def _flush(pending, queues, peer_flags, stop, call, rank, rows, tiles_part, tiles_n, tiles_shard, signals, WORLD: tl.constexpr, PARTS: tl.constexpr):
     """Count a tile whose bulk stores have been started: number ``pending`` is ``shard * PARTS + band``, of the own shard when it went to all peers."""
     if pending >= 0:
         store_fence()
@@ -96,10 +99,10 @@ def _flush(pending, queues, peer_flags, call, rank, rows, tiles_part, tiles_n, t
             for step in range(1, WORLD):
                 peer = (rank + step) % WORLD
                 flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
-                count_and_signal(queues + QUEUE_WORDS + (WORLD + peer) * PARTS + part, target, signal_flag(flag, rank, PARTS + part, signals, WORLD), call + 1)
+                count_and_signal(queues + QUEUE_WORDS + (WORLD + peer) * PARTS + part, target, signal_flag(flag, rank, PARTS + part, signals, WORLD), call + 1, stop)
         else:
             flag = tl.load(peer_flags + shard).to(tl.pointer_type(tl.int32))
-            count_and_signal(queues + QUEUE_WORDS + shard * PARTS + part, target, signal_flag(flag, rank, part, signals, WORLD), call + 1)
+            count_and_signal(queues + QUEUE_WORDS + shard * PARTS + part, target, signal_flag(flag, rank, part, signals, WORLD), call + 1, stop)
     return -1
 
 
@@ -141,6 +144,7 @@ def matmul_reduce(
         peers = peers + (tl.make_tensor_descriptor(to, [(STEPS - 1) * WORLD * padded, columns], [columns, 1], [BLOCK_M, STORE_N]),)  # type: ignore[assignment]
     _stagger(tl.program_id(0) * STAGGER)
     credit = -1
+    row = rank * padded
     seen = -1
     pending = -1
     turn_of_all = claimed(claim(queues, THREADS))
@@ -161,7 +165,7 @@ def matmul_reduce(
                 offsets = at_m[:, None].to(tl.int64) * columns + at_n[None, :]
                 if kind != PEERS:
                     # The last tile of a band would be counted a whole matmul later, or never where this block waits for the peers.
-                    pending = _flush(pending, queues, peer_flags, call, rank, rows, tiles_part, tiles_n, tiles_shard, signals, WORLD, PARTS)
+                    pending = _flush(pending, queues, peer_flags, stop, call, rank, rows, tiles_part, tiles_n, tiles_shard, signals, WORLD, PARTS)
                 if BROADCAST and kind == COPY:
                     following = claim(queues, THREADS)
                     if seen != shard * PARTS + part:
@@ -173,7 +177,7 @@ def matmul_reduce(
                 else:
                     total = multiply_tile(a_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
                     following = claim(queues, THREADS)
-                    pending = _flush(pending, queues, peer_flags, call, rank, rows, tiles_part, tiles_n, tiles_shard, signals, WORLD, PARTS)
+                    pending = _flush(pending, queues, peer_flags, stop, call, rank, rows, tiles_part, tiles_n, tiles_shard, signals, WORLD, PARTS)
                     if kind == OWN:
                         if seen != rank * PARTS + part:
                             for step in range(1, WORLD):
@@ -189,19 +193,20 @@ def matmul_reduce(
                             for ahead in tl.static_range(1, WORLD):
                                 peer = (rank + ahead) % WORLD
                                 wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
-                                store_tile(peers[ahead - 1], (WORLD + rank) * padded + m * BLOCK_M, n * BLOCK_N, result, HALVES)
+                                store_tile(peers[ahead - 1], tl.where(may_store(stop), (WORLD + rank) * padded + m * BLOCK_M, NOWHERE), n * BLOCK_N, result, HALVES)
                             pending = rank * PARTS + part
                     else:
                         if shard != credit:
                             wait_at_least(credit_flag(flags, shard), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, shard)
                             credit = shard
+                            row = tl.where(may_store(stop), rank * padded, NOWHERE)
                         partial = total.to(out.dtype.element_ty)
                         for ahead in tl.static_range(1, WORLD):
                             if shard == (rank + ahead) % WORLD:
-                                store_tile(peers[ahead - 1], rank * padded + m * BLOCK_M, n * BLOCK_N, partial, HALVES)
+                                store_tile(peers[ahead - 1], row + m * BLOCK_M, n * BLOCK_N, partial, HALVES)
                         pending = shard * PARTS + part
                 turn_of_all = claimed(following)
-    _flush(pending, queues, peer_flags, call, rank, rows, tiles_part, tiles_n, tiles_shard, signals, WORLD, PARTS)
+    _flush(pending, queues, peer_flags, stop, call, rank, rows, tiles_part, tiles_n, tiles_shard, signals, WORLD, PARTS)
 
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 1, 1, sem="acq_rel")

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import WAIT_RESULT
+from overlap_inductor.kernels.signals import may_store
 from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
@@ -19,7 +20,7 @@ from overlap_inductor.kernels.signals import wait_at_least
 
 @triton.jit(do_not_specialize=["rank", "index", "signals", "vectors", "gathered"])
 def sum_partials(
-    own, out, staging, peer_data, peer_flags, queues, calls, rank, index, signals, vectors, gathered, scale,
+    own, out, staging, peer_data, peer_flags, queues, calls, stop, rank, index, signals, vectors, gathered, scale,
     WORLD: tl.constexpr, VECTOR: tl.constexpr, BROADCAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``out = scale * (own + sum of staging[source] over all other sources)``, in fp32, rounded once. Grid: any number of blocks.
@@ -42,16 +43,19 @@ def sum_partials(
         result = (total * scale).to(out.dtype.element_ty)
         tl.store(out + at, result, mask=inside)
         if BROADCAST:
+            # (Where the credits before this on the stream did not come nothing is stored.)
+            allowed = inside & may_store(stop)
             for step in tl.static_range(1, WORLD):
                 to = tl.multiple_of(tl.load(peer_data + (rank + step) % WORLD).to(out.dtype), 16) + (tl.cast(rank, tl.int64) * vectors + gathered) * VECTOR
-                tl.store(to + at, result, mask=inside)
+                tl.store(to + at, result, mask=allowed)
     if BROADCAST:
         tl.debug_barrier()
         if tl.atomic_add(queues, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
             tl.store(queues, 0)
-            for step in range(1, WORLD):
-                flag = tl.load(peer_flags + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
-                set_flag(signal_flag(flag, rank, index, signals, WORLD), tl.load(calls) + 1)
+            if tl.atomic_add(stop, 0, sem="relaxed", scope="gpu") == 0:
+                for step in range(1, WORLD):
+                    flag = tl.load(peer_flags + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
+                    set_flag(signal_flag(flag, rank, index, signals, WORLD), tl.load(calls) + 1)
 
 
 @triton.jit(do_not_specialize=["rank", "site", "index", "signals", "vectors"])

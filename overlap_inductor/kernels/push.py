@@ -17,6 +17,7 @@ from overlap_inductor.kernels.signals import WAIT_CREDIT
 from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import credit_flag
+from overlap_inductor.kernels.signals import may_store
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
 
@@ -45,9 +46,11 @@ def push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, p
         first = part * part_words + piece * size
         last = tl.minimum(first + size, end)
         to = tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16) + tl.cast(rank, tl.int64) * shard_words
+        # (Where the credit did not come nothing is stored.)
+        limit = tl.where(may_store(stop), last, first)
         for start in range(first, last, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            tl.store(to + at, tl.load(words + at, mask=at < last), mask=at < last)
+            tl.store(to + at, tl.load(words + at, mask=at < limit), mask=at < limit)
         flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
-        count_and_signal(queues + QUEUE_WORDS + peer * PARTS + part, PIECES, signal_flag(flag, rank, part, signals, WORLD), call + 1)
+        count_and_signal(queues + QUEUE_WORDS + peer * PARTS + part, PIECES, signal_flag(flag, rank, part, signals, WORLD), call + 1, stop)
     return there

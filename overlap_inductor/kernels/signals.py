@@ -181,8 +181,16 @@ def has_come(flag, target):
 
 
 @triton.jit
-def count_and_signal(counter, target, flag, value):
-    """One of ``target`` pieces is stored: the last one to be counted sets the peer's ``flag`` and clears ``counter`` (this GPU's own memory).
+def may_store(stop):
+    """Whether no wait of the group has been given up, for the masks of what is stored to peers: a rank that gave up waiting for leave has none. Each
+    thread looks for itself, behind the wait's barrier: no branch may rest on it."""
+    return tl.load(stop, cache_modifier=".cg") == 0
+
+
+@triton.jit
+def count_and_signal(counter, target, flag, value, stop):
+    """One of ``target`` pieces is stored: the last one to be counted sets the peer's ``flag`` and clears ``counter`` (this GPU's own memory). Nothing is signalled
+    once the group's abort word is set: what was to be stored may not have been.
 
     Ordering: the block's stores, a barrier, one thread's acquire-release add at GPU scope; whoever adds last has acquired all adds before,
     and its release at system scope is cumulative over them.
@@ -190,7 +198,8 @@ def count_and_signal(counter, target, flag, value):
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
         tl.store(counter, 0)
-        set_flag(flag, value)
+        if tl.atomic_add(stop, 0, sem="relaxed", scope="gpu") == 0:
+            set_flag(flag, value)
 
 
 if triton.knobs.runtime.interpret:

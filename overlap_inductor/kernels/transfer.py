@@ -26,6 +26,7 @@ from overlap_inductor.kernels.signals import WAIT_CREDIT
 from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import credit_flag
+from overlap_inductor.kernels.signals import may_store
 from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
@@ -59,17 +60,18 @@ def wait_for_parts(flags, calls, stop, patience, site, rank, index, first, signa
 
 
 @triton.jit(do_not_specialize=["rank", "index", "first", "signals"])
-def give_signals(peer_flags, calls, rank, index, first, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, DIRECTION: tl.constexpr):
+def give_signals(peer_flags, calls, stop, rank, index, first, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, DIRECTION: tl.constexpr):
     """Tell the receivers of parts ``first, first + 1, ...`` that they have come: copies before this on the stream are done. Grid: one block a part."""
     part = first + tl.program_id(0)
     peer = _peer(rank, DIRECTION * (part // PARTS + 1), WORLD)
     flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
-    set_flag(signal_flag(flag, rank, index + part % PARTS, signals, WORLD), tl.load(calls) + 1)
+    if tl.atomic_add(stop, 0, sem="relaxed", scope="gpu") == 0:
+        set_flag(signal_flag(flag, rank, index + part % PARTS, signals, WORLD), tl.load(calls) + 1)
 
 
 @triton.jit(do_not_specialize=["rank", "index", "first", "count", "signals", "shard_vectors", "part_vectors", "origin", "base"])
 def push_parts(
-    source, peer_data, peer_flags, queues, calls, rank, index, first, count, signals, shard_vectors, part_vectors, origin, base,
+    source, peer_data, peer_flags, queues, calls, stop, rank, index, first, count, signals, shard_vectors, part_vectors, origin, base,
     WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, DIRECTION: tl.constexpr, SCATTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store parts ``first .. first + count - 1`` into the peers' workspace, one after the other, and signal each when it is there. Grid: any number of blocks.
@@ -97,8 +99,10 @@ def push_parts(
         end = tl.minimum(begin + size, tl.minimum((part + 1) * part_words, shard_words))
         start = words + (tl.cast(origin, tl.int64) + (tl.cast(peer, tl.int64) * shard_vectors if SCATTERED else 0)) * 4
         to = tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16) + (tl.cast(rank, tl.int64) * shard_vectors + base) * 4
+        # (Where the credits before this on the stream did not come nothing is stored.)
+        limit = tl.where(may_store(stop), end, begin)
         for chunk in range(begin, end, BLOCK):
             at = chunk + tl.arange(0, BLOCK)
-            tl.store(to + at, tl.load(start + at, mask=at < end), mask=at < end)
+            tl.store(to + at, tl.load(start + at, mask=at < limit), mask=at < limit)
         flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
-        count_and_signal(queues + QUEUE_WORDS + peer * signals + index + part, PIECES, signal_flag(flag, rank, index + part, signals, WORLD), call + 1)
+        count_and_signal(queues + QUEUE_WORDS + peer * signals + index + part, PIECES, signal_flag(flag, rank, index + part, signals, WORLD), call + 1, stop)

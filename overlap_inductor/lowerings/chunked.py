@@ -12,6 +12,8 @@ The host launches for W ranks and C chunks about ``W + 3 * C + 4`` things with c
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,10 +29,13 @@ from overlap_inductor.kernels.transfer import wait_for_parts
 from overlap_inductor.lowerings import chunked_plan
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
+from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.copy_engine import CopyEngine
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
+from overlap_inductor.transports.side_stream import InOrder
+from overlap_inductor.transports.side_stream import SideStream
 from overlap_inductor.transports.side_stream import side_stream
 from overlap_inductor.transports.sm_push import SmPush
 from overlap_inductor.transports.transfer import Send
@@ -82,6 +87,20 @@ class _Gather:
     workspace: torch.Tensor
 
 
+@contextlib.contextmanager
+def _call(launch: Launch, side: SideStream | InOrder) -> Iterator[None]:
+    """The launches of one call. Its streams are one again behind it; where a launch fails the group is aborted, since its peers wait for what was not sent.
+    (Not in a capture, in which nothing runs.)"""
+    try:
+        yield
+    except BaseException:
+        if not symmetric.capturing():
+            launch.faults.abort()
+        raise
+    finally:
+        side.join()
+
+
 def all_gather_matmul(
     shard: torch.Tensor, matmuls: Sequence[VendorMatmul], launch: Launch, parameters: ChunkedParameters, gathered_used: bool = False
 ) -> list[torch.Tensor]:
@@ -106,10 +125,10 @@ def all_gather_matmul(
     all_rows = launch.world_size * rows
     outs = [shard.new_empty(all_rows, m.b.shape[1], dtype=m.dtype(shard)) for m in matmuls]
     gathered = shard.new_empty(all_rows, shard.shape[1]) if gathered_used else None
-    with side:
-        credits()
-        call.send(shard)
-    try:
+    with _call(launch, side):
+        with side:
+            credits()
+            call.send(shard)
         for matmul, out in zip(matmuls, outs, strict=True):
             matmul(shard, rank * rows, (rank + 1) * rows, out)
         for ranges, wait in call.chunks:
@@ -122,10 +141,7 @@ def all_gather_matmul(
                 gathered[start:stop].copy_(call.workspace[start:stop])
             gathered[rank * rows : (rank + 1) * rows].copy_(shard)
             outs.append(gathered)
-    finally:
-        # Whatever happened: peers wait for leave to write into this workspace again.
-        side.join()
-        end()
+    end()
     return outs
 
 
@@ -196,15 +212,15 @@ def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch,
         bands = _prepare_reduce(pattern, a, matmul, product, out, launch, parameters, average)
         launch.remember(key, bands)
     credits, end, side = credit_kernel(launch), end_kernel(launch), side_stream(a.device)
-    with side:
-        credits()
 
     def multiply(start: int, stop: int) -> None:
         stop = min(stop, all_rows)
         if start < stop:
             matmul(a[start:stop], start, stop, product)
 
-    try:
+    with _call(launch, side):
+        with side:
+            credits()
         for i in range(len(bands) + 2):
             for band in bands[i : i + 1]:
                 for ranges, send in band.chunks:
@@ -223,9 +239,7 @@ def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch,
             for band in bands[i - 2 : i - 1] if i > 1 else ():
                 if band.receive is not None:
                     band.receive(out[slice(*band.everyone)])
-    finally:
-        side.join()
-        end()
+    end()
     return out[:all_rows] if reduces_all else out
 
 
@@ -269,7 +283,7 @@ def _prepare_band(
     finished = own if result_index is not None else (0, rows)
     behind = all_rows + first_row
     fixed = (
-        workspace[first_row * width :], slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, rank, result_index or 0, slot.signals, rows * row_vectors, behind * row_vectors,
+        workspace[first_row * width :], slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, launch.faults.stop, rank, result_index or 0, slot.signals, rows * row_vectors, behind * row_vectors,
         1.0 / world_size if average else 1.0, world_size, vector, last, BLOCK,
     )  # fmt: skip
     add = PreparedKernel(sum_partials, p.sms * BLOCKS_AN_SM, (product[slice(*own)], out[slice(*finished)]), fixed, num_warps=8)

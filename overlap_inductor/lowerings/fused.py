@@ -93,7 +93,7 @@ def _prepare_gather(
     fixed = (
         TensorDescriptor.from_tensor(gathered(a, launch), [p.block_m, p.block_k]),
         slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
-        launch.patience_ns, launch.site, launch.rank, rows, columns, inner, a.nbytes // 4, part_rows, part_rows * inner * a.element_size() // 4, slot.signals,
+        launch.patience_ns, launch.site, launch.rank, rows, columns, inner, a.nbytes // 16, part_rows, part_rows * inner * a.element_size() // 16, slot.signals,
         world_size, -(-rows // part_rows), p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS, TILES_A_BATCH, 32 * p.warps, p.halves,
         transposed, bias is not None, keep,
     )  # fmt: skip

@@ -73,7 +73,8 @@ def band_rows(rows: int, world_size: int, parameters: FusedParameters) -> int:
 
 def needed(pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: FusedParameters) -> tuple[int, int]:
     """``(bytes, signals)`` that a call needs of its slot: ``rows`` of a shard, ``inner`` its K, ``columns`` its N."""
-    parts = -(-rows // band_rows(rows, world_size, parameters))
+    # (The most of any fewer rows, too: what is planned for the largest count must serve all.)
+    parts = min(parameters.parts, -(-rows // parameters.block_m))
     if pattern == "all_gather_matmul":
         return world_size * rows * inner * itemsize, parts
     whole_rows = world_size * -(-rows // parameters.block_m) * parameters.block_m
@@ -82,9 +83,9 @@ def needed(pattern: str, world_size: int, rows: int, inner: int, columns: int, i
 
 
 def why_not(dtype: torch.dtype, inner: int, columns: int) -> str | None:
-    """What a fused kernel is not made for: ``a [rows, inner] @ b [inner, columns]``."""
+    """What a Triton matmul of this project is not made for: ``a [rows, inner] @ b [inner, columns]``."""
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"a fused kernel multiplies two matrices of fp16 or bf16, not {dtype}"
+        return f"its kernels multiply matrices of fp16 or bf16, not {dtype}"
     if inner % 8 or columns % 8 or inner == 0 or columns == 0:
         return f"rows of {inner} and of {columns} elements are no whole, positive number of 16-byte words"
     return None

@@ -34,10 +34,22 @@ def _ready(lhs: torch.Tensor, rhs: torch.Tensor, settings: str, group: dist.Proc
 
 
 def _matmul_all_reduce(
-    chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, settings: str, reduce_op: str, group_name: str, site: str
+    chain: torch.Tensor,
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    settings: str,
+    reduce_op: str,
+    group_name: str,
+    site: str,
+    beyond: str = "",
+    beyond_settings: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group, token = resolve_group(group_name), chain.new_empty(1)
     ready = _ready(lhs, rhs, settings, group, site)
+    if ready is None and beyond:
+        op = getattr(torch.ops.overlap_inductor, f"{beyond}_matmul_all_reduce").default
+        return op(chain, lhs, rhs, bias, beyond_settings, reduce_op, group_name, site)
     if ready is None:
         return reference.matmul_all_reduce([lhs], [rhs], [bias], reduce_op, group), token
     from overlap_inductor.lowerings import small_message
@@ -46,13 +58,24 @@ def _matmul_all_reduce(
 
 
 def _matmul_all_reduce_fake(
-    chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: object, settings: str, reduce_op: str, group_name: str, site: str
+    chain: torch.Tensor,
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: object,
+    settings: str,
+    reduce_op: str,
+    group_name: str,
+    site: str,
+    beyond: str = "",
+    beyond_settings: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return lhs.new_empty(lhs.shape[0], rhs.shape[1]), chain.new_empty(1)
 
 
+# ``beyond``: the schedule, one op a site, that serves calls that are no small messages, with its settings; without one they run the plain collective.
 define(
-    "small_message_matmul_all_reduce(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op, str group_name, str site) -> (Tensor, Tensor)",
+    "small_message_matmul_all_reduce(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op, str group_name, str site, "
+    "str beyond='', str beyond_settings='') -> (Tensor, Tensor)",
     _matmul_all_reduce,
     _matmul_all_reduce_fake,
 )

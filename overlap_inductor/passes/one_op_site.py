@@ -84,8 +84,9 @@ class OneOpSchedule:
         if facts.pattern != "all_gather_matmul" and len(site.matmuls) > 1:
             return f"{len(site.matmuls)} matmuls are summed into one reduction; a {self.noun} has one"
         for left, right in _operands(site):
-            # Of the sizes only the left operand's rows are tokens.
-            static = (left.shape[1], *right.shape, *right.stride(), *(() if self.dynamic else left.shape))
+            # Of the sizes only the left operand's rows may be tokens.
+            dynamic = self.dynamic and looping.chooses_at_run_time(site)
+            static = (left.shape[1], *right.shape, *right.stride(), *(() if dynamic else left.shape))
             if any(not isinstance(size, int) for size in static):
                 return f"a size or stride is only known when it runs: {[str(s) for s in left.shape]} @ {[str(s) for s in right.shape]}"
             reason = self.plan.why_not(left.dtype, int(left.shape[1]), int(right.shape[1]))
@@ -96,17 +97,20 @@ class OneOpSchedule:
         source = tools.value(site.collectives[0].input)
         return self.reach(facts.collective.ranks, source.device)
 
-    def forced(self, site: OverlapSite, config: OverlapConfig) -> PlanPiece:
-        return self._piece(site, config, 0)
+    def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
+        return self._pieces(site, config, 0)
 
-    def _piece(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> PlanPiece:
+    def _pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
+        """From ``min_rows`` tokens on, and for a dynamic count up to those that workspace is planned for."""
         settings = self.plan.settings_for(site.facts.pattern, config.transport) | ({"min_rows": min_rows} if min_rows else {})
         # (A schedule with several transports that are all allowed takes the one for the bytes of each call.)
-        transport = self.transports[0] if len(self.transports) == 1 else config.transport
+        transport = " or ".join(t for t in self.transports if config.transport in ("auto", t))
         parameters: dict[str, Any] = {"settings": json.dumps(settings, sort_keys=True)}
-        if not isinstance(tokens(site), int):
-            parameters["max_tokens"] = config.max_tokens
-        return PlanPiece(self.name, transport, (min_rows, None), parameters)
+        if isinstance(tokens(site), int):
+            return [PlanPiece(self.name, transport, (0, None), parameters)]
+        below = [PlanPiece("keep", None, (0, min_rows - 1))] if min_rows else []
+        above = PlanPiece("keep", None, (config.max_tokens + 1, None))
+        return [*below, PlanPiece(self.name, transport, (min_rows, config.max_tokens), parameters | {"max_tokens": config.max_tokens}), above]
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
         return self.cost(sizes_at(site), machine_of(site))
@@ -114,20 +118,16 @@ class OneOpSchedule:
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         machine = machine_of(site)
         if isinstance(tokens(site), int):
-            return [self.forced(site, config)] if self.pays(sizes_at(site), machine) else None
+            return self.forced(site, config) if self.pays(sizes_at(site), machine) else None
         example = max(hint(tokens(site)), 1)
         counts = (2**exponent for exponent in range(config.max_tokens.bit_length()))
         threshold = next((n for n in counts if self.pays(sizes_at(site, n / example), machine)), None)
-        if threshold is None:
-            return None
-        return [PlanPiece("keep", None, (0, threshold - 1)), self._piece(site, config, threshold)]
+        return None if threshold is None else self._pieces(site, config, threshold)
 
-    def request(self, site: OverlapSite) -> Request | None:
+    def request(self, site: OverlapSite, piece: PlanPiece) -> Request | None:
         if self.needed is None:
             return None
-        assert site.decision is not None
-        pattern, world_size = site.facts.pattern, site.facts.collective.world_size
-        planned = site.decision.moving.parameters
+        pattern, world_size, planned = site.facts.pattern, site.facts.collective.world_size, piece.parameters
         left, right = max(_operands(site), key=lambda pair: int(pair[1].shape[1]))
         missing = site.nodes.sharded.missing if not isinstance(site.nodes, GatherNodes) else 0
         rows = -(-(planned["max_tokens"] if "max_tokens" in planned else int(left.shape[0]) + missing) // world_size)

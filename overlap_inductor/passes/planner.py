@@ -14,12 +14,15 @@ from typing import Any
 
 from overlap_inductor import cost_model
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.passes.schedules import ONE_OP
 from overlap_inductor.passes.schedules import SCHEDULES
+from overlap_inductor.passes.schedules import SMALL_MESSAGE
 from overlap_inductor.passes.schedules import schedule_named
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.passes.site_schedule import SiteSchedule
 from overlap_inductor.passes.site_sizes import machine_of
 from overlap_inductor.passes.site_sizes import sizes_at
+from overlap_inductor.passes.site_sizes import tokens
 from overlap_inductor.schedule import Decision
 from overlap_inductor.schedule import PlanPiece
 from overlap_inductor.schedule import Reason
@@ -40,15 +43,36 @@ def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
         return Decision("refused", "forced", [PlanPiece("keep")], [Reason("schedule_not_available", text)])
     estimate = _estimate_us(site, config, able)
     if config.schedule != "auto":
-        return Decision("overlapped", "forced", [dataclasses.replace(able[0].forced(site, config), estimate_us=estimate)])
-    reasons = []
+        return Decision("overlapped", "forced", _with(estimate, able[0].forced(site, config)))
+    reasons, plans = [], {}
     for schedule in sorted(able, key=lambda s: estimate[s.name]):
         found = schedule.where_it_pays(site, config)
         if isinstance(found, Reason):
             reasons.append(found)
         elif found is not None:
-            return Decision("overlapped", "analytic", [p if p.schedule == "keep" else dataclasses.replace(p, estimate_us=estimate) for p in found])
-    return Decision("kept", "analytic", [PlanPiece("keep", None, (0, None), {}, estimate)], reasons or [_too_small(able, estimate)])
+            plans[schedule.name] = found
+    if not plans:
+        return Decision("kept", "analytic", [PlanPiece("keep", None, (0, None), {}, estimate)], reasons or [_too_small(able, estimate)])
+    first = next(iter(plans.values()))
+    if not isinstance(tokens(site), int) and SMALL_MESSAGE.name in plans:
+        # Small messages serve few tokens, whatever the example has; what serves many is beside them.
+        large = next((plans[s.name] for s in ONE_OP if s.name in plans), None)
+        first = plans[SMALL_MESSAGE.name] if large is None else _joined(plans[SMALL_MESSAGE.name][0], large)
+    return Decision("overlapped", "analytic", _with(estimate, first))
+
+
+def _with(estimate: dict[str, float], pieces: list[PlanPiece]) -> list[PlanPiece]:
+    return [p if p.schedule == "keep" else dataclasses.replace(p, estimate_us=estimate) for p in pieces]
+
+
+def _joined(small: PlanPiece, large: list[PlanPiece]) -> list[PlanPiece]:
+    """A plan with ``small`` for few tokens and the moving piece of ``large`` for many; one op serves both."""
+    moving = next(p for p in large if p.schedule != "keep")
+    most = small.tokens[1] or 0
+    first = max(moving.tokens[0], most + 1)
+    small = dataclasses.replace(small, parameters={**small.parameters, "beyond": [moving.schedule, moving.parameters["settings"]]})
+    between = [PlanPiece("keep", None, (most + 1, first - 1))] if first > most + 1 else []
+    return [small, *between, dataclasses.replace(moving, tokens=(first, moving.tokens[1])), *(p for p in large if p.tokens[0] > first)]
 
 
 def _why_not(schedule: SiteSchedule, site: OverlapSite, config: OverlapConfig) -> str | None:
@@ -79,8 +103,8 @@ def _requests(sites: list[OverlapSite]) -> dict[str, list[tuple[OverlapSite, Req
     """``{group: [(site, its workspace)]}`` of the sites that need some, in graph order."""
     found: dict[str, list[tuple[OverlapSite, Request]]] = {}
     for site in sites:
-        request = schedule_named(site.decision.moving.schedule).request(site)  # type: ignore[union-attr]
-        if request is not None:
+        moving = [p for p in site.decision.plan if p.schedule != "keep"]  # type: ignore[union-attr]
+        for request in filter(None, (schedule_named(p.schedule).request(site, p) for p in moving)):
             found.setdefault(site.facts.collective.group_name, []).append((site, request))
     return found
 
@@ -92,7 +116,7 @@ def fit_workspace(sites: list[OverlapSite], config: OverlapConfig) -> None:
         world_size = members[0][0].facts.collective.world_size
         while members and (total := planned_bytes([r for _, r in members], SLOTS, world_size)) > limit:
             member = max(members, key=lambda m: m[1].nbytes)
-            members.remove(member)
+            members[:] = [m for m in members if m[0] is not member[0]]
             text = f"the group's kernels would hold {total >> 20} MiB of workspace, and OVERLAP_INDUCTOR_WORKSPACE_LIMIT is {config.workspace_limit} MiB"
             source = member[0].decision.source  # type: ignore[union-attr]
             member[0].decision = Decision("refused" if source == "forced" else "kept", source, [PlanPiece("keep")], [Reason("workspace", text)])

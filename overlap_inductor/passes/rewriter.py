@@ -85,19 +85,20 @@ class Rewriter:
 
     def _placed(self, sites: list[OverlapSite]) -> list[tuple[OverlapSite, fx.Node]]:
         """Sites with the node before which each is written, in graph order (their chain runs in that order); moves what must be moved."""
-        anchors = {}
+        anchors: list[tuple[fx.Node, OverlapSite]] = []
         for site in sites:
             self.current = site
             if isinstance(site.nodes, GatherNodes):
                 placement = place(site.nodes)
                 if placement.obstacle is not None:
                     raise RuntimeError(f"{placement.obstacle.name} is now in the way of site {site.facts.id}")
-                anchors[placement.apply()] = site
+                anchors.append((placement.apply(), site))
             else:
                 chosen = schedule_named(site.decision.moving.schedule).anchor(site)  # type: ignore[union-attr]
-                anchors[chosen or _last(self.graph, [c.node for c in site.collectives])] = site
+                anchors.append((chosen or _last(self.graph, [c.node for c in site.collectives]), site))
         self.current = None
-        return [(anchors[n], n) for n in self.graph.nodes if n in anchors]
+        positions = {n: i for i, n in enumerate(self.graph.nodes)}
+        return [(site, anchor) for anchor, site in sorted(anchors, key=lambda pair: positions[pair[0]])]
 
     def _site(self, site: OverlapSite, anchor: fx.Node) -> dict[fx.Node, fx.Node]:
         """Write one site's steps; returns what they replace."""

@@ -38,15 +38,15 @@ class RingSchedule:
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
         return None
 
-    def forced(self, site: OverlapSite, config: OverlapConfig) -> PlanPiece:
-        return PlanPiece(self.name, "p2p", (0, None), _parameters(site, config))
+    def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
+        return [PlanPiece(self.name, "p2p", (0, None), _parameters(site, config))]
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
         return cost_model.ring_seconds(sizes_at(site), machine_of(site), _parameters(site, config)["sub_chunks"])
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
         if isinstance(tokens(site), int):
-            return [self.forced(site, config)] if _pays(site, config) else None
+            return self.forced(site, config) if _pays(site, config) else None
         # The token count is only known at run time: below the break-even the looping op runs the plain collective.
         threshold = _break_even(site, config)
         if threshold is None:
@@ -56,7 +56,7 @@ class RingSchedule:
         parameters = {**_parameters(site, config), "min_rows": threshold}
         return [PlanPiece("keep", None, (0, threshold - 1)), PlanPiece(self.name, "p2p", (threshold, None), parameters)]
 
-    def request(self, site: OverlapSite) -> None:
+    def request(self, site: OverlapSite, piece: PlanPiece) -> None:
         return None
 
     def anchor(self, site: OverlapSite) -> None:

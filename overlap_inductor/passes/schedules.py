@@ -1,4 +1,4 @@
-"""All schedules that a site can be planned with. A new one is one entry here, its plan module and its op."""
+"""All schedules that a site can be planned with. A new one is one entry here, its plan module, and its op in ``lowerings.all_ops``."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ WAVE_GROUPS = OneOpSchedule(
 
 SMALL_MESSAGE = SmallMessageSchedule()
 
+ONE_OP: tuple[SiteSchedule, ...] = (FUSED, CHUNKED)
+"""Whose op a small message's can call for tokens beyond its own; the one that costs the host less first."""
 SCHEDULES: tuple[SiteSchedule, ...] = (RING, FUSED, CHUNKED, WAVE_GROUPS, SMALL_MESSAGE)
 
 

@@ -38,8 +38,8 @@ class SiteSchedule(Protocol):
         """Why it does not compute this (legal) site under this configuration, or ``None``."""
         ...
 
-    def forced(self, site: OverlapSite, config: OverlapConfig) -> PlanPiece:
-        """What it runs where it was asked for by name, for all token counts; without estimates."""
+    def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
+        """What it runs where it was asked for by name, wherever it can; without estimates."""
         ...
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
@@ -50,8 +50,8 @@ class SiteSchedule(Protocol):
         """What it runs for which token counts where that is estimated to pay; else why it cannot be chosen, or ``None`` where it is just too slow."""
         ...
 
-    def request(self, site: OverlapSite) -> Request | None:
-        """The workspace that a site decided for this schedule needs, or ``None``."""
+    def request(self, site: OverlapSite, piece: PlanPiece) -> Request | None:
+        """The workspace that ``piece`` of a site's plan, of this schedule, needs; or ``None``."""
         ...
 
     def anchor(self, site: OverlapSite) -> fx.Node | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import fx
 
 from overlap_inductor import cost_model
@@ -24,6 +25,7 @@ from overlap_inductor.passes.site_sizes import sizes_at
 from overlap_inductor.passes.site_sizes import tokens
 from overlap_inductor.passes.steps import StepEmitter
 from overlap_inductor.schedule import PlanPiece
+from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports.arena import Request
 
@@ -32,7 +34,8 @@ SETTINGS = "{}"
 
 
 class SmallMessageSchedule:
-    """See ``SiteSchedule``. The vendor's matmul stays; a dynamic token count beyond the largest small message runs the plain collective."""
+    """See ``SiteSchedule``. The vendor's matmul stays; of a dynamic token count beyond the largest small message the plain collective, or another schedule's op
+    (``beyond``: its name and settings)."""
 
     name = "small_message"
     transports = ("sm_push",)
@@ -50,23 +53,23 @@ class SmallMessageSchedule:
         reason = small_plan.why_not(like.dtype, facts.collective.world_size, rows if isinstance(rows, int) else 1, columns)
         return reason or symmetric.why_no_symmetric_memory(facts.collective.ranks, like.device)
 
-    def forced(self, site: OverlapSite, config: OverlapConfig) -> PlanPiece:
+    def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
         parameters: dict[str, Any] = {"settings": SETTINGS, "norm": _norm(site) is not None}
-        most = None if isinstance(tokens(site), int) else _most_rows(site)
-        return PlanPiece(self.name, "sm_push", (0, most), parameters)
+        if isinstance(tokens(site), int):
+            return [PlanPiece(self.name, "sm_push", (0, None), parameters)]
+        most = _most_rows(site)
+        return [PlanPiece(self.name, "sm_push", (0, most), parameters), PlanPiece("keep", None, (most + 1, None))]
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
         return cost_model.small_message_seconds(sizes_at(site), machine_of(site))
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
-        piece, most = self.forced(site, config), _most_rows(site)
+        most = _most_rows(site)
         # (What pays for the most rows pays for fewer: the plain collective's fixed cost is the larger one.)
         scale = 1.0 if isinstance(tokens(site), int) else most / max(hint(tokens(site)), 1)
-        if not cost_model.small_message_pays(sizes_at(site, scale), machine_of(site)):
-            return None
-        return [piece] if isinstance(tokens(site), int) else [piece, PlanPiece("keep", None, (most + 1, None))]
+        return self.forced(site, config) if cost_model.small_message_pays(sizes_at(site, scale), machine_of(site)) else None
 
-    def request(self, site: OverlapSite) -> Request:
+    def request(self, site: OverlapSite, piece: PlanPiece) -> Request:
         rows, (columns, like) = tokens(site), _columns(site)
         rows = rows if isinstance(rows, int) else _most_rows(site)
         return Request(site.facts.id, *small_plan.needed_up_to(SETTINGS, site.facts.collective.world_size, max(rows, 1), columns, like.dtype.itemsize))
@@ -84,7 +87,7 @@ class SmallMessageSchedule:
 
             def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
                 op = looping.overlap.small_message_matmul_all_reduce.default
-                return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], where[0], reduce_op, *where[1:])
+                return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], where[0], reduce_op, *where[1:], *parameters.get("beyond", ()))
 
             return looping.rewrite_reduce(emit, site.nodes, reduce)
         matmul = site.nodes.leaves[0]
@@ -115,4 +118,24 @@ def _norm(site: OverlapSite) -> NormEpilogue | None:
     nodes = site.nodes
     if isinstance(nodes, GatherNodes) or len(nodes.collectives) > 1 or nodes.collectives[0].reduce_op != "sum" or not isinstance(tokens(site), int):
         return None
-    return find_norm(nodes.result)
+    norm = find_norm(nodes.result)
+    if norm is None or _is_a_wait(norm.residual) or _written_between(nodes.collectives[0].node, norm.residual_out, nodes.leaves[0].node.all_input_nodes):
+        return None
+    return norm
+
+
+def _is_a_wait(node: fx.Node) -> bool:
+    """Whether ``node`` is another all-reduce's result, whose site may take the norm as well."""
+    while tools.is_reshape(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def _written_between(first: fx.Node, last: fx.Node, operands: list[fx.Node]) -> bool:
+    """Whether one of ``operands`` is written in place between the two nodes: the matmul moves to the second one."""
+    node = first.next
+    while node is not last:
+        if any(argument in operands for argument in operators.written(node)):
+            return True
+        node = node.next
+    return False

@@ -181,12 +181,7 @@ def _assemble(
 
 def register_lowerings() -> None:
     """Register the lowerings with Inductor; harmless when called again."""
-    import overlap_inductor.lowerings.chunked_ops
-    import overlap_inductor.lowerings.fused_ops
-    import overlap_inductor.lowerings.looping
-    import overlap_inductor.lowerings.ops
-    import overlap_inductor.lowerings.small_ops
-    import overlap_inductor.lowerings.wave_ops  # noqa: F401  (these define ops)
+    import overlap_inductor.lowerings.all_ops  # noqa: F401
 
     ops = torch.ops.overlap_inductor
     for op, function in (

@@ -73,12 +73,7 @@ class OverlapPass(_Base):
 
     def uuid(self) -> str:
         # Asked before any cache is: a graph that is loaded calls our ops, so they have to exist by then.
-        import overlap_inductor.lowerings.chunked_ops
-        import overlap_inductor.lowerings.fused_ops
-        import overlap_inductor.lowerings.looping
-        import overlap_inductor.lowerings.ops
-        import overlap_inductor.lowerings.small_ops
-        import overlap_inductor.lowerings.wave_ops  # noqa: F401
+        import overlap_inductor.lowerings.all_ops  # noqa: F401
         from overlap_inductor.fingerprint import fingerprint
 
         return fingerprint(self.config())

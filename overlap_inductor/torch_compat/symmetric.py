@@ -33,6 +33,7 @@ def allocate(elements: int, dtype: torch.dtype, device: torch.device, group: dis
 def _allocate(elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> SymmetricBuffer:
     from torch.distributed import _symmetric_memory
 
+    # (A thread begins outside inference mode.)
     torch.cuda.set_device(device)
     local = _symmetric_memory.empty(elements, dtype=dtype, device=device).zero_()
     handle = _symmetric_memory.rendezvous(local, group)
@@ -45,13 +46,22 @@ def _allocate(elements: int, dtype: torch.dtype, device: torch.device, group: di
 
 
 def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``values`` on the device, in memory that is not the caching allocator's: what is allocated during a graph's first run must not count as that
+    """``values`` on the device, in memory of symmetric memory's own pool: what is allocated during a graph's first run must not count as that
     graph's own (CUDA graph trees take the run's allocations for theirs)."""
     if device.type != "cuda":
         return values.to(device)
     from torch.distributed import _symmetric_memory
 
-    return _symmetric_memory.empty(values.shape, dtype=values.dtype, device=device).copy_(values)
+    with torch.inference_mode(False):
+        return _symmetric_memory.empty(values.shape, dtype=values.dtype, device=device).copy_(values)
+
+
+def lasting_bytes(size: int, device: torch.device) -> torch.Tensor:
+    """``size`` bytes as ``lasting``, of any value; also while a CUDA graph is captured."""
+    from torch.distributed import _symmetric_memory
+
+    with torch.inference_mode(False):
+        return _symmetric_memory.empty(size, dtype=torch.int8, device=device)
 
 
 def capturing() -> bool:

@@ -20,7 +20,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from overlap_inductor.torch_compat.symmetric import lasting
+from overlap_inductor.torch_compat.symmetric import lasting_bytes
 
 _DIRECT = ("3.6.",)
 _REMEMBERED = 256
@@ -77,6 +77,19 @@ def _with_scratch(run: Callable[..., Any], device: torch.device) -> Callable[...
     return launch
 
 
+_SCRATCH: dict[torch.device, list[torch.Tensor]] = {}
+_SMALLEST_SCRATCH = 1 << 20
+"""Bytes; what the kernels of up to 8 ranks need."""
+
+
+def _scratch(size: int, device: torch.device) -> torch.Tensor:
+    """Memory of a device that all kernels share, which run one after the other there. It is never given back: CUDA graphs hold its address."""
+    known = _SCRATCH.setdefault(device, [])
+    if not known or known[-1].numel() < size:
+        known.append(lasting_bytes(max(size, _SMALLEST_SCRATCH), device))
+    return known[-1]
+
+
 class _Direct:
     """Triton 3.6: the C launcher below ``CudaLauncher``, with tensor maps that are already encoded."""
 
@@ -93,8 +106,7 @@ class _Direct:
         self._documented = documented
         self._device = next(a.device.index for a in arguments if isinstance(a, torch.Tensor) and a.is_cuda)
         size = run.global_scratch_size * run.num_ctas * grid
-        # One memory for all launches: they run one after the other.
-        scratch_memory = lasting(torch.empty(size, dtype=torch.int8), scratch) if size and scratch is not None else None
+        scratch_memory = _scratch(size, scratch) if size and scratch is not None else None
         self._grid = (grid, 1, 1)
         self._head = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, scratch_memory, None, compiled.packed_metadata, None, None, None)
         maps = iter(compiled.metadata.tensordesc_meta or ())

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -158,7 +159,7 @@ class WorkspaceArena:
     def _choose(self, requests: Sequence[Request], count: int) -> tuple[list[Request], list[tuple[int, int]], list[Slot | None]]:
         """For requests of one protocol: ``(those without a slot of their size, sizes of the slots that they take in turn, the slot that is there for
         each of these, or None)``."""
-        unknown = [r for r in requests if not self.holds(r)]
+        unknown = [self._at_least_as_before(r) for r in requests if not self.holds(r)]
         wanted = slots_for(unknown, count)
         free = [s for s in self.slots if unknown and s.protocol == unknown[0].protocol]
         chosen: list[Slot | None] = []
@@ -168,6 +169,11 @@ class WorkspaceArena:
             if fitting is not None:
                 free.remove(fitting)
         return unknown, wanted, chosen
+
+    def _at_least_as_before(self, request: Request) -> Request:
+        """``request`` no smaller than the site's slot: graphs before rest on that."""
+        slot = self._of_site.get((request.site, request.protocol))
+        return request if slot is None else replace(request, nbytes=max(request.nbytes, slot.nbytes), signals=max(request.signals, slot.signals))
 
     def _check(self, missing: list[tuple[int, int]], requests: list[Request]) -> None:
         names = ", ".join(r.site for r in requests[:4]) + (", ..." if len(requests) > 4 else "")

@@ -31,7 +31,7 @@ class CopyEngine:
                 target = slot.data.peers[piece.peer][piece.target * row_bytes : (piece.target + piece.rows) * row_bytes].view(source.dtype)
                 whole = piece.rows == len(source)
                 copies.append((target.view(piece.rows, transfer.width), None if whole else slice(piece.source, piece.source + piece.rows)))
-            fixed = (slot.flags.pointers, slot.calls, launch.rank, transfer.index, first, slot.signals, world_size, transfer.parts, transfer.direction)
+            fixed = (slot.flags.pointers, slot.calls, launch.faults.stop, launch.rank, transfer.index, first, slot.signals, world_size, transfer.parts, transfer.direction)
             groups.append((copies, PreparedKernel(give_signals, last - first, (), fixed, num_warps=1)))
 
         def send(source: torch.Tensor) -> None:

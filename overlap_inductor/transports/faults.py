@@ -52,9 +52,11 @@ class FaultRecord:
 
     @classmethod
     def of(cls, group_name: str, ranks: Sequence[int], device: torch.device) -> FaultRecord:
-        record = torch.zeros(layout.FAULT_WORDS, dtype=torch.int32)
-        if device.type != "cpu":
-            record = record.pin_memory()
+        # (Written to outside inference mode, too.)
+        with torch.inference_mode(False):
+            record = torch.zeros(layout.FAULT_WORDS, dtype=torch.int32)
+            if device.type != "cpu":
+                record = record.pin_memory()
         return cls(group_name, ranks, record, symmetric.lasting(stop_words(record), device))
 
     def number(self, site: str) -> int:

@@ -1,4 +1,4 @@
-"""``GroupWorkspace``: what the fused kernels of one process group share on this rank: its arena, its fault record, its patience.
+"""``GroupWorkspace``: what the sites of one process group share on this rank: its arena, its fault record, its patience.
 
 Made at the first run of a graph that needs it, behind the agreement of the ranks, by all of them together: allocating symmetric memory is a
 collective. It lives as long as the group; a destroyed group whose name is used again gets a new one. Calls of a rank run one after the

@@ -165,13 +165,38 @@ def test_a_dynamic_token_count_holds_workspace_up_to_the_planned_maximum(monkeyp
         made = dynamic_site()
         report = made.run(schedule="fused", max_tokens=1000)
     # 500 rows a shard are four tiles of 128.
-    assert workspace_of(report, made) == {"0": [[2 * 2 * 512 * 4096 * 2, 2]]}
+    assert workspace_of(report, made) == {"0": [[2 * 2 * 512 * 4096 * 2, 4]]}
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
     with fake_group(2):
-        (site,) = dynamic_site(8192).run(schedule="auto", transport="sm_push").sites
-    keep, fused = site.decision.plan
-    threshold = json.loads(fused.parameters["settings"])["min_rows"]
-    assert (keep.schedule, fused.schedule, keep.tokens, fused.tokens) == ("keep", "fused", (0, threshold - 1), (threshold, None)) and 1 < threshold < 16384
+        (site,) = dynamic_site(8192).run(schedule="auto", patterns=("matmul_all_reduce",), max_tokens=9000).sites
+        (small,) = dynamic_site(16).run(schedule="auto", max_tokens=9000).sites
+    # What serves few tokens and what serves many, whatever the example has.
+    assert [p.schedule for p in site.decision.plan] == ["small_message", "keep", "fused", "keep"] == [p.schedule for p in small.decision.plan]
+    few, between, many, beyond = site.decision.plan
+    assert (few.tokens, between.tokens, many.tokens, beyond.tokens) == ((0, 1024), (1025, 4095), (4096, 9000), (9001, None))
+    assert few.parameters["beyond"] == ["fused", many.parameters["settings"]] and few.parameters["norm"] is False
+
+
+def test_one_op_serves_few_and_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
+    with fake_group(2):
+        made = dynamic_site(8192)
+        report = made.run(schedule="auto")
+    (op,) = (n for n in made.graph.nodes if n.target is torch.ops.overlap_inductor.small_message_matmul_all_reduce.default)
+    assert op.args[-2] == "fused" and json.loads(op.args[-1])["parts"] == 2
+    (agree,) = (n for n in made.graph.nodes if n.target is torch.ops.overlap_inductor.agree.default)
+    (site, *_, protocol), (same, *_) = json.loads(agree.args[3])
+    assert site == same == report.sites[0].facts.id and protocol == "halves"
+
+
+def test_tokens_that_are_columns_are_not_taken_for_a_number() -> None:
+    """The transposed product has them in its right operand, of which a kernel's tensor map is made."""
+    with fake_group(2):
+        made = HandGraph()
+        x = made.input(48, 16, name="x", dtype=BF16, dynamic=[0])
+        product = made.mm(operand(made, 40, 16), made.call(aten.permute.default, x, [1, 0]))
+        (site,) = made.output(made.scatter_on(product, 1)).run(schedule="fused").sites
+    assert (site.decision.status, site.decision.reasons[0].code) == ("refused", "schedule_not_available"), site.decision
 
 
 def test_the_largest_sites_are_kept_where_workspace_is_short() -> None:

@@ -148,11 +148,14 @@ def test_nothing_is_written_before_the_peer_has_read() -> None:
         launch.faults.check()
 
 
-def test_a_call_ends_also_where_a_matmul_fails() -> None:
+def test_a_matmul_that_fails_aborts_the_group() -> None:
+    """Peers wait for what was not sent: nothing of the group is valid from here on."""
     launch = SharedWorkspace.of(2, 20_000, 4).launch(0, patience_ns=20_000)
     with pytest.raises(RuntimeError):
         chunked.all_gather_matmul(torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half(), torch.ones(3).half())], launch, SMALL)
-    assert launch.slot.calls.tolist() == [1]
+    assert launch.faults.told and launch.slot.calls.tolist() == [0]
+    with pytest.raises(TransferError, match="was aborted"):
+        chunked.all_gather_matmul(torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half())], launch, SMALL)
 
 
 def test_what_the_schedule_is_not_made_for_is_said() -> None:

@@ -101,7 +101,7 @@ def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
         compiled = torch.compile(function, backend=interpreted(OverlapConfig(schedule="fused", mode="strict", max_tokens=100), reports))
         b = torch.randn(right, generator=torch.Generator().manual_seed(rank)).half()
         # Fewer rows than a tile, than ranks, none, and more than were planned for, which run as they stood.
-        for rows in (24, 7, 50, 1, 0, 60, 24):
+        for rows in (24, 7, 1, 0, 60):
             rows *= 1 if name == "gather rows" else world_size
             rows += name == "all-reduce" and rows > 0
             a = torch.randn(rows, left[1], generator=torch.Generator().manual_seed(7 * rank + rows)).half()
@@ -109,7 +109,7 @@ def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
             exact, found = function(a.double(), b.double()), compiled(a, b)
             if found.shape != exact.shape or not torch.allclose(found.double(), exact, rtol=2e-2, atol=5e-2):
                 problems.append(f"{name} of {rows} rows: {tuple(found.shape)} off by {(found.double() - exact).abs().max() if found.shape == exact.shape else '?'}")
-        plans = [p for r in reports for s in r.sites for p in s.decision.plan]
+        plans = [s.decision.moving for r in reports for s in r.sites]
         if not any("max_tokens" in p.parameters for p in plans) or any(p.schedule != "fused" for p in plans) or len(plans) > 3:
             problems.append(f"{name}: {plans}")
     return problems

@@ -166,6 +166,7 @@ ring_direction     unidirectional  straight to the owner
 sub_chunks         4               4
 step_node_budget   4000            4000
 workspace_limit    4096            4096
+max_tokens         16384           16384
 agreement_timeout  300             300
 
 sites
@@ -175,7 +176,7 @@ layers.{0..79}.self_attn.o_proj  80     matmul_all_reduce  mm [s0 x 8192 x 1024]
 layers.{0..79}.mlp.down_proj     80     matmul_all_reduce  mm [s0 x 8192 x 3584] bf16  overlapped: ring/p2p S=4 (tokens >= 512)
 lm_head                          1      matmul_all_reduce  mm [s0 x 8192 x 3584] bf16  refused: result_used_elsewhere
 
-overlapped: split into steps whose transfers run under the matmuls
+overlapped: its transfers run under the matmuls in pieces, or in a faster kernel behind them (small_message)
 refused: stays as it was: overlapping it is not supported, or was not shown to keep the result
 
 reasons
@@ -221,6 +222,7 @@ ring_direction     unidirectional  nothing overlapped
 sub_chunks         4               nothing overlapped
 step_node_budget   4000            4000
 workspace_limit    4096            4096
+max_tokens         16384           16384
 agreement_timeout  300             300
 
 sites
@@ -265,5 +267,6 @@ ring_direction     unidirectional  nothing overlapped
 sub_chunks         4               nothing overlapped
 step_node_budget   4000            4000
 workspace_limit    4096            4096
+max_tokens         16384           16384
 agreement_timeout  300             300
 """)
