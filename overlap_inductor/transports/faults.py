@@ -6,7 +6,6 @@ the GPU's memory (``kernels.signals`` says why); the host sets it by a copy on a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
@@ -38,7 +37,6 @@ class FaultRecord:
         ranks: global ranks of the group, in its order.
         record: int32 ``[FAULT_WORDS]``, pinned where there are GPUs: whether a wait was given up, its code, peer, call wanted, call seen.
         stop: int32 ``[STOP_WORDS]`` on the device, what kernels are given: the abort word, and the address of ``record``.
-        releases: what frees this rank's stream waits of the group, from any thread, as often as it is called; the watchdog calls it after a fault.
         told: whether the program knows that results of the group are not valid: ``check`` has raised, or the program called ``abort``.
     """
 
@@ -47,7 +45,6 @@ class FaultRecord:
     record: torch.Tensor
     stop: torch.Tensor
     sites: list[str] = field(default_factory=list)
-    releases: list[Callable[[], None]] = field(default_factory=list)
     told: bool = False
 
     @classmethod

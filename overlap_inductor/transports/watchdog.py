@@ -3,9 +3,7 @@
 The next overlap call raises a fault by itself (``FaultRecord.check``). But a CUDA graph's replays never come there, nor does a program stuck elsewhere
 (in a collective of a peer that is gone, in a stream wait), nor one whose last call it was. What happens about a fault, in this order:
 
-1. Within ``POLL_SECONDS`` the log names site, group and peer, and the group's release functions (``FaultRecord.releases``) free what no kernel's
-   clock bounds: stream waits. They run on a thread of their own, which CUDA may hold up, and again every ``RELEASE_SECONDS`` while the group
-   lives: a peer that goes on for a while may overwrite what a release has written.
+1. Within ``POLL_SECONDS`` the log names site, group and peer. (There are no stream waits to free: every wait is a kernel's, which a clock bounds.)
 2. A program that is *told* goes on as it likes: ``check`` has raised the error to it, or it has aborted the group itself. So does one that has destroyed
    the group, which can run nothing more of it.
 3. Any other is ended ``GRACE_SECONDS`` after the fault was seen, by SIGABRT, with the error and the stacks of all threads on standard error: as
@@ -14,8 +12,7 @@ The next overlap call raises a fault by itself (``FaultRecord.check``). But a CU
    kernel left behind that gave up. (Exit hooks that were registered before this module's do not run then.)
 
 While all is well a look reads one word of the host's memory a group, and calls nothing of CUDA. After a fork the child watches nothing: it can use no
-GPU. What it cannot do: go on beside a thread that blocks while it holds Python's lock; see a stream wait that no record tells of (no clock bounds it
-by itself: a transport that waits so needs a kernel of the group that waits for the same peers, or a ``Watched`` of its own).
+GPU. What it cannot do: go on beside a thread that blocks while it holds Python's lock.
 """
 
 from __future__ import annotations
@@ -36,7 +33,6 @@ log = logging.getLogger("overlap_inductor")
 GRACE_SECONDS = 60.0
 """Seconds that a program has, after a fault, to be told or to destroy the group. ``math.inf``: it is never ended while it runs."""
 POLL_SECONDS = 0.1
-RELEASE_SECONDS = 1.0
 
 
 class Watched(Protocol):
@@ -44,8 +40,6 @@ class Watched(Protocol):
 
     @property
     def told(self) -> bool: ...
-    @property
-    def releases(self) -> list[Callable[[], None]]: ...
     def error(self) -> str | None: ...
 
 
@@ -125,19 +119,6 @@ class Watchdog:
         watch.seen = self._clock()
         if not watch.faults.told:
             log.error("overlap_inductor: %s The process is ended in %g s, unless a call raises this error before.", error, GRACE_SECONDS)
-        threading.Thread(target=self._release, args=(watch,), name="overlap_inductor release", daemon=True).start()
-
-    def _release(self, watch: _Watch) -> None:
-        failed: set[Callable[[], None]] = set()
-        while watch.alive():
-            for release in [r for r in watch.faults.releases if r not in failed]:
-                try:
-                    release()
-                except Exception:  # noqa: BLE001  (said, and not tried again; the other waits are freed, and the process can still be ended)
-                    failed.add(release)
-                    log.exception("overlap_inductor: waits of an aborted group could not be freed")
-            if self._closed.wait(RELEASE_SECONDS):
-                return
 
     def _forget(self, watch: _Watch, error: str | None) -> None:
         """Of a destroyed group only a fault is kept that the program has not been told of, for its end."""

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import field
@@ -103,12 +102,11 @@ def test_a_fault_just_before_its_group_was_destroyed_is_seen() -> None:
     assert scene.ends == [] and len(scene.dog.close()) == 1
 
 
-def test_a_program_that_aborts_its_group_lives_and_its_waits_are_freed() -> None:
-    scene, freed = Scene(), threading.Event()
-    scene.faults.releases.append(freed.set)
+def test_a_program_that_aborts_its_group_lives() -> None:
+    scene = Scene()
     scene.faults.abort()
     scene.look(0, 1e9)
-    assert freed.wait(10) and scene.ends == [] and scene.dog.close() == []
+    assert scene.ends == [] and scene.dog.close() == []
     with pytest.raises(TransferError, match="group 'tp' was aborted"):
         scene.faults.check()
 
@@ -131,42 +129,6 @@ def test_a_grace_period_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scene.ends == [] and len(scene.dog.close()) == 1
 
 
-def test_waits_are_freed_again_and_again_and_a_release_that_fails_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(watchdog, "RELEASE_SECONDS", 0.01)
-    scene, times, enough = Scene(), [], threading.Event()
-
-    def fails() -> None:
-        raise RuntimeError("no stream")
-
-    def frees() -> None:
-        times.append(scene.now)
-        if len(times) == 3:
-            enough.set()
-
-    scene.faults.releases += [fails, frees]
-    scene.look(0)
-    time.sleep(0.05)
-    assert times == [], "nothing is freed while all is well"
-    scene.give_up()
-    scene.look(1)
-    assert enough.wait(10)
-    assert caplog.text.count("could not be freed") == 1 and "no stream" in caplog.text
-    scene.alive = False
-    time.sleep(0.05)
-    so_far = len(times)
-    time.sleep(0.05)
-    assert len(times) == so_far, "nothing is freed of a destroyed group"
-
-
-def test_a_release_that_blocks_does_not_save_the_process() -> None:
-    scene, let_go = Scene(), threading.Event()
-    scene.faults.releases.append(lambda: let_go.wait(30) and None)
-    scene.give_up()
-    scene.look(0, 61)
-    let_go.set()
-    assert len(scene.ends) == 1
-
-
 def test_groups_on_gpus_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     watched: list[tuple[Any, Callable[[], bool]]] = []
     monkeypatch.setattr(watchdog, "watch", lambda *arguments: watched.append(arguments))
@@ -187,7 +149,7 @@ import sys, time
 from overlap_inductor.transports import watchdog
 watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS = 0.01, {grace}
 class Faults:
-    told, releases = {told}, []
+    told = {told}
     def error(self):
         return "site a waited in vain for rank 1."
 alive = [True]
