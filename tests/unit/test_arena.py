@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlap_inductor.errors import OverlapError
+from overlap_inductor.lowerings import fused_plan
 from overlap_inductor.transports.arena import ALIGNMENT
 from overlap_inductor.transports.arena import HALVES
 from overlap_inductor.transports.arena import Request
@@ -106,3 +107,24 @@ def test_protocols_share_no_slot() -> None:
     assert made.missing_bytes(later) == 0
     made.prepare(later)
     assert len(made.slots) == 4 and made.slot("e", HALVES).protocol == HALVES
+
+
+@given(requests, requests)
+def test_a_site_that_asks_again_for_less_of_one_and_more_of_the_other_has_room_for_both(first: list[Request], second: list[Request]) -> None:
+    """The same site compiled for another token count: the graph before goes on with what it was given."""
+    made = arena()
+    made.prepare(first)
+    made.prepare(second)
+    assert all(made.holds(r) for r in (*first, *second))
+
+
+@pytest.mark.parametrize("pattern", fused_plan.TUNED)
+@pytest.mark.parametrize("most", [1, 5120, 6144, 9216])
+def test_what_is_planned_for_the_most_tokens_holds_any_fewer(pattern: str, most: int) -> None:
+    parameters = fused_plan.FusedParameters(132, **fused_plan.TUNED[pattern])
+    planned = fused_plan.needed(pattern, 8, -(-most // 8), 64, 64, 2, parameters)
+    for tokens in range(1, most + 1, 61):
+        rows = -(-tokens // 8)
+        nbytes, signals = fused_plan.needed(pattern, 8, rows, 64, 64, 2, parameters)
+        bands = -(-rows // fused_plan.band_rows(rows, 8, parameters))
+        assert nbytes <= planned[0] and bands * (2 if pattern == "matmul_all_reduce" else 1) <= signals <= planned[1], tokens

@@ -1,0 +1,142 @@
+"""Sites of schedules ``small_message``, ``chunked`` and ``wave_groups`` in the graph: when they are chosen, what is written, what is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from overlap_inductor.machine import machine_for
+from overlap_inductor.passes import site_sizes
+from overlap_inductor.report import OverlapReport
+from overlap_inductor.torch_compat import symmetric
+from tests.fake_group import fake_group
+from tests.hand_graph import HandGraph
+from tests.hand_graph import aten
+
+BF16 = torch.bfloat16
+prims = torch.ops.prims
+
+
+@pytest.fixture(autouse=True)
+def _reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs of one machine."""
+    monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
+    monkeypatch.setattr(symmetric, "why_no_kernels", lambda device: None)
+
+
+def product(made: HandGraph, name: str, rows: int = 6, inner: int = 16, columns: int = 32) -> fx.Node:
+    return made.mm(made.input(rows, inner, name=name, dtype=BF16), made.input(inner, columns, name=f"w_{name}", dtype=BF16))
+
+
+def norm(made: HandGraph, added: fx.Node, gain: fx.Node) -> fx.Node:
+    wide = made.call(prims.convert_element_type.default, added, torch.float32)
+    mean = made.call(aten.mean.dim, made.call(aten.pow.Tensor_Scalar, wide, 2), [-1], True)
+    scaled = made.call(aten.mul.Tensor, wide, made.call(aten.rsqrt.default, made.call(aten.add.Tensor, mean, 1e-5)))
+    rounded = made.call(prims.convert_element_type.default, scaled, BF16)
+    return made.call(aten.mul.Tensor, gain, rounded)
+
+
+def one_row(made: HandGraph) -> fx.Node:
+    return made.input(32, name="gain", dtype=BF16)
+
+
+def decoded(before_the_add: Callable[[HandGraph], None] = lambda made: None) -> HandGraph:
+    made = HandGraph()
+    residual, gain = made.input(6, 32, name="residual", dtype=BF16), one_row(made)
+    summed = made.reduce(product(made, "x"))
+    before_the_add(made)
+    added = made.call(aten.add.Tensor, residual, summed)
+    return made.output(norm(made, added, gain), added)
+
+
+def ops(report: OverlapReport) -> list[str]:
+    names = [line.split("overlap_inductor.")[1].split(".default")[0] for line in report.after.splitlines() if "overlap_inductor." in line]
+    return [name for name in names if name not in ("agree", "follow")]
+
+
+def test_a_norm_is_written_with_its_all_reduce() -> None:
+    with fake_group(2):
+        report = decoded().run(schedule="small_message", mode="strict")
+    assert ops(report) == ["small_message_matmul_all_reduce_norm"] and "rsqrt" not in report.after and "_c10d_functional" not in report.after
+    (piece,) = report.sites[0].decision.plan
+    assert piece.parameters == {"settings": "{}", "norm": True} and piece.tokens == (0, None)
+
+
+def test_a_matmul_does_not_move_behind_a_write_to_its_operand() -> None:
+    """The op with the norm stands before the add; the matmul would see what is written between."""
+
+    def overwritten(made: HandGraph) -> None:
+        x, other = next(n for n in made.graph.nodes if n.name == "x"), made.input(6, 16, name="y", dtype=BF16)
+        made.call(aten.copy_.default, x, other)
+
+    with fake_group(2):
+        report = decoded(overwritten).run(schedule="small_message", mode="strict")
+    assert ops(report) == ["small_message_matmul_all_reduce"] and "rsqrt" in report.after
+    lines = report.after.splitlines()
+    assert next(i for i, line in enumerate(lines) if "small_message" in line) < next(i for i, line in enumerate(lines) if "copy_" in line)
+
+
+def test_two_all_reduces_before_one_norm_are_both_overlapped_and_neither_takes_it() -> None:
+    """Of two groups, so that they are no one sum."""
+    with fake_group(2) as first:
+        second = dist.new_group([0, 1])
+        made = HandGraph()
+        gain, sums = one_row(made), []
+        for name, group in (("x", first), ("y", second)):
+            made.group = group.group_name
+            sums.append(made.reduce(product(made, name)))
+        added = made.call(aten.add.Tensor, *sums)
+        report = made.output(norm(made, added, gain), added).run(schedule="small_message", mode="strict")
+    assert ops(report) == ["small_message_matmul_all_reduce"] * 2 and "rsqrt" in report.after
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pattern", "transport"),
+    [
+        ("chunked", "gather", "copy_engine or sm_push"),
+        ("chunked", "scatter", "copy_engine or sm_push"),
+        ("chunked", "reduce", "copy_engine or sm_push"),
+        ("wave_groups", "scatter", "nccl"),
+        ("wave_groups", "reduce", "nccl"),
+        ("small_message", "reduce", "sm_push"),
+    ],
+)
+def test_one_op_serves_a_site(schedule: str, pattern: str, transport: str) -> None:
+    with fake_group(2):
+        made = HandGraph()
+        x, w = made.input(48, 16, name="x", dtype=BF16), made.input(16, 40, name="w", dtype=BF16)
+        made.output(made.mm(made.gather(x), w) if pattern == "gather" else getattr(made, pattern)(made.mm(x, w)))
+        report = made.run(schedule=schedule, mode="strict")
+    names = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "reduce": "matmul_all_reduce"}
+    assert ops(report) == [f"{schedule}_{names[pattern]}"] and report.sites[0].decision.plan[0].transport == transport
+
+
+@pytest.mark.parametrize(
+    ("schedule", "made", "text"),
+    [
+        ("small_message", lambda made: made.scatter(product(made, "x")), "no small-message kernel computes matmul_reduce_scatter"),
+        ("small_message", lambda made: made.reduce(product(made, "x", rows=2**18)), "are no small message"),
+        ("wave_groups", lambda made: made.mm(made.gather(made.input(6, 16, name="x", dtype=BF16)), made.input(16, 8, name="w", dtype=BF16)), "computes all_gather_matmul"),
+        ("chunked", lambda made: made.gather(product(made, "x")), "computes matmul_all_gather"),
+    ],
+)
+def test_what_a_schedule_does_not_compute_is_refused_with_its_reason(schedule: str, made: Callable[[HandGraph], fx.Node], text: str) -> None:
+    with fake_group(2):
+        graph = HandGraph()
+        (site,) = graph.output(made(graph)).run(schedule=schedule).sites
+    assert site.decision.reasons[0].code == "schedule_not_available" and text in site.decision.reasons[0].text
+
+
+def test_auto_takes_small_messages_for_few_tokens_and_kernels_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
+    chosen = {}
+    with fake_group(4):
+        for rows in (16, 16384):
+            made = HandGraph()
+            (site,) = made.output(made.reduce(product(made, "x", rows, 7168, 8192))).run(schedule="auto").sites
+            chosen[rows] = site.decision.plan[0].schedule
+    assert chosen == {16: "small_message", 16384: "fused"}
