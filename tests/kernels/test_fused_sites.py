@@ -132,6 +132,14 @@ def test_three_ranks(tmp_path: Path) -> None:
 
 
 def test_schedule_chunked(tmp_path: Path) -> None:
-    """The same sites, by another schedule of one op a site."""
-    for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), None, "chunked", timeout=400)):
+    """Sites of every layout, by another schedule of one op a site."""
+    names = [
+        "gather rows, two matmuls, one with bias, gathered used",
+        "gather sequence, batch 2",
+        "scatter uneven rows",
+        "scatter the last dim",
+        "all-reduce of rows that do not fall evenly",
+        "an MLP, gathered and scattered",
+    ]
+    for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), names, "chunked", timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
