@@ -17,6 +17,7 @@ from overlap_inductor.lowerings.ops import define
 from overlap_inductor.lowerings.small_plan import SmallParameters
 from overlap_inductor.lowerings.small_plan import needed
 from overlap_inductor.lowerings.small_plan import parameters_of
+from overlap_inductor.lowerings.small_plan import why_not
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.transports.workspace import Launch
 from overlap_inductor.transports.workspace import workspace_of
@@ -25,7 +26,8 @@ from overlap_inductor.transports.workspace import workspace_of
 def _ready(lhs: torch.Tensor, rhs: torch.Tensor, settings: str, group: dist.ProcessGroup, site: str) -> tuple[Launch, SmallParameters] | None:
     """Where and how the site's kernel runs; ``None`` where it does not."""
     rows, columns = lhs.shape[0], rhs.shape[1]
-    if rows == 0:
+    # (A slot may hold more than its site has asked for: what is too long for the kernel is refused by its size, not for want of room.)
+    if rows == 0 or why_not(lhs.dtype, group.size(), rows, columns) is not None:
         return None
     sizes = group.size(), rows, columns, lhs.element_size()
     parameters = parameters_of(settings, *sizes)

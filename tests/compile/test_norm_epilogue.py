@@ -52,7 +52,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[NormEpilogue | 
 
 def llama_norm() -> Any:
     """Hugging Face's class, where it is installed (environments of other torch versions have none)."""
-    return pytest.importorskip("transformers.models.llama.modeling_llama").LlamaRMSNorm(COLUMNS, EPS)
+    return pytest.importorskip("transformers.models.llama.modeling_llama", reason="transformers is not installed here; it is for make test").LlamaRMSNorm(COLUMNS, EPS)
 
 
 @pytest.mark.parametrize("shape", [(ROWS, 16), (1, ROWS, 16)], ids=["rows", "a batch of one sequence"])

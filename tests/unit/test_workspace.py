@@ -13,6 +13,7 @@ import torch
 from overlap_inductor.errors import OverlapError
 from overlap_inductor.lowerings import fused_ops  # noqa: F401  (defines the ops)
 from overlap_inductor.lowerings import site_ops
+from overlap_inductor.lowerings import small_ops
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports import workspace
@@ -79,7 +80,7 @@ def test_a_destroyed_group_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_call_ends_also_where_a_later_reader_fails(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without leave to write again the peers would wait, and this rank would take the last call's rows for the next one's."""
-    fused = pytest.importorskip("overlap_inductor.lowerings.fused")
+    fused = pytest.importorskip("overlap_inductor.lowerings.fused", reason="Triton is not installed here; it is where the kernels' tests run")
     ended = []
     monkeypatch.setattr(site_ops, "ready", lambda *args: ("launch", FusedParameters(1)))
     monkeypatch.setattr(fused, "all_gather_matmul", lambda a, b, *rest: a @ b)
@@ -90,3 +91,12 @@ def test_a_call_ends_also_where_a_later_reader_fails(group: Any, monkeypatch: py
         op = torch.ops.overlap_inductor.fused_all_gather_matmul
         op(torch.zeros(1), x, [w, torch.zeros(3, 5)], [None, None], False, "{}", group.group_name, "site")
     assert ended == ["launch"]
+
+
+def test_rows_that_are_no_small_message_are_not_sent_as_one_where_the_slot_would_hold_them(group: Any) -> None:
+    """A slot is as large as the largest of its sites."""
+    workspace.prepare(group, CPU, json.dumps([["small", 2**26, 4096, "halves"]]), 2**30)
+    weight = torch.empty(16, 4096, dtype=torch.bfloat16)
+    few, many = (torch.empty(rows, 16, dtype=torch.bfloat16) for rows in (1024, 1025))
+    assert small_ops._ready(few, weight, "{}", group, "small") is not None
+    assert small_ops._ready(many, weight, "{}", group, "small") is None
