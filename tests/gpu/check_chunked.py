@@ -12,7 +12,6 @@ import argparse
 import json
 import random
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports import workspace
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
+from tests.gpu.repeated import host_us
 
 HIDDEN, WIDE = 2048, 1024
 ops = torch.ops.overlap_inductor
@@ -90,20 +90,6 @@ def check(call: Callable[[], list[torch.Tensor]], expected: list[torch.Tensor], 
                 wrong[i % 3 == 0] += (f != g).any()
     torch.cuda.synchronize()
     return {"error": round(error, 5), "wrong_replays": int(wrong[0]), "wrong_calls": int(wrong[1])}
-
-
-def host_us(call: Callable[[], Any], calls: int = 10) -> float:
-    best = float("inf")
-    for _ in range(3):
-        dist.barrier()
-        torch.cuda.synchronize()
-        torch.cuda._sleep(20_000_000)
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, (time.perf_counter() - start) / calls * 1e6)
-        torch.cuda.synchronize()
-    return round(best, 1)
 
 
 def main() -> int:

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +22,9 @@ from tests.fake_group import all_gather
 from tests.fake_group import reduce_scatter
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
+from tests.gpu.repeated import host_us
+from tests.gpu.repeated import late_calls
+from tests.gpu.repeated import replays
 from tests.kernels.test_fused_sites import cases
 from tests.numerics.test_agreement import _tuple
 
@@ -75,7 +78,6 @@ def three_patterns(world_size: int, tokens: int) -> dict[str, tuple[Callable[...
 
 def stress(schedule: str, rank: int, world_size: int, calls: int) -> dict[str, int]:
     """Calls of three patterns and two sizes in turn, each rank late at random; every result must be bit for bit the first one."""
-    chance = random.Random(rank)
     sites = []
     for tokens in (512, 1000 // world_size * world_size):
         torch._dynamo.reset()
@@ -83,49 +85,15 @@ def stress(schedule: str, rank: int, world_size: int, calls: int) -> dict[str, i
             compiled = compiled_as(schedule, function)
             first = compiled(*inputs)
             assert (first.float() - function(*inputs).float()).abs().max() < 2e-2 * first.float().abs().max(), f"{name} {tokens}"
-            sites.append((name, compiled, inputs, first))
-    wrong = {name: torch.zeros(1, dtype=torch.int64, device="cuda") for name, *_ in sites}
-    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
-    for i in range(calls):
-        name, compiled, inputs, first = sites[i % len(sites)]
-        # Now and then on another stream, as when two parts of a program run side by side.
-        stream = streams[i % 37 == 0]
-        stream.wait_stream(streams[0])
-        with torch.cuda.stream(stream):
-            if chance.random() < 0.2:
-                torch.cuda._sleep(chance.randrange(200_000))
-            wrong[name] += (compiled(*inputs) != first).any()
-        streams[0].wait_stream(stream)
-    torch.cuda.synchronize()
-    return {name: int(count) for name, count in wrong.items()}
+            sites.append((f"{name} {tokens}", functools.partial(compiled, *inputs), first))
+    return late_calls(sites, calls, rank)
 
 
-def graphs(schedule: str, world_size: int, replays: int) -> dict[str, int]:
+def graphs(schedule: str, world_size: int, count: int) -> dict[str, int]:
     """Two captured graphs alive, replayed in turn and mixed with eager calls."""
     torch._dynamo.reset()
-    sites, captured = list(three_patterns(world_size, 512).items()), []
-    compiled = {name: compiled_as(schedule, function) for name, (function, _) in sites}
-    first = {name: compiled[name](*inputs) for name, (_, inputs) in sites}
-    torch.cuda.synchronize()
-    dist.barrier()
-    for _ in range(2):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs = {name: compiled[name](*inputs) for name, (_, inputs) in sites}
-        captured.append((graph, outputs))
-    wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
-    for i in range(replays):
-        graph, outputs = captured[i % 2]
-        for output in outputs.values():
-            output.fill_(float("nan"))
-        graph.replay()
-        for name, output in outputs.items():
-            wrong += (output != first[name]).any()
-        if i % 5 == 0:
-            for name, (_, inputs) in sites:
-                wrong += (compiled[name](*inputs) != first[name]).any()
-    torch.cuda.synchronize()
-    return {"wrong": int(wrong)}
+    calls = {name: functools.partial(compiled_as(schedule, function), *inputs) for name, (function, inputs) in three_patterns(world_size, 512).items()}
+    return replays([(name, call, call()) for name, call in calls.items()], count)
 
 
 def reduce_overhead(schedule: str, world_size: int) -> dict[str, int]:
@@ -160,22 +128,7 @@ def _host_cost(schedule: str, name: str, function: Callable[..., Any], inputs: l
         chain, last = torch.zeros(1, dtype=torch.uint8, device="cuda"), (site.collective.group_name, site.id)
         a, b = inputs
         arguments = (chain, a, [b.t()], [None], False, settings, *last) if name == "all_gather_matmul" else (chain, a, b, None, settings, "sum", *last)
-        return {"op": _host_us(lambda: op(*arguments)), schedule: _host_us(lambda: overlapped(*inputs)), "keep": _host_us(lambda: keep(*inputs))}
-
-
-def _host_us(function: Callable[[], Any], calls: int = 20) -> float:
-    # (Few: a full queue of launches would stop the host.)
-    best = float("inf")
-    for _ in range(5):
-        dist.barrier()
-        torch.cuda.synchronize()
-        torch.cuda._sleep(150_000_000)
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        best = min(best, (time.perf_counter() - start) / calls * 1e6)
-        torch.cuda.synchronize()
-    return round(best, 1)
+        return {"op": host_us(lambda: op(*arguments)), schedule: host_us(lambda: overlapped(*inputs)), "keep": host_us(lambda: keep(*inputs))}
 
 
 def main() -> int:

@@ -8,8 +8,8 @@ To be run as it stands, with ``NCCL_P2P_DISABLE=1`` and with ``CUDA_DEVICE_MAX_C
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +21,10 @@ import torch.distributed as dist
 import overlap_inductor.lowerings.wave_ops  # noqa: F401
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
+from tests.gpu.repeated import Repeated
+from tests.gpu.repeated import host_us
+from tests.gpu.repeated import late_calls
+from tests.gpu.repeated import replays
 
 PATTERNS = ("matmul_all_reduce", "matmul_reduce_scatter")
 
@@ -62,60 +66,18 @@ def numbers(rank: int, world_size: int) -> list[str]:
     return problems
 
 
-def sites(rank: int, world_size: int) -> list[tuple[str, Callable[..., torch.Tensor], list[torch.Tensor], torch.Tensor]]:
+def sites(rank: int, world_size: int) -> list[Repeated]:
     """Sites that have run once: small ones, in which waiting kernels and matmuls meet most often, with many groups; and the result of a second call."""
-    made = []
+    made: list[Repeated] = []
     for rows in (2048, 3000 // world_size * world_size):
         for pattern in PATTERNS:
             bands = -(-rows // (world_size if pattern == "matmul_reduce_scatter" else 1) // 128)
             for settings in ({}, {"free": [16], "partition": list(range(min(bands, 15))) + [bands]}):
                 function, inputs = site(pattern, rows, 1024, 4096, torch.bfloat16, 7 + rank, **settings)
                 function(*inputs)
-                made.append((f"{pattern} {rows} {len(settings)}", function, inputs, function(*inputs)))
+                call = functools.partial(function, *inputs)
+                made.append((f"{pattern} {rows} {len(settings)}", call, call()))
     return made
-
-
-def stress(rank: int, world_size: int, calls: int) -> dict[str, int]:
-    """Calls in turn, each rank late at random, now and then on another stream; every result must be bit for bit the first one."""
-    chance, made = random.Random(rank), sites(rank, world_size)
-    wrong = {name: torch.zeros(1, dtype=torch.int64, device="cuda") for name, *_ in made}
-    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
-    for i in range(calls):
-        name, function, inputs, first = made[i % len(made)]
-        stream = streams[i % 37 == 0]
-        stream.wait_stream(streams[0])
-        with torch.cuda.stream(stream):
-            if chance.random() < 0.2:
-                torch.cuda._sleep(chance.randrange(200_000))
-            wrong[name] += (function(*inputs) != first).any()
-        streams[0].wait_stream(stream)
-    torch.cuda.synchronize()
-    return {name: int(count) for name, count in wrong.items() if int(count)}
-
-
-def graphs(rank: int, world_size: int, replays: int) -> dict[str, int]:
-    """Two captured graphs alive, replayed in turn and mixed with eager calls."""
-    made, captured = sites(rank, world_size), []
-    torch.cuda.synchronize()
-    dist.barrier()
-    for _ in range(2):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs = [function(*inputs) for _, function, inputs, _ in made]
-        captured.append((graph, outputs))
-    wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
-    for i in range(replays):
-        graph, outputs = captured[i % 2]
-        for output in outputs:
-            output.fill_(float("nan"))
-        graph.replay()
-        for output, (*_, first) in zip(outputs, made):
-            wrong += (output != first).any()
-        if i % 5 == 0:
-            for _, function, inputs, first in made:
-                wrong += (function(*inputs) != first).any()
-    torch.cuda.synchronize()
-    return {"wrong": int(wrong)} if int(wrong) else {}
 
 
 def host_cost(rank: int, world_size: int) -> dict[str, float]:
@@ -124,14 +86,7 @@ def host_cost(rank: int, world_size: int) -> dict[str, float]:
     for groups in (2, 8):
         function, (a, b, _) = site("matmul_all_reduce", 4096, 1024, 4096, torch.bfloat16, rank, free=[16], partition=[32 * i // groups for i in range(groups + 1)])
         function(a, b)
-        dist.barrier()
-        torch.cuda.synchronize()
-        torch.cuda._sleep(100_000_000)
-        start = time.perf_counter()
-        for _ in range(30):
-            function(a, b)
-        found[f"{groups} groups"] = round((time.perf_counter() - start) / 30 * 1e6, 1)
-        torch.cuda.synchronize()
+        found[f"{groups} groups"] = host_us(functools.partial(function, a, b))
     return found
 
 
@@ -145,8 +100,8 @@ def main() -> int:
     failed = 0
     checks: list[tuple[str, Callable[[], Any]]] = [
         ("numbers", lambda: numbers(rank, world_size)),
-        ("stress", lambda: stress(rank, world_size, arguments.calls)),
-        ("graphs", lambda: graphs(rank, world_size, arguments.replays)),
+        ("stress", lambda: late_calls(sites(rank, world_size), arguments.calls, rank)),
+        ("graphs", lambda: replays(sites(rank, world_size), arguments.replays)),
         ("host", lambda: host_cost(rank, world_size)),
     ]
     for name, check in checks:
@@ -154,7 +109,7 @@ def main() -> int:
             continue
         start = time.monotonic()
         found = check()
-        bad = name != "host" and bool(found)
+        bad = bool(found) if isinstance(found, list) else name != "host" and any(found.values())
         failed += bad
         if rank == 0 or bad:
             print(json.dumps({"check": name, "rank": rank, "world_size": world_size, "found": found, "ok": not bad, "s": round(time.monotonic() - start, 1)}), flush=True)

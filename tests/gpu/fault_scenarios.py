@@ -21,7 +21,7 @@ from overlap_inductor.errors import TransferError
 from overlap_inductor.transports import watchdog
 from overlap_inductor.transports.workspace import workspace_of
 from tests.fake_group import reduce_scatter
-from tests.gpu.check_fused import compiled_fused
+from tests.gpu.check_fused import compiled_as
 
 TIMEOUT_SECONDS = 6.0
 """Timeout of the group whose sites are fused: the patience of their kernels."""
@@ -46,7 +46,7 @@ class Site:
 
         self.plain = function(*self.inputs).float()
         torch._dynamo.reset()
-        self.compiled = compiled_fused(function)
+        self.compiled = compiled_as("fused", function)
         dist.barrier()
         self.calls(1)
 

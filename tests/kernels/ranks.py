@@ -84,3 +84,13 @@ class SharedWorkspace:
         slot = Slot(self.data.shape[1], self.signals, SharedBuffer(self.data, rank), SharedBuffer(self.flags, rank), calls, queues)
         faults = FaultRecord("tp", range(world_size), self.fault[rank], stop_words(self.fault[rank]))
         return Launch(rank, world_size, slot, faults, faults.number("some site"), patience_ns)
+
+
+def exact(pattern: str, a: torch.Tensor, b: torch.Tensor, bias: bool, average: bool, rows: int) -> list[torch.Tensor]:
+    """What each rank must have, in fp64: ``a [W, rows or all rows, K]`` and ``b [W, N, K]`` of all ranks, a bias that is ``b``'s first column; ``rows`` of a shard."""
+    world_size = len(a)
+    products = [(a.flatten(0, 1) if pattern == "all_gather_matmul" else a[r]).double() @ b[r].double().t() + bias * b[r, :, 0].double() for r in range(world_size)]
+    if pattern == "all_gather_matmul":
+        return products
+    total = torch.stack(products).sum(0) / (world_size if average else 1)
+    return [total[r * rows : (r + 1) * rows] if pattern == "matmul_reduce_scatter" else total for r in range(world_size)]

@@ -16,6 +16,7 @@ from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.chunked_plan import needed
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from tests.kernels.ranks import SharedWorkspace
+from tests.kernels.ranks import exact
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared
 
@@ -92,14 +93,8 @@ def test_agrees_with_fp64(name: str) -> None:
     workspace = SharedWorkspace.of(w, max(nbytes for nbytes, _ in needs), max(signals for _, signals in needs))
     run_ranks(w, _rank, workspace, a, b, out, case)
     for call in range(CALLS):
-        for rank in range(w):
-            if gathers:
-                exact = a[call].double().flatten(0, 1) @ b[rank].double().t() + case.bias * b[rank, :, 0].double()
-            else:
-                exact = torch.stack([a[call, r].double() @ b[r].double().t() + case.bias * b[r, :, 0].double() for r in range(w)]).sum(0) / (w if case.average else 1)
-            if case.pattern == SCATTER:
-                exact = exact[rank * case.rows : (rank + 1) * case.rows]
-            assert torch.allclose(out[call, rank].double(), exact, rtol=2e-2, atol=5e-2), (call, rank)
+        for rank, expected in enumerate(exact(case.pattern, a[call], b, case.bias, case.average, case.rows)):
+            assert torch.allclose(out[call, rank].double(), expected, rtol=2e-2, atol=5e-2), (call, rank)
 
 
 def test_partial_sums_are_rounded_once() -> None:

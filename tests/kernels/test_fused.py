@@ -14,6 +14,7 @@ from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.lowerings import fused
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from tests.kernels.ranks import SharedWorkspace
+from tests.kernels.ranks import exact
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared
 from tests.kernels.shared_memory import SMALL_TILES
@@ -87,14 +88,8 @@ def test_agrees_with_fp64(name: str) -> None:
     workspace = SharedWorkspace.of(w, 4 * all_rows * max(case.columns, case.inner), 2 * (case.parts + CALLS))
     run_ranks(w, _rank, workspace, a, b, out, case)
     for call in range(CALLS):
-        for rank in range(w):
-            if gathers:
-                exact = a[call].double().flatten(0, 1) @ b[rank].double().t() + case.bias * b[rank, :, 0].double()
-            else:
-                exact = torch.stack([a[call, r].double() @ b[r].double().t() + case.bias * b[r, :, 0].double() for r in range(w)]).sum(0) / (w if case.average else 1)
-            if case.pattern == "matmul_reduce_scatter":
-                exact = exact[rank * case.rows : (rank + 1) * case.rows]
-            assert torch.allclose(out[call, rank].double(), exact, rtol=2e-2, atol=5e-2), (call, rank)
+        for rank, expected in enumerate(exact(case.pattern, a[call], b, case.bias, case.average, case.rows)):
+            assert torch.allclose(out[call, rank].double(), expected, rtol=2e-2, atol=5e-2), (call, rank)
 
 
 @pytest.mark.parametrize(("pattern", "what"), [("all_gather_matmul", "rows"), ("matmul_reduce_scatter", "partial sums"), ("matmul_all_reduce", "partial sums")])

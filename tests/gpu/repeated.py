@@ -1,0 +1,73 @@
+"""What every schedule's GPU check does with its sites again and again: late calls, replays of CUDA graphs, and the host's time for a call."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Repeated = tuple[str, Callable[[], torch.Tensor], torch.Tensor]
+"""``(name, call, its first result)``: every later result must be bit for bit the first one."""
+
+
+def late_calls(sites: Sequence[Repeated], calls: int, rank: int) -> dict[str, int]:
+    """Sites in turn, each rank late at random, now and then on another stream, as when two parts of a program run side by side: wrong results by name."""
+    chance = random.Random(rank)
+    wrong = {name: torch.zeros(1, dtype=torch.int64, device="cuda") for name, *_ in sites}
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    for i in range(calls):
+        name, call, first = sites[i % len(sites)]
+        stream = streams[i % 37 == 0]
+        stream.wait_stream(streams[0])
+        with torch.cuda.stream(stream):
+            if chance.random() < 0.2:
+                torch.cuda._sleep(chance.randrange(200_000))
+            wrong[name] += (call() != first).any()
+        streams[0].wait_stream(stream)
+    torch.cuda.synchronize()
+    return {name: int(count) for name, count in wrong.items()}
+
+
+def replays(sites: Sequence[Repeated], count: int) -> dict[str, int]:
+    """Two captured graphs of all sites alive, replayed in turn and mixed with eager calls: the number of wrong results."""
+    captured = []
+    torch.cuda.synchronize()
+    dist.barrier()
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = [call() for _, call, _ in sites]
+        captured.append((graph, outputs))
+    wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
+    for i in range(count):
+        graph, outputs = captured[i % 2]
+        for output in outputs:
+            output.fill_(float("nan"))
+        graph.replay()
+        for output, (*_, first) in zip(outputs, sites, strict=True):
+            wrong += (output != first).any()
+        if i % 5 == 0:
+            for _, call, first in sites:
+                wrong += (call() != first).any()
+    torch.cuda.synchronize()
+    return {"wrong": int(wrong)}
+
+
+def host_us(call: Callable[[], Any], calls: int = 20) -> float:
+    """Microseconds of the host for one call, beside the queue of a GPU that is busy: the best of five rounds. (Few calls: a full queue would stop the host.)"""
+    best = float("inf")
+    for _ in range(5):
+        dist.barrier()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(150_000_000)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - start) / calls * 1e6)
+        torch.cuda.synchronize()
+    return round(best, 1)
