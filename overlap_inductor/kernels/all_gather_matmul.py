@@ -1,8 +1,9 @@
-"""Schedule ``fused``, transport ``sm_push``: ``all_gather(a) @ b`` in one persistent kernel.
+"""Schedule ``fused``: ``all_gather(a) @ b`` in one persistent kernel.
 
 The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, part after part and to all peers in turn; all other blocks
 multiply the own shard, which is read in place, and then the peers' shards in the order in which their parts come. Pushers join them when
-nothing is left to send, and a block whose next rows have not come pushes while it would wait.
+nothing is left to send, and a block whose next rows have not come pushes while it would wait. Without ``SENDS`` copy engines send (transport
+``copy_engine``).
 
 Work is claimed from three queues (pieces to send, own tiles, tiles of peers), so no block has work that only it can do.
 
@@ -44,7 +45,7 @@ from overlap_inductor.kernels.tile_order import store_tile
 def all_gather_matmul(
     own_desc, b_desc, c_desc, a, c, bias, gathered_desc, peer_data, peer_flags, flags, queues, calls, stop, patience,
     site, rank, rows, columns, inner, shard_vectors, part_rows, part_vectors, signals,
-    WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
+    WORLD: tl.constexpr, PARTS: tl.constexpr, SENDS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """``c[WORLD * rows, columns] = gathered @ b``, grid: any number of blocks, at best one an SM.
@@ -69,9 +70,10 @@ def all_gather_matmul(
     part_words = part_vectors * 4
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
-    sending = tl.program_id(0) < PUSHERS
-    while sending:
-        sending = push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP)
+    if SENDS:
+        sending = tl.program_id(0) < PUSHERS
+        while sending:
+            sending = push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP)
 
     turn = claimed(claim(queues + 1, THREADS))
     while turn < tiles_shard * tiles_n:
@@ -93,10 +95,11 @@ def all_gather_matmul(
                 if shard * PARTS + part != seen:
                     seen = shard * PARTS + part
                     flag = signal_flag(flags, shard, part, signals, WORLD)
-                    sending = not has_come(flag, call + 1)
-                    while sending:
-                        sent = push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP)
-                        sending = sent and not has_come(flag, call + 1)
+                    if SENDS:
+                        sending = not has_come(flag, call + 1)
+                        while sending:
+                            sent = push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP)
+                            sending = sent and not has_come(flag, call + 1)
                     wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_PART, shard)
                     load_fence()
                 total = multiply_tile(gathered_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
@@ -104,9 +107,10 @@ def all_gather_matmul(
                 _store(c_desc, c, total, shard, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES)
                 turn = claimed(following)
 
-    sending = True
-    while sending:
-        sending = push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP)
+    if SENDS:
+        sending = True
+        while sending:
+            sending = push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP)
 
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")

@@ -8,7 +8,9 @@ from __future__ import annotations
 FLAG_WORDS = 32
 """int32 words from flag to flag: 128 bytes."""
 QUEUE_WORDS = 8
-"""int32 words at the head of a slot's queues: what blocks claim, and how many have finished."""
+"""int32 words at the head of a slot's queues: what blocks claim, how many have finished, and ``ANNOUNCED``."""
+ANNOUNCED = QUEUE_WORDS - 1
+"""Which of them holds the number of the call for copy engines."""
 FAULT_WORDS = 8
 """int32 words of a fault record in the host's memory: whether a wait was given up, its code, peer, value wanted, value seen."""
 STOP_WORDS = 4

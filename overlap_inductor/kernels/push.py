@@ -24,7 +24,7 @@ from overlap_inductor.kernels.signals import wait_at_least
 
 @triton.jit
 def push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr):
-    """Claim one piece of this rank's shard and send it. Returns whether there was one. Neighbouring pieces go to different peers.
+    """Claim one piece of this rank's shard and send it. Returns whether there was one.
 
     ``words``: the shard as int32 ``[shard_words]``, at 16 bytes; it goes to word ``rank * shard_words`` of every peer's workspace (``peer_data``, int64 ``[WORLD]``
     addresses). A part is ``part_words`` words in ``PIECES`` pieces, stored ``BLOCK`` words at a time. ``queues``: word 0 counts claimed pieces,
@@ -37,8 +37,9 @@ def push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, p
     if there:
         part = i // (PIECES * RECEIVERS)
         rest = i % (PIECES * RECEIVERS)
-        peer = (rank + 1 + rest % RECEIVERS) % WORLD
-        piece = rest // RECEIVERS
+        # One peer after the other, so that the first part is there soon; further back first: those of ranks further on arrive first (``tile_order.arriving``).
+        peer = (rank + WORLD - 1 - rest // PIECES) % WORLD
+        piece = rest % PIECES
         if peer != rank:
             wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
         end = tl.minimum((part + 1) * part_words, shard_words)

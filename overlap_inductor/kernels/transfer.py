@@ -39,12 +39,18 @@ def _peer(rank, steps, WORLD: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rank", "site"])
-def wait_for_credits(flags, calls, stop, patience, site, rank, WORLD: tl.constexpr):
-    """Until every peer has finished the calls before this one. Grid: one block (it may wait beside a matmul, which loses the SM that it sits on)."""
+def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD: tl.constexpr):
+    """Until every peer has finished the calls before this one. Grid: one block (it may wait beside a matmul, which loses the SM that it sits on).
+
+    ``announced`` (one word) becomes the number that this call's signals have, for copy engines to copy it into the peers' flags; and does not where a wait was
+    given up, so that nobody is told that something has come.
+    """
     call = tl.load(calls)
     for step in range(1, WORLD):
         peer = _peer(rank, step, WORLD)
         wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
+    if tl.atomic_add(stop, 0, sem="relaxed", scope="gpu") == 0:
+        tl.store(announced, call + 1)
 
 
 @triton.jit(do_not_specialize=["rank", "site", "index", "first", "signals"])

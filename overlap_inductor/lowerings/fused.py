@@ -7,6 +7,8 @@ aborted launches nothing more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -18,7 +20,11 @@ from overlap_inductor.lowerings.fused_plan import band_rows
 from overlap_inductor.lowerings.fused_plan import needed
 from overlap_inductor.lowerings.operands import check_operands
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+from overlap_inductor.transports.copy_engine import prepare_without_kernels
+from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
+from overlap_inductor.transports.side_stream import side_stream
+from overlap_inductor.transports.transfer import Transfer
 from overlap_inductor.transports.workspace import Launch
 
 COPY_WORDS = 8192
@@ -71,8 +77,36 @@ def all_gather_matmul(
         if keep:
             end_kernel(launch)
         launch.remember(key, kernel)
-    kernel(a, b, result, a, result, result if bias is None else bias)
+    arguments = (a, b, result, a, result, result if bias is None else bias)
+    if parameters.transport == "sm_push":
+        kernel(*arguments)
+    else:
+        _with_copies(a, launch, parameters, lambda: kernel(*arguments), keep)
     return result
+
+
+def _with_copies(a: torch.Tensor, launch: Launch, parameters: FusedParameters, multiply: Callable[[], None], keep: bool) -> None:
+    """Copy engines send the shard while ``multiply`` multiplies what has come.
+
+    Nothing that they wait for needs an SM while the kernel fills all of them: leave to write is awaited before, on the current stream, and flags are copied,
+    too. So a rank's shard leaves whatever its kernel waits for.
+    """
+    side, key = side_stream(a.device), ("send", a.shape, a.dtype, parameters)
+    send = launch.prepared.get(key)
+    if send is None:
+        rows = a.shape[0]
+        transfer = Transfer(rows, a.shape[1], band_rows(rows, launch.world_size, parameters), scattered=False)
+        send = prepare_without_kernels(launch, transfer, a)
+        launch.remember(key, send)
+    credit_kernel(launch)()
+    try:
+        with side:
+            send(a)
+            if keep:
+                gathered(a, launch)[launch.rank * len(a) : (launch.rank + 1) * len(a)].copy_(a)
+        multiply()
+    finally:
+        side.join()
 
 
 def _prepare_gather(
@@ -94,7 +128,7 @@ def _prepare_gather(
         TensorDescriptor.from_tensor(gathered(a, launch), [p.block_m, p.block_k]),
         slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
         launch.patience_ns, launch.site, launch.rank, rows, columns, inner, a.nbytes // 16, part_rows, part_rows * inner * a.element_size() // 16, slot.signals,
-        world_size, -(-rows // part_rows), p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS, TILES_A_BATCH, 32 * p.warps, p.halves,
+        world_size, -(-rows // part_rows), p.transport == "sm_push", p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS, TILES_A_BATCH, 32 * p.warps, p.halves,
         transposed, bias is not None, keep,
     )  # fmt: skip
     return PreparedKernel(all_gather_matmul_kernel, p.blocks, varying, fixed, num_warps=p.warps, num_stages=p.stages)

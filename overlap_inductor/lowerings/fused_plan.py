@@ -18,6 +18,7 @@ class FusedParameters:
 
     Attributes:
         blocks: grid, at best the number of SMs.
+        transport: of an all-gather: ``sm_push`` | ``copy_engine``.
         parts: bands a shard, from ``parts_from`` rows of the whole matmul on; below one.
         pieces, pushers: pieces that a band is pushed in, and blocks that push before they multiply (all-gather).
         lag, copy_lag: bands by which own tiles follow the peers', and copies those (all-reduce).
@@ -28,6 +29,7 @@ class FusedParameters:
 
     blocks: int
     _: KW_ONLY
+    transport: str = "sm_push"
     parts: int = 1
     parts_from: int = 0
     pieces: int = 16

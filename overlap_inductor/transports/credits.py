@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import torch
+
+from overlap_inductor.kernels.layout import ANNOUNCED
 from overlap_inductor.kernels.signals import end_call
 from overlap_inductor.kernels.transfer import wait_for_credits
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.workspace import Launch
+
+
+def announced(launch: Launch) -> torch.Tensor:
+    """Word ``[1]`` on the device: the number that signals of the call have, from ``credit_kernel`` on."""
+    return launch.slot.queues[ANNOUNCED : ANNOUNCED + 1]
 
 
 def credit_kernel(launch: Launch) -> PreparedKernel:
@@ -13,7 +21,7 @@ def credit_kernel(launch: Launch) -> PreparedKernel:
     kernel = launch.prepared.get("credits")
     if kernel is None:
         slot = launch.slot
-        fixed = (slot.flags.local, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, launch.rank, launch.world_size)
+        fixed = (slot.flags.local, slot.calls, announced(launch), launch.faults.stop, launch.patience_ns, launch.site, launch.rank, launch.world_size)
         kernel = launch.prepared["credits"] = PreparedKernel(wait_for_credits, 1, (), fixed, num_warps=1)
     return kernel
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as multiprocessing
 
+from overlap_inductor.kernels.layout import ANNOUNCED
 from overlap_inductor.kernels.layout import FAULT_WORDS
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.layout import QUEUE_WORDS
@@ -94,3 +95,10 @@ def exact(pattern: str, a: torch.Tensor, b: torch.Tensor, bias: bool, average: b
         return products
     total = torch.stack(products).sum(0) / (world_size if average else 1)
     return [total[r * rows : (r + 1) * rows] if pattern == "matmul_reduce_scatter" else total for r in range(world_size)]
+
+
+def at_rest(slot: Slot) -> bool:
+    """Whether what kernels count is zero again, as it must be between calls."""
+    counted = slot.queues.clone()
+    counted[ANNOUNCED] = 0
+    return not counted.any()

@@ -16,6 +16,7 @@ from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.chunked_plan import needed
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from tests.kernels.ranks import SharedWorkspace
+from tests.kernels.ranks import at_rest
 from tests.kernels.ranks import exact
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared
@@ -77,7 +78,7 @@ def _rank(rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tenso
         else:
             out[call, rank] = getattr(chunked, case.pattern)(left, VendorMatmul(right, bias), launch, case.at(call), case.average)
         launch.faults.check()
-        assert not launch.slot.queues.any() and launch.slot.calls.tolist() == [call + 1]
+        assert at_rest(launch.slot) and launch.slot.calls.tolist() == [call + 1]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,6 +14,7 @@ from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.lowerings import fused
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from tests.kernels.ranks import SharedWorkspace
+from tests.kernels.ranks import at_rest
 from tests.kernels.ranks import exact
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared
@@ -39,9 +40,10 @@ class Case:
     bias: bool = False
     in_rows: bool = False
     keep: bool = False
+    transport: str = "sm_push"
 
     def parameters(self, call: int) -> FusedParameters:
-        return FusedParameters(self.blocks, parts=self.parts + call, pieces=self.pieces + call, pushers=self.pushers, **SMALL_TILES)
+        return FusedParameters(self.blocks, transport=self.transport, parts=self.parts + call, pieces=self.pieces + call, pushers=self.pushers, **SMALL_TILES)
 
 
 CASES = {
@@ -51,6 +53,8 @@ CASES = {
     "gather with bias, the right operand in rows": Case("all_gather_matmul", 2, 24, 24, 40, blocks=2, bias=True, in_rows=True),
     "gather, kept": Case("all_gather_matmul", 3, 24, 16, 32, parts=2, blocks=2, pieces=2, keep=True),
     "gather, nobody pushes first": Case("all_gather_matmul", 2, 32, 16, 32, parts=2, blocks=2, pushers=0, pieces=2),
+    "gather by copies": Case("all_gather_matmul", 3, 40, 24, 32, parts=3, blocks=2, transport="copy_engine"),
+    "gather by copies, kept": Case("all_gather_matmul", 2, 24, 16, 32, blocks=2, transport="copy_engine", keep=True),
     "scatter, one block": Case("matmul_reduce_scatter", 2, 32, 32, 32),
     "scatter, three ranks, bands": Case("matmul_reduce_scatter", 3, 48, 24, 32, parts=2, blocks=2),
     "scatter, no multiples of a tile, average": Case("matmul_reduce_scatter", 2, 40, 24, 32, parts=2, blocks=3, average=True),
@@ -72,7 +76,7 @@ def _rank(rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tenso
         if case.keep:
             assert launch.slot.calls.tolist() == [call] and torch.equal(fused.gathered(left, launch), a[call].flatten(0, 1))
             fused.end(launch)
-        assert not launch.slot.queues.any() and launch.slot.calls.tolist() == [call + 1]
+        assert at_rest(launch.slot) and launch.slot.calls.tolist() == [call + 1]
         launch.faults.check()
 
 

@@ -80,7 +80,8 @@ def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
-        pytest.param(all_gather_matmul, {"WORLD": 8, "PARTS": 2, "PIECES": 16, "PUSHERS": 8, "KEEP": True, "BLOCK": 8192, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True}, id="all_gather_matmul"),
+        pytest.param(all_gather_matmul, {"WORLD": 8, "PARTS": 2, "SENDS": True, "PIECES": 16, "PUSHERS": 8, "KEEP": True, "BLOCK": 8192, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True}, id="all_gather_matmul"),
+        pytest.param(all_gather_matmul, {"WORLD": 8, "PARTS": 2, "SENDS": False, "PIECES": 16, "PUSHERS": 8, "KEEP": False, "BLOCK": 8192, "BATCH": 8, "THREADS": 256, "HALVES": True, "TRANSPOSED": True, "BIAS": True}, id="all_gather_matmul by copies"),
         pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 2, "LAG": 2, "COPY_LAG": 0, "STAGGER": 150, "BROADCAST": False, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True}, id="matmul_reduce_scatter"),
         pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 4, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BROADCAST": True, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True}, id="matmul_all_reduce"),
     ],
