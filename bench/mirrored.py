@@ -42,7 +42,7 @@ from overlap_inductor.transports.faults import FaultRecord
 from overlap_inductor.transports.workspace import Launch
 
 HIDDEN, WIDE = 8192, 28672
-SIGNALS = 32
+SIGNALS = 64
 TOLERANCE = 2e-2
 GIVEN = 2**30
 """A credit for more calls than there will be."""

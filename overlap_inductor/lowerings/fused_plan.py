@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from overlap_inductor.transports.transfer import TRANSPORTS
+
 
 @dataclass(frozen=True, eq=False)
 class FusedParameters:
@@ -45,6 +47,10 @@ class FusedParameters:
     stagger_ns: int = 0
     halves: bool = False
     min_rows: int = 0
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"parameters of schedule fused: transport={self.transport!r} (one of {TRANSPORTS})")
 
 
 TUNED: Mapping[str, Mapping[str, Any]] = {
