@@ -107,14 +107,14 @@ class Timing:
 
 
 def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, seconds: float) -> dict[str, Timing]:
-    """Each call's timing, round after round: ``most`` rounds, fewer (at least five) where they would take longer than ``seconds``. All ranks together."""
+    """Each call's timing, round after round: ``most`` rounds (two or more), fewer where they would take longer than ``seconds``, but five. All ranks together."""
     number = 1 if hidden else CALLS_IN_LOOP
     # The first round counts for nothing: what is loaded, allocated or prepared late is so here.
     begin = time.perf_counter()
     first = [clock.sample(call, number, SLEEP_MS if hidden else 0.0) for call in calls.values()]
     round_seconds, *hosts = worst([time.perf_counter() - begin, *(host for _, host in first)])
     sleeps = [max(LEAST_SLEEP_MS, 3e-3 * host) if hidden else 0.0 for host in hosts]
-    repeats = max(LEAST_REPEATS, min(most, int(seconds / round_seconds)))
+    repeats = min(most, max(LEAST_REPEATS, int(seconds / round_seconds)))
     samples: list[list[tuple[float, float]]] = [[] for _ in calls]
     for _ in range(repeats):
         for mine, call, sleep in zip(samples, calls.values(), sleeps):
