@@ -57,6 +57,7 @@ def _against_tokens(rows: list[dict[str, Any]], figure: str, folder: Path) -> Pa
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    tokens = sorted({row["tokens"] for row in rows})
     settings, patterns = (list(dict.fromkeys(row[k] for row in rows)) for k in ("setting", "pattern"))
     # A provider has one colour in all panels.
     colours = {name: f"C{i % 10}" for i, name in enumerate(provider_names(rows))}
@@ -64,18 +65,20 @@ def _against_tokens(rows: list[dict[str, Any]], figure: str, folder: Path) -> Pa
     for (setting, pattern, name), some in groups(rows, "setting", "pattern", "provider").items():
         points = sorted((row["tokens"], row[figure]) for row in some)
         axis = axes[settings.index(setting)][patterns.index(pattern)]
-        axis.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=4, color=colours[name], label=name)
+        axis.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=4, color=colours[name])
     for i, j in itertools.product(range(len(settings)), range(len(patterns))):
         axis = axes[i][j]
         axis.axhline(1.0, color="grey", linewidth=0.8)
         axis.set_xscale("log", base=2)
+        axis.set_xticks(tokens, [str(count) for count in tokens], minor=False)
         axis.set_title(f"{patterns[j]}, {SETTING_WORDS[settings[i]]}", fontsize=9)
         axis.set_xlabel("tokens")
         axis.set_ylabel(FIGURES[figure])
-        axis.legend(fontsize=7)
     first = rows[0]
     drawn.suptitle(f"{first['world_size']} x {first['gpu']}, {first['shape']}, {first['dtype']}")
-    drawn.tight_layout()
+    lines = [pyplot.Line2D([], [], color=colour, marker="o", label=name) for name, colour in colours.items()]
+    drawn.legend(handles=lines, loc="lower center", ncols=min(len(lines), 3 * len(patterns)), fontsize=8)
+    drawn.tight_layout(rect=(0, 0.06, 1, 1))
     gpu = first["gpu"].replace("NVIDIA ", "").replace(" ", "_").lower()
     path = folder / f"operators_{first['world_size']}_{gpu}_{first['shape']}_{first['dtype']}_{figure}.png"
     drawn.savefig(path, dpi=110)

@@ -113,7 +113,7 @@ def test_the_last_row_of_a_provider_counts_and_older_forms_are_left_alone(tmp_pa
     path = tmp_path / "rows.jsonl"
     rows.append(path, some_rows())
     rows.append(path, [{"pattern": "all_gather_matmul", "tokens": 4096, "provider": "keep", "us": 791.2}])
-    rows.append(path, some_rows(**{"auto": 500.0}))
+    rows.append(path, some_rows(auto=500.0))
     assert {row["provider"]: row["median_us"] for row in rows.read(path)} == {"keep": 790.0, "fused/sm_push": 640.0, "auto": 500.0}
     assert len(path.read_text().splitlines()) == 7
 
