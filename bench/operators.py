@@ -1,98 +1,143 @@
-"""Schedules that are one op a site, against ``keep``, async TP's op and the bounds, in one run: one torchrun for everything, one JSON row a measurement.
+"""Every schedule over every transport against ``keep``, Inductor's async TP and the bounds: one torchrun for everything.
 
-    torchrun --nproc-per-node 4 -m bench.operators --schedules fused chunked --tokens 1024 4096 --out rows.jsonl [--quick]
+    torchrun --nproc-per-node 8 -m bench.operators                                  # the table of the README
+    torchrun --nproc-per-node 4 -m bench.operators --shapes llama3-8b-mlp --tokens 1 16 128 --patterns matmul_all_reduce --budget-seconds 60
+    torchrun --nproc-per-node 4 -m bench.operators --schedules fused --settings hidden --set fused.parts=1 fused.parts=2,pushers=8
 
-What is measured, and how: ``bench.fused``. ``host_us``: of the host for one call.
+A case is a pattern of a layer at a token count. Its providers are built, compared with fp32 on random data, and timed in turn, round after round, in two
+settings: ``hidden`` (a device sleep hides the host) and ``compiled`` (compiled graphs with the host in the loop; ``keep`` is plain Inductor). Figures are medians, the
+maximum over ranks. A wrong result ends the bench. Rows are appended as they come (``bench.rows``); ``python -m bench.report`` makes tables and plots of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
-import triton
 
-from bench.fused import SHAPES
-from bench.fused import Site
-from bench.fused import measure
-from bench.fused import variants as fused_variants
-from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
-from overlap_inductor.lowerings.fused_plan import FusedParameters
-from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.transports.arena import WorkspaceArena
-from overlap_inductor.transports.faults import FaultRecord
+from bench import rows
+from bench import tables
+from bench.measure import WrongResult
+from bench.measure import measure
+from bench.providers import KINDS
+from bench.providers import NAMES
+from bench.providers import SETTINGS
+from bench.providers import Variant
+from bench.providers import why_not
+from bench.shapes import PATTERNS
+from bench.shapes import SHAPES
+from bench.shapes import Case
+from bench.timing import Clock
+from bench.timing import greatest
 
-Variants = dict[str, FusedParameters | ChunkedParameters]
+GROUP_TIMEOUT = timedelta(seconds=120)
 
 
-def chunked_variants(pattern: str, sms: int, world_size: int) -> Variants:
-    """Chunks of both transports: from one matmul beside the own one to one a shard, and to more than shards; for an all-reduce bands, too."""
-    found: Variants = {}
-    chunks = sorted({1, 2, 3, world_size - 1, 2 * (world_size - 1)})
-    for transport in ("copy_engine", "sm_push"):
-        if pattern == "matmul_all_reduce":
-            for bands, count in ((1, 2), (1, world_size - 1), (2, 0), (2, 2), (4, 0), (8, 0)):
-                found[f"chunked {transport} bands{bands} c{count}"] = ChunkedParameters(sms, transport, count, bands=bands)
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.operators", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", default=["llama3-70b-mlp"], choices=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES))
+    parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS, metavar="PATTERN", help=", ".join(PATTERNS))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="of all ranks together")
+    parser.add_argument("--schedules", nargs="*", default=list(KINDS), choices=[*KINDS, *NAMES], metavar="SCHEDULE", help=f"{', '.join(KINDS)}; or one transport: fused/sm_push")
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
+    parser.add_argument("--set", nargs="+", default=[], dest="variants", metavar="SCHEDULE.PARAMETER=VALUE[,...]", help="one more provider each (host hidden)")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--repeats", type=int, default=20, help="samples of a provider, at most")
+    parser.add_argument("--case-seconds", type=float, default=1.0, help="to time one case in one setting; sets the samples (at least five)")
+    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="begin no case that would end later")
+    parser.add_argument("--out", type=Path, default=rows.RESULTS / "operators.jsonl")
+    found = parser.parse_args(arguments)
+    try:
+        found.variants = [Variant.parse(text) for text in found.variants]
+    except ValueError as error:
+        parser.error(str(error))
+    return found
+
+
+def cases(arguments: argparse.Namespace, world_size: int) -> list[Case]:
+    """The most tokens first: what follows finds room in their workspace."""
+    sizes = itertools.product(sorted(arguments.tokens, reverse=True), arguments.shapes, arguments.patterns)
+    return [Case(shape, pattern, tokens, world_size, getattr(torch, arguments.dtype)) for tokens, shape, pattern in sizes]
+
+
+def say(*lines: object) -> None:
+    if dist.get_rank() == 0 and lines:
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+
+def left_out(arguments: argparse.Namespace, all_cases: Sequence[Case], device: torch.device) -> list[str]:
+    """A line for each provider that cannot run, and case that does not exist."""
+    lines = [f"{case}: {case.why_not()}" for case in all_cases if case.why_not()]
+    wanted = [n for n in NAMES if n in arguments.schedules or n.split("/")[0] in arguments.schedules] + [v.name for v in arguments.variants]
+    for name in wanted:
+        lines += dict.fromkeys(f"{name}: {case.pattern}: {reason}" for case in all_cases if (reason := why_not(name, case, device)))
+    return lines
+
+
+def run(arguments: argparse.Namespace, device: torch.device, start: float) -> list[dict[str, Any]]:
+    """The rows of all cases that fit into the budget, counted from ``start``; appended to the file as they come. All ranks together."""
+    clock, world_size, where = Clock(device), dist.get_world_size(), rows.environment(device)
+    found: list[dict[str, Any]] = []
+    all_cases = cases(arguments, world_size)
+    say(*left_out(arguments, all_cases, device))
+    longest = 0.0
+    for number, case in enumerate(all_cases):
+        if case.why_not():
             continue
-        for count in chunks:
-            found[f"chunked {transport} c{count}"] = ChunkedParameters(sms, transport, count)
-        if transport == "sm_push":
-            found |= {f"chunked sm_push c{min(3, world_size - 1)} p{p}": ChunkedParameters(sms, transport, min(3, world_size - 1), pushers=p) for p in (8, 32)}
+        # (The same on all ranks, as is all that is decided here.)
+        before = greatest(time.monotonic() - start)
+        if found and before + longest > arguments.budget_seconds:
+            say(f"{len(all_cases) - number} of {len(all_cases)} cases left out: {before:.0f} of {arguments.budget_seconds:.0f} s are over")
+            break
+        for some in measure(case, arguments.schedules, arguments.variants, arguments.settings, clock, arguments.repeats, arguments.case_seconds, where):
+            found += some
+            if dist.get_rank() == 0:
+                rows.append(arguments.out, some)
+        seconds = greatest(time.monotonic() - start)
+        longest = max(longest, seconds - before)
+        say(f"{case}: {seconds - before:.1f} s, {seconds:.0f} s in all")
+        torch._dynamo.reset()
     return found
 
 
-def all_variants(schedules: list[str], pattern: str, sms: int, tokens: int, world_size: int, quick: bool) -> Variants:
-    """The parameters to try, by name; ``quick``: at most four of a schedule, spread over its list."""
-    found: Variants = {}
-    for schedule in schedules:
-        some: Variants = dict(fused_variants(pattern, sms, tokens)) if schedule == "fused" else chunked_variants(pattern, sms, world_size)
-        names = list(some)[:: -(-len(some) // 4)] if quick else list(some)
-        found |= {name: some[name] for name in names}
-    return found
+@torch.no_grad()
+def main(arguments: Sequence[str] | None = None) -> None:
+    start, options = time.monotonic(), parsed(arguments)
+    if options.device == "cuda":
+        import torch.distributed._symmetric_memory as symmetric_memory
 
-
-def main(schedules: tuple[str, ...] = ("fused",)) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--patterns", nargs="+", default=["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-    parser.add_argument("--shapes", nargs="+", default=["mlp"])
-    parser.add_argument("--schedules", nargs="+", default=list(schedules), choices=["fused", "chunked"])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--out", default=None)
-    arguments = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group("nccl", device_id=device)
-    symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
-    properties = torch.cuda.get_device_properties(device)
-    faults = FaultRecord.of(dist.group.WORLD.group_name, range(world_size), device)
-    arena = WorkspaceArena(
-        world_size, device, lambda n, dtype: symmetric.allocate(n, dtype, device, dist.group.WORLD), torch.cuda.is_current_stream_capturing, 2**34
-    )
-    environment = {"torch": torch.__version__, "triton": triton.__version__, "gpu": properties.name, "world_size": world_size}
-    # The largest first: what follows finds room in its slots.
-    for shape, pattern, tokens in itertools.product(arguments.shapes, arguments.patterns, sorted(arguments.tokens, reverse=True)):
-        site = Site(pattern, tokens, SHAPES[shape], rank, world_size, arena, faults)
-        settings = all_variants(arguments.schedules, pattern, properties.multi_processor_count, tokens, world_size, arguments.quick)
-        rows = measure(site, arguments.repeats, settings)
-        del site
-        if rank == 0:
-            best = min((r for r in rows if "parameters" in r and r["right"]), key=lambda r: r["us"], default=None)
-            found = {r["provider"]: (r.get("us"), r.get("speedup"), r.get("host_us"), r["right"]) for r in rows}
-            print(pattern, shape, tokens, found, "best", best and best["provider"], flush=True)
-            if arguments.out:
-                with open(arguments.out, "a") as file:
-                    file.writelines(json.dumps({"pattern": pattern, "shape": shape, "tokens": tokens, **row, **environment}) + "\n" for row in rows)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", torch.cuda.current_device())
+        dist.init_process_group("nccl", device_id=device, timeout=GROUP_TIMEOUT)
+        # For async TP's op.
+        symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
+    torch.manual_seed(dist.get_rank())
+    # Else a function beyond the limit runs as it stands.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    try:
+        found = run(options, device, start)
+    except WrongResult as error:
+        # (On all ranks; what was right until then is stored.)
+        say(error)
+        raise SystemExit(1) from error
+    if dist.get_rank() == 0:
+        print(tables.operators(found), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(("fused", "chunked"))
+    main()

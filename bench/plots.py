@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+from bench.tables import SETTING_WORDS
+from bench.tables import groups
+from bench.tables import provider_names
 from bench.tables import row_efficiency
 
 
@@ -33,3 +37,50 @@ def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
     left.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
+
+
+FIGURES = {"speedup": "speed-up over keep", "ratio": "time / max(matmul, collective)"}
+"""What is drawn against tokens, by field of a row."""
+
+
+def operators(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
+    """Speed-up, and ratio to the bound, against tokens, of rows of ``bench.operators``: of each kind of machine, shape and dtype two files in ``folder``, with a panel for each
+    setting and pattern and a line for each provider."""
+    return [
+        _against_tokens(same, figure, folder) for same in groups(rows, "gpu", "world_size", "shape", "dtype").values() for figure in FIGURES
+    ]
+
+
+def _against_tokens(rows: list[dict[str, Any]], figure: str, folder: Path) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tokens = sorted({row["tokens"] for row in rows})
+    settings, patterns = (list(dict.fromkeys(row[k] for row in rows)) for k in ("setting", "pattern"))
+    # A provider has one colour in all panels.
+    colours = {name: f"C{i % 10}" for i, name in enumerate(provider_names(rows))}
+    drawn, axes = pyplot.subplots(len(settings), len(patterns), figsize=(5 * len(patterns), 4 * len(settings)), sharey="row", squeeze=False)
+    for (setting, pattern, name), some in groups(rows, "setting", "pattern", "provider").items():
+        points = sorted((row["tokens"], row[figure]) for row in some)
+        axis = axes[settings.index(setting)][patterns.index(pattern)]
+        axis.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=4, color=colours[name])
+    for i, j in itertools.product(range(len(settings)), range(len(patterns))):
+        axis = axes[i][j]
+        axis.axhline(1.0, color="grey", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(tokens, [str(count) for count in tokens], minor=False)
+        axis.set_title(f"{patterns[j]}, {SETTING_WORDS[settings[i]]}", fontsize=9)
+        axis.set_xlabel("tokens")
+        axis.set_ylabel(FIGURES[figure])
+    first = rows[0]
+    drawn.suptitle(f"{first['world_size']} x {first['gpu']}, {first['shape']}, {first['dtype']}")
+    lines = [pyplot.Line2D([], [], color=colour, marker="o", label=name) for name, colour in colours.items()]
+    drawn.legend(handles=lines, loc="lower center", ncols=min(len(lines), 3 * len(patterns)), fontsize=8)
+    drawn.tight_layout(rect=(0, 0.06, 1, 1))
+    gpu = first["gpu"].replace("NVIDIA ", "").replace(" ", "_").lower()
+    path = folder / f"operators_{first['world_size']}_{gpu}_{first['shape']}_{first['dtype']}_{figure}.png"
+    drawn.savefig(path, dpi=110)
+    pyplot.close(drawn)
+    return path

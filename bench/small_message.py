@@ -4,7 +4,7 @@
 
 ``keep`` is what a compiled graph runs: ``torch.mm``, NCCL's all-reduce, one Inductor kernel for residual and norm. Every provider is compared with fp32 on
 random data, and all ranks with each other bit for bit (``keep`` is not: Inductor tunes its norm on each rank), before it is timed; then again after the timing, since calls in a row are what goes wrong. ``events``:
-one call after a device sleep that hides the host (as ``bench.fused``); ``graph``: a captured CUDA graph of 20 calls, microseconds a call. In turn, round after
+one call after a device sleep that hides the host (``bench.timing``); ``graph``: a captured CUDA graph of 20 calls, microseconds a call. In turn, round after
 round; medians, maximum over ranks; ``speedup`` is over ``keep`` of the same run.
 """
 
@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 import triton
 
-from bench.fused import PATIENCE_NS
-from bench.fused import _worst as worst
-from bench.fused import timed
+from bench.timing import greatest
+from bench.timing import timed
 from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings import small_message
 from overlap_inductor.lowerings import small_plan
@@ -39,6 +38,7 @@ from overlap_inductor.transports.workspace import Launch
 
 COLUMNS, INNER, EPS = 8192, 28672, 1e-5
 CALLS = 20
+PATIENCE_NS = 2_000_000_000
 TOLERANCE = 2e-2
 SEGMENTS = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 8), (8192, 16))
 """Columns and warps of a block."""
@@ -115,7 +115,7 @@ def error(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], a
     dist.all_reduce(least, dist.ReduceOp.MIN)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     # (NCCL's maximum of NaN and a number is not NaN.)
-    return worst(float("inf") if off != off or alike and not torch.equal(least, most) else off)
+    return greatest(float("inf") if off != off or alike and not torch.equal(least, most) else off)
 
 
 def captured(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -135,7 +135,7 @@ def measure(site: Site, repeats: int) -> list[dict[str, Any]]:
         # Three calls: both halves of the workspace, and the first one again.
         found = [function() for _ in range(3)]
         errors[name] = max(error(f, expected, name != "keep") for f in found)
-        gave_up = worst(float(site.launch.faults.record[0]))
+        gave_up = greatest(float(site.launch.faults.record[0]))
         if gave_up:
             site.launch.faults.check()
             raise RuntimeError(f"{name} gave up waiting on another rank")
@@ -154,8 +154,8 @@ def measure(site: Site, repeats: int) -> list[dict[str, Any]]:
     for name, function in right.items():
         errors[name] = max(errors[name], error(function(), expected, name != "keep"))
     rows = []
-    us = {name: worst(statistics.median(s)) for name, s in single.items()}
-    graph_us = {name: worst(statistics.median(s)) / CALLS for name, s in many.items()}
+    us = {name: greatest(statistics.median(s)) for name, s in single.items()}
+    graph_us = {name: greatest(statistics.median(s)) / CALLS for name, s in many.items()}
     for name in [*errors, *site.parts()]:
         row: dict[str, Any] = {"provider": name, "error": errors.get(name), "right": errors.get(name, 0.0) <= TOLERANCE}
         if name in us:
@@ -184,7 +184,7 @@ def main() -> None:
     environment = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name(), "world_size": world_size}
     for tokens in arguments.tokens:
         # (Rank 0's clock decides for all.)
-        if worst(time.monotonic() - start if rank == 0 else 0.0) > arguments.seconds:
+        if greatest(time.monotonic() - start if rank == 0 else 0.0) > arguments.seconds:
             break
         site = Site(tokens, arena, faults)
         rows = measure(site, arguments.repeats)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
+
+SETTING_WORDS = {"hidden": "the host hidden", "compiled": "compiled graphs, the host in the loop"}
 
 
 def overlap_efficiency(serial: float, overlapped: float, matmul: float, collective: float) -> float:
@@ -38,4 +42,82 @@ def slow_link(rows: list[dict[str, Any]]) -> str:
             f"{row['collective_ms']:.0f} | {row['serial_ms']:.0f} | {row['ring_ms']:.0f} | {row['serial_ms'] / row['ring_ms']:.2f} | "
             f"{'-' if efficiency is None else f'{efficiency:.2f}'} |"
         )
+    return "\n".join(lines) + "\n"
+
+
+def groups(rows: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """Rows by the values of ``keys``, in the order of their first ones."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[k] for k in keys), []).append(row)
+    return found
+
+
+def provider_names(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """The providers of ``rows`` in the order in which they were measured, ``keep`` first."""
+    return list(dict.fromkeys(["keep", *(row["provider"] for row in rows)]))
+
+
+def heading(row: dict[str, Any]) -> str:
+    """What a table's rows have in common."""
+    return f"{row['world_size']} x {row['gpu']}, {row['shape']}, {row['dtype']}, {SETTING_WORDS[row['setting']]}"
+
+
+def operators(rows: Sequence[dict[str, Any]], details: bool = False) -> str:
+    """Rows of ``bench.operators`` as tables, one for each kind of machine, shape and setting: microseconds, the speed-up over ``keep`` of the same run in brackets.
+
+    ``best``: the fastest of what is not ``keep``, with its speed-up, ratio to ``max`` (the bound) and overlap efficiency. ``details``: behind each, every row by itself.
+    """
+    parts = []
+    for same in groups(rows, "gpu", "world_size", "shape", "dtype", "setting").values():
+        parts.append(f"**{heading(same[0])}**\n\n{_overview(same)}")
+        if details:
+            parts.append(_details(same))
+    return "\n".join(parts)
+
+
+def _line(*cells: Any) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _header(*cells: str) -> list[str]:
+    return [_line(*cells), "|---" * len(cells) + "|"]
+
+
+def _overview(rows: Sequence[dict[str, Any]]) -> str:
+    names = provider_names(rows)
+    lines = _header("pattern", "tokens", "matmul", "collective", "sum", "max", *names, "best", "speed-up", "ratio", "efficiency")
+    for (pattern, tokens), same in groups(_in_order(rows), "pattern", "tokens").items():
+        of = {row["provider"]: row for row in same}
+        # (Of a provider measured in a later run, the standards are that run's; of a case, those of the last run of ``keep``.)
+        standard = of.get("keep", same[0])
+        bounds = [f"{standard[k]:.0f}" for k in ("matmul_us", "collective_us", "sum_us", "bound_us")]
+        best = max((row for row in same if row["provider"] != "keep"), key=lambda row: row["speedup"], default=None)
+        last = ["-"] * 4 if best is None else [best["provider"], *(f"{best[k]:.2f}" for k in ("speedup", "ratio", "efficiency"))]
+        lines.append(_line(pattern, tokens, *bounds, *(_cell(of.get(name), best) for name in names), *last))
+    return "\n".join(lines) + "\n"
+
+
+def _in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By pattern, as measured; then by tokens."""
+    patterns = list(groups(rows, "pattern"))
+    return sorted(rows, key=lambda row: (patterns.index((row["pattern"],)), row["tokens"]))
+
+
+def _cell(row: dict[str, Any] | None, best: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    if row["provider"] == "keep":
+        return f"{row['median_us']:.0f}"
+    text = f"{row['median_us']:.0f} ({row['speedup']:.2f}{', ' + row['runs'] if row['provider'] == 'auto' else ''})"
+    return f"**{text}**" if row is best else text
+
+
+def _details(rows: Sequence[dict[str, Any]]) -> str:
+    lines = _header("pattern", "tokens", "provider", "median", "p20", "p80", "speed-up", "ratio", "efficiency", "host us", "extra MiB")
+    for row in _in_order(rows):
+        times = [f"{row[k]:.1f}" for k in ("median_us", "p20_us", "p80_us")]
+        figures = [f"{row[k]:.2f}" for k in ("speedup", "ratio", "efficiency")]
+        extra = "-" if row["peak_extra_bytes"] is None else f"{row['peak_extra_bytes'] / 2**20:.1f}"
+        lines.append(_line(row["pattern"], row["tokens"], row["provider"], *times, *figures, f"{row['host_us']:.0f}", extra))
     return "\n".join(lines) + "\n"

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m bench.wave_groups --tokens 4096 8192 --out bench/results/wave_groups.jsonl
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 -m bench.wave_groups
 
-Every provider is compared with fp32 on random data before it is timed; providers are timed in turn as in ``bench.fused``. Rows of a site: ``keep``
+Every provider is compared with fp32 on random data before it is timed; providers are timed in turn as in ``bench.timing``. Rows of a site: ``keep``
 (``bound``: its time over the longer of matmul and collective), the planned call (``wave_groups``), the predicted partition with each number of SMs left
 free, matmul and collective alone. ``partitions``: all of them where they are at most ``--candidates``, else so many, those into equal groups
 among them; ``within`` is the planned one's time over the best one's, both from a second run of their own. ``timeline``: microseconds from the
@@ -26,9 +26,10 @@ import torch
 import torch.distributed as dist
 import triton
 
-from bench.fused import SHAPES
-from bench.fused import _worst
-from bench.fused import timed
+from bench.shapes import SHAPES
+from bench.shapes import Layer
+from bench.timing import greatest
+from bench.timing import timed
 from overlap_inductor.lowerings import wave_groups
 from overlap_inductor.lowerings.wave_plan import MAX_GROUPS
 from overlap_inductor.lowerings.wave_plan import WaveParameters
@@ -45,10 +46,9 @@ PATTERNS = ("matmul_all_reduce", "matmul_reduce_scatter")
 class Site:
     """One pattern at one size: operands, and what each provider runs."""
 
-    def __init__(self, pattern: str, tokens: int, shape: tuple[int, int], parameters: WaveParameters) -> None:
-        hidden, wide = shape
+    def __init__(self, pattern: str, tokens: int, layer: Layer, parameters: WaveParameters) -> None:
         self.scatters, self.group = pattern == "matmul_reduce_scatter", dist.group.WORLD
-        inner = wide // self.group.size()
+        hidden, inner = layer.hidden, layer.narrow // self.group.size()
         self.a = torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16) / 4
         self.b = (torch.randn(hidden, inner, device="cuda", dtype=torch.bfloat16) / 16).t()
         self.product = torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16)
@@ -79,11 +79,11 @@ class Site:
 def error_of(function: Callable[[], torch.Tensor], expected: torch.Tensor) -> float:
     """Worst error over ranks, of the largest element; after two calls, of which the second meets what the first has left."""
     function()
-    return _worst(float((function().float() - expected).abs().max() / expected.abs().max()))
+    return greatest(float((function().float() - expected).abs().max() / expected.abs().max()))
 
 
 def medians(providers: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    return {name: _worst(statistics.median(samples)) for name, samples in timed(providers, repeats).items()}
+    return {name: greatest(statistics.median(samples)) for name, samples in timed(providers, repeats).items()}
 
 
 def some_partitions(waves: Waves, count: int) -> list[tuple[int, ...]]:
@@ -169,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
     parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS)
-    parser.add_argument("--shapes", nargs="+", default=["mlp"], choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", default=["llama3-70b-mlp"], choices=list(SHAPES))
     parser.add_argument("--free", type=int, nargs="+", default=list(WaveParameters(1).free), help="SMs to leave to NCCL")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--candidates", type=int, default=64, help="partitions to time")

@@ -1,0 +1,68 @@
+"""One case from its operands to its rows: every provider is built, checked against fp32 on random data, timed in turn, and checked once more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bench.providers import Provider
+from bench.providers import Variant
+from bench.providers import chosen
+from bench.providers import providers
+from bench.rows import rows_of
+from bench.shapes import Case
+from bench.site import TOLERANCE
+from bench.site import Site
+from bench.timing import Clock
+from bench.timing import in_turn
+from bench.timing import worst
+
+
+class WrongResult(Exception):
+    """A provider's result is not what fp32 says."""
+
+
+def measure(
+    case: Case,
+    names: Sequence[str],
+    variants: Sequence[Variant],
+    settings: Sequence[str],
+    clock: Clock,
+    repeats: int,
+    seconds: float,
+    where: Mapping[str, Any],
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each setting. All ranks together.
+
+    Raises:
+        WrongResult: on all ranks, naming the provider.
+    """
+    site = Site(case, clock.device)
+    expected, names = site.expected(), chosen(names, variants, case, clock.device)
+    made: dict[str, Provider] = {}
+    found = {setting: providers(site, names, variants, setting, made) for setting in settings}
+    # Every kernel is loaded before anything is timed: loading waits for the device, on which a kernel may wait for a peer.
+    for setting in settings:
+        for provider in found[setting]:
+            provider.call()
+    checks = {setting: {p.name: _checked(p, site, expected, clock) for p in found[setting]} for setting in settings}
+    for setting in settings:
+        calls = {p.name: p.call for p in found[setting]} | {"matmul": site.matmul, "collective": site.collective}
+        times = in_turn(clock, calls, setting == "hidden", repeats, seconds)
+        # Calls in a row are what goes wrong.
+        after = {p.name: _checked(p, site, expected, clock) for p in found[setting]}
+        errors = {name: max(error, after[name][0]) for name, (error, _) in checks[setting].items()}
+        yield rows_of(case, setting, found[setting], times, errors, {name: extra for name, (_, extra) in after.items()}, where)
+
+
+def _checked(provider: Provider, site: Site, expected: torch.Tensor, clock: Clock) -> tuple[float, float | None]:
+    """``(error, extra bytes)`` of one more call, the maximum over ranks."""
+    result, extra = clock.with_extra_bytes(provider.call)
+    error, most = worst([site.error(result, expected), -1.0 if extra is None else extra])
+    if error > TOLERANCE[site.case.dtype]:
+        raise WrongResult(f"{provider.name} is wrong for {site.case}: off by {error:.3g} of the largest element; allowed is {TOLERANCE[site.case.dtype]:g}")
+    return error, None if extra is None else most

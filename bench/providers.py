@@ -1,0 +1,229 @@
+"""What computes a case: ``keep``, Inductor's async TP, every schedule over every transport of it, ``auto``, and schedules with other parameters.
+
+A provider is a call. With the host hidden a schedule that is one op a site is that op; the ring and ``auto`` are compiled graphs. In setting ``compiled`` all are,
+but for async TP, whose op is called as Inductor's output code calls it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+import overlap_inductor
+import overlap_inductor.lowerings.all_ops  # noqa: F401  (defines the ops)
+from bench.shapes import Case
+from bench.site import Site
+from bench.site import plain
+from overlap_inductor.backend import overlap_inductor as overlap_backend
+from overlap_inductor.lowerings import small_plan
+from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
+from overlap_inductor.lowerings.fused_plan import FusedParameters
+from overlap_inductor.lowerings.small_plan import SmallParameters
+from overlap_inductor.lowerings.wave_plan import WaveParameters
+from overlap_inductor.passes.one_op_site import OneOpSchedule
+from overlap_inductor.passes.schedules import SCHEDULES
+from overlap_inductor.passes.schedules import SMALL_MESSAGE
+from overlap_inductor.passes.schedules import schedule_named
+from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports.arena import Request
+from overlap_inductor.transports.arena import planned_bytes
+from overlap_inductor.transports.workspace import workspace_of
+
+SETTINGS = ("hidden", "compiled")
+NAMES = ("keep", "async_tp", *(f"{s.name}/{t}" for s in SCHEDULES for t in s.transports), "auto")
+"""In the order of the tables."""
+KINDS = tuple(dict.fromkeys(name.split("/")[0] for name in NAMES[1:]))
+PARAMETERS = {"fused": FusedParameters, "chunked": ChunkedParameters, "wave_groups": WaveParameters, "small_message": SmallParameters}
+LIMIT_MIB = 1 << 16
+RING_PARTS = 1
+"""Pieces of a shard: over NCCL one was best (bench/results/ring_nccl.jsonl)."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """``call`` computes the case. ``runs``: the schedule that does; ``parameters``: its settings; ``held``: bytes of symmetric memory that it needs."""
+
+    name: str
+    call: Callable[[], torch.Tensor]
+    runs: str
+    parameters: Mapping[str, Any]
+    held: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A schedule with other parameters than the plan's; ``text`` as on the command line."""
+
+    schedule: str
+    text: str
+    parameters: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.schedule} {self.text}"
+
+    @classmethod
+    def parse(cls, argument: str) -> Variant:
+        """Of ``fused.parts=2`` or ``fused.parts=2,pushers=8``; values are JSON, or else text. Raises ``ValueError`` where one does not exist."""
+        schedule, _, text = argument.partition(".")
+        if schedule not in PARAMETERS:
+            raise ValueError(f"{argument!r}: no parameters of schedule {schedule!r} can be set; expected one of {', '.join(PARAMETERS)}, as in fused.parts=2")
+        known = [f.name for f in fields(PARAMETERS[schedule])]
+        parameters = {}
+        # (A comma inside a list parts nothing.)
+        for part in re.split(r",(?![^\[]*\])", text):
+            key, equals, value = part.partition("=")
+            if not equals or key not in known:
+                raise ValueError(f"{argument!r}: {part!r} sets no parameter of schedule {schedule}; expected one of {', '.join(known)}, as in {known[-1]}=1")
+            try:
+                parameters[key] = json.loads(value)
+            except json.JSONDecodeError:
+                parameters[key] = value
+        return cls(schedule, text, parameters)
+
+
+def why_not(name: str, case: Case, device: torch.device) -> str | None:
+    """Why a provider does not compute a case here, from what all ranks know alike; or ``None``."""
+    kind, ranks = re.split("[/ ]", name)[0], tuple(range(case.world_size))
+    if kind == "async_tp":
+        if case.pattern == "matmul_all_reduce":
+            return "async TP has no op for it"
+        return "its op needs GPUs" if device.type != "cuda" else symmetric.why_no_symmetric_memory(ranks, device)
+    if kind == SMALL_MESSAGE.name:
+        if case.pattern != "matmul_all_reduce":
+            return f"no small-message kernel computes {case.pattern}"
+        reason = small_plan.why_not(case.dtype, case.world_size, case.tokens, case.columns)
+        return reason or symmetric.why_no_symmetric_memory(ranks, device)
+    schedule = None if kind in ("keep", "auto") else schedule_named(kind)
+    if not isinstance(schedule, OneOpSchedule):
+        return None
+    if case.pattern not in schedule.patterns:
+        return f"no {schedule.noun} computes {case.pattern}"
+    return schedule.plan.why_not(case.dtype, case.inner, case.columns) or schedule.reach(ranks, device)
+
+
+def request(case: Case, schedule: str, settings: str, site: str) -> Request | None:
+    """The workspace that a schedule with ``settings`` (JSON text) needs for a case."""
+    if schedule == SMALL_MESSAGE.name:
+        return Request(site, *small_plan.needed_up_to(settings, case.world_size, case.tokens, case.columns, case.dtype.itemsize))
+    found = schedule_named(schedule) if schedule != "keep" else None
+    if not isinstance(found, OneOpSchedule) or found.needed is None:
+        return None
+    parameters = found.plan.parameters_of(settings, 1)
+    return Request(site, *found.needed(case.pattern, case.world_size, case.shard_rows, case.inner, case.columns, case.dtype.itemsize, parameters))
+
+
+def _held(case: Case, needs: Request | None) -> int:
+    return 0 if needs is None else planned_bytes([needs], 1, case.world_size)
+
+
+def keep(site: Site) -> Provider:
+    return Provider("keep", site.keep, "keep", {}, 0)
+
+
+def async_tp(site: Site) -> Provider:
+    # Of its workspace: one shard gathered, two of those reduced (torch.distributed._symmetric_memory).
+    case = site.case
+    shards, width = (1, case.inner) if case.gathers else (2, case.columns)
+    return Provider("async_tp", site.async_tp, "async_tp", {}, shards * case.shard_rows * width * case.dtype.itemsize)
+
+
+def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) -> Provider:
+    """The op of ``schedule`` with ``settings``, its workspace prepared; all ranks together."""
+    case, text, label = site.case, json.dumps(settings, sort_keys=True), f"{name} {site.case}"
+    needs = request(case, schedule, text, label)
+    place = workspace_of(site.group, site.device)
+    if needs is not None:
+        place.prepare([needs], LIMIT_MIB << 20)
+        _check_room(site, label, name)
+    op, group_name = getattr(torch.ops.overlap_inductor, f"{schedule}_{case.pattern}").default, site.group.group_name
+    chain = torch.zeros(1, dtype=torch.uint8, device=site.device)
+
+    def gather() -> torch.Tensor:
+        return op(chain, site.a, [site.b], [None], False, text, group_name, label)[0][0]
+
+    def reduce() -> torch.Tensor:
+        return op(chain, site.a, site.b, None, text, "sum", group_name, label)[0]
+
+    return Provider(name, gather if case.gathers else reduce, schedule, settings, _held(case, needs))
+
+
+def compiled(site: Site, name: str, **switches: Any) -> Provider:
+    """The plain module compiled by our backend with ``switches``, or by Inductor without, and called once; all ranks together.
+
+    Raises:
+        RuntimeError: another schedule than the one asked for has been compiled, or it has no workspace.
+    """
+    # A compiled function is cached by its code, so each provider gets code of its own.
+    namespace: dict[str, Any] = {"function": plain(site.case.pattern, site.group)}
+    exec("def layer(x, weight): return function(x, weight)", namespace)
+    if switches:
+        options = {"workspace_limit": LIMIT_MIB, "sub_chunks": RING_PARTS, **switches}
+        made = torch.compile(namespace["layer"], dynamic=False, backend=overlap_backend, options=options)
+    else:
+        made = torch.compile(namespace["layer"], dynamic=False)
+    # (Whatever the environment has switched on: plain is plain.)
+    with nullcontext() if switches else overlap_inductor.overlap(mode="off"):
+        made(site.a, site.weight)
+    runs, parameters, needs = "keep", {}, None
+    if switches:
+        report = overlap_inductor.last_report()
+        if report is None or len(report.sites) != 1:
+            raise RuntimeError(f"{name} of {site.case}: expected one site in the compiled graph, found {0 if report is None else len(report.sites)}")
+        (found,) = report.sites
+        moving = found.decision.moving
+        wanted = switches.get("schedule", "auto")
+        if wanted not in ("auto", moving.schedule):
+            raise RuntimeError(f"{name} of {site.case}: compiled as {moving.schedule}: {[r.text for r in found.decision.reasons]}")
+        runs, parameters = moving.schedule, moving.parameters
+        needs = request(site.case, runs, parameters.get("settings", "{}"), found.facts.id)
+        _check_room(site, found.facts.id, name)
+    return Provider(name, lambda: made(site.a, site.weight), runs, parameters, _held(site.case, needs))
+
+
+def _check_room(site: Site, label: str, name: str) -> None:
+    if label in workspace_of(site.group, site.device).without_room:
+        raise RuntimeError(f"{name} of {site.case} has no workspace: more than {LIMIT_MIB} MiB would be held; time fewer or smaller cases in one run")
+
+
+def chosen(names: Sequence[str], variants: Sequence[Variant], case: Case, device: torch.device) -> list[str]:
+    """Providers of ``names`` (a schedule's name for all its transports) that compute the case here, and ``keep``; then the variants."""
+    wanted = [n for n in NAMES if n == "keep" or n in names or n.split("/")[0] in names] + [v.name for v in variants]
+    return [n for n in wanted if why_not(n, case, device) is None]
+
+
+def providers(site: Site, names: Sequence[str], variants: Sequence[Variant], setting: str, made: dict[str, Provider]) -> list[Provider]:
+    """Those of ``names`` that have ``setting``; ``made``: compiled ones, which several settings share. All ranks together."""
+    found = []
+    for name in names:
+        variant = next((v for v in variants if v.name == name), None)
+        kind, _, transport = name.partition("/")
+        graph = setting == "compiled" or kind in ("ring", "auto")
+        if variant is not None:
+            if setting == "hidden":
+                found.append(one_op(site, name, variant.schedule, _planned(variant.schedule, site.case, "auto") | variant.parameters))
+        elif kind == "async_tp" or (kind == "keep" and not graph):
+            found.append(async_tp(site) if kind == "async_tp" else keep(site))
+        elif not graph:
+            found.append(one_op(site, name, kind, _planned(kind, site.case, transport)))
+        else:
+            if name not in made:
+                switches = {"keep": {}, "auto": {"mode": "on"}}.get(kind, {"mode": "strict", "schedule": kind, "transport": transport})
+                made[name] = compiled(site, name, **switches)
+            found.append(made[name])
+    return found
+
+
+def _planned(schedule: str, case: Case, transport: str) -> dict[str, Any]:
+    """The settings that the plan would have."""
+    found = schedule_named(schedule)
+    return found.plan.settings_for(case.pattern, transport) if isinstance(found, OneOpSchedule) else {}

@@ -1,0 +1,33 @@
+"""Tables and plots of stored rows of ``bench.operators``: ``operators.md``, and two plots for each kind of machine, beside the rows.
+
+    python -m bench.report [--rows bench/results/operators.jsonl] [--out bench/results]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench import plots
+from bench import rows
+from bench import tables
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="bench.report", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=Path, default=rows.RESULTS / "operators.jsonl")
+    parser.add_argument("--out", type=Path, default=rows.RESULTS)
+    options = parser.parse_args(arguments)
+    found = rows.read(options.rows)
+    if not found:
+        parser.error(f"{options.rows} holds no rows of bench.operators; torchrun --nproc-per-node 8 -m bench.operators makes some")
+    options.out.mkdir(parents=True, exist_ok=True)
+    table = options.out / "operators.md"
+    table.write_text(tables.operators(found, details=True))
+    for path in [table, *plots.operators(found, options.out)]:
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
