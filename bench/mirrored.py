@@ -26,9 +26,8 @@ import torch
 import torch.distributed as dist
 import triton
 
-from bench.fused import PATIENCE_NS
-from bench.fused import _worst as worst
-from bench.fused import timed
+from bench.timing import greatest as worst
+from bench.timing import timed
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.layout import QUEUE_WORDS
 from overlap_inductor.lowerings import chunked
@@ -42,6 +41,7 @@ from overlap_inductor.transports.faults import FaultRecord
 from overlap_inductor.transports.workspace import Launch
 
 HIDDEN, WIDE = 8192, 28672
+PATIENCE_NS = 2_000_000_000
 SIGNALS = 64
 TOLERANCE = 2e-2
 GIVEN = 2**30
