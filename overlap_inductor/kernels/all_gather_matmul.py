@@ -42,18 +42,20 @@ from overlap_inductor.kernels.tile_order import store_tile
 
 @triton.jit(do_not_specialize=["rank", "site", "rows", "shard_vectors"])
 def all_gather_matmul(
-    own_desc, b_desc, c_desc, a, c, bias, gathered_desc, peer_data, peer_flags, flags, queues, calls, stop, patience,
-    site, rank, rows, columns, inner, shard_vectors, part_rows, part_vectors, signals,
-    WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
+    own_desc, a, b0_desc, c0_desc, c0, bias0, b1_desc, c1_desc, c1, bias1, b2_desc, c2_desc, c2, bias2, b3_desc, c3_desc, c3, bias3,
+    columns0, columns1, columns2, columns3, gathered_desc, peer_data, peer_flags, flags, queues, calls, stop, patience,
+    site, rank, rows, inner, shard_vectors, part_rows, part_vectors, signals,
+    COUNT: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """``c[WORLD * rows, columns] = gathered @ b``, grid: any number of blocks, at best one an SM.
+    """``c_i[WORLD * rows, columns_i] = gathered @ b_i + bias_i`` for ``COUNT`` weights, grid: any number of blocks, at best one an SM.
 
     Args:
         own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; ``a``: its address, ``shard_vectors`` its 16-byte words.
         gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; its own shard's rows are not read.
-        b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
-        c: row-major output ``[WORLD * rows, columns]``, fp16 or bf16; c_desc: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide where ``HALVES``.
+        b0_desc, ..., bias0, ..., TRANSPOSED: see ``multiply_tile``; all weights lie alike. Everything of the weights from ``COUNT`` on is ``None``.
+            Bit ``i`` of ``BIASES``: weight ``i`` has a bias (else ``bias_i`` is any address).
+        c0, ...: row-major outputs, fp16 or bf16; c0_desc, ...: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide where ``HALVES``.
         KEEP: the workspace is to hold the whole gathered tensor, the own shard too, until ``kernels.signals.end_call`` has run.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags; ``flags``: this rank's own flags.
             ``signal_flag(s, i)``: the call whose part ``i`` has come from rank ``s``.
@@ -67,7 +69,13 @@ def all_gather_matmul(
     # (Products of four: so it is known that masks end between 16-byte words.)
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
-    tiles_n = tl.cdiv(columns, BLOCK_N)
+    weights = (
+        (b0_desc, c0_desc, c0, bias0, columns0), (b1_desc, c1_desc, c1, bias1, columns1),
+        (b2_desc, c2_desc, c2, bias2, columns2), (b3_desc, c3_desc, c3, bias3, columns3),
+    )  # fmt: skip
+    tiles_n = 0
+    for w in tl.static_range(COUNT):
+        tiles_n += tl.cdiv(weights[w][4], BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
     sending = tl.program_id(0) < PUSHERS
     while sending:
@@ -78,7 +86,8 @@ def all_gather_matmul(
         for _ in range(BATCH):
             if turn < tiles_shard * tiles_n:
                 m, n = grouped(turn, tiles_shard, tiles_n, GROUP_M)
-                total = multiply_tile(own_desc, b_desc, bias, m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
+                b_desc, c_desc, c, bias, columns, biased, n = _weight_of(weights, n, COUNT, BIASES, BLOCK_N)
+                total = multiply_tile(own_desc, b_desc, bias, m * BLOCK_M, n * BLOCK_N, inner, biased, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIASES > 0)
                 following = claim(queues + 1, THREADS)
                 _store(c_desc, c, total, rank, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES)
                 turn = claimed(following)
@@ -99,7 +108,8 @@ def all_gather_matmul(
                         sending = sent and not has_come(flag, call + 1)
                     wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_PART, shard)
                     load_fence()
-                total = multiply_tile(gathered_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
+                b_desc, c_desc, c, bias, columns, biased, n = _weight_of(weights, n, COUNT, BIASES, BLOCK_N)
+                total = multiply_tile(gathered_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, biased, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIASES > 0)
                 following = claim(queues + 2, THREADS)
                 _store(c_desc, c, total, shard, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES)
                 turn = claimed(following)
@@ -115,6 +125,25 @@ def all_gather_matmul(
             tl.store(queues + word, 0)
         if not KEEP:
             finish_call(calls, peer_flags, call, rank, WORLD)
+
+
+@triton.jit
+def _weight_of(weights, n, COUNT: tl.constexpr, BIASES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What tile column ``n`` of all weights beside each other is of: ``(b_desc, c_desc, c, bias, columns, columns of the bias, tile column of that weight)``.
+
+    Selected before the loop over K: two pipelined loops in the branches of an ``if`` would hold shared memory for both.
+    """
+    b_desc, c_desc, c, bias, columns = weights[0]
+    biased = columns * (BIASES & 1)
+    first = 0
+    before = 0
+    for w in tl.static_range(1, COUNT):
+        before += tl.cdiv(weights[w - 1][4], BLOCK_N)
+        if n >= before:
+            b_desc, c_desc, c, bias, columns = weights[w]
+            biased = columns * (BIASES >> w & 1)
+            first = before
+    return b_desc, c_desc, c, bias, columns, biased, n - first
 
 
 @triton.jit

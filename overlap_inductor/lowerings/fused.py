@@ -7,14 +7,19 @@ aborted launches nothing more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul as all_gather_matmul_kernel
 from overlap_inductor.kernels.matmul_reduce import matmul_reduce
+from overlap_inductor.lowerings.fused_plan import MOST_WEIGHTS
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.lowerings.fused_plan import band_rows
+from overlap_inductor.lowerings.fused_plan import lies_transposed
 from overlap_inductor.lowerings.fused_plan import needed
 from overlap_inductor.lowerings.operands import check_operands
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
@@ -29,7 +34,7 @@ TILES_A_BATCH = 8
 
 def right_descriptor(b: torch.Tensor, block_n: int, block_k: int) -> tuple[TensorDescriptor, bool]:
     """``b``'s descriptor, and whether it is the transposed matrix that lies in rows."""
-    if b.stride(0) == 1 and b.stride(1) >= b.shape[0]:
+    if lies_transposed(b):
         return TensorDescriptor.from_tensor(b.t(), [block_n, block_k]), True
     return TensorDescriptor.from_tensor(b, [block_k, block_n]), False
 
@@ -41,63 +46,89 @@ def _check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tu
         raise UnsupportedError(f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and {launch.slot.signals}")
 
 
-def _key(pattern: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, parameters: FusedParameters, flag: bool) -> tuple[object, ...]:
+def _key(
+    pattern: str, a: torch.Tensor, rhs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], parameters: FusedParameters, flag: bool
+) -> tuple[object, ...]:
     """What a prepared kernel rests on. Raises ``UnsupportedError`` where an operand lies as no kernel reads it."""
     if not a.is_contiguous() or a.data_ptr() % 16:
         raise UnsupportedError(f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous at 16 bytes")
-    if b.data_ptr() % 16:
-        raise UnsupportedError(f"the right operand of shape {list(b.shape)} does not begin at 16 bytes")
-    aligned = None if bias is None else bias.data_ptr() % 16 == 0
-    return pattern, a.shape, a.dtype, b.shape, b.stride(), b.dtype, aligned, parameters, flag
+    key: list[object] = [pattern, a.shape, a.dtype, parameters, flag]
+    for b, bias in zip(rhs, biases, strict=True):
+        if b.data_ptr() % 16:
+            raise UnsupportedError(f"the right operand of shape {list(b.shape)} does not begin at 16 bytes")
+        key += [b.shape, b.stride(), b.dtype, None if bias is None else bias.data_ptr() % 16 == 0]
+    return tuple(key)
 
 
 def all_gather_matmul(
     a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, bias: torch.Tensor | None = None, keep: bool = False
 ) -> torch.Tensor:
-    """``all_gather(a) @ b + bias``: ``a [rows, K]`` this rank's shard, ``b [K, N]``, ``bias [N]``. Returns ``[world_size * rows, N]``.
+    """``all_gather_matmuls`` of one weight."""
+    return all_gather_matmuls(a, [b], launch, parameters, [bias], keep)[0]
 
-    ``keep``: the call does not end with the kernel: ``gathered`` may be read on the same stream until ``end``.
+
+def all_gather_matmuls(
+    a: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    launch: Launch,
+    parameters: FusedParameters,
+    biases: Sequence[torch.Tensor | None],
+    keep: bool = False,
+) -> list[torch.Tensor]:
+    """``all_gather(a) @ b + bias`` for each weight: ``a [rows, K]`` this rank's shard, ``b [K, N]``, ``bias [N]``. Returns each ``[world_size * rows, N]``.
+
+    One to ``MOST_WEIGHTS`` weights, all in rows or all transposed (``in_one_launch`` chooses them). ``keep``: the call does not end with the kernel: ``gathered``
+    may be read on the same stream until ``end``.
 
     Raises:
         UnsupportedError: a dtype, layout or slot that the kernel is not made for.
         TransferError: a call of the group before this one gave up waiting, or was aborted.
     """
     launch.faults.check()
-    result = torch.empty(launch.world_size * a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-    key = _key("all_gather_matmul", a, b, bias, parameters, keep)
+    results = [torch.empty(launch.world_size * a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) for b in rhs]
+    key = _key("all_gather_matmul", a, rhs, biases, parameters, keep)
     kernel = launch.prepared.get(key)
     if kernel is None:
-        kernel = _prepare_gather(a, b, result, launch, parameters, bias, keep)
+        kernel = _prepare_gather(a, rhs, results, launch, parameters, biases, keep)
         if keep:
             end_kernel(launch)
         launch.remember(key, kernel)
-    kernel(a, b, result, a, result, result if bias is None else bias)
-    return result
+    operands: list[torch.Tensor | None] = [a, a]
+    for b, result, bias in zip(rhs, results, biases, strict=True):
+        operands += [b, result, result, result if bias is None else bias]
+    kernel(*operands, *[None] * (4 * (MOST_WEIGHTS - len(rhs))))
+    return results
 
 
 def _prepare_gather(
-    a: torch.Tensor, b: torch.Tensor, result: torch.Tensor, launch: Launch, p: FusedParameters, bias: torch.Tensor | None, keep: bool
+    a: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    launch: Launch,
+    p: FusedParameters,
+    biases: Sequence[torch.Tensor | None],
+    keep: bool,
 ) -> PreparedKernel:
     world_size, slot = launch.world_size, launch.slot
     rows, inner = a.shape
-    columns = b.shape[1]
     part_rows = band_rows(rows, world_size, p)
-    _check(a, b, bias, needed("all_gather_matmul", world_size, rows, inner, columns, a.element_size(), p), launch)
-    right, transposed = right_descriptor(b, p.block_n, p.block_k)
-    varying = (
-        TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
-        right,
-        TensorDescriptor.from_tensor(result, [p.block_m, p.block_n // 2 if p.halves else p.block_n]),
-        a, result, result if bias is None else bias,
-    )  # fmt: skip
+    transposed = {lies_transposed(b) for b in rhs}
+    if len(transposed) > 1 or not 1 <= len(rhs) <= MOST_WEIGHTS:
+        raise UnsupportedError(f"one launch multiplies by 1 to {MOST_WEIGHTS} weights that lie alike, not by those of strides {[list(b.stride()) for b in rhs]}")
+    varying: list[Any] = [TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), a]
+    for b, result, bias in zip(rhs, results, biases, strict=True):
+        _check(a, b, bias, needed("all_gather_matmul", world_size, rows, inner, b.shape[1], a.element_size(), p), launch)
+        stored = TensorDescriptor.from_tensor(result, [p.block_m, p.block_n // 2 if p.halves else p.block_n])
+        varying += [right_descriptor(b, p.block_n, p.block_k)[0], stored, result, result if bias is None else bias]
+    others = MOST_WEIGHTS - len(rhs)
     fixed = (
-        TensorDescriptor.from_tensor(gathered(a, launch), [p.block_m, p.block_k]),
+        *[b.shape[1] for b in rhs], *[None] * others, TensorDescriptor.from_tensor(gathered(a, launch), [p.block_m, p.block_k]),
         slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
-        launch.patience_ns, launch.site, launch.rank, rows, columns, inner, a.nbytes // 16, part_rows, part_rows * inner * a.element_size() // 16, slot.signals,
-        world_size, -(-rows // part_rows), p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS, TILES_A_BATCH, 32 * p.warps, p.halves,
-        transposed, bias is not None, keep,
+        launch.patience_ns, launch.site, launch.rank, rows, inner, a.nbytes // 16, part_rows, part_rows * inner * a.element_size() // 16, slot.signals,
+        len(rhs), world_size, -(-rows // part_rows), p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS, TILES_A_BATCH, 32 * p.warps,
+        p.halves, transposed.pop(), sum(1 << i for i, bias in enumerate(biases) if bias is not None), keep,
     )  # fmt: skip
-    return PreparedKernel(all_gather_matmul_kernel, p.blocks, varying, fixed, num_warps=p.warps, num_stages=p.stages)
+    return PreparedKernel(all_gather_matmul_kernel, p.blocks, [*varying, *[None] * (4 * others)], fixed, num_warps=p.warps, num_stages=p.stages)
 
 
 def gathered(a: torch.Tensor, launch: Launch) -> torch.Tensor:
@@ -135,7 +166,7 @@ def _reduce(
     launch.faults.check()
     rows = a.shape[0] if pattern == "matmul_all_reduce" else a.shape[0] // launch.world_size
     out = torch.empty(rows, b.shape[1], dtype=a.dtype, device=a.device)
-    key = _key(pattern, a, b, bias, parameters, average)
+    key = _key(pattern, a, [b], [bias], parameters, average)
     kernel = launch.prepared.get(key)
     if kernel is None:
         kernel = _prepare_reduce(pattern, a, b, out, launch, parameters, bias, average)

@@ -1,5 +1,5 @@
-"""The ops of schedule ``fused``: one functional op a site, one persistent kernel an op. Further matmuls of a gathered tensor are the vendor's, on the
-workspace. Operands that no kernel reads as they lie are copied.
+"""The ops of schedule ``fused``: one functional op a site, one persistent kernel an op. Weights of a gathered tensor beyond those that one launch takes
+(``fused_plan.in_one_launch``) are multiplied by the vendor's matmul, on the workspace. Operands that no kernel reads as they lie are copied.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.lowerings.operands import bias_row
 from overlap_inductor.lowerings.operands import left_operand
 from overlap_inductor.lowerings.operands import right_operand
+from overlap_inductor.lowerings.reference import product
 from overlap_inductor.lowerings.site_ops import Optional
 from overlap_inductor.lowerings.site_ops import Tensors
 from overlap_inductor.lowerings.site_ops import define_gather
@@ -25,17 +26,16 @@ def _gather(
 ) -> Tensors:
     from overlap_inductor.lowerings import fused
 
-    shard = left_operand(shard)
-    # The transfer hides under one of the matmuls: the largest.
-    first = max(range(len(rhs)), key=lambda i: rhs[i].shape[1])
-    keep = gathered_used or len(rhs) > 1
-    out = fused.all_gather_matmul(shard, right_operand(rhs[first]), launch, parameters, bias_row(biases[first], rhs[first].shape[1]), keep)
+    shard, rhs = left_operand(shard), [right_operand(b) for b in rhs]
+    launched = fused_plan.in_one_launch(rhs)
+    keep = gathered_used or len(launched) < len(rhs)
+    rows = [bias_row(biases[i], rhs[i].shape[1]) for i in launched]
+    made = dict(zip(launched, fused.all_gather_matmuls(shard, [rhs[i] for i in launched], launch, parameters, rows, keep)))
     if not keep:
-        return [out]
+        return list(made.values())
     try:
-        gathered, outs = fused.gathered(shard, launch), []
-        for i, (b, bias) in enumerate(zip(rhs, biases, strict=True)):
-            outs.append(out if i == first else torch.mm(gathered, b) if bias is None else torch.addmm(bias, gathered, b))
+        gathered = fused.gathered(shard, launch)
+        outs = [made[i] if i in made else product(gathered, b, bias) for i, (b, bias) in enumerate(zip(rhs, biases, strict=True))]
         if gathered_used:
             outs.append(gathered.clone())
     finally:

@@ -56,6 +56,18 @@ def _unspecialised(kernel: Any) -> set[int]:
     return {p.num for p in kernel.params if p.do_not_specialize}
 
 
+def _weights(count: int, block_n: int, halves: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types of ``count`` transposed weights of a gather, and the constants that the others are."""
+    types, constants = {}, {"COUNT": count}
+    for i in range(4):
+        names = (f"b{i}_desc", f"c{i}_desc", f"c{i}", f"bias{i}")
+        if i < count:
+            types |= dict(zip(names, (f"tensordesc<bf16[{block_n}, 64]>", f"tensordesc<bf16[128, {block_n // 2 if halves else block_n}]>", "*bf16", "*bf16")))
+        else:
+            constants |= dict.fromkeys((*names, f"columns{i}"))
+    return types, constants
+
+
 def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int], folder: Path, stages: int = 3, given: dict[str, str] | None = None) -> tuple[str, str, int]:
     """``(PTX, machine code, bytes of shared memory)`` of a kernel on bf16, for Hopper."""
     block_m, block_n, block_k = tile
@@ -77,25 +89,48 @@ def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int
     return compiled.asm["ptx"], machine, compiled.metadata.shared
 
 
+GATHER = {"WORLD": 8, "PARTS": 2, "PIECES": 16, "PUSHERS": 8, "BLOCK": 8192, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True}
+
+
+def _multiplying(machine: str) -> list[list[str]]:
+    """The machine code between one multiplication and the next, inside the loops over K."""
+    lines = machine.splitlines()
+    multiplies = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    return [lines[a:b] for a, b in zip(multiplies, multiplies[1:]) if b - a < 100]
+
+
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
-        pytest.param(all_gather_matmul, {"WORLD": 8, "PARTS": 2, "PIECES": 16, "PUSHERS": 8, "KEEP": True, "BLOCK": 8192, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True}, id="all_gather_matmul"),
+        pytest.param(all_gather_matmul, {**GATHER, "KEEP": True, "HALVES": False, "BIASES": 1}, id="all_gather_matmul"),
         pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 2, "LAG": 2, "COPY_LAG": 0, "STAGGER": 150, "BROADCAST": False, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True}, id="matmul_reduce_scatter"),
         pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 4, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BROADCAST": True, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True}, id="matmul_all_reduce"),
     ],
 )
 def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
     """The tile shape that pays on this chip. What goes to peers is stored in bulk or 16 bytes at a time; loops over K share their stages."""
-    text, machine, shared = _assembled(kernel, constants, (128, 256, 64), tmp_path)
+    types, others = _weights(1, 256) if kernel is all_gather_matmul else ({}, {})
+    text, machine, shared = _assembled(kernel, constants | others, (128, 256, 64), tmp_path, given=types)
     assert "wgmma.mma_async" in text and "st.global.v4" in text and shared <= 227 * 1024
-    lines = machine.splitlines()
-    multiplies = [i for i, line in enumerate(lines) if "HGMMA" in line]
-    loops = [lines[a:b] for a, b in zip(multiplies, multiplies[1:]) if b - a < 100]
+    loops = _multiplying(machine)
     assert len(loops) >= 3
     assert not [line for loop in loops for line in loop if "LDL" in line or "STL" in line], "a loop over K keeps something on the stack"
     # A flag that each thread reads for itself may have come for some threads of a block only: they part, and meet at no barrier.
     assert "ld.volatile" not in text
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_weights_of_one_launch_share_a_loop(count: int, tmp_path: Path) -> None:
+    """The parameters that are planned. A loop over K is there once for the own tiles and once for those of peers, whatever the number of weights: its tensor map
+    is selected before it, in place (a copy on the stack is none that the bulk copy unit can read)."""
+    types, others = _weights(count, 256, halves=True)
+    constants = GATHER | others | {"PARTS": 4, "PUSHERS": 12, "KEEP": False, "HALVES": True, "BIASES": 0b0101 & (1 << count) - 1}
+    text, machine, shared = _assembled(all_gather_matmul, constants, (128, 256, 64), tmp_path, 4, types)
+    # Of the loads of each of the two loops three fill the stages, and one goes on; each of the left and of the right operand.
+    assert text.count("wgmma.mma_async") == 2 * 4 and text.count("cp.async.bulk.tensor.2d.shared") == 2 * 2 * 4 and shared <= 227 * 1024
+    assert ".local" not in text and "ld.volatile" not in text
+    loops = _multiplying(machine)
+    assert len(loops) == 2 * 3 and not [line for loop in loops for line in loop if "LDL" in line or "STL" in line], "the loop over K keeps something on the stack"
 
 
 @pytest.mark.parametrize(("transposed", "shards"), [(True, {"shards": 1}), (False, {})], ids=["all-reduce", "reduce-scatter"])
