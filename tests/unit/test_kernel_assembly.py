@@ -89,7 +89,8 @@ def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int
     return compiled.asm["ptx"], machine, compiled.metadata.shared
 
 
-GATHER = {"WORLD": 8, "PARTS": 2, "PIECES": 16, "PUSHERS": 8, "BLOCK": 8192, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True}
+NO_EPILOGUE = {"EPILOGUE": None, "extra0": None, "extra1": None}
+GATHER = {"WORLD": 8, "PARTS": 2, "PIECES": 16, "PUSHERS": 8, "BLOCK": 8192, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True, **NO_EPILOGUE}
 
 
 def _multiplying(machine: str) -> list[list[str]]:
@@ -103,8 +104,8 @@ def _multiplying(machine: str) -> list[list[str]]:
     ("kernel", "constants"),
     [
         pytest.param(all_gather_matmul, {**GATHER, "KEEP": True, "HALVES": False, "BIASES": 1}, id="all_gather_matmul"),
-        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 2, "LAG": 2, "COPY_LAG": 0, "STAGGER": 150, "BROADCAST": False, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True}, id="matmul_reduce_scatter"),
-        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 4, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BROADCAST": True, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True}, id="matmul_all_reduce"),
+        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 2, "LAG": 2, "COPY_LAG": 0, "STAGGER": 150, "BROADCAST": False, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True, **NO_EPILOGUE}, id="matmul_reduce_scatter"),
+        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 4, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BROADCAST": True, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True, **NO_EPILOGUE}, id="matmul_all_reduce"),
     ],
 )
 def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
