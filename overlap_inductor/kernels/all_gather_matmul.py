@@ -25,6 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from overlap_inductor.kernels.epilogue import by_quarters
 from overlap_inductor.kernels.push import push_piece
 from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import WAIT_PART
@@ -43,18 +44,21 @@ from overlap_inductor.kernels.tile_order import store_tile
 
 @triton.jit(do_not_specialize=["rank", "site", "rows", "shard_vectors"])
 def all_gather_matmul(
-    own_desc, b_desc, c_desc, a, c, bias, gathered_desc, peer_data, peer_flags, flags, queues, calls, stop, patience,
-    site, rank, rows, columns, inner, shard_vectors, part_rows, part_vectors, signals,
-    WORLD: tl.constexpr, PARTS: tl.constexpr, SENDS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
+    own_desc, a, b0_desc, c0_desc, c0, bias0, b1_desc, c1_desc, c1, bias1, b2_desc, c2_desc, c2, bias2, b3_desc, c3_desc, c3, bias3, extra0, extra1,
+    columns0, columns1, columns2, columns3, gathered_desc, peer_data, peer_flags, flags, queues, calls, stop, patience,
+    site, rank, rows, inner, shard_vectors, part_rows, part_vectors, signals,
+    COUNT: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, SENDS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr, EPILOGUE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """``c[WORLD * rows, columns] = gathered @ b``, grid: any number of blocks, at best one an SM.
+    """``c_i[WORLD * rows, columns_i] = gathered @ b_i + bias_i`` for ``COUNT`` weights, grid: any number of blocks, at best one an SM.
 
     Args:
         own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; ``a``: its address, ``shard_vectors`` its 16-byte words.
         gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; its own shard's rows are not read.
-        b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
-        c: row-major output ``[WORLD * rows, columns]``, fp16 or bf16; c_desc: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide where ``HALVES``.
+        b0_desc, ..., bias0, ..., TRANSPOSED: see ``multiply_tile``; all weights lie alike. Everything of the weights from ``COUNT`` on is ``None``.
+            Bit ``i`` of ``BIASES``: weight ``i`` has a bias (else ``bias_i`` is any address).
+        c0, ...: row-major outputs, fp16 or bf16; c0_desc, ...: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide where ``HALVES``.
+        EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``.
         KEEP: the workspace is to hold the whole gathered tensor, the own shard too, until ``kernels.signals.end_call`` has run.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags; ``flags``: this rank's own flags.
             ``signal_flag(s, i)``: the call whose part ``i`` has come from rank ``s``.
@@ -68,7 +72,13 @@ def all_gather_matmul(
     # (Products of four: so it is known that masks end between 16-byte words.)
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
-    tiles_n = tl.cdiv(columns, BLOCK_N)
+    weights = (
+        (b0_desc, c0_desc, c0, bias0, columns0), (b1_desc, c1_desc, c1, bias1, columns1),
+        (b2_desc, c2_desc, c2, bias2, columns2), (b3_desc, c3_desc, c3, bias3, columns3),
+    )  # fmt: skip
+    tiles_n = 0
+    for w in tl.static_range(COUNT):
+        tiles_n += tl.cdiv(weights[w][4], BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
     if SENDS:
         sending = tl.program_id(0) < PUSHERS
@@ -80,9 +90,10 @@ def all_gather_matmul(
         for _ in range(BATCH):
             if turn < tiles_shard * tiles_n:
                 m, n = grouped(turn, tiles_shard, tiles_n, GROUP_M)
-                total = multiply_tile(own_desc, b_desc, bias, m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
+                b_desc, c_desc, c, bias, columns, biased, weight, n = _weight_of(weights, n, COUNT, BIASES, BLOCK_N)
+                total = multiply_tile(own_desc, b_desc, bias, m * BLOCK_M, n * BLOCK_N, inner, biased, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIASES > 0)
                 following = claim(queues + 1, THREADS)
-                _store(c_desc, c, total, rank, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES)
+                _store(c_desc, c, total, extra0, extra1, weight, rank, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES, EPILOGUE)
                 turn = claimed(following)
 
     turn = claimed(claim(queues + 2, THREADS))
@@ -102,9 +113,10 @@ def all_gather_matmul(
                             sending = sent and not has_come(flag, call + 1)
                     wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_PART, shard)
                     load_fence()
-                total = multiply_tile(gathered_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
+                b_desc, c_desc, c, bias, columns, biased, weight, n = _weight_of(weights, n, COUNT, BIASES, BLOCK_N)
+                total = multiply_tile(gathered_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, biased, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIASES > 0)
                 following = claim(queues + 2, THREADS)
-                _store(c_desc, c, total, shard, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES)
+                _store(c_desc, c, total, extra0, extra1, weight, shard, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES, EPILOGUE)
                 turn = claimed(following)
 
     if SENDS:
@@ -122,12 +134,37 @@ def all_gather_matmul(
 
 
 @triton.jit
-def _store(c_desc, c, total, shard, m, n, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr):
+def _weight_of(weights, n, COUNT: tl.constexpr, BIASES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What tile column ``n`` of all weights beside each other is of: ``(b_desc, c_desc, c, bias, columns, columns of the bias, number of the weight,
+    tile column of that weight)``.
+
+    Selected before the loop over K: two pipelined loops in the branches of an ``if`` would hold shared memory for both.
+    """
+    b_desc, c_desc, c, bias, columns = weights[0]
+    biased = columns * (BIASES & 1)
+    weight = 0
+    first = 0
+    before = 0
+    for w in tl.static_range(1, COUNT):
+        before += tl.cdiv(weights[w - 1][4], BLOCK_N)
+        if n >= before:
+            b_desc, c_desc, c, bias, columns = weights[w]
+            biased = columns * (BIASES >> w & 1)
+            weight = w
+            first = before
+    return b_desc, c_desc, c, bias, columns, biased, weight, n - first
+
+
+@triton.jit
+def _store(c_desc, c, total, extra0, extra1, weight, shard, m, n, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr, EPILOGUE: tl.constexpr):
     """One tile of the result; a tile that reaches beyond its shard stops there (the rows behind are another shard's)."""
+    at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = total.to(c.dtype.element_ty)
+    if EPILOGUE is not None:
+        tile = by_quarters(EPILOGUE, tile.to(tl.float32), weight, shard * rows + at_m, at_m < rows, n * BLOCK_N, columns, extra0, extra1, c.dtype.element_ty)
     if (m + 1) * BLOCK_M <= rows:
-        store_tile(c_desc, shard * rows + m * BLOCK_M, n * BLOCK_N, total.to(c.dtype.element_ty), HALVES)
+        store_tile(c_desc, shard * rows + m * BLOCK_M, n * BLOCK_N, tile, HALVES)
     else:
-        at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
-        at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
         to = c + (shard * rows + at_m)[:, None].to(tl.int64) * columns + at_n[None, :]
-        tl.store(to, total.to(c.dtype.element_ty), mask=(at_m < rows)[:, None] & (at_n < columns)[None, :])
+        tl.store(to, tile, mask=(at_m < rows)[:, None] & (at_n < columns)[None, :])

@@ -29,6 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from overlap_inductor.kernels.epilogue import by_quarters
 from overlap_inductor.kernels.signals import QUEUE_WORDS
 from overlap_inductor.kernels.signals import WAIT_CREDIT
 from overlap_inductor.kernels.signals import WAIT_KINDS
@@ -108,10 +109,10 @@ def _flush(pending, queues, peer_flags, stop, call, rank, rows, tiles_part, tile
 
 @triton.jit(do_not_specialize=["rank", "site", "rows", "limit"])
 def matmul_reduce(
-    a_desc, b_desc, out, bias, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
+    a_desc, b_desc, out, bias, extra0, extra1, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
     site, rank, rows, limit, columns, inner, part_rows, signals, scale,
     WORLD: tl.constexpr, PARTS: tl.constexpr, LAG: tl.constexpr, COPY_LAG: tl.constexpr, BROADCAST: tl.constexpr, STAGGER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of blocks, at best one an SM.
 
@@ -120,6 +121,7 @@ def matmul_reduce(
             ``multiply_tile``.
         out: this rank's result: its shard ``[rows, columns]``, or with ``BROADCAST`` all shards ``[limit, columns]``.
         rows, limit: rows of a shard, and of all shards together: ``WORLD * rows``, or less with ``BROADCAST``, where the last shards may be short.
+        EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``: of the reduced result, on this rank. What is sent is without it.
         staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, what has come from each source, where ``padded`` is
             ``rows`` in whole tiles. With ``BROADCAST`` the same again behind it, for finished shards.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
@@ -173,6 +175,9 @@ def matmul_reduce(
                         seen = shard * PARTS + part
                     came = staging + (WORLD + shard).to(tl.int64) * padded * columns
                     finished_tile = tl.load(came + offsets, mask=inside, cache_modifier=".cg")
+                    if EPILOGUE is not None:
+                        to_m = shard * rows + at_m
+                        finished_tile = EPILOGUE(finished_tile.to(tl.float32), 0, to_m, (at_m < rows) & (to_m < limit), at_n, columns, extra0, extra1).to(finished_tile.dtype)
                     tl.store(out + shard.to(tl.int64) * rows * columns + offsets, finished_tile, mask=inside)
                 else:
                     total = multiply_tile(a_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
@@ -188,7 +193,11 @@ def matmul_reduce(
                             came = staging + ((rank + step) % WORLD).to(tl.int64) * padded * columns
                             total += tl.load(came + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
                         result = (total * scale).to(out.dtype.element_ty)
-                        tl.store(out + (rank.to(tl.int64) * rows * columns if BROADCAST else 0) + offsets, result, mask=inside)
+                        own = result
+                        if EPILOGUE is not None:
+                            first = rank * rows if BROADCAST else 0
+                            own = by_quarters(EPILOGUE, result.to(tl.float32), 0, first + at_m, (at_m < rows) & (first + at_m < limit), n * BLOCK_N, columns, extra0, extra1, result.dtype)
+                        tl.store(out + (rank.to(tl.int64) * rows * columns if BROADCAST else 0) + offsets, own, mask=inside)
                         if BROADCAST:
                             for ahead in tl.static_range(1, WORLD):
                                 peer = (rank + ahead) % WORLD

@@ -8,15 +8,23 @@ aborted launches nothing more.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul as all_gather_matmul_kernel
+from overlap_inductor.kernels.epilogue import MOST_EXTRAS
+from overlap_inductor.kernels.epilogue import function_of
 from overlap_inductor.kernels.matmul_reduce import matmul_reduce
+from overlap_inductor.lowerings.epilogue_text import Epilogue
+from overlap_inductor.lowerings.fused_plan import MOST_WEIGHTS
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.lowerings.fused_plan import band_rows
+from overlap_inductor.lowerings.fused_plan import lies_transposed
 from overlap_inductor.lowerings.fused_plan import needed
 from overlap_inductor.lowerings.operands import check_operands
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
@@ -33,9 +41,38 @@ TILES_A_BATCH = 8
 """Tiles after which a block waits for its last store (within a batch a store goes on under the next tile's matmul)."""
 
 
+class Tail(NamedTuple):
+    """What follows a launch's matmuls or its reduction: an epilogue (or none) for each result, and the extra tensors of all, each contiguous."""
+
+    epilogues: tuple[Epilogue | None, ...] = ()
+    extras: Sequence[torch.Tensor] = ()
+
+    @property
+    def function(self) -> Any:
+        """The Triton function, or ``None``."""
+        return function_of(tuple(None if e is None else (e.extras, e.ops) for e in self.epilogues)) if any(self.epilogues) else None
+
+    def check(self, results: Sequence[torch.Tensor]) -> None:
+        """Raises ``UnsupportedError`` where the extra tensors are not what the epilogues of ``results`` read."""
+        kinds = [(k, r) for e, r in zip(self.epilogues, results) if e is not None for k in e.extras]
+        shapes = [{"full": r.shape, "row": r.shape[1:], "column": r.shape[:1], "scalar": torch.Size([1])}[k] for k, r in kinds]
+        if len(self.epilogues) not in (0, len(results)) or len(shapes) > MOST_EXTRAS or shapes != [e.shape for e in self.extras]:
+            raise UnsupportedError(f"extra tensors {[list(e.shape) for e in self.extras]}; at most {MOST_EXTRAS} are read, expected {[list(s) for s in shapes]}")
+        if not all(e.is_contiguous() and e.is_floating_point() for e in self.extras):
+            raise UnsupportedError("an extra tensor of an epilogue is not contiguous, or not of floating point")
+
+    @property
+    def operands(self) -> list[torch.Tensor | None]:
+        """The extra tensors, as many as a launch has room for."""
+        return [*self.extras, *[None] * (MOST_EXTRAS - len(self.extras))]
+
+
+NO_TAIL = Tail()
+
+
 def right_descriptor(b: torch.Tensor, block_n: int, block_k: int) -> tuple[TensorDescriptor, bool]:
     """``b``'s descriptor, and whether it is the transposed matrix that lies in rows."""
-    if b.stride(0) == 1 and b.stride(1) >= b.shape[0]:
+    if lies_transposed(b):
         return TensorDescriptor.from_tensor(b.t(), [block_n, block_k]), True
     return TensorDescriptor.from_tensor(b, [block_k, block_n]), False
 
@@ -47,42 +84,69 @@ def _check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tu
         raise UnsupportedError(f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and {launch.slot.signals}")
 
 
-def _key(pattern: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, parameters: FusedParameters, flag: bool) -> tuple[object, ...]:
+def _key(
+    pattern: str,
+    a: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    tail: Tail,
+    parameters: FusedParameters,
+    flag: bool,
+) -> tuple[object, ...]:
     """What a prepared kernel rests on. Raises ``UnsupportedError`` where an operand lies as no kernel reads it."""
     if not a.is_contiguous() or a.data_ptr() % 16:
         raise UnsupportedError(f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous at 16 bytes")
-    if b.data_ptr() % 16:
-        raise UnsupportedError(f"the right operand of shape {list(b.shape)} does not begin at 16 bytes")
-    aligned = None if bias is None else bias.data_ptr() % 16 == 0
-    return pattern, a.shape, a.dtype, b.shape, b.stride(), b.dtype, aligned, parameters, flag
+    key: list[object] = [pattern, a.shape, a.dtype, parameters, flag, tail.epilogues, *((e.dtype, e.data_ptr() % 16 == 0) for e in tail.extras)]
+    for b, bias in zip(rhs, biases, strict=True):
+        if b.data_ptr() % 16:
+            raise UnsupportedError(f"the right operand of shape {list(b.shape)} does not begin at 16 bytes")
+        key += [b.shape, b.stride(), b.dtype, None if bias is None else bias.data_ptr() % 16 == 0]
+    return tuple(key)
 
 
 def all_gather_matmul(
     a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, bias: torch.Tensor | None = None, keep: bool = False
 ) -> torch.Tensor:
-    """``all_gather(a) @ b + bias``: ``a [rows, K]`` this rank's shard, ``b [K, N]``, ``bias [N]``. Returns ``[world_size * rows, N]``.
+    """``all_gather_matmuls`` of one weight."""
+    return all_gather_matmuls(a, [b], launch, parameters, [bias], keep)[0]
 
-    ``keep``: the call does not end with the kernel: ``gathered`` may be read on the same stream until ``end``.
+
+def all_gather_matmuls(
+    a: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    launch: Launch,
+    parameters: FusedParameters,
+    biases: Sequence[torch.Tensor | None],
+    keep: bool = False,
+    tail: Tail = NO_TAIL,
+) -> list[torch.Tensor]:
+    """``all_gather(a) @ b + bias`` for each weight, with its epilogue: ``a [rows, K]`` this rank's shard, ``b [K, N]``, ``bias [N]``. Returns each ``[world_size * rows, N]``.
+
+    One to ``MOST_WEIGHTS`` weights, all in rows or all transposed (``in_one_launch`` chooses them). ``keep``: the call does not end with the kernel: ``gathered``
+    may be read on the same stream until ``end``.
 
     Raises:
         UnsupportedError: a dtype, layout or slot that the kernel is not made for.
         TransferError: a call of the group before this one gave up waiting, or was aborted.
     """
     launch.faults.check()
-    result = torch.empty(launch.world_size * a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-    key = _key("all_gather_matmul", a, b, bias, parameters, keep)
+    results = [torch.empty(launch.world_size * a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) for b in rhs]
+    key = _key("all_gather_matmul", a, rhs, biases, tail, parameters, keep)
     kernel = launch.prepared.get(key)
     if kernel is None:
-        kernel = _prepare_gather(a, b, result, launch, parameters, bias, keep)
+        kernel = _prepare_gather(a, rhs, results, launch, parameters, biases, keep, tail)
         if keep:
             end_kernel(launch)
         launch.remember(key, kernel)
-    arguments = (a, b, result, a, result, result if bias is None else bias)
+    operands: list[torch.Tensor | None] = [a, a]
+    for b, result, bias in zip(rhs, results, biases, strict=True):
+        operands += [b, result, result, result if bias is None else bias]
+    operands += [*[None] * (4 * (MOST_WEIGHTS - len(rhs))), *tail.operands]
     if parameters.transport == "sm_push":
-        kernel(*arguments)
+        kernel(*operands)
     else:
-        _with_copies(a, launch, parameters, lambda: kernel(*arguments), keep)
-    return result
+        _with_copies(a, launch, parameters, lambda: kernel(*operands), keep)
+    return results
 
 
 def _with_copies(a: torch.Tensor, launch: Launch, parameters: FusedParameters, multiply: Callable[[], None], keep: bool) -> None:
@@ -110,27 +174,36 @@ def _with_copies(a: torch.Tensor, launch: Launch, parameters: FusedParameters, m
 
 
 def _prepare_gather(
-    a: torch.Tensor, b: torch.Tensor, result: torch.Tensor, launch: Launch, p: FusedParameters, bias: torch.Tensor | None, keep: bool
+    a: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    launch: Launch,
+    p: FusedParameters,
+    biases: Sequence[torch.Tensor | None],
+    keep: bool,
+    tail: Tail,
 ) -> PreparedKernel:
     world_size, slot = launch.world_size, launch.slot
     rows, inner = a.shape
-    columns = b.shape[1]
     part_rows = band_rows(rows, world_size, p)
-    _check(a, b, bias, needed("all_gather_matmul", world_size, rows, inner, columns, a.element_size(), p), launch)
-    right, transposed = right_descriptor(b, p.block_n, p.block_k)
-    varying = (
-        TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
-        right,
-        TensorDescriptor.from_tensor(result, [p.block_m, p.block_n // 2 if p.halves else p.block_n]),
-        a, result, result if bias is None else bias,
-    )  # fmt: skip
+    transposed = {lies_transposed(b) for b in rhs}
+    if len(transposed) > 1 or not 1 <= len(rhs) <= MOST_WEIGHTS:
+        raise UnsupportedError(f"one launch multiplies by 1 to {MOST_WEIGHTS} weights that lie alike, not by those of strides {[list(b.stride()) for b in rhs]}")
+    tail.check(results)
+    varying: list[Any] = [TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), a]
+    for b, result, bias in zip(rhs, results, biases, strict=True):
+        _check(a, b, bias, needed("all_gather_matmul", world_size, rows, inner, b.shape[1], a.element_size(), p), launch)
+        stored = TensorDescriptor.from_tensor(result, [p.block_m, p.block_n // 2 if p.halves else p.block_n])
+        varying += [right_descriptor(b, p.block_n, p.block_k)[0], stored, result, result if bias is None else bias]
+    others = MOST_WEIGHTS - len(rhs)
     fixed = (
-        TensorDescriptor.from_tensor(gathered(a, launch), [p.block_m, p.block_k]),
+        *[b.shape[1] for b in rhs], *[None] * others, TensorDescriptor.from_tensor(gathered(a, launch), [p.block_m, p.block_k]),
         slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
-        launch.patience_ns, launch.site, launch.rank, rows, columns, inner, a.nbytes // 16, part_rows, part_rows * inner * a.element_size() // 16, slot.signals,
-        world_size, -(-rows // part_rows), p.transport == "sm_push", p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS, TILES_A_BATCH, 32 * p.warps, p.halves,
-        transposed, bias is not None, keep,
+        launch.patience_ns, launch.site, launch.rank, rows, inner, a.nbytes // 16, part_rows, part_rows * inner * a.element_size() // 16, slot.signals,
+        len(rhs), world_size, -(-rows // part_rows), p.transport == "sm_push", p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS, TILES_A_BATCH, 32 * p.warps,
+        p.halves, transposed.pop(), sum(1 << i for i, bias in enumerate(biases) if bias is not None), tail.function, keep,
     )  # fmt: skip
+    varying += [*[None] * (4 * others), *tail.operands]
     return PreparedKernel(all_gather_matmul_kernel, p.blocks, varying, fixed, num_warps=p.warps, num_stages=p.stages)
 
 
@@ -146,40 +219,67 @@ def end(launch: Launch) -> None:
 
 
 def matmul_reduce_scatter(
-    a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, bias: torch.Tensor | None = None, average: bool = False
+    a: torch.Tensor,
+    b: torch.Tensor,
+    launch: Launch,
+    parameters: FusedParameters,
+    bias: torch.Tensor | None = None,
+    average: bool = False,
+    tail: Tail = NO_TAIL,
 ) -> torch.Tensor:
-    """``reduce_scatter(a @ b + bias)`` of rows: ``a [world_size * rows, K]``, ``b [K, N]``, ``bias [N]``. Returns ``[rows, N]``, summed in fp32.
+    """``reduce_scatter(a @ b + bias)`` of rows, with its epilogue: ``a [world_size * rows, K]``, ``b [K, N]``, ``bias [N]``. Returns ``[rows, N]``, summed in fp32.
 
     Raises:
         UnsupportedError, TransferError: as ``all_gather_matmul``.
     """
-    return _reduce("matmul_reduce_scatter", a, b, launch, parameters, bias, average)
+    return _reduce("matmul_reduce_scatter", a, b, launch, parameters, bias, average, tail)
 
 
 def matmul_all_reduce(
-    a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, bias: torch.Tensor | None = None, average: bool = False
+    a: torch.Tensor,
+    b: torch.Tensor,
+    launch: Launch,
+    parameters: FusedParameters,
+    bias: torch.Tensor | None = None,
+    average: bool = False,
+    tail: Tail = NO_TAIL,
 ) -> torch.Tensor:
     """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, returns all rows ``[M, N]``; ``M`` need not be a multiple of the world size."""
-    return _reduce("matmul_all_reduce", a, b, launch, parameters, bias, average)
+    return _reduce("matmul_all_reduce", a, b, launch, parameters, bias, average, tail)
 
 
 def _reduce(
-    pattern: str, a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, bias: torch.Tensor | None, average: bool
+    pattern: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    launch: Launch,
+    parameters: FusedParameters,
+    bias: torch.Tensor | None,
+    average: bool,
+    tail: Tail,
 ) -> torch.Tensor:
     launch.faults.check()
     rows = a.shape[0] if pattern == "matmul_all_reduce" else a.shape[0] // launch.world_size
     out = torch.empty(rows, b.shape[1], dtype=a.dtype, device=a.device)
-    key = _key(pattern, a, b, bias, parameters, average)
+    key = _key(pattern, a, [b], [bias], tail, parameters, average)
     kernel = launch.prepared.get(key)
     if kernel is None:
-        kernel = _prepare_reduce(pattern, a, b, out, launch, parameters, bias, average)
+        kernel = _prepare_reduce(pattern, a, b, out, launch, parameters, bias, average, tail)
         launch.remember(key, kernel)
-    kernel(a, b, out, out if bias is None else bias)
+    kernel(a, b, out, out if bias is None else bias, *tail.operands)
     return out
 
 
 def _prepare_reduce(
-    pattern: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, launch: Launch, p: FusedParameters, bias: torch.Tensor | None, average: bool
+    pattern: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    launch: Launch,
+    p: FusedParameters,
+    bias: torch.Tensor | None,
+    average: bool,
+    tail: Tail,
 ) -> PreparedKernel:
     world_size, slot, broadcast = launch.world_size, launch.slot, pattern == "matmul_all_reduce"
     all_rows, inner = a.shape
@@ -191,12 +291,13 @@ def _prepare_reduce(
     parts = -(-rows // part_rows)
     need = needed(pattern, world_size, rows, inner, columns, a.element_size(), p)
     _check(a, b, bias, need, launch)
+    tail.check([out])
     right, transposed = right_descriptor(b, p.block_n, p.block_k)
-    varying = (TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), right, out, out if bias is None else bias)
+    varying = (TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), right, out, out if bias is None else bias, *tail.operands)
     fixed = (
         slot.data.local[: need[0]].view(a.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
         launch.patience_ns, launch.site, launch.rank, rows, all_rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0,
         world_size, parts, min(p.lag, parts) if broadcast else parts, p.copy_lag, broadcast, p.stagger_ns,
-        p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH, 32 * p.warps, p.halves, transposed, bias is not None,
+        p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH, 32 * p.warps, p.halves, transposed, bias is not None, tail.function,
     )  # fmt: skip
     return PreparedKernel(matmul_reduce, p.blocks, varying, fixed, scratch=a.device, num_warps=p.warps, num_stages=p.stages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import KW_ONLY
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,10 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
 """The best of what was tried on 2 and 4 H200s (bench/results/fused.jsonl), by pattern."""
 
 
+MOST_WEIGHTS = 4
+"""Weights that one launch multiplies a gathered tensor by: q, k, v and a gate; further ones are the vendor's matmuls."""
+
+
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
     """The tuned parameters of a pattern, for the plan."""
     return dict(TUNED[pattern])
@@ -97,6 +102,23 @@ def why_not(dtype: torch.dtype, inner: int, columns: int) -> str | None:
     if inner % 8 or columns % 8 or inner == 0 or columns == 0:
         return f"rows of {inner} and of {columns} elements are no whole, positive number of 16-byte words"
     return None
+
+
+def lies_transposed(b: torch.Tensor) -> bool:
+    """Whether it is the transpose of ``b [K, N]`` that lies in rows."""
+    return b.stride(0) == 1 and b.stride(1) >= b.shape[0]
+
+
+def in_one_launch(rhs: Sequence[torch.Tensor]) -> list[int]:
+    """Which weights of a gathered tensor its kernel multiplies by: the widest of those that lie alike, of the layout that has most columns.
+
+    Weights in rows and transposed ones need tensor maps of different blocks, and one loop over K has one kind.
+    """
+    alike: dict[bool, list[int]] = {}
+    for i, b in enumerate(rhs):
+        alike.setdefault(lies_transposed(b), []).append(i)
+    widest = [sorted(members, key=lambda i: -rhs[i].shape[1])[:MOST_WEIGHTS] for members in alike.values()]
+    return sorted(max(widest, key=lambda members: sum(rhs[i].shape[1] for i in members)))
 
 
 def right_operand_fits(b: torch.Tensor) -> bool:

@@ -83,7 +83,7 @@ class OneOpSchedule:
             return "its rows do not lie in the ranks' order, or its matmuls are not plain ones with a bias of one row"
         if facts.pattern != "all_gather_matmul" and len(site.matmuls) > 1:
             return f"{len(site.matmuls)} matmuls are summed into one reduction; a {self.noun} has one"
-        for left, right in _operands(site):
+        for left, right in operands(site):
             # Of the sizes only the left operand's rows may be tokens.
             dynamic = self.dynamic and looping.chooses_at_run_time(site)
             static = (left.shape[1], *right.shape, *right.stride(), *(() if dynamic else left.shape))
@@ -98,9 +98,9 @@ class OneOpSchedule:
         return self.reach(facts.collective.ranks, source.device)
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
-        return self._pieces(site, config, 0)
+        return self.pieces(site, config, 0)
 
-    def _pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
+    def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
         """From ``min_rows`` tokens on, and for a dynamic count up to those that workspace is planned for."""
         settings = self.plan.settings_for(site.facts.pattern, config.transport) | ({"min_rows": min_rows} if min_rows else {})
         # (A schedule with several transports that are all allowed takes the one for the bytes of each call.)
@@ -122,13 +122,13 @@ class OneOpSchedule:
         example = max(hint(tokens(site)), 1)
         counts = (2**exponent for exponent in range(config.max_tokens.bit_length()))
         threshold = next((n for n in counts if self.pays(sizes_at(site, n / example), machine)), None)
-        return None if threshold is None else self._pieces(site, config, threshold)
+        return None if threshold is None else self.pieces(site, config, threshold)
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request | None:
         if self.needed is None:
             return None
         pattern, world_size, planned = site.facts.pattern, site.facts.collective.world_size, piece.parameters
-        left, right = max(_operands(site), key=lambda pair: int(pair[1].shape[1]))
+        left, right = max(operands(site), key=lambda pair: int(pair[1].shape[1]))
         missing = site.nodes.sharded.missing if not isinstance(site.nodes, GatherNodes) else 0
         rows = -(-(planned["max_tokens"] if "max_tokens" in planned else int(left.shape[0]) + missing) // world_size)
         parameters = self.plan.parameters_of(planned["settings"], 1)
@@ -139,11 +139,15 @@ class OneOpSchedule:
         return None
 
     def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
-        op, settings, where = getattr(looping.overlap, f"{self.name}_{site.facts.pattern}").default, parameters["settings"], (emit.group_name, emit.site)
+        return self.written(emit, site, site.facts.pattern, parameters["settings"])
+
+    def written(self, emit: StepEmitter, site: OverlapSite, name: str, *own: Any) -> tuple[fx.Node, Replaced]:
+        """The site as op ``<schedule>_<name>``, whose own arguments (its settings the last of them) stand behind the operands."""
+        op, where = getattr(looping.overlap, f"{self.name}_{name}").default, (emit.group_name, emit.site)
         if isinstance(site.nodes, GatherNodes):
 
             def gather(shard: fx.Node, rhs: list[fx.Node], biases: list[fx.Node | None], used: bool) -> tuple[fx.Node, fx.Node | None, fx.Node]:
-                out = emit.communicate(op, emit.chain, shard, rhs, biases, used, settings, *where)
+                out = emit.communicate(op, emit.chain, shard, rhs, biases, used, *own, *where)
                 results, chain = (emit.call(getitem, out, i) for i in range(2))
                 # (The gathered tensor stands behind the results where something reads it.)
                 return results, emit.call(getitem, results, len(rhs)) if used else None, chain
@@ -151,12 +155,12 @@ class OneOpSchedule:
             return looping.rewrite_gather(emit, site.nodes, gather)
 
         def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
-            return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], settings, reduce_op, *where)
+            return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], *own, reduce_op, *where)
 
         return looping.rewrite_reduce(emit, site.nodes, reduce)
 
 
-def _operands(site: OverlapSite) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def operands(site: OverlapSite) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """``(left, right)`` of each matmul as the op sees it: the gathered or scattered dim is the left operand's rows."""
     if isinstance(site.nodes, GatherNodes):
         return [_pair(c.matmul.lhs, c.matmul.rhs, c.role == "N") for c in site.nodes.consumers]

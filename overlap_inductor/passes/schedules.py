@@ -6,6 +6,7 @@ from overlap_inductor import cost_model
 from overlap_inductor.lowerings import chunked_plan
 from overlap_inductor.lowerings import fused_plan
 from overlap_inductor.lowerings import wave_plan
+from overlap_inductor.passes.fused_site import FusedSchedule
 from overlap_inductor.passes.one_op_site import OneOpSchedule
 from overlap_inductor.passes.ring_site import RingSchedule
 from overlap_inductor.passes.site_schedule import SiteSchedule
@@ -13,7 +14,7 @@ from overlap_inductor.passes.small_site import SmallMessageSchedule
 from overlap_inductor.torch_compat import symmetric
 
 RING = RingSchedule()
-FUSED = OneOpSchedule(
+FUSED = FusedSchedule(
     name="fused",
     transports=("sm_push",),
     called="in a fused kernel",

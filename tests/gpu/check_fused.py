@@ -1,6 +1,7 @@
 """Schedule ``fused``, or another that is one op a site, on GPUs: every pattern compiled, calls under stress, CUDA graphs. One torchrun, one GPU a rank; one JSON row a check.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_fused [--schedule chunked] [--calls 2000] [--replays 2000] [--only stress graphs]
+    torchrun --nproc-per-node 4 -m tests.gpu.check_fused --only epilogues kernels "epilogue us" "weights us"
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed._functional_collectives as funcol
 import overlap_inductor
 from tests.fake_group import all_gather
 from tests.fake_group import reduce_scatter
+from tests.gpu import fused_epilogues
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
 from tests.gpu.repeated import host_us
@@ -30,6 +32,8 @@ from tests.numerics.test_agreement import _tuple
 
 FACTOR = 17
 """Sizes of the patterns: 24 * 17 rows a shard and so on, multiples of eight that are no multiples of a tile."""
+MEASURED = ("host", "kernels", "epilogue us", "weights us")
+"""Checks that only say what they have found."""
 
 
 def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
@@ -149,12 +153,19 @@ def main() -> int:
         ("reduce-overhead", lambda: reduce_overhead(schedule, world_size)),
         ("host", lambda: host_cost(schedule, world_size)),
     ]
+    if schedule == "fused":
+        checks += [
+            ("epilogues", lambda: fused_epilogues.epilogues(compiled_as, rank, world_size)),
+            ("kernels", lambda: fused_epilogues.kernel_counts(compiled_as, rank, world_size)),
+            ("epilogue us", lambda: fused_epilogues.epilogue_times(compiled_as, world_size)),
+            ("weights us", lambda: fused_epilogues.weight_times(compiled_as, world_size)),
+        ]
     for name, check in checks:
         if arguments.only and name not in arguments.only:
             continue
         start = time.monotonic()
         found = check()
-        bad = bool(found) if isinstance(found, list) else name != "host" and any(found.values())
+        bad = bool(found) if isinstance(found, list) else name not in MEASURED and any(found.values())
         failed += bad
         if rank == 0 or bad:
             print(json.dumps({"check": name, "schedule": schedule, "rank": rank, "world_size": world_size, "found": found, "ok": not bad, "s": round(time.monotonic() - start, 1)}), flush=True)

@@ -38,6 +38,11 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
             [(s, 16), (24, 16), (16, 8), (8,)],
             1,
         ),
+        "gather rows, six weights, five that lie alike": (
+            lambda x, a, b, c: (lambda y: (y @ a.t(), y @ b.t(), y @ (a + 1).t(), y @ (b + 1).t(), y @ (b + 2).t(), y @ c))(all_gather(x, 0, g)),
+            [(s, 16), (24, 16), (8, 16), (16, 40)],
+            1,
+        ),
         "gather sequence, batch 1": (lambda x, a: all_gather(x, 1, g) @ a, [(1, s, 16), (16, 24)], 1),
         "gather sequence, batch 2": (lambda x, a: all_gather(x, 1, g) @ a, [(2, s, 16), (16, 24)], 1),
         "gather columns on the right": (lambda x, a: (a * 2) @ all_gather(x * 3, 0, g).t(), [(s, 16), (8, 16)], 1),

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from overlap_inductor.kernels import signals
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul
+from overlap_inductor.kernels.epilogue import function_of
 from overlap_inductor.kernels.matmul_reduce import matmul_reduce
 from overlap_inductor.kernels.wave_groups import matmul_in_groups
 from overlap_inductor.kernels.wave_groups import wait_for_group
@@ -56,6 +57,18 @@ def _unspecialised(kernel: Any) -> set[int]:
     return {p.num for p in kernel.params if p.do_not_specialize}
 
 
+def _weights(count: int, block_n: int, halves: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types of ``count`` transposed weights of a gather, and the constants that the others are."""
+    types, constants = {}, {"COUNT": count}
+    for i in range(4):
+        names = (f"b{i}_desc", f"c{i}_desc", f"c{i}", f"bias{i}")
+        if i < count:
+            types |= dict(zip(names, (f"tensordesc<bf16[{block_n}, 64]>", f"tensordesc<bf16[128, {block_n // 2 if halves else block_n}]>", "*bf16", "*bf16")))
+        else:
+            constants |= dict.fromkeys((*names, f"columns{i}"))
+    return types, constants
+
+
 def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int], folder: Path, stages: int = 3, given: dict[str, str] | None = None) -> tuple[str, str, int]:
     """``(PTX, machine code, bytes of shared memory)`` of a kernel on bf16, for Hopper."""
     block_m, block_n, block_k = tile
@@ -77,26 +90,82 @@ def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int
     return compiled.asm["ptx"], machine, compiled.metadata.shared
 
 
+NO_EPILOGUE = {"EPILOGUE": None, "extra0": None, "extra1": None}
+GATHER = {"WORLD": 8, "PARTS": 2, "SENDS": True, "PIECES": 16, "PUSHERS": 8, "BLOCK": 8192, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True, **NO_EPILOGUE}
+
+
+def _multiplying(machine: str) -> list[list[str]]:
+    """The machine code between one multiplication and the next, inside the loops over K."""
+    lines = machine.splitlines()
+    multiplies = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    return [lines[a:b] for a, b in zip(multiplies, multiplies[1:]) if b - a < 100]
+
+
+REDUCE = {"WORLD": 8, "PARTS": 2, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True, "BIAS": False, **NO_EPILOGUE}
+
+
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
-        pytest.param(all_gather_matmul, {"WORLD": 8, "PARTS": 2, "SENDS": True, "PIECES": 16, "PUSHERS": 8, "KEEP": True, "BLOCK": 8192, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True}, id="all_gather_matmul"),
-        pytest.param(all_gather_matmul, {"WORLD": 8, "PARTS": 2, "SENDS": False, "PIECES": 16, "PUSHERS": 8, "KEEP": False, "BLOCK": 8192, "BATCH": 8, "THREADS": 256, "HALVES": True, "TRANSPOSED": True, "BIAS": True}, id="all_gather_matmul by copies"),
-        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 2, "LAG": 2, "COPY_LAG": 0, "STAGGER": 150, "BROADCAST": False, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True}, id="matmul_reduce_scatter"),
-        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 4, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BROADCAST": True, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True}, id="matmul_all_reduce"),
+        pytest.param(all_gather_matmul, {**GATHER, "KEEP": True, "HALVES": False, "BIASES": 1}, id="all_gather_matmul"),
+        pytest.param(all_gather_matmul, {**GATHER, "SENDS": False, "KEEP": False, "HALVES": False, "BIASES": 1}, id="all_gather_matmul by copies"),
+        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 2, "LAG": 2, "COPY_LAG": 0, "STAGGER": 150, "BROADCAST": False, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True, **NO_EPILOGUE}, id="matmul_reduce_scatter"),
+        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 4, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BROADCAST": True, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True, **NO_EPILOGUE}, id="matmul_all_reduce"),
     ],
 )
 def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
     """The tile shape that pays on this chip. What goes to peers is stored in bulk or 16 bytes at a time; loops over K share their stages."""
-    text, machine, shared = _assembled(kernel, constants, (128, 256, 64), tmp_path)
+    types, others = _weights(1, 256) if kernel is all_gather_matmul else ({}, {})
+    text, machine, shared = _assembled(kernel, constants | others, (128, 256, 64), tmp_path, given=types)
     assert "wgmma.mma_async" in text and "st.global.v4" in text and shared <= 227 * 1024
-    lines = machine.splitlines()
-    multiplies = [i for i, line in enumerate(lines) if "HGMMA" in line]
-    loops = [lines[a:b] for a, b in zip(multiplies, multiplies[1:]) if b - a < 100]
+    loops = _multiplying(machine)
     assert len(loops) >= 3
     assert not [line for loop in loops for line in loop if "LDL" in line or "STL" in line], "a loop over K keeps something on the stack"
     # A flag that each thread reads for itself may have come for some threads of a block only: they part, and meet at no barrier.
     assert "ld.volatile" not in text
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_weights_of_one_launch_share_a_loop(count: int, tmp_path: Path) -> None:
+    """The parameters that are planned. A loop over K is there once for the own tiles and once for those of peers, whatever the number of weights: its tensor map
+    is selected before it, in place (a copy on the stack is none that the bulk copy unit can read)."""
+    types, others = _weights(count, 256, halves=True)
+    constants = GATHER | others | {"PARTS": 4, "PUSHERS": 12, "KEEP": False, "HALVES": True, "BIASES": 0b0101 & (1 << count) - 1}
+    text, machine, shared = _assembled(all_gather_matmul, constants, (128, 256, 64), tmp_path, 4, types)
+    # Of the loads of each of the two loops three fill the stages, and one goes on; each of the left and of the right operand.
+    assert text.count("wgmma.mma_async") == 2 * 4 and text.count("cp.async.bulk.tensor.2d.shared") == 2 * 2 * 4 and shared <= 227 * 1024
+    assert ".local" not in text and "ld.volatile" not in text
+    loops = _multiplying(machine)
+    assert len(loops) == 2 * 3 and not [line for loop in loops for line in loop if "LDL" in line or "STL" in line], "the loop over K keeps something on the stack"
+
+
+SILU = ((), (("neg", "x"), ("exp", "t0"), ("add", "t1", 1.0), ("div", "x", "t2")))
+GELU = ((), (("mul", "x", 0.5), ("mul", "x", 0.7), ("erf", "t1"), ("add", "t2", 1.0), ("mul", "t0", "t3")))
+TANH_AND_RESIDUAL = (("full", "row"), (("tanh", "x"), ("mul", "t0", "e1"), ("add", "e0", "t1")))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "programs", "words"),
+    [
+        pytest.param(all_gather_matmul, (SILU, None, GELU), 0, id="all_gather_matmul, activations of two of three weights"),
+        pytest.param(all_gather_matmul, (TANH_AND_RESIDUAL,), 0, id="all_gather_matmul, extra tensors"),
+        pytest.param(matmul_reduce, (TANH_AND_RESIDUAL,), 100, id="matmul_all_reduce, extra tensors"),
+    ],
+)
+def test_epilogues_stay_in_registers(kernel: Any, programs: tuple[Any, ...], words: int, tmp_path: Path) -> None:
+    """The parameters that are planned. An op of a whole accumulator would take as many registers again: ``words`` may be kept on the stack, outside of loops over K."""
+    constants = {**GATHER, "PARTS": 4, "KEEP": False, "BIASES": 0} if kernel is all_gather_matmul else REDUCE | {"BROADCAST": True}
+    types, others = _weights(len(programs), 256, halves=True) if kernel is all_gather_matmul else ({}, {})
+    constants = constants | others | {"HALVES": True, "EPILOGUE": function_of(programs)}
+    if TANH_AND_RESIDUAL in programs:
+        types |= {"extra0": "*bf16", "extra1": "*bf16"}
+        constants = {name: value for name, value in constants.items() if not name.startswith("extra")}
+    text, machine, shared = _assembled(kernel, constants, (128, 256, 64), tmp_path, 4, types)
+    assert shared <= 227 * 1024 and "ld.volatile" not in text
+    if TANH_AND_RESIDUAL in programs:
+        assert re.search(r"ld\.global\.v4", text), "a residual is read 16 bytes at a time"
+    assert not [line for loop in _multiplying(machine) for line in loop if "LDL" in line or "STL" in line], "a loop over K keeps something on the stack"
+    assert len(re.findall("LDL|STL", machine)) <= words
 
 
 @pytest.mark.parametrize(("transposed", "shards"), [(True, {"shards": 1}), (False, {})], ids=["all-reduce", "reduce-scatter"])

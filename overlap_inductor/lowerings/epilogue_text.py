@@ -1,0 +1,85 @@
+"""Pointwise epilogues as text: what a pass has found behind a matmul or a reduction, a kernel computes on each tile, and ``applied`` computes by torch's ops.
+
+One epilogue: the kinds of its extra tensors, and a program in single assignment, whose last value is the result::
+
+    {"extras": ["full"], "ops": [["neg", "x"], ["exp", "t0"], ["add", "t1", 1.0], ["div", "x", "t2"], ["mul", "t3", "e0"]]}        # silu(x) * e0
+
+An argument is ``x`` (the matmul's or the reduction's result, rounded to its dtype), ``e0``, ``e1``, ... (extras), ``t0``, ``t1``, ... (results of ops) or a number. All
+is computed in fp32, and rounded where op ``to`` says so and at the end: as Inductor computes a fused chain. No Triton and no FX here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Argument = str | int | float
+
+TORCH_OPS: dict[str, Callable[..., torch.Tensor]] = {
+    "abs": torch.abs,
+    "add": operator.add,
+    "div": operator.truediv,
+    "erf": torch.erf,
+    "exp": torch.exp,
+    "maximum": lambda a, b: torch.maximum(a, torch.as_tensor(b, dtype=torch.float32, device=a.device)),
+    "minimum": lambda a, b: torch.minimum(a, torch.as_tensor(b, dtype=torch.float32, device=a.device)),
+    "mul": operator.mul,
+    "neg": torch.neg,
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+    "sub": operator.sub,
+    "tanh": torch.tanh,
+    "to": lambda a, dtype: a.to(getattr(torch, dtype)).float(),
+}
+"""Ops on fp32 tensors; of two arguments one may be a number, of ``maximum`` and ``minimum`` the second."""
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """``extras``: the kind of each extra tensor of a result ``[M, N]``: ``full [M, N]``, ``row [N]``, ``column [M]`` or ``scalar [1]``."""
+
+    extras: tuple[str, ...]
+    ops: tuple[tuple[Argument, ...], ...]
+
+    def __str__(self) -> str:
+        """``e0 full: mul(x, e0)``, for reports."""
+        head = ", ".join(f"e{i} {kind}" for i, kind in enumerate(self.extras))
+        ops = ", ".join(f"{name}({', '.join(str(a) for a in arguments)})" for name, *arguments in self.ops)
+        return f"{head}: {ops}" if head else ops
+
+
+def to_text(epilogues: Sequence[Epilogue | None]) -> str:
+    """One epilogue (or none) for each result of an op, as JSON. Their extras are passed to the op one after the other."""
+    return json.dumps([None if e is None else {"extras": e.extras, "ops": e.ops} for e in epilogues])
+
+
+@functools.cache
+def from_text(text: str) -> tuple[Epilogue | None, ...]:
+    """What ``to_text`` has written."""
+    return tuple(None if e is None else Epilogue(tuple(e["extras"]), tuple(map(tuple, e["ops"]))) for e in json.loads(text))
+
+
+def extras_of(epilogues: Sequence[Epilogue | None], extras: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The extras of each result, of those of all."""
+    counts = [0 if e is None else len(e.extras) for e in epilogues]
+    return [list(extras[sum(counts[:i]) : sum(counts[: i + 1])]) for i in range(len(counts))]
+
+
+def applied(epilogue: Epilogue | None, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``x [M, N]`` with its epilogue by torch's ops, one after the other, in ``x``'s dtype."""
+    if epilogue is None:
+        return x
+    values: dict[Any, torch.Tensor] = {"x": x.float()}
+    for i, (kind, extra) in enumerate(zip(epilogue.extras, extras, strict=True)):
+        values[f"e{i}"] = extra.float()[:, None] if kind == "column" else extra.float()
+    for i, (name, *arguments) in enumerate(epilogue.ops):
+        given = [values.get(a, a) for a in arguments]
+        values[f"t{i}"] = TORCH_OPS[str(name)](*given)
+    return values[f"t{len(epilogue.ops) - 1}"].to(x.dtype)

@@ -1,0 +1,88 @@
+"""Schedule ``fused`` for a site: one op, with the pointwise ops behind its results in its kernel's epilogue.
+
+Not with a dynamic token count, where calls of few tokens run as they stood, and their pointwise ops one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.lowerings.epilogue_text import to_text
+from overlap_inductor.lowerings.fused_plan import in_one_launch
+from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes.layouts import ShardedDim
+from overlap_inductor.passes.one_op_site import OneOpSchedule
+from overlap_inductor.passes.one_op_site import operands
+from overlap_inductor.passes.site_nodes import GatherNodes
+from overlap_inductor.passes.site_nodes import OverlapSite
+from overlap_inductor.passes.site_schedule import Replaced
+from overlap_inductor.passes.site_sizes import tokens
+from overlap_inductor.passes.steps import StepEmitter
+from overlap_inductor.passes.tail import MOST_EXTRAS
+from overlap_inductor.passes.tail import Tail
+from overlap_inductor.passes.tail import find_tail
+from overlap_inductor.schedule import PlanPiece
+
+
+@dataclass(frozen=True)
+class FusedSchedule(OneOpSchedule):
+    """See ``SiteSchedule``. Parameter ``epilogue``, where there is one: for each result its program, or an empty text."""
+
+    def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
+        found = super().pieces(site, config, min_rows)
+        tails = _tails(site)
+        if any(tails):
+            found[0].parameters["epilogue"] = _described(tails)
+        return found
+
+    def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
+        if "epilogue" not in parameters:
+            return super().rewrite(emit, site, parameters)
+        # (Anew: sites before this one have put other nodes into the graph.)
+        tails = _tails(site)
+        if _described(tails) != parameters["epilogue"]:
+            raise RuntimeError(f"the epilogue was planned as {parameters['epilogue']} and is now {_described(tails)}")
+        extras = [emit.reshape(node, shape) for tail in tails if tail is not None for node, shape in tail.extras]
+        text = to_text([None if tail is None else tail.epilogue for tail in tails])
+        chain, replaced = self.written(emit, site, f"{site.facts.pattern}_epilogue", extras, text, parameters["settings"])
+        if isinstance(site.nodes, GatherNodes):
+            ends = {c.matmul.node: tail.end for c, tail in zip(site.nodes.consumers, tails, strict=True) if tail is not None}
+        else:
+            ends = {site.nodes.result: tails[0].end}  # type: ignore[union-attr]
+            replaced = {site.nodes.result: replaced[site.nodes.result]}
+        return chain, {ends.get(old, old): emit.reshape(new, tools.shape(ends.get(old, old))) for old, new in replaced.items()}
+
+
+def _described(tails: list[Tail | None]) -> list[str]:
+    return ["" if tail is None else str(tail.epilogue) for tail in tails]
+
+
+def _tails(site: OverlapSite) -> list[Tail | None]:
+    """The tail of each result of the op that its kernel writes in the result's own order."""
+    nodes = site.nodes
+    if not isinstance(tokens(site), int):
+        return []
+    if not isinstance(nodes, GatherNodes):
+        collective, sharded = nodes.collectives[0], nodes.sharded
+        in_order = sharded.dim == 0 and _one_run(sharded) and not sharded.missing
+        alone = len(nodes.collectives) == 1 and nodes.result is collective.wait
+        return [find_tail(nodes.result, collective.node) if in_order and alone else None]
+    launched = in_one_launch([right for _, right in operands(site)])
+    tails: list[Tail | None] = []
+    room = MOST_EXTRAS
+    for i, consumer in enumerate(nodes.consumers):
+        fits = i in launched and consumer.role == "M" and _one_run(consumer.sharded)
+        tail = find_tail(consumer.matmul.node, nodes.collective.node, room) if fits else None
+        room -= len(tail.extras) if tail is not None else 0
+        tails.append(tail)
+    return tails
+
+
+def _one_run(sharded: ShardedDim) -> bool:
+    """Whether a rank's rows lie one after the other."""
+    return isinstance(sharded.outer, int) and sharded.outer == 1

@@ -1,0 +1,286 @@
+"""Pointwise ops behind fused sites: what becomes an epilogue, what is left alone and why, and that no kernel is left for it in the generated code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from torch import fx
+
+import overlap_inductor
+from overlap_inductor.lowerings import fused_ops
+from overlap_inductor.lowerings import ops
+from overlap_inductor.lowerings import site_ops
+from overlap_inductor.passes import fused_site
+from overlap_inductor.render_text import render_text
+from overlap_inductor.report import OverlapReport
+from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports import agreement
+from tests.fake_group import all_gather
+from tests.fake_group import all_reduce
+from tests.fake_group import fake_group
+from tests.fake_group import reduce_scatter
+from tests.fake_group import report_of
+from tests.hand_graph import HandGraph
+from tests.hand_graph import aten
+
+BF16 = torch.bfloat16
+ROWS, K, N = 24, 16, 40
+
+
+@pytest.fixture(autouse=True)
+def _reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs of one machine."""
+    monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
+
+
+def planned(report: OverlapReport) -> list[list[str] | None]:
+    assert [p.schedule for s in report.sites for p in s.decision.plan] == ["fused"] * len(report.sites), report.notices
+    return [p.parameters.get("epilogue") for s in report.sites for p in s.decision.plan]
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).to(BF16)
+
+
+ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "relu": (torch.relu, "relu"),
+    "squared relu": (lambda y: torch.relu(y) ** 2, "relu mul"),
+    "gelu": (F.gelu, "mul mul erf add mul"),
+    "gelu by tanh": (lambda y: F.gelu(y, approximate="tanh"), "mul mul mul mul add mul tanh add mul"),
+    "scaled, clamped, shifted": (lambda y: (y * 3).clamp(-1, 1) - 0.5, "mul maximum minimum sub"),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_of_a_model(name: str, two: None) -> None:
+    """In the spelling that tracing gives them, behind a linear layer of a batch of sequences."""
+    function, expected = ACTIVATIONS[name]
+    group = torch.distributed.group.WORLD
+    ((found,),) = planned(report_of(lambda x, w: function(F.linear(all_gather(x, 1, group), w)), half(1, ROWS, K), half(N, K), schedule="fused", mode="strict"))  # type: ignore[misc]
+    assert [name for name in re.findall(r"(\w+)\(", found) if name != "to"] == expected.split(), found
+
+
+def test_silu_alone_and_a_gated_product(two: None) -> None:
+    """A product of two results is read by no one before both are there: Inductor computes it, and the activation in it for nothing."""
+    group = torch.distributed.group.WORLD
+    x, gate, up = half(ROWS, K), half(N, K), half(N, K)
+    (alone,) = planned(report_of(lambda x, a: F.silu(all_gather(x, 0, group) @ a.t()), x, gate, schedule="fused", mode="strict"))
+    assert alone is not None and re.search(r"exp|sigmoid", alone[0])
+
+    def gated(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        y = all_gather(x, 0, group)
+        return F.silu(y @ a.t()) * (y @ b.t())
+
+    assert planned(report_of(gated, x, gate, up, schedule="fused", mode="strict")) == [None]
+
+
+def test_residuals_of_layers(two: None) -> None:
+    """A residual stream: each sum is read by the next layer's norm and by the next sum, so it is in memory."""
+    group = torch.distributed.group.WORLD
+    weights = [half(K, N), half(N, K)]
+
+    def layers(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            residual = residual + all_reduce(x @ weights[0], "sum", group)
+            x = F.rms_norm(residual, (N,)) @ weights[1]
+        return residual + x @ weights[0]
+
+    assert planned(report_of(layers, half(2, ROWS, K), half(2, ROWS, N), schedule="fused", mode="strict")) == [["e0 full: add(e0, x)"]] * 2
+
+
+class Hand:
+    """A gather or a reduction, written by hand; ``result`` of ``[rows, N]``."""
+
+    def __init__(self, kind: str = "gather") -> None:
+        self.g = HandGraph()
+        rows = ROWS * (1 if kind == "gather" else self.g.world_size)
+        x, w = self.input(rows, K, name="x"), self.input(K, N, name="w")
+        self.full, self.row = self.input(ROWS * self.g.world_size if kind != "scatter" else ROWS, N, name="full"), self.input(N, name="row")
+        self.result = self.g.mm(self.g.gather(x), w) if kind == "gather" else getattr(self.g, kind)(self.g.mm(x, w))
+
+    def input(self, *shape: int, name: str, dtype: torch.dtype = BF16) -> fx.Node:
+        return self.g.input(*shape, name=name, dtype=dtype)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.g.call(target, *args, **kwargs)
+
+    def relu(self, x: fx.Node | None = None) -> fx.Node:
+        return self.call(aten.relu.default, x or self.result)
+
+    def planned(self, *outputs: fx.Node) -> list[list[str] | None]:
+        return planned(self.g.output(*outputs).run(schedule="fused", mode="strict"))
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
+def test_every_pattern_takes_extra_tensors(kind: str) -> None:
+    with fake_group(2):
+        h = Hand(kind)
+        scaled = h.call(aten.mul.Tensor, h.result, h.row)
+        assert h.planned(h.call(aten.add.Tensor, h.full, scaled)) == [["e0 row, e1 full: mul(x, e0), add(e1, t0)"]]
+
+
+def left_alone() -> dict[str, Callable[[Hand], list[fx.Node]]]:
+    def view(h: Hand, *shape: int) -> fx.Node:
+        return h.g.view(h.result, *shape)
+
+    return {
+        "the result is read by others": lambda h: [h.relu(), h.result],
+        "nothing but a view": lambda h: [view(h, 2, ROWS, N)],
+        "a reduction reads it": lambda h: [h.call(aten.sum.dim_IntList, h.relu(), [1])],
+        "alpha": lambda h: [h.call(aten.add.Tensor, h.result, h.full, alpha=2)],
+        "a cube": lambda h: [h.call(aten.pow.Tensor_Scalar, h.result, 3)],
+        "another op": lambda h: [h.call(aten.sin.default, h.result)],
+        "an infinite number": lambda h: [h.call(aten.mul.Tensor, h.result, float("inf"))],
+        "in fp32": lambda h: [h.call(torch.ops.prims.convert_element_type.default, h.relu(), torch.float32), h.call(aten.sum.default, h.relu())],
+        "rows of another length": lambda h: [h.relu(view(h, 2 * ROWS * 2, N // 2))],
+        "an extra tensor computed later": lambda h: [h.call(aten.add.Tensor, h.result, h.call(aten.neg.default, h.full))],
+        "an extra tensor of integers": lambda h: [h.call(aten.mul.Tensor, h.result, h.input(2 * ROWS, N, name="n", dtype=torch.int32))],
+        "an extra tensor that lies otherwise": lambda h: [h.call(aten.add.Tensor, h.result, h.call(aten.permute.default, h.input(N, 2 * ROWS, name="n"), [1, 0]))],
+        "the result is broadcast": lambda h: [h.call(aten.add.Tensor, h.input(3, 2 * ROWS, N, name="n"), h.result)],
+        "another gather's result": lambda h: [h.call(aten.mul.Tensor, h.result, h.g.mm(h.g.gather(h.input(ROWS, K, name="y")), h.input(K, N, name="v")))],
+    }
+
+
+@pytest.mark.parametrize("name", left_alone())
+def test_near_misses(name: str) -> None:
+    with fake_group(2):
+        h = Hand()
+        assert not any(h.planned(*left_alone()[name](h)))
+
+
+def test_of_a_longer_chain_the_part_that_is_known() -> None:
+    """And stored: the sum is read by a matmul and by an op that no kernel here computes."""
+    with fake_group(2):
+        h = Hand()
+        added = h.call(aten.add.Tensor, h.relu(), h.full)
+        assert h.planned(h.call(aten.sin.default, added), h.g.mm(added, h.input(N, K, name="v"))) == [["e0 full: relu(x), add(t0, e0)"]]
+
+
+def test_one_node_falls_to_one_site() -> None:
+    """The sum of two reductions: neither takes it, as both could."""
+    with fake_group(2):
+        h = Hand("scatter")
+        other = h.g.scatter(h.g.mm(h.input(2 * ROWS, K, name="y"), h.input(K, N, name="v")))
+        total = h.call(aten.add.Tensor, h.relu(), h.relu(other))
+        assert h.planned(total) == [None, None]
+
+
+def test_what_is_written_in_place_is_read_where_it_stands() -> None:
+    with fake_group(2):
+        h = Hand()
+        written = h.call(aten.copy_.default, h.full, h.call(aten.neg.default, h.full))
+        assert h.planned(h.call(aten.add.Tensor, h.result, h.full), written) == [None]
+
+
+def test_extra_tensors_of_all_weights_share_the_room() -> None:
+    with fake_group(2):
+        g = HandGraph()
+        gathered = g.gather(g.input(ROWS, K, dtype=BF16))
+        rows = [g.input(N, name=f"row{i}", dtype=BF16) for i in range(3)]
+        results = [g.mm(gathered, g.input(K, N, name=f"w{i}", dtype=BF16)) for i in range(3)]
+        made = [g.call(aten.mul.Tensor, result, row) for result, row in zip(results, rows)]
+        g.graph.output(tuple(made))
+        # (Inputs stand in front of a graph: what an epilogue reads is there before the gather.)
+        first = next(iter(g.graph.nodes))
+        for node in reversed([n for n in g.graph.nodes if n.op == "placeholder"][1:]):
+            first.append(node)
+        g.module = fx.GraphModule(torch.nn.Module(), g.graph)
+        assert planned(g.run(schedule="fused", mode="strict")) == [["e0 row: mul(x, e0)", "e0 row: mul(x, e0)", ""]]
+
+
+def test_a_dynamic_token_count_leaves_pointwise_ops_to_inductor() -> None:
+    with fake_group(2):
+        made = HandGraph()
+        gathered = made.gather(made.input(ROWS, K, dtype=BF16, dynamic=[0]))
+        report = made.output(made.call(aten.relu.default, made.mm(gathered, made.input(K, N, name="w", dtype=BF16)))).run(schedule="fused", mode="strict")
+    assert all("epilogue" not in p.parameters for s in report.sites for p in s.decision.plan) and "relu" in report.after
+
+
+def test_the_report_says_it() -> None:
+    with fake_group(2):
+        h = Hand()
+        assert "epilogue=['relu(x)']" in render_text(h.g.output(h.relu()).run(schedule="fused", mode="strict"))
+
+
+@pytest.mark.parametrize("epilogue", [True, False], ids=["as planned", "without epilogues"])
+def test_kernels_behind_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Inductor's templates: matmul, bias, activation and residual are one kernel. What is planned without epilogues is one more for each result."""
+    from torch._inductor.utils import run_and_get_code
+
+    monkeypatch.setattr(agreement, "agree", lambda group, plan: None)
+    monkeypatch.setattr(ops, "prepare", lambda *arguments: None)
+    for module in (fused_ops, site_ops):
+        monkeypatch.setattr(module, "ready", lambda *arguments: None)
+    if not epilogue:
+        monkeypatch.setattr(fused_site, "find_tail", lambda *arguments: None)
+    with fake_group(2) as group, torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+
+        def mlp(x: torch.Tensor, a: torch.Tensor, bias: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return x + reduce_scatter(F.gelu(torch.addmm(bias, all_gather(x, 0, group), a)) @ b, "sum", 0, group)
+
+        with overlap_inductor.overlap(schedule="fused", mode="strict"):
+            _, (code,) = run_and_get_code(torch.compile(mlp), half(ROWS, K), half(K, N), half(N), half(N, K))
+    call = code[code.index("def call(") :].split("runner = ")[0]
+    assert len(re.findall(r"torch\.ops\.overlap_inductor\.fused_\w+\.default\(", call)) == 2
+    assert len(re.findall(r"cpp_fused\w*\(", call)) == (0 if epilogue else 2), call
+
+
+class TestGolden(TestCase):
+    """The graph afterwards, word for word; run with EXPECTTEST_ACCEPT=1 after an intended change and read the difference."""
+
+    maxDiff = None
+
+    @staticmethod
+    def after(h: Hand, *outputs: fx.Node) -> str:
+        return re.sub(r"plan [0-9a-f]{16}", "plan ...", h.g.output(*outputs).run(schedule="fused", mode="strict").after)
+
+    def test_gather(self) -> None:
+        """The activation is gone, and the result is a view of the op's."""
+        with fake_group(2):
+            h = Hand()
+            self.assertExpectedInline(self.after(h, h.relu(h.g.view(h.result, 2, ROWS, N))), """\
+x: bfloat16[24, 16] = input
+w: bfloat16[16, 40] = input
+full: bfloat16[48, 40] = input
+row: bfloat16[40] = input
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-542fd07f", 1536, 1]]', 4096)
+fused_all_gather_matmul_epilogue_default = overlap_inductor.fused_all_gather_matmul_epilogue.default(agree_default, x, [w], [None], False, [], '[{"extras": [], "ops": [["relu", "x"]]}]', '{"halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-542fd07f')
+getitem = <built-in function getitem>(fused_all_gather_matmul_epilogue_default, 0)
+getitem_2: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
+reshape_default_1: bfloat16[2, 24, 40] = aten.reshape.default(getitem_2, [2, 24, 40])
+return [reshape_default_1]
+""")
+
+    def test_scatter(self) -> None:
+        with fake_group(2):
+            h = Hand("scatter")
+            self.assertExpectedInline(self.after(h, h.call(aten.add.Tensor, h.full, h.result)), """\
+x: bfloat16[48, 16] = input
+w: bfloat16[16, 40] = input
+full: bfloat16[24, 40] = input
+row: bfloat16[40] = input
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_reduce_scatter-bac31620", 20480, 1]]', 4096)
+fused_matmul_reduce_scatter_epilogue_default = overlap_inductor.fused_matmul_reduce_scatter_epilogue.default(agree_default, x, w, None, [full], '[{"extras": ["full"], "ops": [["add", "e0", "x"]]}]', '{"halves": true, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_reduce_scatter-bac31620')
+getitem: bfloat16[24, 40] = <built-in function getitem>(fused_matmul_reduce_scatter_epilogue_default, 0)
+return [getitem]
+""")
+
+    def test_reduce(self) -> None:
+        with fake_group(2):
+            h = Hand("reduce")
+            self.assertExpectedInline(self.after(h, h.call(aten.mul.Tensor, h.relu(), h.row)), """\
+x: bfloat16[48, 16] = input
+w: bfloat16[16, 40] = input
+full: bfloat16[48, 40] = input
+row: bfloat16[40] = input
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_all_reduce-8f9bf24e", 40960, 2]]', 4096)
+fused_matmul_all_reduce_epilogue_default = overlap_inductor.fused_matmul_all_reduce_epilogue.default(agree_default, x, w, None, [row], '[{"extras": ["row"], "ops": [["relu", "x"], ["mul", "t0", "e0"]]}]', '{"halves": true, "parts": 2, "parts_from": 4096, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_all_reduce-8f9bf24e')
+getitem: bfloat16[48, 40] = <built-in function getitem>(fused_matmul_all_reduce_epilogue_default, 0)
+return [getitem]
+""")

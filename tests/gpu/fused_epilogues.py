@@ -1,0 +1,154 @@
+"""What ``check_fused`` asks of epilogues and of several weights in one launch: numbers, kernels of a call against max-autotune's templates, microseconds."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+
+import overlap_inductor
+from bench.timing import timed
+from overlap_inductor.lowerings import fused_plan
+from overlap_inductor.passes import fused_site
+from tests.fake_group import all_gather
+from tests.fake_group import reduce_scatter
+
+Compile = Callable[..., Callable[..., Any]]
+Function = Callable[..., torch.Tensor]
+
+
+def _half(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device="cuda") * scale).bfloat16()
+
+
+def _sites(w: int, tokens: int, hidden: int, wide: int) -> dict[str, tuple[Function, Function, list[torch.Tensor], str]]:
+    """``{name: (function with a collective, the same on one GPU, inputs, the kernel that computes it)}``; no size is a multiple of a tile."""
+    g, rows = dist.group.WORLD, tokens // w
+    x, y = _half(rows, hidden), _half(tokens, wide)
+    up, down, bias = _half(hidden, wide, scale=hidden**-0.5), _half(wide, hidden, scale=wide**-0.5), _half(wide)
+    row, own, whole = _half(hidden), _half(rows, hidden), _half(tokens, hidden)
+    acts = {"silu": F.silu, "gelu": F.gelu, "gelu by tanh": functools.partial(F.gelu, approximate="tanh"), "squared relu": lambda t: torch.relu(t) ** 2}
+    found: dict[str, tuple[Function, Function, list[torch.Tensor], str]] = {}
+    for name, act in acts.items():
+        found[f"gather, bias, {name}"] = (
+            lambda x, a, b, act=act: act(torch.addmm(b, all_gather(x, 0, g), a)),
+            lambda x, a, b, act=act: act(torch.addmm(b, x, a)),
+            [x, up, bias],
+            "all_gather_matmul",
+        )
+    found["scatter, scaled, residual"] = (
+        lambda y, a, r, s: r + reduce_scatter(y @ a, "sum", 0, g) * s, lambda y, a, r, s: r + (y @ a) * s, [y, down, own, row], "matmul_reduce",
+    )  # fmt: skip
+    found["all-reduce, residual"] = (lambda y, a, r: r + funcol.all_reduce(y @ a, "sum", g), lambda y, a, r: r + y @ a, [y, down, whole], "matmul_reduce")
+    return found
+
+
+def epilogues(compiled_as: Compile, rank: int, world_size: int) -> list[str]:
+    """Problems: a result that fp64 does not have, an epilogue that was not planned, a kernel beside the fused one."""
+    problems = []
+    for name, (function, _, inputs, kernel) in _sites(world_size, 120 * world_size, 520, 1000).items():
+        torch._dynamo.reset()
+        compiled = compiled_as("fused", function)
+        exact = function(*(i.double() for i in inputs))
+        for call in range(3):
+            off = (compiled(*inputs).double() - exact).abs().max() / exact.abs().max()
+            if not off < 2e-2:
+                problems.append(f"{name} call {call}: off by {off:.3g}")
+        report = overlap_inductor.last_report()
+        if report is None or not all(any(p.parameters.get("epilogue", [])) for s in report.sites for p in s.decision.plan):
+            problems.append(f"{name}: no epilogue was planned")
+        names = kernels(functools.partial(compiled, *inputs))
+        if len([n for n in names if kernel in n]) != 1 or any(n.startswith("triton_") for n in names):
+            problems.append(f"{name}: kernels {names}")
+    return problems
+
+
+def kernels(call: Callable[[], Any]) -> list[str]:
+    """The kernels of one call, but for those that set the bytes of the group's token."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [n for n in names if "FillFunctor" not in n and not n.startswith(("Memset", "overlap_inductor"))]
+
+
+def kernel_counts(compiled_as: Compile, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    """Kernels of the fused site, and of the same matmul and pointwise ops on one GPU as max-autotune's Triton templates (rank 0's; the others wait)."""
+    found = {}
+    for name, (function, plain, inputs, _) in _sites(world_size, 1024, 1024, 1024).items():
+        if name not in ("gather, bias, gelu", "scatter, scaled, residual"):
+            continue
+        torch._dynamo.reset()
+        compiled = compiled_as("fused", function)
+        found[name] = {"fused": kernels(functools.partial(compiled, *inputs))}
+        if rank == 0:
+            alone = [_half(1024, 1024) if t.dim() == 2 else t for t in inputs]
+            with overlap_inductor.overlap(mode="off"), torch._inductor.config.patch(max_autotune_gemm_backends="TRITON", autotune_in_subproc=False):
+                template = torch.compile(plain, mode="max-autotune-no-cudagraphs")
+                found[name]["max_autotune"] = kernels(functools.partial(template, *alone))
+        dist.barrier()
+    return found
+
+
+def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, float]]:
+    """Microseconds of a site with its epilogue in the kernel, and with Inductor's pointwise kernel behind it, on llama3-70b's MLP."""
+    found = {}
+    for tokens in (2048, 8192):
+        for name, (function, _, inputs, _) in _sites(world_size, tokens, 8192, 28672 // world_size).items():
+            torch._dynamo.reset()
+            calls = {"fused": compiled_as("fused", function)}
+            calls["fused"](*inputs)
+            find, fused_site.find_tail = fused_site.find_tail, lambda *arguments: None
+            try:
+                # (The graph is the same, so a cache would know it.)
+                with torch._inductor.config.patch(force_disable_caches=True):
+                    calls["behind"] = compiled_as("fused", lambda *arguments, f=function: f(*arguments))
+                    calls["behind"](*inputs)
+            finally:
+                fused_site.find_tail = find
+            found[f"{name} {tokens}"] = _medians({n: functools.partial(c, *inputs) for n, c in calls.items()})
+    return found
+
+
+def weight_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, float]]:
+    """Microseconds of several weights in one launch, and of the widest alone with vendor matmuls behind it: llama3-70b's gate and up, and q, k and v."""
+    found, g = {}, dist.group.WORLD
+    for tokens in (1024, 4096):
+        for name, widths in {"gate and up": (28672, 28672), "q, k, v": (8192, 1024, 1024)}.items():
+            torch._dynamo.reset()
+            x, weights = _half(tokens // world_size, 8192), [_half(n // world_size, 8192, scale=0.01) for n in widths]
+
+            def function(x: torch.Tensor, *rhs: torch.Tensor) -> list[torch.Tensor]:
+                gathered = all_gather(x, 0, g)
+                return [gathered @ b.t() for b in rhs]
+
+            one_launch = functools.partial(compiled_as("fused", function), x, *weights)
+            one, other = one_launch(), _widest_alone(one_launch)
+            assert all((a.float() - b.float()).abs().max() < 2e-2 * b.float().abs().max() for a, b in zip(one, other, strict=True)), name
+            found[f"{name} {tokens}"] = _medians({"one launch": one_launch, "widest, then vendor": functools.partial(_widest_alone, one_launch)})
+    return found
+
+
+def _widest_alone(call: Callable[[], Any]) -> Any:
+    """``call`` with one weight in the kernel and vendor matmuls behind it: which weights share the launch is asked at every call."""
+    together = fused_plan.in_one_launch
+    fused_plan.in_one_launch = lambda rhs: [max(range(len(rhs)), key=lambda i: rhs[i].shape[1])]
+    try:
+        return call()
+    finally:
+        fused_plan.in_one_launch = together
+
+
+def _medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    for call in calls.values():
+        call()
+    torch.cuda.synchronize()
+    return {name: round(statistics.median(samples), 1) for name, samples in timed(calls, 11).items()}
