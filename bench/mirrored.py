@@ -111,9 +111,9 @@ class Site:
             parameters = chunked_plan.parameters_of(text, sms)
             fitted = chunked_plan.fitted(pattern, self.world_size, self.rows * width * 2, parameters)
             bands = chunked_plan.bands_of(self.rows, fitted) if pattern == "matmul_all_reduce" else [(0, self.rows)]
-            if len({size for _, size in bands}) > 1:
-                raise ValueError(f"{len(bands)} bands of {self.rows} rows are not equal: what each source writes has no one distance")
             from_source = bands[0][1]
+        if len({size for _, size in bands}) > 1:
+            raise ValueError(f"{len(bands)} bands of {self.rows} rows are not equal: what each source writes has no one distance")
         words = torch.zeros(1 + QUEUE_WORDS + 2 * self.world_size * SIGNALS, dtype=torch.int32, device="cuda")
         slot = Slot(
             self.data.local.numel(), SIGNALS, mirrored(self.data, self.world_size, from_source * width * 2), mirrored(self.flags, self.world_size, SIGNALS * FLAG_WORDS),

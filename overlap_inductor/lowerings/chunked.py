@@ -12,8 +12,6 @@ The host launches for W ranks and C chunks about ``W + 3 * C + 4`` things with c
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,19 +21,17 @@ import torch
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.layout import WAIT_PART
 from overlap_inductor.kernels.layout import WAIT_PARTIALS
-from overlap_inductor.kernels.partial_sums import receive_rows
 from overlap_inductor.kernels.partial_sums import sum_partials
-from overlap_inductor.kernels.transfer import wait_for_parts
 from overlap_inductor.lowerings import chunked_plan
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
-from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+from overlap_inductor.transports.arrivals import receive_kernel
+from overlap_inductor.transports.arrivals import wait_kernel
 from overlap_inductor.transports.copy_engine import CopyEngine
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
-from overlap_inductor.transports.side_stream import InOrder
-from overlap_inductor.transports.side_stream import SideStream
+from overlap_inductor.transports.side_stream import one_call
 from overlap_inductor.transports.side_stream import side_stream
 from overlap_inductor.transports.sm_push import SmPush
 from overlap_inductor.transports.transfer import Send
@@ -44,7 +40,7 @@ from overlap_inductor.transports.transfer import Transport
 from overlap_inductor.transports.workspace import Launch
 
 BLOCK = 2048
-"""Elements that a block adds up or copies at once."""
+"""Elements that a block adds up at once."""
 BLOCKS_AN_SM = 4
 """Of the kernel that adds up: one after a matmul, with nothing beside it."""
 
@@ -68,16 +64,6 @@ def _transport(parameters: ChunkedParameters) -> Transport:
     return CopyEngine() if parameters.transport == "copy_engine" else SmPush(parameters.pushers)
 
 
-def _wait(launch: Launch, transfer: Transfer, first: int, last: int, kind: int) -> PreparedKernel:
-    """Lets the stream go on when parts ``first .. last - 1`` of the peers' transfers have come."""
-    slot = launch.slot
-    fixed = (
-        slot.flags.local, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, launch.rank, transfer.index, first, slot.signals,
-        launch.world_size, transfer.parts, -transfer.direction, kind,
-    )  # fmt: skip
-    return PreparedKernel(wait_for_parts, last - first, (), fixed, num_warps=1)
-
-
 @dataclass(frozen=True)
 class _Gather:
     """A prepared all-gather: what sends the shard, and each chunk's rows with what waits for them. ``workspace``: ``[world_size * rows, K]``."""
@@ -85,20 +71,6 @@ class _Gather:
     send: Send
     chunks: list[tuple[list[Range], PreparedKernel]]
     workspace: torch.Tensor
-
-
-@contextlib.contextmanager
-def _call(launch: Launch, side: SideStream | InOrder) -> Iterator[None]:
-    """The launches of one call. Its streams are one again behind it; where a launch fails the group is aborted, since its peers wait for what was not sent.
-    (Not in a capture, in which nothing runs.)"""
-    try:
-        yield
-    except BaseException:
-        if not symmetric.capturing():
-            launch.faults.abort()
-        raise
-    finally:
-        side.join()
 
 
 def all_gather_matmul(
@@ -125,7 +97,7 @@ def all_gather_matmul(
     all_rows = launch.world_size * rows
     outs = [shard.new_empty(all_rows, m.b.shape[1], dtype=m.dtype(shard)) for m in matmuls]
     gathered = shard.new_empty(all_rows, shard.shape[1]) if gathered_used else None
-    with _call(launch, side):
+    with one_call(launch, side):
         with side:
             credits()
             call.send(shard)
@@ -150,7 +122,7 @@ def _prepare_gather(shard: torch.Tensor, launch: Launch, p: ChunkedParameters) -
     transfer = Transfer(rows, width, chunked_plan.part_rows_of(rows, world_size, p), scattered=False)
     bounds = chunked_plan.chunk_bounds(transfer.parts, world_size, p)
     chunks = [
-        (chunked_plan.chunk_rows(first, last, launch.rank, world_size, rows, transfer.part_rows), _wait(launch, transfer, first, last, WAIT_PART))
+        (chunked_plan.chunk_rows(first, last, launch.rank, world_size, rows, transfer.part_rows), wait_kernel(launch, transfer, first, last, WAIT_PART))
         for first, last in pairwise(bounds)
     ]
     workspace = launch.slot.data.local[: world_size * shard.nbytes].view(shard.dtype).view(world_size * rows, width)
@@ -218,7 +190,7 @@ def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch,
         if start < stop:
             matmul(a[start:stop], start, stop, product)
 
-    with _call(launch, side):
+    with one_call(launch, side):
         with side:
             credits()
         for i in range(len(bands) + 2):
@@ -287,17 +259,11 @@ def _prepare_band(
         1.0 / world_size if average else 1.0, world_size, vector, last, BLOCK,
     )  # fmt: skip
     add = PreparedKernel(sum_partials, p.sms * BLOCKS_AN_SM, (product[slice(*own)], out[slice(*finished)]), fixed, num_warps=8)
-    wait = _wait(launch, transfer, 0, transfer.parts * (world_size - 1), WAIT_PARTIALS)
+    wait = wait_kernel(launch, transfer, 0, transfer.parts * (world_size - 1), WAIT_PARTIALS)
     everyone = first_row, first_row + world_size * rows
     if result_index is None:
         return _Band(chunks, own, p.chunks > 0, finished, everyone, wait, add, None, None)
     back = Transfer(rows, width, rows, False, own[0], behind, result_index)
     hand_round = None if last else transport.prepare(launch, back, [0, world_size - 1], out)
-    stripes = max(1, p.sms // (world_size - 1))
-    receive = PreparedKernel(
-        receive_rows, stripes * (world_size - 1), (out[slice(*everyone)],),
-        (workspace[behind * width :], slot.flags.local, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, rank, result_index, slot.signals, rows * row_vectors,
-         world_size, stripes, vector, BLOCK),
-        num_warps=8,
-    )  # fmt: skip
+    receive = receive_kernel(launch, out[slice(*everyone)], workspace[behind * width :], result_index, p.sms)
     return _Band(chunks, own, p.chunks > 0, finished, everyone, wait, add, hand_round, receive)

@@ -13,8 +13,10 @@ import torch
 
 from overlap_inductor.transports.transfer import TRANSPORTS
 
-COPY_ENGINE_BYTES = 4 << 20
-"""Bytes of a piece from which on copy engines are as fast as SMs that push (measured on 8 H200s), and leave the SMs to the matmul."""
+COPY_ENGINE_BYTES = 2 << 20
+"""Bytes of a piece from which on copy engines are faster than SMs that push, which are missing from the matmul (2 H200s, also as one of 4 and of 8 ranks)."""
+MANY_BYTES = 8 << 20
+"""Bytes of a shard from which a reduce-scatter's matmul of one shard's rows fills an H200."""
 BAND_BYTES, MOST_BANDS = 2 << 20, 4
 """Bytes a peer of the smallest band of an all-reduce, and how many there are at most, where its size decides."""
 
@@ -28,6 +30,7 @@ class ChunkedParameters:
         transport: ``copy_engine`` | ``sm_push`` | ``auto``: by the size of a piece, at each call.
         chunks: matmuls of other ranks' rows, beside one of the own rows. 0 in an all-reduce: own and others' rows of a band are one matmul.
         whole_shards: no more chunks than peers.
+        many_from: bytes of a shard from which there are as many chunks as peers.
         bands: of rows of an all-reduce; a band is reduced and handed round under the matmuls of the next. 0: as many as stay large, then without chunks.
         grain: a chunk or band begins at a multiple of so many rows of its shard: a tile of the vendor's matmul.
         pushers: blocks that push (``sm_push``).
@@ -39,6 +42,7 @@ class ChunkedParameters:
     chunks: int = 3
     _: KW_ONLY
     whole_shards: bool = False
+    many_from: int = 2**62
     bands: int = 1
     grain: int = 128
     pushers: int = 16
@@ -51,17 +55,24 @@ class ChunkedParameters:
             raise ValueError(f"parameters of schedule chunked: {', '.join(small) or f'transport={self.transport!r} (auto, or one of {TRANSPORTS})'}")
 
 
+def transports_of(pattern: str) -> tuple[str, ...]:
+    """What may move a pattern's bytes."""
+    return TRANSPORTS
+
+
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
     """The parameters of a pattern, for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``.
 
-    Three chunks are few launches, and what the last one leaves in sight is short. On 2 GPUs one is best: the own rows' matmul hides the whole transfer.
+    Three chunks are few launches, and what the last one leaves in sight is short; a reduction of 8 ranks' large shards gains from more. On 2 GPUs one is best: the own rows' matmul hides the whole transfer.
     """
-    return {"transport": transport, "chunks": 3, "whole_shards": True, "bands": 0 if pattern == "matmul_all_reduce" else 1}
+    many = {"many_from": MANY_BYTES} if pattern == "matmul_reduce_scatter" else {}
+    return {"transport": transport, "chunks": 3, "whole_shards": True, "bands": 0 if pattern == "matmul_all_reduce" else 1, **many}
 
 
 def fitted(pattern: str, world_size: int, shard_bytes: int, p: ChunkedParameters) -> ChunkedParameters:
     """``p`` with what was left to the size of a call decided; ``shard_bytes``: of what goes to one peer."""
     chunks, bands, transport = min(p.chunks, world_size - 1) if p.whole_shards else p.chunks, p.bands, p.transport
+    chunks = world_size - 1 if shard_bytes >= p.many_from else chunks
     if bands == 0:
         bands = max(1, min(MOST_BANDS, shard_bytes // BAND_BYTES)) if pattern == "matmul_all_reduce" else 1
         chunks = chunks if bands == 1 else 0

@@ -10,98 +10,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
-from typing import NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul as all_gather_matmul_kernel
-from overlap_inductor.kernels.epilogue import MOST_EXTRAS
-from overlap_inductor.kernels.epilogue import function_of
-from overlap_inductor.kernels.matmul_reduce import matmul_reduce
-from overlap_inductor.lowerings.epilogue_text import Epilogue
+from overlap_inductor.lowerings.fused_launch import NO_TAIL
+from overlap_inductor.lowerings.fused_launch import TILES_A_BATCH
+from overlap_inductor.lowerings.fused_launch import Tail
+from overlap_inductor.lowerings.fused_launch import check
+from overlap_inductor.lowerings.fused_launch import key_of
+from overlap_inductor.lowerings.fused_launch import right_descriptor
 from overlap_inductor.lowerings.fused_plan import MOST_WEIGHTS
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.lowerings.fused_plan import band_rows
 from overlap_inductor.lowerings.fused_plan import lies_transposed
 from overlap_inductor.lowerings.fused_plan import needed
-from overlap_inductor.lowerings.operands import check_operands
+from overlap_inductor.lowerings.fused_reduce import prepare_reduce
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.copy_engine import prepare_without_kernels
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
+from overlap_inductor.transports.side_stream import one_call
 from overlap_inductor.transports.side_stream import side_stream
 from overlap_inductor.transports.transfer import Transfer
 from overlap_inductor.transports.workspace import Launch
 
 COPY_WORDS = 8192
 """int32 words that a block of the pushing part stores at once."""
-TILES_A_BATCH = 8
-"""Tiles after which a block waits for its last store (within a batch a store goes on under the next tile's matmul)."""
-
-
-class Tail(NamedTuple):
-    """What follows a launch's matmuls or its reduction: an epilogue (or none) for each result, and the extra tensors of all, each contiguous."""
-
-    epilogues: tuple[Epilogue | None, ...] = ()
-    extras: Sequence[torch.Tensor] = ()
-
-    @property
-    def function(self) -> Any:
-        """The Triton function, or ``None``."""
-        return function_of(tuple(None if e is None else (e.extras, e.ops) for e in self.epilogues)) if any(self.epilogues) else None
-
-    def check(self, results: Sequence[torch.Tensor]) -> None:
-        """Raises ``UnsupportedError`` where the extra tensors are not what the epilogues of ``results`` read."""
-        kinds = [(k, r) for e, r in zip(self.epilogues, results) if e is not None for k in e.extras]
-        shapes = [{"full": r.shape, "row": r.shape[1:], "column": r.shape[:1], "scalar": torch.Size([1])}[k] for k, r in kinds]
-        if len(self.epilogues) not in (0, len(results)) or len(shapes) > MOST_EXTRAS or shapes != [e.shape for e in self.extras]:
-            raise UnsupportedError(f"extra tensors {[list(e.shape) for e in self.extras]}; at most {MOST_EXTRAS} are read, expected {[list(s) for s in shapes]}")
-        if not all(e.is_contiguous() and e.is_floating_point() for e in self.extras):
-            raise UnsupportedError("an extra tensor of an epilogue is not contiguous, or not of floating point")
-
-    @property
-    def operands(self) -> list[torch.Tensor | None]:
-        """The extra tensors, as many as a launch has room for."""
-        return [*self.extras, *[None] * (MOST_EXTRAS - len(self.extras))]
-
-
-NO_TAIL = Tail()
-
-
-def right_descriptor(b: torch.Tensor, block_n: int, block_k: int) -> tuple[TensorDescriptor, bool]:
-    """``b``'s descriptor, and whether it is the transposed matrix that lies in rows."""
-    if lies_transposed(b):
-        return TensorDescriptor.from_tensor(b.t(), [block_n, block_k]), True
-    return TensorDescriptor.from_tensor(b, [block_k, block_n]), False
-
-
-def _check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tuple[int, int], launch: Launch) -> None:
-    check_operands(a, b, bias)
-    nbytes, signals = need
-    if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
-        raise UnsupportedError(f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and {launch.slot.signals}")
-
-
-def _key(
-    pattern: str,
-    a: torch.Tensor,
-    rhs: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    tail: Tail,
-    parameters: FusedParameters,
-    flag: bool,
-) -> tuple[object, ...]:
-    """What a prepared kernel rests on. Raises ``UnsupportedError`` where an operand lies as no kernel reads it."""
-    if not a.is_contiguous() or a.data_ptr() % 16:
-        raise UnsupportedError(f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous at 16 bytes")
-    key: list[object] = [pattern, a.shape, a.dtype, parameters, flag, tail.epilogues, *((e.dtype, e.data_ptr() % 16 == 0) for e in tail.extras)]
-    for b, bias in zip(rhs, biases, strict=True):
-        if b.data_ptr() % 16:
-            raise UnsupportedError(f"the right operand of shape {list(b.shape)} does not begin at 16 bytes")
-        key += [b.shape, b.stride(), b.dtype, None if bias is None else bias.data_ptr() % 16 == 0]
-    return tuple(key)
 
 
 def all_gather_matmul(
@@ -131,10 +68,11 @@ def all_gather_matmuls(
     """
     launch.faults.check()
     results = [torch.empty(launch.world_size * a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) for b in rhs]
-    key = _key("all_gather_matmul", a, rhs, biases, tail, parameters, keep)
+    copied = a.nbytes >= parameters.copies_from
+    key = key_of("all_gather_matmul", a, rhs, biases, tail, parameters, keep)
     kernel = launch.prepared.get(key)
     if kernel is None:
-        kernel = _prepare_gather(a, rhs, results, launch, parameters, biases, keep, tail)
+        kernel = _prepare_gather(a, rhs, results, launch, parameters, biases, keep, tail, copied)
         if keep:
             end_kernel(launch)
         launch.remember(key, kernel)
@@ -142,35 +80,31 @@ def all_gather_matmuls(
     for b, result, bias in zip(rhs, results, biases, strict=True):
         operands += [b, result, result, result if bias is None else bias]
     operands += [*[None] * (4 * (MOST_WEIGHTS - len(rhs))), *tail.operands]
-    if parameters.transport == "sm_push":
+    if not copied:
         kernel(*operands)
     else:
-        _with_copies(a, launch, parameters, lambda: kernel(*operands), keep)
+        _with_copies(a, launch, lambda: kernel(*operands), keep)
     return results
 
 
-def _with_copies(a: torch.Tensor, launch: Launch, parameters: FusedParameters, multiply: Callable[[], None], keep: bool) -> None:
+def _with_copies(a: torch.Tensor, launch: Launch, multiply: Callable[[], None], keep: bool) -> None:
     """Copy engines send the shard while ``multiply`` multiplies what has come.
 
     Nothing that they wait for needs an SM while the kernel fills all of them: leave to write is awaited before, on the current stream, and flags are copied,
     too. So a rank's shard leaves whatever its kernel waits for.
     """
-    side, key = side_stream(a.device), ("send", a.shape, a.dtype, parameters)
+    side, key = side_stream(a.device), ("send", a.shape, a.dtype)
     send = launch.prepared.get(key)
     if send is None:
-        rows = a.shape[0]
-        transfer = Transfer(rows, a.shape[1], band_rows(rows, launch.world_size, parameters), scattered=False)
-        send = prepare_without_kernels(launch, transfer, a)
+        send = prepare_without_kernels(launch, Transfer(a.shape[0], a.shape[1], a.shape[0], scattered=False), a)
         launch.remember(key, send)
     credit_kernel(launch)()
-    try:
+    with one_call(launch, side):
         with side:
             send(a)
             if keep:
                 gathered(a, launch)[launch.rank * len(a) : (launch.rank + 1) * len(a)].copy_(a)
         multiply()
-    finally:
-        side.join()
 
 
 def _prepare_gather(
@@ -182,17 +116,19 @@ def _prepare_gather(
     biases: Sequence[torch.Tensor | None],
     keep: bool,
     tail: Tail,
+    copied: bool,
 ) -> PreparedKernel:
     world_size, slot = launch.world_size, launch.slot
     rows, inner = a.shape
-    part_rows = band_rows(rows, world_size, p)
+    # (A copy more costs more than a shard that comes whole.)
+    part_rows = -(-rows // p.block_m) * p.block_m if copied else band_rows(rows, world_size, p)
     transposed = {lies_transposed(b) for b in rhs}
     if len(transposed) > 1 or not 1 <= len(rhs) <= MOST_WEIGHTS:
         raise UnsupportedError(f"one launch multiplies by 1 to {MOST_WEIGHTS} weights that lie alike, not by those of strides {[list(b.stride()) for b in rhs]}")
     tail.check(results)
     varying: list[Any] = [TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), a]
     for b, result, bias in zip(rhs, results, biases, strict=True):
-        _check(a, b, bias, needed("all_gather_matmul", world_size, rows, inner, b.shape[1], a.element_size(), p), launch)
+        check(a, b, bias, needed("all_gather_matmul", world_size, rows, inner, b.shape[1], a.element_size(), p), launch)
         stored = TensorDescriptor.from_tensor(result, [p.block_m, p.block_n // 2 if p.halves else p.block_n])
         varying += [right_descriptor(b, p.block_n, p.block_k)[0], stored, result, result if bias is None else bias]
     others = MOST_WEIGHTS - len(rhs)
@@ -200,7 +136,7 @@ def _prepare_gather(
         *[b.shape[1] for b in rhs], *[None] * others, TensorDescriptor.from_tensor(gathered(a, launch), [p.block_m, p.block_k]),
         slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
         launch.patience_ns, launch.site, launch.rank, rows, inner, a.nbytes // 16, part_rows, part_rows * inner * a.element_size() // 16, slot.signals,
-        len(rhs), world_size, -(-rows // part_rows), p.transport == "sm_push", p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS, TILES_A_BATCH, 32 * p.warps,
+        len(rhs), world_size, -(-rows // part_rows), not copied, p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS, TILES_A_BATCH, 32 * p.warps,
         p.halves, transposed.pop(), sum(1 << i for i, bias in enumerate(biases) if bias is not None), tail.function, keep,
     )  # fmt: skip
     varying += [*[None] * (4 * others), *tail.operands]
@@ -261,43 +197,10 @@ def _reduce(
     launch.faults.check()
     rows = a.shape[0] if pattern == "matmul_all_reduce" else a.shape[0] // launch.world_size
     out = torch.empty(rows, b.shape[1], dtype=a.dtype, device=a.device)
-    key = _key(pattern, a, [b], [bias], tail, parameters, average)
+    key = key_of(pattern, a, [b], [bias], tail, parameters, average)
     kernel = launch.prepared.get(key)
     if kernel is None:
-        kernel = _prepare_reduce(pattern, a, b, out, launch, parameters, bias, average, tail)
+        kernel = prepare_reduce(pattern, a, b, out, launch, parameters, bias, average, tail)
         launch.remember(key, kernel)
     kernel(a, b, out, out if bias is None else bias, *tail.operands)
     return out
-
-
-def _prepare_reduce(
-    pattern: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    launch: Launch,
-    p: FusedParameters,
-    bias: torch.Tensor | None,
-    average: bool,
-    tail: Tail,
-) -> PreparedKernel:
-    world_size, slot, broadcast = launch.world_size, launch.slot, pattern == "matmul_all_reduce"
-    all_rows, inner = a.shape
-    columns = b.shape[1]
-    if all_rows % world_size and not broadcast:
-        raise UnsupportedError(f"{all_rows} rows do not fall into {world_size} equal shards")
-    rows = -(-all_rows // world_size)
-    part_rows = band_rows(rows, world_size, p)
-    parts = -(-rows // part_rows)
-    need = needed(pattern, world_size, rows, inner, columns, a.element_size(), p)
-    _check(a, b, bias, need, launch)
-    tail.check([out])
-    right, transposed = right_descriptor(b, p.block_n, p.block_k)
-    varying = (TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), right, out, out if bias is None else bias, *tail.operands)
-    fixed = (
-        slot.data.local[: need[0]].view(a.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
-        launch.patience_ns, launch.site, launch.rank, rows, all_rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0,
-        world_size, parts, min(p.lag, parts) if broadcast else parts, p.copy_lag, broadcast, p.stagger_ns,
-        p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH, 32 * p.warps, p.halves, transposed, bias is not None, tail.function,
-    )  # fmt: skip
-    return PreparedKernel(matmul_reduce, p.blocks, varying, fixed, scratch=a.device, num_warps=p.warps, num_stages=p.stages)

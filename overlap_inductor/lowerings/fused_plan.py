@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from overlap_inductor.transports.transfer import TRANSPORTS
+NEVER = 2**62
+COPIES_FROM = 4 << 20
+"""Bytes of a shard from which on copy engines are the faster: seen on 2 H200s, also as one of 4 and of 8 ranks (bench/results/mirrored.jsonl)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +23,7 @@ class FusedParameters:
 
     Attributes:
         blocks: grid, at best the number of SMs.
-        transport: of an all-gather: ``sm_push`` | ``copy_engine``.
+        copies_from: bytes of an all-gather's shard from which copy engines send it, not SMs.
         parts: bands a shard, from ``parts_from`` rows of the whole matmul on; below one.
         pieces, pushers: pieces that a band is pushed in, and blocks that push before they multiply (all-gather).
         lag, copy_lag: bands by which own tiles follow the peers', and copies those (all-reduce).
@@ -32,7 +34,7 @@ class FusedParameters:
 
     blocks: int
     _: KW_ONLY
-    transport: str = "sm_push"
+    copies_from: int = NEVER
     parts: int = 1
     parts_from: int = 0
     pieces: int = 16
@@ -49,10 +51,6 @@ class FusedParameters:
     halves: bool = False
     min_rows: int = 0
 
-    def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise ValueError(f"parameters of schedule fused: transport={self.transport!r} (one of {TRANSPORTS})")
-
 
 TUNED: Mapping[str, Mapping[str, Any]] = {
     "all_gather_matmul": {"parts": 4, "parts_from": 4096, "pushers": 12, "stages": 4, "halves": True},
@@ -66,9 +64,15 @@ MOST_WEIGHTS = 4
 """Weights that one launch multiplies a gathered tensor by: q, k, v and a gate; further ones are the vendor's matmuls."""
 
 
+def transports_of(pattern: str) -> tuple[str, ...]:
+    """What may move a pattern's bytes. Tiles leave from the matmul's epilogue, so an SM stores them."""
+    return ("sm_push", "copy_engine") if pattern == "all_gather_matmul" else ("sm_push",)
+
+
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
-    """The tuned parameters of a pattern, for the plan."""
-    return dict(TUNED[pattern])
+    """The tuned parameters of a pattern, for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
+    copies = {"auto": {"copies_from": COPIES_FROM}, "copy_engine": {"copies_from": 0}}.get(transport, {})
+    return {**TUNED[pattern], **(copies if pattern == "all_gather_matmul" else {})}
 
 
 @functools.cache

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import TracebackType
 
 import torch
+
+from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports.workspace import Launch
 
 
 class SideStream:
@@ -48,3 +53,17 @@ class InOrder(nullcontext[None]):
 def side_stream(device: torch.device) -> SideStream | InOrder:
     """The device's side stream, made on first use."""
     return SideStream(device) if device.type == "cuda" else InOrder()
+
+
+@contextlib.contextmanager
+def one_call(launch: Launch, side: SideStream | InOrder) -> Iterator[None]:
+    """The launches of one call. Its streams are one again behind it; where a launch fails the group is aborted, since its peers wait for what was not sent.
+    (Not in a capture, in which nothing runs.)"""
+    try:
+        yield
+    except BaseException:
+        if not symmetric.capturing():
+            launch.faults.abort()
+        raise
+    finally:
+        side.join()

@@ -12,6 +12,7 @@ import torch
 from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.lowerings import fused
+from overlap_inductor.lowerings.fused_plan import NEVER
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import at_rest
@@ -40,10 +41,10 @@ class Case:
     bias: bool = False
     in_rows: bool = False
     keep: bool = False
-    transport: str = "sm_push"
+    copies_from: int = NEVER
 
     def parameters(self, call: int) -> FusedParameters:
-        return FusedParameters(self.blocks, transport=self.transport, parts=self.parts + call, pieces=self.pieces + call, pushers=self.pushers, **SMALL_TILES)
+        return FusedParameters(self.blocks, copies_from=self.copies_from, parts=self.parts + call, pieces=self.pieces + call, pushers=self.pushers, **SMALL_TILES)
 
 
 CASES = {
@@ -53,8 +54,8 @@ CASES = {
     "gather with bias, the right operand in rows": Case("all_gather_matmul", 2, 24, 24, 40, blocks=2, bias=True, in_rows=True),
     "gather, kept": Case("all_gather_matmul", 3, 24, 16, 32, parts=2, blocks=2, pieces=2, keep=True),
     "gather, nobody pushes first": Case("all_gather_matmul", 2, 32, 16, 32, parts=2, blocks=2, pushers=0, pieces=2),
-    "gather by copies": Case("all_gather_matmul", 3, 40, 24, 32, parts=3, blocks=2, transport="copy_engine"),
-    "gather by copies, kept": Case("all_gather_matmul", 2, 24, 16, 32, blocks=2, transport="copy_engine", keep=True),
+    "gather by copies": Case("all_gather_matmul", 3, 40, 24, 32, parts=3, blocks=2, copies_from=0),
+    "gather by copies, kept": Case("all_gather_matmul", 2, 24, 16, 32, blocks=2, copies_from=0, keep=True),
     "scatter, one block": Case("matmul_reduce_scatter", 2, 32, 32, 32),
     "scatter, three ranks, bands": Case("matmul_reduce_scatter", 3, 48, 24, 32, parts=2, blocks=2),
     "scatter, no multiples of a tile, average": Case("matmul_reduce_scatter", 2, 40, 24, 32, parts=2, blocks=3, average=True),
