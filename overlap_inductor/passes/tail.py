@@ -4,12 +4,13 @@ A tail begins at a matmul of a gathered tensor, or at a reduction's result, and 
 ``MOST_EXTRAS`` tensors: of the result's shape, a row, a column or one element. What Inductor computes for nothing in a kernel of its own is left to it: the end
 must be in memory anyway, because a matmul, a collective or the graph's caller reads it, or something that a matmul stands before (a residual stream).
 Of a longer chain the longest such part is taken.
+
+A node falls to one site at most: what a tail reads besides stands before its own collective, and of two sites that are both read there one ends later.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
@@ -74,13 +75,12 @@ def find_tail(result: fx.Node, collective: fx.Node, most_extras: int = MOST_EXTR
 
 @dataclass
 class _Region:
-    """All that could be computed on a tile behind ``result``: ``nodes`` in graph order."""
+    """All that could be computed on a tile behind ``result``: ``nodes`` in graph order; ``before``: what stands before ``collective``."""
 
     result: fx.Node
     collective: fx.Node
     nodes: list[fx.Node] = field(default_factory=list)
     before: set[fx.Node] = field(default_factory=set)
-    behind_matmul: dict[fx.Node, bool] = field(default_factory=dict)
 
     def grow(self) -> None:
         inside = {self.result}
@@ -109,7 +109,7 @@ class _Region:
     def _kind(self, extra: fx.Node, shape: list[Any]) -> tuple[str, list[int]] | None:
         """How the kernel can read ``extra`` beside a node of ``shape``, and in which shape."""
         value = tools.value(extra)
-        if extra not in self.before or value.dtype not in _FLOATS or value.device != tools.value(self.result).device or _of_another_site(extra):
+        if extra not in self.before or value.dtype not in _FLOATS or value.device != tools.value(self.result).device:
             return None
         have = list(value.shape)
         rows, columns = math.prod(shape[:-1]), shape[-1]
@@ -207,21 +207,6 @@ def _stored_for(user: fx.Node) -> bool:
     if user.op == "output" or _needs_memory(user):
         return True
     return (tools.is_reshape(user) or tools.permutation(user) is not None) and all(map(_stored_for, user.users))
-
-
-def _of_another_site(extra: fx.Node) -> bool:
-    """Whether only what is read here leads from a collective or a matmul to ``extra``: then that site's tail may reach as far as here."""
-    return any(n.target is torch.ops._c10d_functional.wait_tensor.default or matmuls.parse(n) is not None for n in _alone(extra))
-
-
-def _alone(node: fx.Node) -> Iterator[fx.Node]:
-    """``node`` and what it is computed from by ops on each element, as far as that has no other reader."""
-    if len(node.users) > 1:
-        return
-    yield node
-    if tools.is_pointwise(node) or tools.is_reshape(node):
-        for source in tools.tensor_inputs(node):
-            yield from _alone(source)
 
 
 def _written_between(first: fx.Node, last: fx.Node, read: list[fx.Node]) -> bool:

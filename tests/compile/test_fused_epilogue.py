@@ -143,7 +143,6 @@ def left_alone() -> dict[str, Callable[[Hand], list[fx.Node]]]:
         "an extra tensor of integers": lambda h: [h.call(aten.mul.Tensor, h.result, h.input(2 * ROWS, N, name="n", dtype=torch.int32))],
         "an extra tensor that lies otherwise": lambda h: [h.call(aten.add.Tensor, h.result, h.call(aten.permute.default, h.input(N, 2 * ROWS, name="n"), [1, 0]))],
         "the result is broadcast": lambda h: [h.call(aten.add.Tensor, h.input(3, 2 * ROWS, N, name="n"), h.result)],
-        "another gather's result": lambda h: [h.call(aten.mul.Tensor, h.result, h.g.mm(h.g.gather(h.input(ROWS, K, name="y")), h.input(K, N, name="v")))],
     }
 
 
@@ -163,12 +162,16 @@ def test_of_a_longer_chain_the_part_that_is_known() -> None:
 
 
 def test_one_node_falls_to_one_site() -> None:
-    """The sum of two reductions: neither takes it, as both could."""
-    with fake_group(2):
-        h = Hand("scatter")
-        other = h.g.scatter(h.g.mm(h.input(2 * ROWS, K, name="y"), h.input(K, N, name="v")))
-        total = h.call(aten.add.Tensor, h.relu(), h.relu(other))
-        assert h.planned(total) == [None, None]
+    """A sum of two reductions is the later one's, if the earlier one's part is there before it begins; else no one's."""
+    for early in (True, False):
+        with fake_group(2):
+            h = Hand("scatter")
+            operands = h.input(2 * ROWS, K, name="y"), h.input(K, N, name="v")
+            first = h.relu() if early else None
+            other = h.g.scatter(h.g.mm(*operands))
+            first = first or h.relu()
+            total = h.call(aten.add.Tensor, first, h.relu(other))
+            assert h.planned(total) == [None, ["e0 full: relu(x), add(e0, t0)"] if early else None]
 
 
 def test_what_is_written_in_place_is_read_where_it_stands() -> None:

@@ -64,8 +64,13 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
             [(s, 16), (16, 24), (48,)],
             1,
         ),
+        "all-reduce with a row, a residual and an activation": (
+            lambda x, a, b, r: torch.tanh(r + all_reduce(x @ a, "sum", g) * b),
+            [(2, s, 16), (16, 24), (24,), (2, s, 24)],
+            1,
+        ),
         "an MLP, gathered and scattered": (
-            lambda x, a, b: reduce_scatter(torch.relu(all_gather(x, 0, g) @ a.t()) @ b.t(), "sum", 0, g),
+            lambda x, a, b: x + reduce_scatter(torch.relu(all_gather(x, 0, g) @ a.t()) @ b.t(), "sum", 0, g),
             [(s, 16), (24, 16), (16, 24)],
             2,
         ),
