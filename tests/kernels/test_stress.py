@@ -23,7 +23,7 @@ from tests.kernels.shared_memory import use_shared_memory
 from tests.numerics.ranks import run_ranks
 
 SHAPES = (Shape(32, 4, 16, 16), Shape(24, 2, 16, 24))
-QUICK = {"chunked": ("copy_engine", "matmul_reduce_scatter"), "small_message": ("one_shot", "matmul_all_reduce"), "wave_groups": ("", "matmul_all_reduce")}
+QUICK = {"chunked": ("copy_engine", "matmul_reduce_scatter"), "small_message": ("one_shot", "matmul_all_reduce")}
 """A variant of a schedule that the interpreter runs in no time."""
 plain_variants = stress_sites.variants
 
