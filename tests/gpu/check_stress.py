@@ -37,7 +37,7 @@ from tests.gpu.stress_scenarios import Stress
 
 PATIENCE_SECONDS = 90.0
 SCHEDULES = ("fused", "chunked", "small_message", "wave_groups")
-WHERE_SHARED = ("lazy", "delays", "poison", "two_groups", "graphs")
+WHERE_SHARED = ("lazy", "delays", "poison", "graphs")
 """Scenarios where ranks share GPUs, unless named: those in which ranks' numbers matter."""
 
 

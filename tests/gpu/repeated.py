@@ -77,7 +77,7 @@ def replays(sites: Sequence[Repeated], count: int, others: Sequence[Repeated] = 
         with torch.cuda.graph(graph):
             outputs = [call() for _, call, _ in held]
         captured.append((graph, outputs, held))
-    wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
+    wrong = torch.zeros(1, dtype=torch.int64, device=sites[0][2].device)
     for i in range(count):
         graph, outputs, held = captured[i % 2]
         for output in outputs:
