@@ -2,6 +2,7 @@
 launcher would end all ranks when one dies); one JSON row a scenario. ``found``: what rank 0 was told.
 
     python -m tests.gpu.check_faults [--ranks 2] [--late 15] [--only killed skipped]
+    python -m tests.gpu.check_faults --late 60 --only late
 
 The last rank is the one that fails. Ranks of all scenarios import and compile at one time, and then wait for their turn.
 """

@@ -22,6 +22,7 @@ from overlap_inductor.transports import watchdog
 from overlap_inductor.transports.workspace import workspace_of
 from tests.fake_group import reduce_scatter
 from tests.gpu.check_fused import compiled_as
+from tests.gpu.ranks import device
 
 TIMEOUT_SECONDS = 6.0
 """Timeout of the group whose sites are fused: the patience of their kernels."""
@@ -177,10 +178,6 @@ def probe(folder: Path) -> None:
         assert float((x @ x).mean()) == 4096.0
         slowest = max(slowest, time.monotonic() - start)
     (folder / "said_0.json").write_text(json.dumps({"seconds": round(slowest, 1)}))
-
-
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def start_rank(rank: int, world_size: int, folder: Path) -> None:

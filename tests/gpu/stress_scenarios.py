@@ -1,0 +1,223 @@
+"""What goes on around the calls of ``tests.gpu.check_stress``: one function a scenario, for so many calls of one variant of a schedule and pattern.
+
+A scenario returns wrong results by name. On every rank all of it happens in one order; only delays and foreign work are each rank's own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import random
+import time
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.transports.workspace import workspace_of
+from tests.gpu import ranks
+from tests.gpu import stress_sites
+from tests.gpu.repeated import Repeated
+from tests.gpu.repeated import drawn_calls
+from tests.gpu.repeated import replays
+from tests.gpu.stress_sites import INPUTS
+from tests.gpu.stress_sites import TOLERANCE
+from tests.gpu.stress_sites import Call
+from tests.gpu.stress_sites import Variant
+
+LATE_SECONDS = 0.5
+POISON_EVERY = 20
+"""Calls from one poisoning to the next: each drains the group."""
+BESIDE_ELEMENTS = 8 << 20
+"""fp32 elements of the collectives beside the sites: 32 MiB."""
+FOREIGN_SIZE, FOREIGN_MATMULS, FOREIGN_CYCLES = 8192, 6, 35_000_000
+"""Of foreign matmuls, each filling the chip for about 1.5 ms, and of a kernel that sleeps for 20 ms."""
+
+
+def make_groups(rank: int, world_size: int, seconds: float) -> dict[str, dist.ProcessGroup]:
+    """This rank's groups: ``world``; ``second``, of the same ranks; ``pair``: of ranks ``r`` and ``W - 1 - r``; ``row`` and ``column`` of a mesh ``[W / 2, 2]``, which on
+    2 ranks are ``world`` and ``second``. All ranks together; ``world_size`` is even."""
+    timeout, everyone = datetime.timedelta(seconds=seconds), range(world_size)
+
+    def mine(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        made = {tuple(part): dist.new_group(list(part), timeout=timeout) for part in parts}
+        return next(group for part, group in made.items() if rank in part)
+
+    found = {"world": dist.group.WORLD, "second": mine([everyone]), "pair": mine([(r, world_size - 1 - r) for r in range(world_size // 2)])}
+    if world_size == 2:
+        return {**found, "row": found["world"], "column": found["second"]}
+    return {**found, "row": mine([everyone[r : r + 2] for r in everyone[::2]]), "column": mine([everyone[0::2], everyone[1::2]])}
+
+
+@dataclass
+class Stress:
+    """One run's ranks, groups and sites."""
+
+    rank: int
+    world_size: int
+    groups: dict[str, dist.ProcessGroup]
+    shapes: Sequence[stress_sites.Shape] = field(default_factory=lambda: stress_sites.SHAPES)
+    _sites: dict[tuple[str, ...], list[list[Repeated]]] = field(default_factory=dict)
+
+    def made(self, variant: Variant, group: str) -> list[list[Call]]:
+        """The calls of two sites, in two slots of the group."""
+        return stress_sites.sites(variant, self.groups[group], ("a", "b"), self.shapes)
+
+    def sites(self, variant: Variant, group: str = "world") -> list[list[Repeated]]:
+        """The calls of two sites with their first results: of each shape ``INPUTS``."""
+        key = variant.schedule, variant.pattern, variant.way, group
+        if key not in self._sites:
+            made = self.made(variant, group)
+            self._sites[key] = [stress_sites.first_results(calls) for calls in made]
+            worst = max(stress_sites.off(first, call) for calls, known in zip(made, self._sites[key], strict=True) for call, (*_, first) in zip(calls, known, strict=True))
+            assert worst < TOLERANCE, f"{variant} in group {group} is off by {worst:.3g} of the largest element"
+        return self._sites[key]
+
+    def check_faults(self) -> None:
+        """Raises ``TransferError`` where a wait was given up."""
+        for group in self.groups.values():
+            workspace_of(group, ranks.device()).faults.check()
+
+
+def lazy(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
+    """First calls of all shapes of two sites, one behind the other: the odd ranks come late, so that the even ones' kernels wait for them while their hosts load
+    the next calls' kernels, and the odd ones' while peers wait. (The first scenario of a process, or there is nothing left to load; and not its first
+    run on a machine, where all ranks compile for longer than that.)"""
+    # (Its inputs and workspace are there, so that nothing keeps the ranks together from here on.)
+    stress.made(variant, "world")
+    torch.cuda.synchronize()
+    dist.barrier()
+    time.sleep(LATE_SECONDS * (stress.rank % 2))
+    stress.sites(variant)
+    return {}
+
+
+def delays(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
+    """One site of one shape, every rank late at random."""
+    return drawn_calls(stress.sites(variant)[0][:INPUTS], calls, stress.rank)
+
+
+def poison(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
+    """Two sites, whose workspace, and whatever the next calls allocate, is NaN every few calls."""
+    a, b = stress.sites(variant)
+    known = a + b
+    like = [first for *_, first in known[::INPUTS]]
+
+    def before(i: int) -> None:
+        if i % POISON_EVERY == 0:
+            stress_sites.poison(stress.groups["world"], like)
+
+    return drawn_calls(known, calls, stress.rank, before=before)
+
+
+def two_sites(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
+    """Two sites of one group, in two slots."""
+    a, b = stress.sites(variant)
+    return drawn_calls(a + b, calls, stress.rank)
+
+
+def two_groups(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
+    """A site in the rank's row of a mesh and one in its column."""
+    return drawn_calls(stress.sites(variant, "row")[0] + stress.sites(variant, "column")[1], calls, stress.rank)
+
+
+def two_streams(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
+    """Two sites, each on a stream of its own."""
+    a, b = stress.sites(variant)
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    return drawn_calls(a + b, calls, stress.rank, [first] * len(a) + [second] * len(b))
+
+
+def shapes(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
+    """One site, whose calls have two shapes."""
+    return drawn_calls(stress.sites(variant)[1], calls, stress.rank)
+
+
+def stream(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
+    """Everything on a stream that is not the default one."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return drawn_calls(stress.sites(variant)[0], calls, stress.rank)
+
+
+def subgroup(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
+    """Pairs of ranks, each a group of its own, all at work."""
+    return drawn_calls(stress.sites(variant, "pair")[0], calls, stress.rank)
+
+
+def beside_nccl(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
+    """Collectives of tens of megabytes in a group of the same ranks go on on another stream."""
+    other, beside = stress.groups["second"], torch.cuda.Stream()
+    mine = torch.full((BESIDE_ELEMENTS,), float(stress.rank), device=ranks.device())
+    largest, everyone = mine.clone(), mine.new_empty(stress.world_size * BESIDE_ELEMENTS)
+    torch.cuda.synchronize()
+
+    def before(i: int) -> None:
+        if i % 100 == 0:
+            # The collectives take longer than the calls.
+            torch.cuda.synchronize()
+        if i % 4 == 0:
+            with torch.cuda.stream(beside):
+                if i % 8:
+                    dist.all_reduce(largest, dist.ReduceOp.MAX, group=other)
+                else:
+                    dist.all_gather_into_tensor(everyone, mine, group=other)
+
+    wrong = drawn_calls(stress.sites(variant)[0], calls, stress.rank, before=before)
+    expected = torch.arange(stress.world_size, dtype=mine.dtype, device=mine.device).repeat_interleave(BESIDE_ELEMENTS)
+    reduced = calls <= 4 or bool((largest == stress.world_size - 1).all())
+    return {**wrong, "collectives": int(not reduced) + int(not torch.equal(everyone, expected))}
+
+
+def foreign(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
+    """Work of somebody else on some ranks' GPUs, on a stream that goes first: matmuls that fill the chip, and a kernel that does nothing for long."""
+    chance, theirs = random.Random(1000 + stress.rank), torch.cuda.Stream(priority=-1)
+    x = torch.zeros(FOREIGN_SIZE, FOREIGN_SIZE, device=ranks.device(), dtype=stress_sites.dtype)
+    y = torch.empty_like(x)
+
+    def before(i: int) -> None:
+        if i % 50 == 0:
+            torch.cuda.synchronize()
+        if chance.random() < 0.05:
+            with torch.cuda.stream(theirs):
+                if chance.random() < 0.5:
+                    torch.cuda._sleep(FOREIGN_CYCLES)
+                else:
+                    for _ in range(FOREIGN_MATMULS):
+                        torch.mm(x, x, out=y)
+
+    return drawn_calls(stress.sites(variant)[0], calls, stress.rank, before=before)
+
+
+def determinism(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
+    """The same inputs at other sites, in another group's workspace: the same bits."""
+    (a, b), (c, d) = stress.sites(variant), stress.sites(variant, "second")
+    same = [(name, run, first) for (*_, first), (name, run, _) in zip(a + b, c + d, strict=True)]
+    return drawn_calls(same, calls, stress.rank)
+
+
+def graphs(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
+    """Replays of two CUDA graphs in turn, with different inputs, mixed with eager calls; ``reduce-overhead`` is ``tests.gpu.check_fused``'s."""
+    known = stress.sites(variant)[0]
+    return replays(known[::INPUTS], calls, known[1::INPUTS])
+
+
+Scenario = Callable[[Stress, Variant, int], dict[str, int]]
+SCENARIOS: dict[str, tuple[Scenario, int]] = {
+    scenario.__name__: (scenario, part)
+    for part, scenarios in {
+        1: (lazy, delays, poison, graphs),
+        5: (two_sites, two_groups, two_streams, shapes, stream, subgroup, beside_nccl, determinism),
+        10: (foreign,),
+    }.items()
+    for scenario in scenarios
+}
+"""Scenarios by name: what they do, and for which part of the iterations."""
+
+
+def applies(scenario: str, variant: Variant, share_gpus: bool) -> bool:
+    """Whether a scenario can say anything about a variant: NCCL has no two ranks on one GPU, and the sums of ``wave_groups`` are those of each group's collective."""
+    if share_gpus and (scenario == "beside_nccl" or variant.schedule == "wave_groups"):
+        return False
+    return scenario != "determinism" or variant.schedule != "wave_groups"

@@ -1,0 +1,213 @@
+"""Sites for stress: one op of a schedule on a group, with a few inputs, whose results every rank can compute by itself.
+
+Inputs are drawn from seeds that all ranks know, so the expected values need no collective, whatever the group's backend. A call's result is checked once against
+fp64, later ones bit for bit against the first; so a later check costs three small kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import overlap_inductor.lowerings.all_ops  # noqa: F401  (defines the ops)
+from overlap_inductor.lowerings import chunked_plan
+from overlap_inductor.lowerings import fused_plan
+from overlap_inductor.lowerings import small_plan
+from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports import workspace
+from tests.gpu import ranks
+from tests.gpu.repeated import Repeated
+
+INPUTS = 3
+"""Left operands of each shape. Two would be the same again in every other call of a slot, and so in each of its halves."""
+LIMIT = 2**33
+TOLERANCE = 2e-2
+"""Of the largest element."""
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+POISON = 0xFF
+"""A byte that makes NaN of whatever it is repeated to: fp16, bf16, fp32, fp8."""
+dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A schedule's op of a pattern, in one of the ways that it can run."""
+
+    schedule: str
+    pattern: str
+    way: str
+    fixed: Mapping[str, Any]
+
+    def settings(self, rows: int) -> str:
+        """For a call of ``rows`` rows of a shard (of all rows where an all-reduce has no shards)."""
+        if self.schedule != "wave_groups":
+            return json.dumps(self.fixed, sort_keys=True)
+        # A given partition, so that nothing rests on what was measured: the first band, and all others.
+        bands = -(-rows // self.fixed.get("block_m", 128))
+        return json.dumps({**self.fixed, "partition": [0, 1, bands] if bands > 1 else [0, 1]}, sort_keys=True)
+
+
+def variants(schedules: Sequence[str]) -> list[Variant]:
+    """Every way of every pattern of these schedules, each with more than one band, chunk or group where there are rows enough."""
+    found = [Variant("fused", p, "", {**fused_plan.TUNED[p], "parts": 2, "parts_from": 0}) for p in (GATHER, SCATTER, REDUCE)]
+    for transport in ("copy_engine", "sm_push"):
+        for pattern in (GATHER, SCATTER, REDUCE):
+            found.append(Variant("chunked", pattern, transport, {"transport": transport, "chunks": 3, "bands": 2 if pattern == REDUCE else 1}))
+    found += [Variant("small_message", REDUCE, way, {"two_shot": way == "two_shot"}) for way in ("one_shot", "two_shot")]
+    found += [Variant("wave_groups", p, "", {"free": [16]}) for p in (SCATTER, REDUCE)]
+    return [v for v in found if v.schedule in schedules]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the whole matmul: ``[tokens, inner] @ [inner, columns]``, of one rank; a small message has ``few`` tokens."""
+
+    tokens: int
+    few: int
+    inner: int = 1024
+    columns: int = 2048
+
+
+SHAPES = (Shape(1024, 64), Shape(640, 24))
+"""Both fall into 8 shards. Those of the second are of no whole tiles on 2, 4 and 8 ranks."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a site with one input. ``name``: the site's. ``exact``: what it must return, in fp64."""
+
+    name: str
+    shape: int
+    run: Callable[[], torch.Tensor]
+    exact: Callable[[], torch.Tensor]
+
+
+def _drawn(*seed: object, size: tuple[int, int]) -> torch.Tensor:
+    generator = torch.Generator(ranks.device()).manual_seed(zlib.crc32(repr(seed).encode()))
+    return torch.randn(size, generator=generator, device=ranks.device()).to(dtype)
+
+
+class _Site:
+    """A site of ``variant`` in ``group``. Equal ``seed``: equal inputs."""
+
+    def __init__(self, variant: Variant, group: dist.ProcessGroup, name: str, seed: object) -> None:
+        self.variant, self.group, self.name, self.seed = variant, group, name, seed
+        self.rank, self.world_size = group.rank(), group.size()
+        self.op = getattr(torch.ops.overlap_inductor, f"{variant.schedule}_{variant.pattern}").default
+        self.chain = torch.zeros(1, dtype=torch.uint8, device=ranks.device())
+        self.gathers = variant.pattern == GATHER
+
+    def tokens(self, shape: Shape) -> int:
+        return shape.few if self.variant.schedule == "small_message" else shape.tokens
+
+    def request(self, shapes: Sequence[Shape]) -> list[Any]:
+        """What the site asks of the workspace for its largest call of each kind."""
+        v, needs = self.variant, []
+        for shape in shapes:
+            tokens, sizes = self.tokens(shape), (shape.inner, shape.columns, 2)
+            rows, settings = tokens // self.world_size, v.settings(0)
+            if v.schedule == "small_message":
+                needs.append(small_plan.needed_up_to(settings, self.world_size, tokens, shape.columns, 2))
+            else:
+                plan: Any = fused_plan if v.schedule == "fused" else chunked_plan
+                parameters = plan.parameters_of(settings, symmetric.multiprocessors(ranks.device()))
+                needs.append(plan.needed(v.pattern, self.world_size, rows, *sizes, parameters))
+        return [self.name, max(n[0] for n in needs), max(n[1] for n in needs), *needs[0][2:]]
+
+    def left(self, rank: int, shape: Shape, number: int) -> torch.Tensor:
+        rows = self.tokens(shape) // (self.world_size if self.gathers else 1)
+        return _drawn(self.seed, "left", rank, rows, number, size=(rows, shape.inner))
+
+    def right(self, rank: int, shape: Shape) -> torch.Tensor:
+        """As a layer holds its weight, with results of about one."""
+        return (_drawn(self.seed, "right", rank, size=(shape.columns, shape.inner)) / shape.inner**0.5).t()
+
+    def call(self, shape: Shape, index: int, number: int, b: torch.Tensor) -> Call:
+        rows = self.tokens(shape) // (1 if self.variant.pattern == REDUCE else self.world_size)
+        a, settings, last = self.left(self.rank, shape, number), self.variant.settings(rows), (self.group.group_name, self.name)
+        # Every second shape also hands out what was gathered: the call then ends behind its kernel.
+        used = index % 2 == 1
+
+        def gather() -> torch.Tensor:
+            outs, _ = self.op(self.chain, a, [b], [None], used, settings, *last)
+            return torch.cat(outs, 1) if used else outs[0]
+
+        def reduce() -> torch.Tensor:
+            return self.op(self.chain, a, b, None, settings, "sum", *last)[0]
+
+        def exact() -> torch.Tensor:
+            lefts = [self.left(rank, shape, number).double() for rank in range(self.world_size)]
+            if self.gathers:
+                everyone = torch.cat(lefts)
+                product = everyone @ b.double()
+                return torch.cat([product, everyone], 1) if used else product
+            total = sum(left @ self.right(rank, shape).double() for rank, left in enumerate(lefts))
+            assert isinstance(total, torch.Tensor)
+            return total if self.variant.pattern == REDUCE else total.chunk(self.world_size)[self.rank]
+
+        return Call(self.name, index, gather if self.gathers else reduce, exact)
+
+
+def sites(variant: Variant, group: dist.ProcessGroup, names: Sequence[str], shapes: Sequence[Shape] = SHAPES, seed: object = 0) -> list[list[Call]]:
+    """The calls of a site of each name, with ``INPUTS`` inputs of each shape, and the workspace for them. All ranks of the group together.
+
+    Sites that are made together take the group's slots in turn. They have different inputs; equal seeds give equal ones in another group, too.
+    """
+    made = [_Site(variant, group, f"{name} {variant.schedule} {variant.pattern} {variant.way}", (seed, i)) for i, name in enumerate(names)]
+    if variant.schedule != "wave_groups":
+        workspace.prepare(group, ranks.device(), json.dumps([site.request(shapes) for site in made]), LIMIT)
+        # (Without room the ops would run the plain collective.)
+        assert not workspace.workspace_of(group, ranks.device()).without_room
+    found = []
+    for site in made:
+        rights = [site.right(site.rank, shape) for shape in shapes]
+        found.append([site.call(shape, i, number, rights[i]) for i, shape in enumerate(shapes) for number in range(INPUTS)])
+    return found
+
+
+def first_results(calls: Sequence[Call]) -> list[Repeated]:
+    """Every call, one behind the other; nothing is waited for."""
+    return [(call.name, call.run, call.run()) for call in calls]
+
+
+def off(result: torch.Tensor, call: Call) -> float:
+    """The largest error, of the largest element."""
+    exact = call.exact()
+    if result.shape != exact.shape:
+        return float("inf")
+    error = float((result.double() - exact).abs().max() / exact.abs().max())
+    return error if error == error else float("inf")
+
+
+def digest(results: Sequence[torch.Tensor]) -> int:
+    """A number of the results' bits and their places."""
+    found = 0
+    for result in results:
+        bits = result.contiguous().view(torch.int16).flatten().long()
+        places = torch.arange(len(bits), device=bits.device) % 65521 + 1
+        found = (31 * found + int((bits * places).sum())) % 2**61
+    return found
+
+
+def poison(group: dist.ProcessGroup, like: Sequence[torch.Tensor]) -> None:
+    """Make NaN of every byte that peers write into in the group's workspace, and of what the allocator will hand out for tensors as ``like``. All ranks together.
+
+    Only between two barriers may a rank do this to its own workspace, with nothing in flight on any rank: a peer's next call may write there as soon as this rank's
+    last one has ended. Flags and counters stay.
+    """
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    for slot in workspace.workspace_of(group, ranks.device()).arena.slots:
+        slot.data.local.fill_(POISON)
+    # All of them at one time, so that each is another piece of memory.
+    _ = [torch.full_like(tensor, float("nan")) for tensor in like for _ in range(2)]
+    torch.cuda.synchronize()
+    dist.barrier(group)

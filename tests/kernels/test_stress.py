@@ -1,0 +1,144 @@
+"""The stress checks for GPUs between gloo processes, their kernels in Triton's interpreter: that they run, and that they find what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overlap_inductor.transports.copy_engine import CopyEngine
+from tests.gpu import check_stress
+from tests.gpu import ranks
+from tests.gpu import stress_scenarios
+from tests.gpu import stress_sites
+from tests.gpu.repeated import Repeated
+from tests.gpu.stress_sites import Shape
+from tests.kernels.shared_memory import SMALL
+from tests.kernels.shared_memory import SMALL_TILES
+from tests.kernels.shared_memory import use_shared_memory
+from tests.numerics.ranks import run_ranks
+
+SHAPES = (Shape(32, 4, 16, 16), Shape(24, 2, 16, 24))
+QUICK = {"chunked": ("copy_engine", "matmul_reduce_scatter"), "small_message": ("one_shot", "matmul_all_reduce")}
+"""A variant of a schedule that the interpreter runs in no time."""
+plain_variants, plain_results = stress_sites.variants, stress_sites.first_results
+
+
+def _small_variants(schedules: Sequence[str]) -> list[stress_sites.Variant]:
+    fixed: dict[str, Any] = {
+        "fused": SMALL,
+        "chunked": {"grain": 8, "pushers": 1},
+        "small_message": {"segment": 32, "warps": 4},
+        "wave_groups": {**SMALL_TILES, "free": [1], "halves": False},
+    }
+    return [replace(v, fixed={**v.fixed, **fixed[v.schedule]}) for v in plain_variants(schedules)]
+
+
+def _quick_variants(schedules: Sequence[str]) -> list[stress_sites.Variant]:
+    return [v for v in _small_variants(schedules) if QUICK[v.schedule] == (v.way, v.pattern)]
+
+
+class _NoStream:
+    """One thing after the other, as everything is on a CPU."""
+
+    def __init__(self, priority: int = 0) -> None:
+        pass
+
+
+class _Graph:
+    """Replays by calling again what was called while it was captured."""
+
+    captured: _Graph | None = None
+
+    def __init__(self) -> None:
+        self.held: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
+
+    def replay(self) -> None:
+        for output, run in self.held:
+            output.copy_(run())
+
+
+@contextlib.contextmanager
+def _capture(graph: _Graph) -> Iterator[None]:
+    _Graph.captured = graph
+    yield
+    _Graph.captured = None
+
+
+def _capturable(calls: Sequence[stress_sites.Call]) -> list[Repeated]:
+    def run(call: stress_sites.Call) -> torch.Tensor:
+        result = call.run()
+        if _Graph.captured is not None:
+            _Graph.captured.held.append((result, call.run))
+        return result
+
+    return plain_results([replace(call, run=functools.partial(run, call)) for call in calls])
+
+
+def _run(rank: int, world_size: int, folder: str, options: list[str], quick: bool, broken: bool = False) -> int:
+    """Rows with wrong results, of what these options run on this process's CPU."""
+    use_shared_memory(folder)
+    for name in ("synchronize", "_sleep"):
+        setattr(torch.cuda, name, lambda *a: None)
+    torch.cuda.Stream = torch.cuda.current_stream = _NoStream
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.cuda.CUDAGraph, torch.cuda.graph, stress_sites.first_results = _Graph, _capture, _capturable
+    ranks.device = lambda: torch.device("cpu")
+    stress_sites.dtype, stress_sites.SHAPES = torch.float16, SHAPES
+    stress_sites.variants = _quick_variants if quick else _small_variants
+    stress_scenarios.FOREIGN_SIZE, stress_scenarios.BESIDE_ELEMENTS, stress_scenarios.POISON_EVERY = 8, 64, 2
+    if broken:
+        _break_copies()
+    return check_stress.check(check_stress.parsed(options), rank, world_size)
+
+
+def _break_copies() -> None:
+    """From the first scenario that repeats its calls on, every third transfer's copies are left out, but signalled."""
+    plain_prepare, plain_calls, sent = CopyEngine.prepare, stress_scenarios.drawn_calls, itertools.count()
+    repeated: list[bool] = []
+
+    def prepare(self: CopyEngine, launch: Any, transfer: Any, bounds: Sequence[int], source: torch.Tensor) -> Any:
+        send = plain_prepare(self, launch, transfer, bounds, source)
+        # (Copies to themselves.)
+        signals = plain_prepare(self, replace(launch, slot=replace(launch.slot, data=_Elsewhere(launch.slot.data))), transfer, bounds, source)
+        return lambda source: (signals if repeated and next(sent) % 3 == 0 else send)(source)
+
+    def drawn_calls(*args: Any, **keywords: Any) -> dict[str, int]:
+        repeated.append(True)
+        return plain_calls(*args, **keywords)
+
+    CopyEngine.prepare, stress_scenarios.drawn_calls = prepare, drawn_calls  # type: ignore[method-assign]
+
+
+class _Elsewhere:
+    """A buffer whose peers are memory that nobody reads."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.peers = tuple(torch.empty_like(peer) for peer in buffer.peers)
+
+
+def test_every_scenario(tmp_path: Path) -> None:
+    options = ["--iterations", "10", "--schedules", *QUICK]
+    assert run_ranks(2, _run, str(tmp_path), options, True) == [0, 0]
+
+
+def test_every_variant(tmp_path: Path) -> None:
+    assert run_ranks(2, _run, str(tmp_path), ["--iterations", "1", "--only", "poison"], False) == [0, 0]
+
+
+def test_a_mesh(tmp_path: Path) -> None:
+    options = ["--iterations", "10", "--schedules", "chunked", "--only", "two_groups", "subgroup"]
+    assert run_ranks(4, _run, str(tmp_path), options, True) == [0] * 4
+
+
+def test_transfers_that_do_not_happen_are_found(tmp_path: Path) -> None:
+    options = ["--iterations", "40", "--schedules", "chunked", "--only", "lazy", "delays", "poison", "two_streams", "graphs"]
+    assert run_ranks(2, _run, str(tmp_path), options, True, True) == [4, 4]
