@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.lowerings import chunked_plan
+from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings.operands import left_operand
 from overlap_inductor.lowerings.ops import define
 from overlap_inductor.lowerings.site_ops import Optional
@@ -21,6 +22,13 @@ from overlap_inductor.lowerings.site_ops import ready
 from overlap_inductor.lowerings.vendor_matmul import Scales
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from overlap_inductor.torch_compat.distributed import resolve_group
+
+
+def _scales(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, fast: bool) -> Scales:
+    """Scales as the library takes them: of a column of rows the stride counts, too, which Inductor is free to choose where a dim is of size 1."""
+    if a.numel() > 1:
+        a, b = a.flatten().contiguous().unsqueeze(1), b.flatten().contiguous().unsqueeze(0)
+    return Scales(a, b, dtype, fast)
 
 
 def _whole(matmul: VendorMatmul, a: torch.Tensor) -> torch.Tensor:
@@ -46,7 +54,7 @@ def _scaled_all_gather_matmul(
     site: str,
 ) -> tuple[Tensors, torch.Tensor]:
     group, token = resolve_group(group_name), chain.new_empty(1)
-    matmuls = list(map(VendorMatmul, rhs, biases, map(Scales, scales_a, scales_b, dtypes, fast)))
+    matmuls = list(map(VendorMatmul, rhs, biases, map(_scales, scales_a, scales_b, dtypes, fast)))
     found = ready(chunked_plan, "all_gather_matmul", shard.shape[0], shard, rhs[0], shard.dtype, group, site, settings)
     if found is None:
         gathered = shard.new_empty(group.size() * shard.shape[0], shard.shape[1])
@@ -101,14 +109,10 @@ def _define_reduction(pattern: str) -> None:
         site: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         group, token = resolve_group(group_name), chain.new_empty(1)
-        matmul = VendorMatmul(rhs, bias, Scales(scale_a, scale_b, dtype, fast))
+        matmul = VendorMatmul(rhs, bias, _scales(scale_a, scale_b, dtype, fast))
         found = ready(chunked_plan, pattern, -(-lhs.shape[0] // group.size()), lhs, rhs, dtype, group, site, settings)
         if found is None:
-            product = _whole(matmul, lhs)
-            dist.all_reduce(product, group=group)
-            product = product / group.size() if reduce_op == "avg" else product
-            rows = lhs.shape[0] // group.size()
-            return product if pattern == "matmul_all_reduce" else product.narrow(0, group.rank() * rows, rows).clone(), token
+            return reference.reduced(pattern, _whole(matmul, lhs), reduce_op, group), token
         from overlap_inductor.lowerings import chunked
 
         return getattr(chunked, pattern)(lhs, matmul, *found, reduce_op == "avg"), token

@@ -36,6 +36,7 @@ CHUNKED = OneOpSchedule(
     pays=cost_model.chunked_pays,
     reach=lambda ranks, device: symmetric.why_no_symmetric_memory(ranks, device),
     needed=chunked_plan.needed,
+    why_not_scaled=lambda dtype, inner, columns: chunked_plan.why_not(dtype, inner, columns, scaled=True),
 )
 WAVE_GROUPS = OneOpSchedule(
     name="wave_groups",
