@@ -24,6 +24,7 @@ from overlap_inductor.lowerings import chunked
 from overlap_inductor.lowerings import fused
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.fused_plan import FusedParameters
+from overlap_inductor.lowerings.vendor_matmul import Scales
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from overlap_inductor.transports.arena import Request
 from overlap_inductor.transports.arena import WorkspaceArena
@@ -54,9 +55,12 @@ def variants(pattern: str, blocks: int, tokens: int) -> dict[str, FusedParameter
 
 
 class Site:
-    """One pattern at one size: operands, workspace, and what each provider runs."""
+    """One pattern at one size: operands, workspace, and what each provider runs. ``dtype``: ``bf16``, or ``fp8`` with a scale an operand, ``fp8_rows`` with one a
+    row and column."""
 
-    def __init__(self, pattern: str, tokens: int, shape: tuple[int, int], rank: int, world_size: int, arena: WorkspaceArena, faults: FaultRecord) -> None:
+    def __init__(
+        self, pattern: str, tokens: int, shape: tuple[int, int], rank: int, world_size: int, arena: WorkspaceArena, faults: FaultRecord, dtype: str = "bf16"
+    ) -> None:
         hidden, wide = shape
         self.pattern, self.group, self.world_size = pattern, dist.group.WORLD, world_size
         self.rows = tokens // world_size
@@ -64,21 +68,28 @@ class Site:
         inner, columns = (hidden, wide // world_size) if gathers else (wide // world_size, hidden)
         self.a = torch.randn(self.rows if gathers else tokens, inner, device="cuda", dtype=torch.bfloat16) / 4
         self.weight = torch.randn(columns, inner, device="cuda", dtype=torch.bfloat16) / 16
+        self.scales = None
+        if dtype != "bf16":
+            self.a, self.weight = self.a.to(torch.float8_e4m3fn), self.weight.to(torch.float8_e4m3fn)
+            scales = (torch.rand(shape, device="cuda") + 0.5 for shape in (((tokens, 1), (1, columns)) if dtype == "fp8_rows" else ((), ())))
+            self.scales = Scales(*scales, torch.bfloat16, fast=True)
         self.b = self.weight.t()
-        self.gathered = torch.empty(tokens, inner, device="cuda", dtype=torch.bfloat16) if gathers else self.a
+        self.vendor = VendorMatmul(self.b, None, self.scales)
+        self.gathered = torch.empty(tokens, inner, device="cuda", dtype=self.a.dtype) if gathers else self.a
         self.product = torch.empty(tokens, columns, device="cuda", dtype=torch.bfloat16)
         self.scattered = torch.empty(self.rows, columns, device="cuda", dtype=torch.bfloat16)
-        name = f"{pattern} {tokens} {shape}"
-        needed = tokens * (inner if gathers else columns) * 2
+        name = f"{pattern} {tokens} {shape} {dtype}"
+        needed = tokens * (inner * self.a.itemsize if gathers else columns * 2)
         arena.prepare([Request(name, needed * (2 if pattern == "matmul_all_reduce" else 1), SIGNALS)])
         self.launch = Launch(rank, world_size, arena.slot(name), faults, faults.number(name), PATIENCE_NS)
 
     def matmul(self) -> torch.Tensor:
-        return torch.mm(self.gathered, self.b, out=self.product)
+        self.vendor(self.gathered, 0, len(self.product), self.product)
+        return self.product
 
     def collective(self) -> torch.Tensor:
         if self.pattern == "all_gather_matmul":
-            dist.all_gather_into_tensor(self.gathered, self.a)
+            dist.all_gather_into_tensor(self.gathered.view(torch.uint8), self.a.view(torch.uint8))
             return self.gathered
         if self.pattern == "matmul_reduce_scatter":
             dist.reduce_scatter_tensor(self.scattered, self.product)
@@ -103,14 +114,16 @@ class Site:
         if isinstance(parameters, FusedParameters):
             return getattr(fused, self.pattern)(self.a, self.b, self.launch, parameters)
         if self.pattern == "all_gather_matmul":
-            return chunked.all_gather_matmul(self.a, [VendorMatmul(self.b)], self.launch, parameters)[0]
-        return getattr(chunked, self.pattern)(self.a, VendorMatmul(self.b), self.launch, parameters)
+            return chunked.all_gather_matmul(self.a, [self.vendor], self.launch, parameters)[0]
+        return getattr(chunked, self.pattern)(self.a, self.vendor, self.launch, parameters)
 
     def expected(self) -> torch.Tensor:
         """In fp32, from inputs exchanged by NCCL."""
         if self.pattern == "all_gather_matmul":
-            dist.all_gather_into_tensor(self.gathered, self.a)
+            self.collective()
         product = self.gathered.float() @ self.b.float()
+        if self.scales is not None:
+            product *= self.scales.a * self.scales.b
         if self.pattern == "all_gather_matmul":
             return product
         dist.all_reduce(product)
@@ -161,7 +174,7 @@ def measure(site: Site, repeats: int, settings: Mapping[str, FusedParameters | C
     expected = site.expected()
     bound = expected.abs().max()
     providers: dict[str, Callable[[], Any]] = {"keep": site.keep}
-    if site.pattern != "matmul_all_reduce":
+    if site.pattern != "matmul_all_reduce" and site.scales is None:
         providers["async_tp"] = site.async_tp
     for name, parameters in settings.items():
         providers[name] = lambda p=parameters: site.run(p)

@@ -1,6 +1,7 @@
 """Schedules that are one op a site, against ``keep``, async TP's op and the bounds, in one run: one torchrun for everything, one JSON row a measurement.
 
     torchrun --nproc-per-node 4 -m bench.operators --schedules fused chunked --tokens 1024 4096 --out rows.jsonl [--quick]
+    torchrun --nproc-per-node 4 -m bench.operators --schedules chunked --dtype fp8_rows --quick
 
 What is measured, and how: ``bench.fused``. ``host_us``: of the host for one call.
 """
@@ -62,10 +63,13 @@ def main(schedules: tuple[str, ...] = ("fused",)) -> None:
     parser.add_argument("--patterns", nargs="+", default=["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
     parser.add_argument("--shapes", nargs="+", default=["mlp"])
     parser.add_argument("--schedules", nargs="+", default=list(schedules), choices=["fused", "chunked"])
+    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp8", "fp8_rows"], help="fp8: one scale an operand; fp8_rows: one a row and column")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", default=None)
     arguments = parser.parse_args()
+    if arguments.dtype != "bf16" and arguments.schedules != ["chunked"]:
+        parser.error(f"--dtype {arguments.dtype} is for --schedules chunked, not {' '.join(arguments.schedules)}")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device("cuda", torch.cuda.current_device())
@@ -79,17 +83,17 @@ def main(schedules: tuple[str, ...] = ("fused",)) -> None:
     environment = {"torch": torch.__version__, "triton": triton.__version__, "gpu": properties.name, "world_size": world_size}
     # The largest first: what follows finds room in its slots.
     for shape, pattern, tokens in itertools.product(arguments.shapes, arguments.patterns, sorted(arguments.tokens, reverse=True)):
-        site = Site(pattern, tokens, SHAPES[shape], rank, world_size, arena, faults)
+        site = Site(pattern, tokens, SHAPES[shape], rank, world_size, arena, faults, arguments.dtype)
         settings = all_variants(arguments.schedules, pattern, properties.multi_processor_count, tokens, world_size, arguments.quick)
         rows = measure(site, arguments.repeats, settings)
         del site
         if rank == 0:
             best = min((r for r in rows if "parameters" in r and r["right"]), key=lambda r: r["us"], default=None)
             found = {r["provider"]: (r.get("us"), r.get("speedup"), r.get("host_us"), r["right"]) for r in rows}
-            print(pattern, shape, tokens, found, "best", best and best["provider"], flush=True)
+            print(pattern, shape, tokens, arguments.dtype, found, "best", best and best["provider"], flush=True)
             if arguments.out:
                 with open(arguments.out, "a") as file:
-                    file.writelines(json.dumps({"pattern": pattern, "shape": shape, "tokens": tokens, **row, **environment}) + "\n" for row in rows)
+                    file.writelines(json.dumps({"pattern": pattern, "shape": shape, "tokens": tokens, "dtype": arguments.dtype, **row, **environment}) + "\n" for row in rows)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -114,7 +114,8 @@ def gathered_used(nodes: GatherNodes) -> bool:
     pending = [nodes.collective.wait]
     while pending:
         for user in pending.pop().users:
-            if user in nodes.through or tools.is_bitcast(user):
+            # (Pieces that are joined along another dim are pieces no more.)
+            if user in nodes.through or tools.is_bitcast(user) or user.target in (*tools.SPLITS, getitem):
                 pending.append(user)
             elif user not in matmuls:
                 return True

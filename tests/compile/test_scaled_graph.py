@@ -148,7 +148,9 @@ def test_scales_lie_as_the_rows_do() -> None:
         flat = made.view(made.gather_on(fp8(made, 3, 32, 32), 1), 192, 32)
         made.output(multiply(made, flat, weight(made), True))
         made.run(schedule="chunked")
-        (scale,) = op_of(made, "all_gather_matmul").args[4]
+        op = op_of(made, "all_gather_matmul")
+        (scale,) = op.args[4]
+        assert op.args[8] is False, "pieces of what is gathered, joined in front of the matmul, are nothing that someone else reads"
         scattered = HandGraph()
         product = multiply(scattered, scattered.view(fp8(scattered, 3, 64, 32), 192, 32), weight(scattered), True)
         scattered.output(scattered.scatter_on(scattered.view(product, 3, 64, 48), 1)).run(schedule="chunked")
