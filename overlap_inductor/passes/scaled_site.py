@@ -60,16 +60,16 @@ def _matmuls(site: OverlapSite) -> list[tuple[MatmulNode, bool, ShardedDim]]:
 
 
 def terms(emit: StepEmitter, site: OverlapSite) -> tuple[Any, ...]:
-    """The op's ``(scale_a, scale_b, dtype, fast)``; in a gather each a list with one of each matmul."""
+    """The op's ``(scale_a, scale_b, name of the dtype, fast)``; in a gather each a list with one of each matmul."""
     found = [_terms(emit, *matmul) for matmul in _matmuls(site)]
     return tuple(map(list, zip(*found, strict=True))) if isinstance(site.nodes, GatherNodes) else found[0]
 
 
-def _terms(emit: StepEmitter, matmul: MatmulNode, transposed: bool, sharded: ShardedDim) -> tuple[fx.Node, fx.Node, torch.dtype, bool]:
+def _terms(emit: StepEmitter, matmul: MatmulNode, transposed: bool, sharded: ShardedDim) -> tuple[fx.Node, fx.Node, str, bool]:
     a, b = matmul.scales()
     assert a is not None and b is not None
     if transposed:
         a, b = (x if tools.is_scalar_like(x) else emit.reshape(x, tools.shape(x)[::-1]) for x in (b, a))
     if not tools.is_scalar_like(a):
         a = looping.rows_in_place(emit, a, sharded, from_ranks=False)
-    return a, b, tools.dtype(matmul.node), bool(operators.argument(matmul.node, "use_fast_accum"))
+    return a, b, str(tools.dtype(matmul.node)).removeprefix("torch."), bool(operators.argument(matmul.node, "use_fast_accum"))

@@ -124,7 +124,7 @@ def test_bytes_that_are_gathered_are_multiplied_as_fp8_and_handed_on_as_bytes() 
             made.run(schedule="chunked")
         op = op_of(made, "all_gather_matmul")
         assert op.args[1].meta["val"].dtype == FP8 and op.args[8] is used
-        assert op.args[6:8] == ([BF16, BF16], [False, False])
+        assert op.args[6:8] == (["bfloat16", "bfloat16"], [False, False])
         bits = [n for n in made.graph.nodes if n.target is aten.view.dtype and n.args[1] is torch.uint8]
         assert len(bits) == used
 
@@ -229,6 +229,11 @@ def refused_sites() -> Iterator[tuple[str, Callable[[], HandGraph], str]]:
         made = HandGraph()
         return made.output(multiply(made, made.gather(fp8(made, 32, 32)), fp8(made, 32, 48, name="w")))
 
+    def weight_with_gaps() -> HandGraph:
+        made = HandGraph()
+        cut = made.call(aten.slice.Tensor, weight(made, 40), 0, 0, 32)
+        return made.output(multiply(made, made.gather(fp8(made, 32, 32)), cut))
+
     def sums_of_fp32() -> HandGraph:
         made = HandGraph()
         return made.output(made.reduce(multiply(made, fp8(made, 64, 32), weight(made), out=torch.float32)))
@@ -259,6 +264,7 @@ def refused_sites() -> Iterator[tuple[str, Callable[[], HandGraph], str]]:
     yield "two kinds", of_two_kinds, "of the kinds mm and scaled_mm"
     yield "bf16 is gathered", made_fp8_behind_the_gather, "torch.bfloat16 is gathered and made torch.float8_e4m3fn behind the gather"
     yield "weight in rows", weight_in_rows, "strides [48, 1]; expected columns of whole 16-byte words"
+    yield "weight with gaps", weight_with_gaps, "strides [1, 40]; expected columns of whole 16-byte words"
     yield "fp32 sums", sums_of_fp32, "partial sums of torch.float32"
     yield "odd K", lambda: gather_site(inner=24), "rows of 24 and of 48 elements"
     yield "odd N", lambda: gather_site(columns=40), "rows of 32 and of 40 elements"
@@ -345,7 +351,7 @@ permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
 scale_a: float32[] = input
 scale_b: float32[] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-3db89950", 2048, 3]]', 4096)
-chunked_scaled_all_gather_matmul_default = overlap_inductor.chunked_scaled_all_gather_matmul.default(agree_default, x, [permute_default], [None], [scale_a], [scale_b], [torch.bfloat16], [False], False, '{"bands": 1, "chunks": 3, "transport": "auto", "whole_shards": true}', '0', 'all_gather_matmul-3db89950')
+chunked_scaled_all_gather_matmul_default = overlap_inductor.chunked_scaled_all_gather_matmul.default(agree_default, x, [permute_default], [None], [scale_a], [scale_b], ['bfloat16'], [False], False, '{"bands": 1, "chunks": 3, "transport": "auto", "whole_shards": true}', '0', 'all_gather_matmul-3db89950')
 getitem = <built-in function getitem>(chunked_scaled_all_gather_matmul_default, 0)
 getitem_2: bfloat16[64, 48] = <built-in function getitem>(getitem, 0)
 return [getitem_2]
@@ -369,7 +375,7 @@ permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
 scale_a: float32[256, 1] = input
 scale_b: float32[1, 48] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-3db89950", 8192, 1]]', 4096)
-chunked_scaled_all_gather_matmul_default = overlap_inductor.chunked_scaled_all_gather_matmul.default(agree_default, x, [permute_default], [None], [scale_a], [scale_b], [torch.bfloat16], [False], False, '{"bands": 1, "chunks": 3, "transport": "auto", "whole_shards": true}', '0', 'all_gather_matmul-3db89950')
+chunked_scaled_all_gather_matmul_default = overlap_inductor.chunked_scaled_all_gather_matmul.default(agree_default, x, [permute_default], [None], [scale_a], [scale_b], ['bfloat16'], [False], False, '{"bands": 1, "chunks": 3, "transport": "auto", "whole_shards": true}', '0', 'all_gather_matmul-3db89950')
 getitem = <built-in function getitem>(chunked_scaled_all_gather_matmul_default, 0)
 getitem_2: bfloat16[256, 48] = <built-in function getitem>(getitem, 0)
 return [getitem_2]
@@ -395,7 +401,7 @@ permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
 scale_a: float32[64, 1] = input
 scale_b: float32[1, 48] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_reduce_scatter-fe474f64", 6144, 3]]', 4096)
-chunked_scaled_matmul_reduce_scatter_default = overlap_inductor.chunked_scaled_matmul_reduce_scatter.default(agree_default, x, permute_default, None, scale_a, scale_b, torch.bfloat16, False, '{"bands": 1, "chunks": 3, "transport": "auto", "whole_shards": true}', 'sum', '0', 'matmul_reduce_scatter-fe474f64')
+chunked_scaled_matmul_reduce_scatter_default = overlap_inductor.chunked_scaled_matmul_reduce_scatter.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 1, "chunks": 3, "transport": "auto", "whole_shards": true}', 'sum', '0', 'matmul_reduce_scatter-fe474f64')
 getitem: bfloat16[32, 48] = <built-in function getitem>(chunked_scaled_matmul_reduce_scatter_default, 0)
 return [getitem]
 """)
@@ -418,7 +424,7 @@ permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
 scale_a: float32[] = input
 scale_b: float32[] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_reduce_scatter-fe474f64", 24576, 1]]', 4096)
-chunked_scaled_matmul_reduce_scatter_default = overlap_inductor.chunked_scaled_matmul_reduce_scatter.default(agree_default, x, permute_default, None, scale_a, scale_b, torch.bfloat16, False, '{"bands": 1, "chunks": 3, "transport": "auto", "whole_shards": true}', 'sum', '0', 'matmul_reduce_scatter-fe474f64')
+chunked_scaled_matmul_reduce_scatter_default = overlap_inductor.chunked_scaled_matmul_reduce_scatter.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 1, "chunks": 3, "transport": "auto", "whole_shards": true}', 'sum', '0', 'matmul_reduce_scatter-fe474f64')
 getitem: bfloat16[32, 48] = <built-in function getitem>(chunked_scaled_matmul_reduce_scatter_default, 0)
 return [getitem]
 """)
@@ -443,7 +449,7 @@ permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
 scale_a: float32[] = input
 scale_b: float32[] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_all_reduce-e13232ec", 12288, 16]]', 4096)
-chunked_scaled_matmul_all_reduce_default = overlap_inductor.chunked_scaled_matmul_all_reduce.default(agree_default, x, permute_default, None, scale_a, scale_b, torch.bfloat16, False, '{"bands": 0, "chunks": 3, "transport": "auto", "whole_shards": true}', 'sum', '0', 'matmul_all_reduce-e13232ec')
+chunked_scaled_matmul_all_reduce_default = overlap_inductor.chunked_scaled_matmul_all_reduce.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 0, "chunks": 3, "transport": "auto", "whole_shards": true}', 'sum', '0', 'matmul_all_reduce-e13232ec')
 getitem: bfloat16[64, 48] = <built-in function getitem>(chunked_scaled_matmul_all_reduce_default, 0)
 return [getitem]
 """)
@@ -466,7 +472,7 @@ permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
 scale_a: float32[256, 1] = input
 scale_b: float32[1, 48] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_all_reduce-e13232ec", 49152, 8]]', 4096)
-chunked_scaled_matmul_all_reduce_default = overlap_inductor.chunked_scaled_matmul_all_reduce.default(agree_default, x, permute_default, None, scale_a, scale_b, torch.bfloat16, False, '{"bands": 0, "chunks": 3, "transport": "auto", "whole_shards": true}', 'sum', '0', 'matmul_all_reduce-e13232ec')
+chunked_scaled_matmul_all_reduce_default = overlap_inductor.chunked_scaled_matmul_all_reduce.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 0, "chunks": 3, "transport": "auto", "whole_shards": true}', 'sum', '0', 'matmul_all_reduce-e13232ec')
 getitem: bfloat16[256, 48] = <built-in function getitem>(chunked_scaled_matmul_all_reduce_default, 0)
 return [getitem]
 """)

@@ -100,11 +100,11 @@ def _check_scaled(rank: int, world_size: int, folder: str) -> list[str]:
                 last = (settings, group.group_name, site) if gathers else (settings, "sum", group.group_name, site)
                 op = getattr(ops, f"chunked_scaled_{pattern}")
                 if gathers:
-                    (found, everyone), _ = op(torch.zeros(1), a, [b], [bias], [scale_a], [scale_b], [BF16], [False], True, *last)
+                    (found, everyone), _ = op(torch.zeros(1), a, [b], [bias], [scale_a], [scale_b], ["bfloat16"], [False], True, *last)
                     if not torch.equal(everyone.float(), left):
                         problems.append(f"{site}: what was gathered is something else")
                 else:
-                    found, _ = op(torch.zeros(1), a, b, bias, scale_a, scale_b, BF16, False, *last)
+                    found, _ = op(torch.zeros(1), a, b, bias, scale_a, scale_b, "bfloat16", False, *last)
                 if found.dtype != BF16 or found.shape != exact.shape or not torch.allclose(found.double(), exact, rtol=3e-2, atol=0.2):
                     problems.append(f"{site}: off by {(found.double() - exact).abs().max():.3g}")
     return problems
