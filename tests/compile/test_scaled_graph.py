@@ -3,91 +3,38 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from collections.abc import Iterator
 
 import pytest
 import torch
-from expecttest import TestCase
 from torch import fx
 
 from overlap_inductor.lowerings import chunked_plan
 from overlap_inductor.machine import machine_for
 from overlap_inductor.passes import site_sizes
 from overlap_inductor.torch_compat import symmetric
+from tests.compile.scaled_graphs import BF16
+from tests.compile.scaled_graphs import FP8
+from tests.compile.scaled_graphs import FP8_WIDE
+from tests.compile.scaled_graphs import convert
+from tests.compile.scaled_graphs import fp8
+from tests.compile.scaled_graphs import gather_site
+from tests.compile.scaled_graphs import gathered_scales
+from tests.compile.scaled_graphs import multiply
+from tests.compile.scaled_graphs import reduce_site
+from tests.compile.scaled_graphs import scatter_site
+from tests.compile.scaled_graphs import two_weights
+from tests.compile.scaled_graphs import weight
 from tests.fake_group import fake_group
 from tests.hand_graph import HandGraph
 from tests.hand_graph import aten
-
-FP8, FP8_WIDE, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
-convert = torch.ops.prims.convert_element_type.default
 
 
 @pytest.fixture(autouse=True)
 def _reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs of one machine."""
     monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
-
-
-def fp8(made: HandGraph, *shape: int, name: str = "x", dtype: torch.dtype = FP8, dynamic: tuple[int, ...] = ()) -> fx.Node:
-    return made.input(*shape, name=name, dtype=dtype, dynamic=dynamic)
-
-
-def weight(made: HandGraph, inner: int = 32, columns: int = 48, name: str = "w") -> fx.Node:
-    """``[inner, columns]`` in columns, as a module's weight is transposed."""
-    return made.call(aten.permute.default, fp8(made, columns, inner, name=name), [1, 0])
-
-
-def multiply(
-    made: HandGraph, x: fx.Node, w: fx.Node, row_wise: bool = False, out: torch.dtype = BF16, scales: tuple[fx.Node, ...] = (), bias: fx.Node | None = None, of: str = ""
-) -> fx.Node:
-    rows, columns = x.meta["val"].shape[0], w.meta["val"].shape[1]
-    if not scales:
-        scales = tuple(made.input(*(shape if row_wise else ()), name=name + of) for name, shape in (("scale_a", (rows, 1)), ("scale_b", (1, columns))))
-    return made.call(aten._scaled_mm.default, x, w, *scales, bias, None, out)
-
-
-def gather_site(row_wise: bool = False, rows: int = 32, inner: int = 32, columns: int = 48) -> HandGraph:
-    made = HandGraph()
-    gathered = made.gather(fp8(made, rows, inner))
-    return made.output(multiply(made, gathered, weight(made, inner, columns), row_wise))
-
-
-def as_bytes(made: HandGraph, x: fx.Node) -> fx.Node:
-    return made.call(aten.view.dtype, made.gather(made.call(aten.view.dtype, x, torch.uint8)), FP8)
-
-
-def two_weights(used: bool = False) -> HandGraph:
-    made = HandGraph()
-    gathered = as_bytes(made, fp8(made, 32, 32))
-    bias = made.input(16, name="bias", dtype=BF16)
-    results = [multiply(made, gathered, weight(made), True), multiply(made, gathered, weight(made, 32, 16, "v"), bias=bias, of="_of_v")]
-    return made.output(*results, *([made.call(convert, gathered, BF16)] if used else []))
-
-
-def scatter_site(row_wise: bool = False) -> HandGraph:
-    made = HandGraph()
-    return made.output(made.scatter(multiply(made, fp8(made, 32 * made.world_size, 32), weight(made), row_wise)))
-
-
-def reduce_site(row_wise: bool = False) -> HandGraph:
-    made = HandGraph()
-    return made.output(made.reduce(multiply(made, fp8(made, 32 * made.world_size, 32), weight(made), row_wise)))
-
-
-def quantised(made: HandGraph, x: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """``x`` in fp8, and its scale a row."""
-    scale = made.call(convert, made.call(aten.amax.default, made.call(aten.abs.default, x), [1], True), torch.float32)
-    return made.call(convert, made.call(aten.div.Tensor, x, scale), FP8), scale
-
-
-def gathered_scales(tokens: int = 32, dynamic: tuple[int, ...] = ()) -> HandGraph:
-    """Quantised before the gather; the scales are gathered behind it."""
-    made = HandGraph()
-    x, scale = quantised(made, made.input(tokens, 4096, name="x", dtype=BF16, dynamic=dynamic))
-    gathered, scales = made.gather(x), made.gather(scale)
-    return made.output(multiply(made, gathered, weight(made, 4096, 4096), scales=(scales, made.input(1, 4096, name="scale_b"))))
 
 
 SITES: dict[str, Callable[[], HandGraph]] = {
@@ -318,161 +265,3 @@ def test_sizes_that_the_library_rejects_are_those_that_are_refused() -> None:
     assert chunked_plan.why_not(FP8, 16, 16, scaled=True) is None and chunked_plan.why_not(FP8_WIDE, 16, 16, scaled=True) is None
     assert all(chunked_plan.why_not(FP8, *sizes, scaled=True) for sizes in ((8, 16), (16, 8), (0, 16)))
     assert "fp8 with scales here, not torch.bfloat16" in str(chunked_plan.why_not(BF16, 16, 16, scaled=True))
-
-
-def golden(made: HandGraph) -> str:
-    report = made.run(schedule="chunked")
-    return re.sub(r"plan [0-9a-f]{16}", "plan ...", f"before\n{report.before}after\n{report.after}")
-
-
-class TestGolden(TestCase):
-    """Before and after, word for word; run with EXPECTTEST_ACCEPT=1 after an intended change and read the difference."""
-
-    maxDiff = None
-
-    def test_gather(self) -> None:
-        """A gathered tensor that nobody reads, or a collective that is still there."""
-        with fake_group(2):
-            self.assertExpectedInline(golden(gather_site()), """\
-before
-x: float8_e4m3fn[32, 32] = input
-all_gather_into_tensor_default: float8_e4m3fn[64, 32] = _c10d_functional.all_gather_into_tensor.default(x, 2, '0')
-wait_tensor_default: float8_e4m3fn[64, 32] = _c10d_functional.wait_tensor.default(all_gather_into_tensor_default)
-w: float8_e4m3fn[48, 32] = input
-permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
-scale_a: float32[] = input
-scale_b: float32[] = input
-_scaled_mm_default: bfloat16[64, 48] = aten._scaled_mm.default(wait_tensor_default, permute_default, scale_a, scale_b, None, None, torch.bfloat16)
-return [_scaled_mm_default]
-after
-x: float8_e4m3fn[32, 32] = input
-w: float8_e4m3fn[48, 32] = input
-permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
-scale_a: float32[] = input
-scale_b: float32[] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-3db89950", 2048, 3]]', 4096)
-chunked_scaled_all_gather_matmul_default = overlap_inductor.chunked_scaled_all_gather_matmul.default(agree_default, x, [permute_default], [None], [scale_a], [scale_b], ['bfloat16'], [False], False, '{"bands": 1, "chunks": 3, "transport": "auto", "whole_shards": true}', '0', 'all_gather_matmul-3db89950')
-getitem = <built-in function getitem>(chunked_scaled_all_gather_matmul_default, 0)
-getitem_2: bfloat16[64, 48] = <built-in function getitem>(getitem, 0)
-return [getitem_2]
-""")
-        with fake_group(8):
-            self.assertExpectedInline(golden(gather_site(True)), """\
-before
-x: float8_e4m3fn[32, 32] = input
-all_gather_into_tensor_default: float8_e4m3fn[256, 32] = _c10d_functional.all_gather_into_tensor.default(x, 8, '0')
-wait_tensor_default: float8_e4m3fn[256, 32] = _c10d_functional.wait_tensor.default(all_gather_into_tensor_default)
-w: float8_e4m3fn[48, 32] = input
-permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
-scale_a: float32[256, 1] = input
-scale_b: float32[1, 48] = input
-_scaled_mm_default: bfloat16[256, 48] = aten._scaled_mm.default(wait_tensor_default, permute_default, scale_a, scale_b, None, None, torch.bfloat16)
-return [_scaled_mm_default]
-after
-x: float8_e4m3fn[32, 32] = input
-w: float8_e4m3fn[48, 32] = input
-permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
-scale_a: float32[256, 1] = input
-scale_b: float32[1, 48] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-3db89950", 8192, 1]]', 4096)
-chunked_scaled_all_gather_matmul_default = overlap_inductor.chunked_scaled_all_gather_matmul.default(agree_default, x, [permute_default], [None], [scale_a], [scale_b], ['bfloat16'], [False], False, '{"bands": 1, "chunks": 3, "transport": "auto", "whole_shards": true}', '0', 'all_gather_matmul-3db89950')
-getitem = <built-in function getitem>(chunked_scaled_all_gather_matmul_default, 0)
-getitem_2: bfloat16[256, 48] = <built-in function getitem>(getitem, 0)
-return [getitem_2]
-""")
-
-    def test_scatter(self) -> None:
-        with fake_group(2):
-            self.assertExpectedInline(golden(scatter_site(True)), """\
-before
-x: float8_e4m3fn[64, 32] = input
-w: float8_e4m3fn[48, 32] = input
-permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
-scale_a: float32[64, 1] = input
-scale_b: float32[1, 48] = input
-_scaled_mm_default: bfloat16[64, 48] = aten._scaled_mm.default(x, permute_default, scale_a, scale_b, None, None, torch.bfloat16)
-reduce_scatter_tensor_default: bfloat16[32, 48] = _c10d_functional.reduce_scatter_tensor.default(_scaled_mm_default, 'sum', 2, '0')
-wait_tensor_default: bfloat16[32, 48] = _c10d_functional.wait_tensor.default(reduce_scatter_tensor_default)
-return [wait_tensor_default]
-after
-x: float8_e4m3fn[64, 32] = input
-w: float8_e4m3fn[48, 32] = input
-permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
-scale_a: float32[64, 1] = input
-scale_b: float32[1, 48] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_reduce_scatter-fe474f64", 6144, 3]]', 4096)
-chunked_scaled_matmul_reduce_scatter_default = overlap_inductor.chunked_scaled_matmul_reduce_scatter.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 1, "chunks": 3, "transport": "auto", "whole_shards": true}', 'sum', '0', 'matmul_reduce_scatter-fe474f64')
-getitem: bfloat16[32, 48] = <built-in function getitem>(chunked_scaled_matmul_reduce_scatter_default, 0)
-return [getitem]
-""")
-        with fake_group(8):
-            self.assertExpectedInline(golden(scatter_site()), """\
-before
-x: float8_e4m3fn[256, 32] = input
-w: float8_e4m3fn[48, 32] = input
-permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
-scale_a: float32[] = input
-scale_b: float32[] = input
-_scaled_mm_default: bfloat16[256, 48] = aten._scaled_mm.default(x, permute_default, scale_a, scale_b, None, None, torch.bfloat16)
-reduce_scatter_tensor_default: bfloat16[32, 48] = _c10d_functional.reduce_scatter_tensor.default(_scaled_mm_default, 'sum', 8, '0')
-wait_tensor_default: bfloat16[32, 48] = _c10d_functional.wait_tensor.default(reduce_scatter_tensor_default)
-return [wait_tensor_default]
-after
-x: float8_e4m3fn[256, 32] = input
-w: float8_e4m3fn[48, 32] = input
-permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
-scale_a: float32[] = input
-scale_b: float32[] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_reduce_scatter-fe474f64", 24576, 1]]', 4096)
-chunked_scaled_matmul_reduce_scatter_default = overlap_inductor.chunked_scaled_matmul_reduce_scatter.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 1, "chunks": 3, "transport": "auto", "whole_shards": true}', 'sum', '0', 'matmul_reduce_scatter-fe474f64')
-getitem: bfloat16[32, 48] = <built-in function getitem>(chunked_scaled_matmul_reduce_scatter_default, 0)
-return [getitem]
-""")
-
-    def test_reduce(self) -> None:
-        with fake_group(2):
-            self.assertExpectedInline(golden(reduce_site()), """\
-before
-x: float8_e4m3fn[64, 32] = input
-w: float8_e4m3fn[48, 32] = input
-permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
-scale_a: float32[] = input
-scale_b: float32[] = input
-_scaled_mm_default: bfloat16[64, 48] = aten._scaled_mm.default(x, permute_default, scale_a, scale_b, None, None, torch.bfloat16)
-all_reduce_default: bfloat16[64, 48] = _c10d_functional.all_reduce.default(_scaled_mm_default, 'sum', '0')
-wait_tensor_default: bfloat16[64, 48] = _c10d_functional.wait_tensor.default(all_reduce_default)
-return [wait_tensor_default]
-after
-x: float8_e4m3fn[64, 32] = input
-w: float8_e4m3fn[48, 32] = input
-permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
-scale_a: float32[] = input
-scale_b: float32[] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_all_reduce-e13232ec", 12288, 16]]', 4096)
-chunked_scaled_matmul_all_reduce_default = overlap_inductor.chunked_scaled_matmul_all_reduce.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 0, "chunks": 3, "transport": "auto", "whole_shards": true}', 'sum', '0', 'matmul_all_reduce-e13232ec')
-getitem: bfloat16[64, 48] = <built-in function getitem>(chunked_scaled_matmul_all_reduce_default, 0)
-return [getitem]
-""")
-        with fake_group(8):
-            self.assertExpectedInline(golden(reduce_site(True)), """\
-before
-x: float8_e4m3fn[256, 32] = input
-w: float8_e4m3fn[48, 32] = input
-permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
-scale_a: float32[256, 1] = input
-scale_b: float32[1, 48] = input
-_scaled_mm_default: bfloat16[256, 48] = aten._scaled_mm.default(x, permute_default, scale_a, scale_b, None, None, torch.bfloat16)
-all_reduce_default: bfloat16[256, 48] = _c10d_functional.all_reduce.default(_scaled_mm_default, 'sum', '0')
-wait_tensor_default: bfloat16[256, 48] = _c10d_functional.wait_tensor.default(all_reduce_default)
-return [wait_tensor_default]
-after
-x: float8_e4m3fn[256, 32] = input
-w: float8_e4m3fn[48, 32] = input
-permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
-scale_a: float32[256, 1] = input
-scale_b: float32[1, 48] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_all_reduce-e13232ec", 49152, 8]]', 4096)
-chunked_scaled_matmul_all_reduce_default = overlap_inductor.chunked_scaled_matmul_all_reduce.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 0, "chunks": 3, "transport": "auto", "whole_shards": true}', 'sum', '0', 'matmul_all_reduce-e13232ec')
-getitem: bfloat16[256, 48] = <built-in function getitem>(chunked_scaled_matmul_all_reduce_default, 0)
-return [getitem]
-""")
