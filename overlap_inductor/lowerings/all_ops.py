@@ -1,6 +1,7 @@
 """Importing this defines every op of ``overlap_inductor::``: a graph that is loaded from a cache calls them, too."""
 
 import overlap_inductor.lowerings.chunked_ops
+import overlap_inductor.lowerings.chunked_scaled_ops
 import overlap_inductor.lowerings.fused_ops
 import overlap_inductor.lowerings.looping
 import overlap_inductor.lowerings.ops

@@ -1,8 +1,8 @@
 """The ops of schedule ``chunked`` for fp8 (``_scaled_mm``), tensor-wise and row-wise scales. Otherwise as ``site_ops``.
 
 Shapes (W ranks, this rank's view): ``shard [m, K]``, ``lhs [W*m, K]``, ``rhs [K, N]`` in columns, all fp8. Scales are fp32: one element, or ``scale_a [W*m, 1]`` (of all
-gathered rows, or of the rows of ``lhs``) with ``scale_b [1, N]``. ``dtypes``, ``fast``: of each result, as ``_scaled_mm`` takes them. fp8 travels in a gather, results'
-dtypes in a reduction.
+gathered rows, or of the rows of ``lhs``) with ``scale_b [1, N]``. ``dtypes``: the results', by name (torch 2.11 hands an op a list of dtypes as numbers); ``fast`` as ``_scaled_mm``
+takes it. fp8 travels in a gather, the result's dtype in a reduction.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.lowerings import chunked_plan
+from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings.operands import left_operand
 from overlap_inductor.lowerings.ops import define
 from overlap_inductor.lowerings.site_ops import Optional
@@ -21,6 +22,18 @@ from overlap_inductor.lowerings.site_ops import ready
 from overlap_inductor.lowerings.vendor_matmul import Scales
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from overlap_inductor.torch_compat.distributed import resolve_group
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _scales(a: torch.Tensor, b: torch.Tensor, dtype: str, fast: bool) -> Scales:
+    """Scales as the library takes them: of a column of rows the stride counts, too, which Inductor is free to choose where a dim is of size 1."""
+    if a.numel() > 1:
+        a, b = a.flatten().contiguous().unsqueeze(1), b.flatten().contiguous().unsqueeze(0)
+    return Scales(a, b, _dtype(dtype), fast)
 
 
 def _whole(matmul: VendorMatmul, a: torch.Tensor) -> torch.Tensor:
@@ -38,7 +51,7 @@ def _scaled_all_gather_matmul(
     biases: Optional,
     scales_a: Sequence[torch.Tensor],
     scales_b: Sequence[torch.Tensor],
-    dtypes: Sequence[torch.dtype],
+    dtypes: Sequence[str],
     fast: Sequence[bool],
     gathered_used: bool,
     settings: str,
@@ -46,7 +59,7 @@ def _scaled_all_gather_matmul(
     site: str,
 ) -> tuple[Tensors, torch.Tensor]:
     group, token = resolve_group(group_name), chain.new_empty(1)
-    matmuls = list(map(VendorMatmul, rhs, biases, map(Scales, scales_a, scales_b, dtypes, fast)))
+    matmuls = list(map(VendorMatmul, rhs, biases, map(_scales, scales_a, scales_b, dtypes, fast)))
     found = ready(chunked_plan, "all_gather_matmul", shard.shape[0], shard, rhs[0], shard.dtype, group, site, settings)
     if found is None:
         gathered = shard.new_empty(group.size() * shard.shape[0], shard.shape[1])
@@ -65,7 +78,7 @@ def _scaled_all_gather_matmul_fake(
     biases: object,
     scales_a: object,
     scales_b: object,
-    dtypes: Sequence[torch.dtype],
+    dtypes: Sequence[str],
     fast: object,
     gathered_used: bool,
     settings: str,
@@ -73,12 +86,12 @@ def _scaled_all_gather_matmul_fake(
     site: str,
 ) -> tuple[Tensors, torch.Tensor]:
     rows = resolve_group(group_name).size() * shard.shape[0]
-    outs = [shard.new_empty(rows, b.shape[1], dtype=dtype) for b, dtype in zip(rhs, dtypes, strict=True)]
+    outs = [shard.new_empty(rows, b.shape[1], dtype=_dtype(dtype)) for b, dtype in zip(rhs, dtypes, strict=True)]
     return [*outs, *([shard.new_empty(rows, shard.shape[1])] if gathered_used else [])], chain.new_empty(1)
 
 
 define(
-    "chunked_scaled_all_gather_matmul(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, Tensor[] scales_a, Tensor[] scales_b, ScalarType[] dtypes, "
+    "chunked_scaled_all_gather_matmul(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, Tensor[] scales_a, Tensor[] scales_b, str[] dtypes, "
     "bool[] fast, bool gathered_used, str settings, str group_name, str site) -> (Tensor[], Tensor)",
     _scaled_all_gather_matmul,
     _scaled_all_gather_matmul_fake,
@@ -93,7 +106,7 @@ def _define_reduction(pattern: str) -> None:
         bias: torch.Tensor | None,
         scale_a: torch.Tensor,
         scale_b: torch.Tensor,
-        dtype: torch.dtype,
+        dtype: str,
         fast: bool,
         settings: str,
         reduce_op: str,
@@ -101,14 +114,10 @@ def _define_reduction(pattern: str) -> None:
         site: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         group, token = resolve_group(group_name), chain.new_empty(1)
-        matmul = VendorMatmul(rhs, bias, Scales(scale_a, scale_b, dtype, fast))
-        found = ready(chunked_plan, pattern, -(-lhs.shape[0] // group.size()), lhs, rhs, dtype, group, site, settings)
+        matmul = VendorMatmul(rhs, bias, _scales(scale_a, scale_b, dtype, fast))
+        found = ready(chunked_plan, pattern, -(-lhs.shape[0] // group.size()), lhs, rhs, _dtype(dtype), group, site, settings)
         if found is None:
-            product = _whole(matmul, lhs)
-            dist.all_reduce(product, group=group)
-            product = product / group.size() if reduce_op == "avg" else product
-            rows = lhs.shape[0] // group.size()
-            return product if pattern == "matmul_all_reduce" else product.narrow(0, group.rank() * rows, rows).clone(), token
+            return reference.reduced(pattern, _whole(matmul, lhs), reduce_op, group), token
         from overlap_inductor.lowerings import chunked
 
         return getattr(chunked, pattern)(lhs, matmul, *found, reduce_op == "avg"), token
@@ -120,7 +129,7 @@ def _define_reduction(pattern: str) -> None:
         bias: object,
         scale_a: object,
         scale_b: object,
-        dtype: torch.dtype,
+        dtype: str,
         fast: bool,
         settings: str,
         reduce_op: str,
@@ -128,10 +137,10 @@ def _define_reduction(pattern: str) -> None:
         site: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = lhs.shape[0] if pattern == "matmul_all_reduce" else lhs.shape[0] // resolve_group(group_name).size()
-        return lhs.new_empty(rows, rhs.shape[1], dtype=dtype), chain.new_empty(1)
+        return lhs.new_empty(rows, rhs.shape[1], dtype=_dtype(dtype)), chain.new_empty(1)
 
     schema = (
-        "(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, Tensor scale_a, Tensor scale_b, ScalarType dtype, bool fast, str settings, str reduce_op, "
+        "(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, Tensor scale_a, Tensor scale_b, str dtype, bool fast, str settings, str reduce_op, "
         "str group_name, str site) -> (Tensor, Tensor)"
     )
     define(f"chunked_scaled_{pattern}{schema}", implementation, fake)

@@ -30,6 +30,16 @@ def _average(tensor: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> 
     return tensor / group.size() if reduce_op == "avg" else tensor
 
 
+def reduced(pattern: str, partial: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
+    """``partial [M, N]`` of all ranks summed: this rank's rows ``[M / W, N]``, or in an all-reduce all of them, in the place of ``partial``."""
+    if pattern == "matmul_all_reduce":
+        dist.all_reduce(partial, group=group)
+        return _average(partial, reduce_op, group)
+    out = partial.new_empty(partial.shape[0] // group.size(), partial.shape[1])
+    dist.reduce_scatter_tensor(out, partial, group=group)
+    return _average(out, reduce_op, group)
+
+
 def all_gather_matmul(
     shard: torch.Tensor, rhs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -47,10 +57,7 @@ def matmul_reduce_scatter(
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
     """This rank's rows ``[M / W, N]`` of the sum over ranks of ``sum_i lhs_i [M, K_i] @ rhs_i [K_i, N] + bias_i``."""
-    partial = _sum_of_products(lhs, rhs, biases)
-    out = partial.new_empty(partial.shape[0] // group.size(), partial.shape[1])
-    dist.reduce_scatter_tensor(out, partial, group=group)
-    return _average(out, reduce_op, group)
+    return reduced("matmul_reduce_scatter", _sum_of_products(lhs, rhs, biases), reduce_op, group)
 
 
 def matmul_all_reduce(
@@ -61,9 +68,7 @@ def matmul_all_reduce(
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
     """The sum over ranks ``[M, N]`` of ``sum_i lhs_i @ rhs_i + bias_i``."""
-    partial = _sum_of_products(lhs, rhs, biases)
-    dist.all_reduce(partial, group=group)
-    return _average(partial, reduce_op, group)
+    return reduced("matmul_all_reduce", _sum_of_products(lhs, rhs, biases), reduce_op, group)
 
 
 def matmul_all_gather(

@@ -54,6 +54,11 @@ class WaveParameters:
     halves: bool = True
 
 
+def transports_of(pattern: str) -> tuple[str, ...]:
+    """What may move a pattern's bytes."""
+    return ("nccl",)
+
+
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
     """Parameters for the plan: none, since what is tuned is measured at a site's first call."""
     return {}

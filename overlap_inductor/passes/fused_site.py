@@ -49,7 +49,7 @@ class FusedSchedule(OneOpSchedule):
             raise RuntimeError(f"the epilogue was planned as {parameters['epilogue']} and is now {_described(tails)}")
         extras = [emit.reshape(node, shape) for tail in tails if tail is not None for node, shape in tail.extras]
         text = to_text([None if tail is None else tail.epilogue for tail in tails])
-        chain, replaced = self.written(emit, site, f"{site.facts.pattern}_epilogue", extras, text, parameters["settings"])
+        chain, replaced = self.written(emit, site, f"{site.facts.pattern}_epilogue", (), extras, text, parameters["settings"])
         if isinstance(site.nodes, GatherNodes):
             ends = {c.matmul.node: tail.end for c, tail in zip(site.nodes.consumers, tails, strict=True) if tail is not None}
         else:

@@ -123,7 +123,7 @@ class _Follower:
         elif tools.is_pointwise(node):
             self._visit_pointwise(node, source)
         elif node.target not in tools.SPLITS and getattr(node.target, "__name__", "") != "getitem":
-            if any(matmuls.parse(u) for u in node.users):
+            if _is_operand(node):
                 self.obstacles.append(
                     Reason("op_between", f"{node.target} stands between the all-gather and a matmul and does not commute with it")
                 )
@@ -159,13 +159,13 @@ class _Follower:
         for other in node.all_input_nodes:
             # A scale taken from the whole gathered tensor is known only when all of it is here.
             if other not in self.layouts and tools.depends_on(other, self.collective.wait, self.known):
-                if any(matmuls.parse(u) for u in node.users):
+                if _is_operand(node):
                     self.obstacles.append(Reason("weight_depends_on_collective", f"{other.name}, which {node.name} reads, needs the whole gathered tensor"))
                 return
         for other in tools.tensor_inputs(node):
             same = other in self.layouts and self.layouts[other].same_elements(layout) and self.trimmed.get(other) is self.trimmed.get(source)
             if not same and not tools.is_scalar_like(other):
-                if any(matmuls.parse(u) for u in node.users):
+                if _is_operand(node):
                     self.obstacles.append(
                         Reason("op_between", f"{node.target} combines the gathered tensor with {other.name}, which is not sharded alike")
                     )
@@ -198,6 +198,13 @@ class _Follower:
                 return
             self.consumers.append(GatherConsumer(matmul, operand, role, layout, sharded, trimmed))
             return
+        if any(scale in self.layouts for scale in matmul.scales()):
+            self.obstacles.append(Reason("no_matmul", f"it gathers a scale of {matmul.node.name}, none of its operands: there is nothing to hide it behind"))
+
+
+def _is_operand(node: fx.Node) -> bool:
+    """Of a matmul: what is only its bias or scale is judged with it."""
+    return any(m is not None and node in (m.lhs, m.rhs) for m in map(matmuls.parse, node.users))
 
 
 def _keeps_leading(before: list[Any], after: list[Any]) -> bool:
@@ -211,10 +218,11 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
     known: dict[fx.Node, bool] = {}
     consumers = []
     for consumer in follower.consumers:
-        outside = [n for n in (consumer.other_node, consumer.matmul.bias, *consumer.matmul.scales()) if n is not None]
-        if any(tools.depends_on(n, collective.wait, known) for n in outside):
+        outside = zip(("other operand", "bias", "scale", "scale"), (consumer.other_node, consumer.matmul.bias, *consumer.matmul.scales()), strict=True)
+        needy = next((what for what, n in outside if n is not None and tools.depends_on(n, collective.wait, known)), None)
+        if needy is not None:
             follower.obstacles.append(
-                Reason("weight_depends_on_collective", f"the other operand of {consumer.matmul.node.name} is computed from the gathered tensor")
+                Reason("weight_depends_on_collective", f"the {needy} of {consumer.matmul.node.name} is computed from the gathered tensor")
             )
         else:
             consumers.append(consumer)

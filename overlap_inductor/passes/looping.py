@@ -31,9 +31,14 @@ aten = torch.ops.aten
 overlap = torch.ops.overlap_inductor
 
 
-def loopable(site: OverlapSite) -> bool:
-    """Whether one of the looping ops computes this site."""
-    if any(m.kind not in ("mm", "addmm") for m in site.matmuls):
+PLAIN: tuple[str, ...] = ("mm", "addmm")
+SCALED: tuple[str, ...] = ("scaled_mm",)
+"""Kinds of matmuls that one op multiplies beside each other; the looping ops are of plain ones."""
+
+
+def loopable(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
+    """Whether one of the looping ops computes this site, or an op that does the same with matmuls of other ``kinds``."""
+    if any(m.kind not in kinds for m in site.matmuls):
         return False
     if any(m.bias is not None and len(tools.shape(m.bias)) != 1 for m in site.matmuls):
         return False
@@ -42,9 +47,9 @@ def loopable(site: OverlapSite) -> bool:
     return _reduces_rows(site.facts.pattern, site.nodes)
 
 
-def chooses_at_run_time(site: OverlapSite) -> bool:
+def chooses_at_run_time(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
     """Whether the op can also tell from its rows how many tokens there are, to run the plain collective where they are few."""
-    return loopable(site) and (isinstance(site.nodes, GatherNodes) or site.nodes.sharded.dim == 0)
+    return loopable(site, kinds) and (isinstance(site.nodes, GatherNodes) or site.nodes.sharded.dim == 0)
 
 
 def _gathers_rows(consumer: GatherConsumer, nodes: GatherNodes) -> bool:
@@ -57,7 +62,7 @@ def _gathers_rows(consumer: GatherConsumer, nodes: GatherNodes) -> bool:
 def _one_shape(consumers: list[GatherConsumer]) -> bool:
     """Whether all matmuls see the gathered tensor as one matrix."""
     shapes = [_rows_and_width(c) for c in consumers]
-    return all(same_size(a, b) for other in shapes[1:] for a, b in zip(shapes[0], other, strict=True))
+    return len({tools.dtype(c.operand_node) for c in consumers}) == 1 and all(same_size(a, b) for other in shapes[1:] for a, b in zip(shapes[0], other, strict=True))
 
 
 def _rows_and_width(consumer: GatherConsumer) -> list[Any]:
@@ -67,9 +72,9 @@ def _rows_and_width(consumer: GatherConsumer) -> list[Any]:
 
 def _only_views(node: fx.Node, nodes: GatherNodes) -> bool:
     while node is not nodes.collective.wait:
-        if node not in nodes.through:
+        if node not in nodes.through and not tools.is_bitcast(node):
             return False
-        node = nodes.through[node]
+        node = nodes.through.get(node, node.args[0])  # type: ignore[arg-type]
     return True
 
 
@@ -109,7 +114,8 @@ def gathered_used(nodes: GatherNodes) -> bool:
     pending = [nodes.collective.wait]
     while pending:
         for user in pending.pop().users:
-            if user in nodes.through:
+            # (Pieces that are joined along another dim are pieces no more.)
+            if user in nodes.through or tools.is_bitcast(user) or user.target in (*tools.SPLITS, getitem):
                 pending.append(user)
             elif user not in matmuls:
                 return True
@@ -126,15 +132,15 @@ def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, call: GatherCall) -> t
     """``(next token of the chain, what replaces which node)``, each in the shape and strides of what it replaces."""
     first = nodes.consumers[0]
     rows, inner = _rows_and_width(first)
-    shard = emit.reshape(nodes.collective.input, [rows // emit.world_size, inner])
+    shard = emit.reshape(_as_bits_of(emit, nodes.collective.input, tools.dtype(first.operand_node)), [rows // emit.world_size, inner])
     rhs = [c.matmul.rhs if c.role == "M" else _transposed(emit, c.matmul.lhs) for c in nodes.consumers]
     results, gathered, chain = call(shard, rhs, [c.matmul.bias for c in nodes.consumers], gathered_used(nodes))
     replaced = {}
     for i, consumer in enumerate(nodes.consumers):
-        result = _rows_in_place(emit, emit.call(getitem, results, i), consumer.sharded, from_ranks=True)
+        result = rows_in_place(emit, emit.call(getitem, results, i), consumer.sharded, from_ranks=True)
         replaced[consumer.matmul.node] = result if consumer.role == "M" else emit.contiguous(_transposed(emit, result))
     if gathered is not None:
-        whole = emit.reshape(gathered, tools.shape(nodes.collective.node))
+        whole = _as_bits_of(emit, emit.reshape(gathered, tools.shape(nodes.collective.node)), tools.dtype(nodes.collective.node))
         replaced |= {nodes.collective.wait: whole, nodes.collective.node: whole}
     return chain, replaced
 
@@ -143,7 +149,7 @@ def rewrite_reduce(emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall) -> t
     """As ``rewrite_gather``; the result has the collective's shape and is contiguous."""
     columns = nodes.sharded.dim == 1
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
-    lhs = [_rows_in_place(emit, emit.whole_chunks(a, 0, nodes.sharded), nodes.sharded, from_ranks=False) for a, _ in pairs]
+    lhs = [rows_in_place(emit, emit.whole_chunks(a, 0, nodes.sharded), nodes.sharded, from_ranks=False) for a, _ in pairs]
     out = call(lhs, [b for _, b in pairs], [m.bias for m in nodes.leaves], nodes.collectives[0].reduce_op or "sum")
     result, chain = (emit.call(getitem, out, i) for i in range(2))
     result = emit.contiguous(_transposed(emit, result)) if columns else result
@@ -165,11 +171,18 @@ def _operands(emit: StepEmitter, matmul: MatmulNode, columns: bool) -> tuple[fx.
     return matmul.lhs, matmul.rhs
 
 
+def _as_bits_of(emit: StepEmitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """``x``, or its bits as numbers of ``dtype`` (fp8 that travels as bytes)."""
+    if tools.is_bitcast(x) and tools.dtype(x.args[0]) == dtype:  # type: ignore[arg-type]
+        return x.args[0]  # type: ignore[return-value]
+    return x if tools.dtype(x) == dtype else emit.call(aten.view.dtype, x, dtype)
+
+
 def _transposed(emit: StepEmitter, x: fx.Node) -> fx.Node:
     return emit.call(aten.permute.default, x, [1, 0])
 
 
-def _rows_in_place(emit: StepEmitter, x: fx.Node, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
+def rows_in_place(emit: StepEmitter, x: fx.Node, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
     """``x [rows, columns]`` with its rows brought from the ranks' order into the tensor's, or the other way."""
     if isinstance(sharded.outer, int) and sharded.outer == 1:
         return x

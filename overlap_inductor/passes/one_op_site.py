@@ -2,6 +2,7 @@
 
 Such an op computes what a looping op computes (rows in the ranks' order, ``passes.looping``), of 16-bit matrices in whole 16-byte rows, with one matmul into a
 reduction; of the sizes only the token count may be dynamic. What is the schedule's own (parameters, workspace, further limits) is in its plan module, e.g. ``lowerings.fused_plan``.
+A schedule may have ops for fp8 with scales, too: ``<schedule>_scaled_<pattern>``, ``passes.scaled_site``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from overlap_inductor.lowerings.fused_plan import right_operand_fits
 from overlap_inductor.machine import Machine
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import looping
+from overlap_inductor.passes import scaled_site
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.passes.site_schedule import Replaced
@@ -34,12 +36,18 @@ from overlap_inductor.passes.steps import StepEmitter
 from overlap_inductor.schedule import PlanPiece
 from overlap_inductor.transports.arena import Request
 
+WhyNot = Callable[[torch.dtype, int, int], str | None]
+
 
 class OpPlan(Protocol):
     """What is planned of a schedule's op before any GPU is touched (a module of ``lowerings``)."""
 
     def why_not(self, dtype: torch.dtype, inner: int, columns: int) -> str | None:
         """What the op is not made for: ``a [rows, inner] @ b [inner, columns]``."""
+        ...
+
+    def transports_of(self, pattern: str) -> tuple[str, ...]:
+        """What may move a pattern's bytes."""
         ...
 
     def settings_for(self, pattern: str, transport: str) -> dict[str, Any]:
@@ -61,6 +69,7 @@ class OneOpSchedule:
         reach: why ranks on a device cannot run it, from what all of them know alike, or ``None``.
         dynamic: whether the token count may be known no earlier than it runs.
         needed: ``(pattern, world_size, rows of a shard, inner, columns, itemsize, parameters) -> (bytes, signals)`` that a call needs of its slot; ``None`` without.
+        why_not_scaled: as the plan's ``why_not``, of fp8 with scales; ``None`` where the schedule has no ops for them.
     """
 
     name: str
@@ -74,26 +83,36 @@ class OneOpSchedule:
     reach: Callable[[tuple[int, ...], torch.device], str | None]
     dynamic: bool = True
     needed: Callable[..., tuple[int, int]] | None = None
+    why_not_scaled: WhyNot | None = None
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
         facts = site.facts
         if facts.pattern not in self.patterns:
             return f"no {self.noun} computes {facts.pattern}"
-        if not looping.loopable(site):
+        moving = self.plan.transports_of(facts.pattern)
+        if config.transport not in ("auto", *moving):
+            return f"OVERLAP_INDUCTOR_TRANSPORT={config.transport}, and what schedule {self.name} sends of {facts.pattern} goes by {' or '.join(moving)}"
+        why_not: WhyNot = self.plan.why_not
+        kinds, why_not_right = looping.PLAIN, _why_not_right
+        if scaled_site.is_scaled(site):
+            if self.why_not_scaled is None:
+                return f"no {self.noun} multiplies fp8 with scales"
+            if (reason := scaled_site.why_not(site)) is not None:
+                return reason
+            why_not, kinds, why_not_right = self.why_not_scaled, looping.SCALED, scaled_site.why_not_right
+        if not looping.loopable(site, kinds):
             return "its rows do not lie in the ranks' order, or its matmuls are not plain ones with a bias of one row"
         if facts.pattern != "all_gather_matmul" and len(site.matmuls) > 1:
             return f"{len(site.matmuls)} matmuls are summed into one reduction; a {self.noun} has one"
         for left, right in operands(site):
             # Of the sizes only the left operand's rows may be tokens.
-            dynamic = self.dynamic and looping.chooses_at_run_time(site)
+            dynamic = self.dynamic and looping.chooses_at_run_time(site, kinds)
             static = (left.shape[1], *right.shape, *right.stride(), *(() if dynamic else left.shape))
             if any(not isinstance(size, int) for size in static):
                 return f"a size or stride is only known when it runs: {[str(s) for s in left.shape]} @ {[str(s) for s in right.shape]}"
-            reason = self.plan.why_not(left.dtype, int(left.shape[1]), int(right.shape[1]))
+            reason = why_not(left.dtype, int(left.shape[1]), int(right.shape[1])) or why_not_right(left, right)
             if reason is not None:
                 return reason
-            if right.dtype != left.dtype or not right_operand_fits(right):
-                return f"the right operand is {right.dtype}{list(right.shape)} with strides {list(right.stride())}; expected rows or columns of whole 16-byte words"
         source = tools.value(site.collectives[0].input)
         return self.reach(facts.collective.ranks, source.device)
 
@@ -104,7 +123,7 @@ class OneOpSchedule:
         """From ``min_rows`` tokens on, and for a dynamic count up to those that workspace is planned for."""
         settings = self.plan.settings_for(site.facts.pattern, config.transport) | ({"min_rows": min_rows} if min_rows else {})
         # (A schedule with several transports that are all allowed takes the one for the bytes of each call.)
-        transport = " or ".join(t for t in self.transports if config.transport in ("auto", t))
+        transport = " or ".join(t for t in self.plan.transports_of(site.facts.pattern) if config.transport in ("auto", t))
         parameters: dict[str, Any] = {"settings": json.dumps(settings, sort_keys=True)}
         if isinstance(tokens(site), int):
             return [PlanPiece(self.name, transport, (0, None), parameters)]
@@ -132,22 +151,25 @@ class OneOpSchedule:
         missing = site.nodes.sharded.missing if not isinstance(site.nodes, GatherNodes) else 0
         rows = -(-(planned["max_tokens"] if "max_tokens" in planned else int(left.shape[0]) + missing) // world_size)
         parameters = self.plan.parameters_of(planned["settings"], 1)
-        need = self.needed(pattern, world_size, max(rows, 1), int(left.shape[1]), int(right.shape[1]), left.dtype.itemsize, parameters)
+        sent = tools.dtype(site.collectives[0].input).itemsize
+        need = self.needed(pattern, world_size, max(rows, 1), int(left.shape[1]), int(right.shape[1]), sent, parameters)
         return Request(site.facts.id, *need)
 
     def anchor(self, site: OverlapSite) -> None:
         return None
 
     def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
-        return self.written(emit, site, site.facts.pattern, parameters["settings"])
+        if not scaled_site.is_scaled(site):
+            return self.written(emit, site, site.facts.pattern, (), parameters["settings"])
+        return self.written(emit, site, f"scaled_{site.facts.pattern}", scaled_site.terms(emit, site), parameters["settings"])
 
-    def written(self, emit: StepEmitter, site: OverlapSite, name: str, *own: Any) -> tuple[fx.Node, Replaced]:
+    def written(self, emit: StepEmitter, site: OverlapSite, name: str, scales: tuple[Any, ...], *own: Any) -> tuple[fx.Node, Replaced]:
         """The site as op ``<schedule>_<name>``, whose own arguments (its settings the last of them) stand behind the operands."""
         op, where = getattr(looping.overlap, f"{self.name}_{name}").default, (emit.group_name, emit.site)
         if isinstance(site.nodes, GatherNodes):
 
             def gather(shard: fx.Node, rhs: list[fx.Node], biases: list[fx.Node | None], used: bool) -> tuple[fx.Node, fx.Node | None, fx.Node]:
-                out = emit.communicate(op, emit.chain, shard, rhs, biases, used, *own, *where)
+                out = emit.communicate(op, emit.chain, shard, rhs, biases, *scales, used, *own, *where)
                 results, chain = (emit.call(getitem, out, i) for i in range(2))
                 # (The gathered tensor stands behind the results where something reads it.)
                 return results, emit.call(getitem, results, len(rhs)) if used else None, chain
@@ -155,7 +177,7 @@ class OneOpSchedule:
             return looping.rewrite_gather(emit, site.nodes, gather)
 
         def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
-            return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], *own, reduce_op, *where)
+            return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], *scales, *own, reduce_op, *where)
 
         return looping.rewrite_reduce(emit, site.nodes, reduce)
 
@@ -165,6 +187,12 @@ def operands(site: OverlapSite) -> list[tuple[torch.Tensor, torch.Tensor]]:
     if isinstance(site.nodes, GatherNodes):
         return [_pair(c.matmul.lhs, c.matmul.rhs, c.role == "N") for c in site.nodes.consumers]
     return [_pair(m.lhs, m.rhs, site.nodes.sharded.dim == 1) for m in site.nodes.leaves]
+
+
+def _why_not_right(left: torch.Tensor, right: torch.Tensor) -> str | None:
+    if right.dtype != left.dtype or not right_operand_fits(right):
+        return f"the right operand is {right.dtype}{list(right.shape)} with strides {list(right.stride())}; expected rows or columns of whole 16-byte words"
+    return None
 
 
 def _pair(lhs: fx.Node, rhs: fx.Node, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from overlap_inductor.torch_compat import symmetric
 RING = RingSchedule()
 FUSED = FusedSchedule(
     name="fused",
-    transports=("sm_push",),
+    transports=("sm_push", "copy_engine"),
     called="in a fused kernel",
     noun="fused kernel",
     patterns=("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
@@ -37,6 +37,7 @@ CHUNKED = OneOpSchedule(
     pays=cost_model.chunked_pays,
     reach=lambda ranks, device: symmetric.why_no_symmetric_memory(ranks, device),
     needed=chunked_plan.needed,
+    why_not_scaled=lambda dtype, inner, columns: chunked_plan.why_not(dtype, inner, columns, scaled=True),
 )
 WAVE_GROUPS = OneOpSchedule(
     name="wave_groups",

@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_fused [--schedule chunked] [--calls 2000] [--replays 2000] [--only stress graphs]
     torchrun --nproc-per-node 4 -m tests.gpu.check_fused --only epilogues kernels "epilogue us" "weights us"
+
+``--only fp8``, of schedule ``chunked``: the patterns through ``_scaled_mm``, against fp64 of the dequantised operands.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from tests.gpu.ranks import start_rank
 from tests.gpu.repeated import host_us
 from tests.gpu.repeated import late_calls
 from tests.gpu.repeated import replays
+from tests.kernels import scaled_sites
 from tests.kernels.test_fused_sites import cases
 from tests.numerics.test_agreement import _tuple
 
@@ -50,13 +53,35 @@ def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) ->
 
 
 def patterns(schedule: str, rank: int, world_size: int) -> list[str]:
+    return against_fp64(schedule, rank, cases(world_size, FACTOR), lambda shapes, generator: [torch.randn(s, generator=generator).bfloat16() for s in shapes])
+
+
+def fp8(schedule: str, rank: int, world_size: int, calls: int, count: int) -> list[str]:
+    """Patterns; then calls under stress, and graphs, of some: results that are not bit for bit the first one."""
+    sites = scaled_sites.cases(world_size, FACTOR)
+    problems = against_fp64(schedule, rank, sites, scaled_sites.made)
+    torch._dynamo.reset()
+    repeated = []
+    for name in ("gather rows, row-wise, scales gathered behind", "scatter rows, row-wise", "all-reduce, tensor-wise"):
+        function, inputs, _ = sites[name]
+        tensors = [t.cuda() for t in scaled_sites.made(inputs, torch.Generator().manual_seed(rank))]
+        call = functools.partial(compiled_as(schedule, function), *tensors)
+        repeated.append((name, call, call()))
+    wrong = late_calls(repeated, calls, rank) | replays(repeated, count)
+    return [*problems, *(f"{name}: {number} wrong" for name, number in wrong.items() if number)]
+
+
+def against_fp64(
+    schedule: str, rank: int, sites: dict[str, tuple[Any, Any, int]], make: Callable[[Any, torch.Generator], list[torch.Tensor]]
+) -> list[str]:
+    """What is wrong with ``sites``, each compiled and called three times with the inputs that ``make`` makes."""
     problems = []
-    for name, (function, shapes, expected) in cases(world_size, FACTOR).items():
+    for name, (function, shapes, expected) in sites.items():
         torch._dynamo.reset()
         compiled = compiled_as(schedule, function)
         for call in range(3):
             generator = torch.Generator().manual_seed(7 + rank + 100 * call)
-            inputs = [torch.randn(shape, generator=generator).cuda().bfloat16() for shape in shapes]
+            inputs = [tensor.cuda() for tensor in make(shapes, generator)]
             exact = _tuple(function(*(i.double() for i in inputs)))
             for e, f in zip(exact, _tuple(compiled(*inputs)), strict=True):
                 if f.shape != e.shape or (f.double() - e).abs().max() > 2e-2 * e.abs().max():
@@ -160,6 +185,8 @@ def main() -> int:
             ("epilogue us", lambda: fused_epilogues.epilogue_times(compiled_as, world_size)),
             ("weights us", lambda: fused_epilogues.weight_times(compiled_as, world_size)),
         ]
+    if schedule == "chunked":
+        checks.insert(1, ("fp8", lambda: fp8(schedule, rank, world_size, arguments.calls // 4, arguments.replays // 4)))
     for name, check in checks:
         if arguments.only and name not in arguments.only:
             continue

@@ -82,7 +82,8 @@ def _check_scaled(rank: int, world_size: int, folder: str) -> list[str]:
             a = torch.randn(rows if gathers else all_rows, inner, generator=generator).to(FP8)
             b = torch.randn(columns, inner, generator=generator).to(FP8).t()
             bias = torch.randn(columns, generator=generator).to(BF16)
-            scale_a, scale_b = scales((all_rows, 1)), scales((1, columns))
+            # A column of scales that lies as a row may.
+            scale_a, scale_b = scales((1, all_rows)).t(), scales((1, columns))
             name = f"{pattern} {transport} {row_wise}"
             need = chunked_plan.needed(pattern, world_size, rows, inner, columns, 1 if gathers else 2, chunked_plan.parameters_of(settings, 1))
             workspace.prepare(group, a.device, json.dumps([[name, *need]]), 2**30)
@@ -99,11 +100,11 @@ def _check_scaled(rank: int, world_size: int, folder: str) -> list[str]:
                 last = (settings, group.group_name, site) if gathers else (settings, "sum", group.group_name, site)
                 op = getattr(ops, f"chunked_scaled_{pattern}")
                 if gathers:
-                    (found, everyone), _ = op(torch.zeros(1), a, [b], [bias], [scale_a], [scale_b], [BF16], [False], True, *last)
+                    (found, everyone), _ = op(torch.zeros(1), a, [b], [bias], [scale_a], [scale_b], ["bfloat16"], [False], True, *last)
                     if not torch.equal(everyone.float(), left):
                         problems.append(f"{site}: what was gathered is something else")
                 else:
-                    found, _ = op(torch.zeros(1), a, b, bias, scale_a, scale_b, BF16, False, *last)
+                    found, _ = op(torch.zeros(1), a, b, bias, scale_a, scale_b, "bfloat16", False, *last)
                 if found.dtype != BF16 or found.shape != exact.shape or not torch.allclose(found.double(), exact, rtol=3e-2, atol=0.2):
                     problems.append(f"{site}: off by {(found.double() - exact).abs().max():.3g}")
     return problems

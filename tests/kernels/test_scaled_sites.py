@@ -1,0 +1,89 @@
+"""fp8 sites (``_scaled_mm``) from the model to the kernels by schedule ``chunked``: the rewritten graph between processes, against fp64 of the dequantised operands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report import OverlapReport
+from tests.kernels.scaled_sites import cases
+from tests.kernels.scaled_sites import made
+from tests.kernels.shared_memory import use_shared_memory
+from tests.numerics.interpreted import interpreted
+from tests.numerics.ranks import run_ranks
+from tests.numerics.test_agreement import _tuple
+
+CALLS = 2
+
+
+def off(found: torch.Tensor, exact: torch.Tensor) -> str | None:
+    """How far ``found`` is from what it should be, where that is further than fp8 and bf16 make it."""
+    if found.shape != exact.shape:
+        return f"{tuple(found.shape)} is not {tuple(exact.shape)}"
+    error = (found.double() - exact).abs().max()
+    return f"off by {error:.3g} of {exact.abs().max():.3g}" if not error <= 3e-2 * exact.abs().max() else None
+
+
+def _check(rank: int, world_size: int, folder: str, names: list[str] | None) -> list[str]:
+    """Problems found on this rank."""
+    use_shared_memory(folder)
+    problems = []
+    for name in names or cases(world_size):
+        torch._dynamo.reset()
+        function, inputs, expected = cases(world_size)[name]
+        reports: list[OverlapReport] = []
+        compiled = torch.compile(function, backend=interpreted(OverlapConfig(schedule="chunked", mode="strict"), reports), dynamic=False)
+        for call in range(CALLS):
+            tensors = made(inputs, torch.Generator().manual_seed(7 + rank + 100 * call))
+            exact = _tuple(function(*(t.double() for t in tensors)))
+            for e, f in zip(exact, _tuple(compiled(*tensors)), strict=True):
+                if problem := off(f, e):
+                    problems.append(f"{name} call {call}: {problem}")
+        schedules = [p.schedule for r in reports for s in r.sites for p in s.decision.plan]
+        if schedules != ["chunked"] * expected:
+            problems.append(f"{name}: {schedules}, {[s.decision.reasons for r in reports for s in r.sites]}")
+    return problems
+
+
+def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
+    use_shared_memory(folder)
+    problems = []
+    for name in ("gather rows, tensor-wise", "gather rows, row-wise, scales gathered behind", "all-reduce, tensor-wise", "scatter rows, row-wise"):
+        torch._dynamo.reset()
+        function, inputs, _ = cases(world_size)[name]
+        reports: list[OverlapReport] = []
+        compiled = torch.compile(function, backend=interpreted(OverlapConfig(schedule="chunked", mode="strict", max_tokens=100), reports))
+        tokens = inputs[0][1][0]
+        # Fewer rows than a chunk's, and more than were planned for, which run as they stood.
+        for rows in (24, 7, 2, 60):
+            rows *= 1 if name.startswith("gather") else world_size
+            now = [(kind, (rows, *shape[1:]) if shape[:1] == (tokens,) and (i == 0 or kind == "scale") else shape) for i, (kind, shape) in enumerate(inputs)]
+            tensors = made(now, torch.Generator().manual_seed(7 * rank + rows))
+            for tensor, (_, shape) in zip(tensors, now, strict=True):
+                if shape[:1] == (rows,) and (tensor is tensors[0] or shape[1:] == (1,)):
+                    torch._dynamo.mark_dynamic(tensor, 0)
+            (exact,), (found,) = _tuple(function(*(t.double() for t in tensors))), _tuple(compiled(*tensors))
+            if problem := off(found, exact):
+                problems.append(f"{name} of {rows} rows: {problem}")
+        plans = [s.decision.moving for r in reports for s in r.sites]
+        if [p.schedule for p in plans] != ["chunked"] or plans[0].parameters.get("max_tokens") != 100:
+            problems.append(f"{name}: {plans}")
+    return problems
+
+
+def test_every_pattern_agrees_with_fp64(tmp_path: Path) -> None:
+    for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), None, timeout=400)):
+        assert not problems, f"rank {rank}: {problems}"
+
+
+def test_three_ranks(tmp_path: Path) -> None:
+    names = ["gather sequence, batch 2, row-wise", "scatter sequence, batch 2, row-wise", "all-reduce of rows that do not fall evenly, row-wise"]
+    for rank, problems in enumerate(run_ranks(3, _check, str(tmp_path), names, timeout=400)):
+        assert not problems, f"rank {rank}: {problems}"
+
+
+def test_a_token_count_that_changes_is_compiled_once(tmp_path: Path) -> None:
+    for rank, problems in enumerate(run_ranks(2, _check_token_counts, str(tmp_path), timeout=400)):
+        assert not problems, f"rank {rank}: {problems}"
