@@ -132,7 +132,7 @@ def test_auto_takes_the_kernel_where_it_is_the_fastest(monkeypatch: pytest.Monke
         (large,) = gather_site(1024, 8192, 3584).run(schedule="auto").sites
         (small,) = gather_site().run(schedule="auto").sites
         (over_p2p,) = gather_site(1024, 8192, 3584).run(schedule="auto", transport="p2p").sites
-    assert (large.decision.plan[0].schedule, large.decision.plan[0].transport, large.decision.source) == ("fused", "sm_push", "analytic")
+    assert (large.decision.plan[0].schedule, large.decision.plan[0].transport, large.decision.source) == ("fused", "sm_push or copy_engine", "analytic")
     estimate = large.decision.plan[0].estimate_us
     assert estimate["fused"] < min(estimate["ring"], estimate["keep"])
     assert small.decision.reasons[0].code == "too_small" and "us in a fused kernel" in small.decision.reasons[0].text
@@ -222,7 +222,7 @@ class TestGolden(TestCase):
 x: bfloat16[24, 16] = input
 w: bfloat16[16, 40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-542fd07f", 1536, 1]]', 4096)
-fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], False, '{"halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-542fd07f')
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], False, '{"copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-542fd07f')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
 getitem_2: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
 return [getitem_2]
@@ -236,7 +236,7 @@ bias: bfloat16[8] = input
 v: bfloat16[16, 8] = input
 w: bfloat16[16, 40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-40cbc28f", 1536, 1]]', 4096)
-fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [v, w], [bias, None], True, '{"halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-40cbc28f')
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [v, w], [bias, None], True, '{"copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-40cbc28f')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
 getitem_2: bfloat16[48, 16] = <built-in function getitem>(getitem, 2)
 getitem_3: bfloat16[48, 8] = <built-in function getitem>(getitem, 0)

@@ -102,7 +102,7 @@ permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
 scale_a: float32[64, 1] = input
 scale_b: float32[1, 48] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_reduce_scatter-fe474f64", 6144, 3]]', 4096)
-chunked_scaled_matmul_reduce_scatter_default = overlap_inductor.chunked_scaled_matmul_reduce_scatter.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 1, "chunks": 3, "transport": "auto", "whole_shards": true}', 'sum', '0', 'matmul_reduce_scatter-fe474f64')
+chunked_scaled_matmul_reduce_scatter_default = overlap_inductor.chunked_scaled_matmul_reduce_scatter.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 1, "chunks": 3, "many_from": 8388608, "transport": "auto", "whole_shards": true}', 'sum', '0', 'matmul_reduce_scatter-fe474f64')
 getitem: bfloat16[32, 48] = <built-in function getitem>(chunked_scaled_matmul_reduce_scatter_default, 0)
 return [getitem]
 """)
@@ -125,7 +125,7 @@ permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
 scale_a: float32[] = input
 scale_b: float32[] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_reduce_scatter-fe474f64", 24576, 1]]', 4096)
-chunked_scaled_matmul_reduce_scatter_default = overlap_inductor.chunked_scaled_matmul_reduce_scatter.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 1, "chunks": 3, "transport": "auto", "whole_shards": true}', 'sum', '0', 'matmul_reduce_scatter-fe474f64')
+chunked_scaled_matmul_reduce_scatter_default = overlap_inductor.chunked_scaled_matmul_reduce_scatter.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 1, "chunks": 3, "many_from": 8388608, "transport": "auto", "whole_shards": true}', 'sum', '0', 'matmul_reduce_scatter-fe474f64')
 getitem: bfloat16[32, 48] = <built-in function getitem>(chunked_scaled_matmul_reduce_scatter_default, 0)
 return [getitem]
 """)

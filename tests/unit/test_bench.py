@@ -132,7 +132,7 @@ def test_other_parameters_are_read_and_refused_by_name() -> None:
     assert Variant.parse("fused.parts=2,pushers=8") == Variant("fused", "parts=2,pushers=8", {"parts": 2, "pushers": 8})
     assert Variant.parse("chunked.transport=sm_push").parameters == {"transport": "sm_push"}
     assert Variant.parse("wave_groups.free=[8, 16],halves=false").parameters == {"free": [8, 16], "halves": False}
-    with pytest.raises(ValueError, match="'bands=2' sets no parameter of schedule fused; expected one of blocks, parts"):
+    with pytest.raises(ValueError, match="'bands=2' sets no parameter of schedule fused; expected one of blocks, copies_from, parts"):
         Variant.parse("fused.parts=2,bands=2")
     with pytest.raises(ValueError, match="no parameters of schedule 'ring' can be set"):
         Variant.parse("ring.parts=2")

@@ -27,7 +27,7 @@ def _compiled(kernel: Any, constants: dict[str, Any], warps: int) -> tuple[str, 
     """``(PTX, bytes of shared memory)`` on bf16; only the pointers to rows are known to lie at 16 bytes: offsets are of rows of eight columns."""
     rows = ("source", "own", "out", "staging", "finished")
     types = dict.fromkeys(rows, "*bf16") | dict.fromkeys(("peer_data", "peer_flags"), "*i64") | {"patience": "i64", "scale": "fp32"}
-    types |= dict.fromkeys(("flags", "queues", "calls", "stop"), "*i32")
+    types |= dict.fromkeys(("flags", "queues", "calls", "announced", "stop"), "*i32")
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in rows}

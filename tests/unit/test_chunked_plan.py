@@ -85,9 +85,11 @@ def test_what_is_planned_for_the_most_rows_serves_fewer(pattern: str, world_size
 def test_small_pieces_are_pushed_and_bands_stay_large() -> None:
     p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("matmul_all_reduce", "auto")), 132)
     chosen = [chunked_plan.fitted("all_gather_matmul", 8, mb << 20, p).transport for mb in (1, 3, 4, 16)]
-    assert chosen == ["sm_push", "sm_push", "copy_engine", "copy_engine"]
+    assert chosen == ["sm_push", "copy_engine", "copy_engine", "copy_engine"]
     bands = [chunked_plan.fitted("matmul_all_reduce", 8, mb << 20, p) for mb in (1, 4, 64)]
-    assert [(b.bands, b.chunks, b.transport) for b in bands] == [(1, 3, "sm_push"), (2, 0, "sm_push"), (4, 0, "copy_engine")]
+    assert [(b.bands, b.chunks, b.transport) for b in bands] == [(1, 3, "sm_push"), (2, 0, "copy_engine"), (4, 0, "copy_engine")]
+    scatter = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("matmul_reduce_scatter", "auto")), 132)
+    assert [chunked_plan.fitted("matmul_reduce_scatter", 8, mb << 20, scatter).chunks for mb in (4, 8)] == [3, 7]
     forced = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("all_gather_matmul", "copy_engine")), 132)
     assert chunked_plan.fitted("all_gather_matmul", 8, 1 << 20, forced).transport == "copy_engine"
 

@@ -83,13 +83,13 @@ def test_a_call_ends_also_where_a_later_reader_fails(group: Any, monkeypatch: py
     fused = pytest.importorskip("overlap_inductor.lowerings.fused", reason="Triton is not installed here; it is where the kernels' tests run")
     ended = []
     monkeypatch.setattr(site_ops, "ready", lambda *args: ("launch", FusedParameters(1)))
-    monkeypatch.setattr(fused, "all_gather_matmul", lambda a, b, *rest: a @ b)
+    monkeypatch.setattr(fused, "all_gather_matmuls", lambda a, rhs, *rest: [a @ b for b in rhs])
     monkeypatch.setattr(fused, "gathered", lambda a, launch: a)
     monkeypatch.setattr(fused, "end", ended.append)
     x, w = torch.zeros(4, 8), torch.zeros(8, 8)
     with pytest.raises(RuntimeError):
         op = torch.ops.overlap_inductor.fused_all_gather_matmul
-        op(torch.zeros(1), x, [w, torch.zeros(3, 5)], [None, None], False, "{}", group.group_name, "site")
+        op(torch.zeros(1), x, [w, torch.zeros(5, 3).t()], [None, None], False, "{}", group.group_name, "site")
     assert ended == ["launch"]
 
 
