@@ -86,10 +86,10 @@ def test_a_call_ends_also_where_a_later_reader_fails(group: Any, monkeypatch: py
     monkeypatch.setattr(fused, "all_gather_matmuls", lambda a, rhs, *rest: [a @ b for b in rhs])
     monkeypatch.setattr(fused, "gathered", lambda a, launch: a)
     monkeypatch.setattr(fused, "end", ended.append)
-    x, w = torch.zeros(4, 8), torch.zeros(8, 8)
+    x, w = torch.zeros(4, 8), torch.zeros(8, 24)
     with pytest.raises(RuntimeError):
         op = torch.ops.overlap_inductor.fused_all_gather_matmul
-        op(torch.zeros(1), x, [w, torch.zeros(5, 3).t()], [None, None], False, "{}", group.group_name, "site")
+        op(torch.zeros(1), x, [w, torch.zeros(8, 16).t()], [None, None], False, "{}", group.group_name, "site")
     assert ended == ["launch"]
 
 
