@@ -16,8 +16,8 @@ _MARGIN_UNMEASURED = 1.25
 
 @dataclass(frozen=True)
 class SiteSizes:
-    """Numbers of one site at one token count: FLOPs of its matmuls, bytes a rank sends a leg, item size, legs (2 for an all-reduce), and the 128 x 256
-    tiles of its matmuls."""
+    """Numbers of one site at one token count: FLOPs of its matmuls, bytes a rank sends a leg, item size, legs (2 for an all-reduce), the 128 x 256
+    tiles of its matmuls, and whether it is a gather that comes before them."""
 
     flops: float
     bytes_sent: float
@@ -25,6 +25,12 @@ class SiteSizes:
     world_size: int
     legs: int = 1
     tiles: int = 0
+    gathers: bool = False
+
+    @property
+    def kind(self) -> int:
+        """0: a gather; else the legs of a reduction."""
+        return 0 if self.gathers else self.legs
 
 
 def matmul_seconds(sizes: SiteSizes, machine: Machine) -> float:
@@ -48,7 +54,7 @@ def fused_seconds(sizes: SiteSizes, machine: Machine) -> float:
     """Seconds of one fused kernel: the longer of matmul and wire, and for each leg a fixed cost and the part of its wire that stays in sight."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
-    exposed = machine.fused_exposed[sizes.legs - 1] * min(matmul, wire)
+    exposed = machine.fused_exposed[sizes.kind] * min(matmul, wire)
     return max(matmul, wire) + exposed + sizes.legs * machine.fused_leg_seconds
 
 
@@ -65,12 +71,10 @@ def fused_pays(sizes: SiteSizes, machine: Machine) -> bool:
 
 
 def chunked_seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of vendor matmuls on chunks beside transfers: the longer of both, what the own rows' matmul does not hide of the first chunk's transfer, a part of
-    the rest, and a fixed cost a leg."""
+    """Seconds of vendor matmuls on chunks beside transfers: the longer of both, a part of the shorter, and a fixed cost a leg."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
-    first = wire / min(3, sizes.world_size - 1) - matmul / sizes.world_size
-    exposed = max(0.0, first) + machine.chunked_exposed[sizes.legs - 1] * min(matmul, wire)
+    exposed = machine.chunked_exposed[sizes.kind] * min(matmul, wire)
     return max(matmul, wire) + exposed + sizes.legs * machine.chunked_leg_seconds
 
 

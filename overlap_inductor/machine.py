@@ -17,7 +17,7 @@ class Machine:
         link_bytes: B/s each way between two ranks; collective_seconds: fixed cost of a collective.
         step_seconds: fixed cost of one hop of a ring.
         overlapped_efficiency: rate of chunk matmuls while transfers run beside them, relative to one whole matmul alone.
-        fused_exposed: part of the wire time that a fused kernel of one leg, and of two, leaves in sight; fused_leg_seconds: its fixed cost a leg.
+        fused_exposed: part of the wire time that a fused kernel leaves in sight, of a gather, a scatter, an all-reduce; fused_leg_seconds: its fixed cost a leg.
         chunked_exposed, chunked_leg_seconds, chunked_ranks: the same of vendor matmuls on chunks; chunked_host_seconds: matmuls shorter than this leave the
             host no time for their launches.
         push_bytes: B/s each way that SMs store to peers; push_seconds: fixed cost of a small all-reduce; push_leg_seconds: of its second leg.
@@ -31,14 +31,14 @@ class Machine:
     step_seconds: float
     collective_seconds: float
     overlapped_efficiency: float
-    fused_exposed: tuple[float, float] = (0.12, 0.22)
+    fused_exposed: tuple[float, float, float] = (0.02, 0.12, 0.22)
     fused_leg_seconds: float = 45e-6
     fused_ranks: int = 4
     fused_tiles: int = 200
-    chunked_exposed: tuple[float, float] = (0.12, 0.6)
-    chunked_leg_seconds: float = 15e-6
-    chunked_host_seconds: float = 400e-6
-    chunked_ranks: int = 2
+    chunked_exposed: tuple[float, float, float] = (0.25, 0.14, 0.6)
+    chunked_leg_seconds: float = 20e-6
+    chunked_host_seconds: float = 250e-6
+    chunked_ranks: int = 4
     push_bytes: float = 3e11
     push_seconds: float = 8e-6
     push_leg_seconds: float = 4e-6
@@ -49,7 +49,7 @@ class Machine:
 _MACHINES = {
     "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93),
     # Fused kernels: llama3-70b MLP on 4 H200s, 1024 to 16384 tokens (bench/results/fused.jsonl).
-    # Chunks: llama3-70b MLP, 4096 tokens on 2 H200s (bench/results/operators.jsonl).
+    # Gathers by copies, and chunks: the same as one of 4 and of 8 ranks on 2 H200s (bench/results/mirrored.jsonl), and on 2 (bench/results/operators.jsonl).
     # Small messages: 4 to 11 us at 1 to 128 rows of 8192 on 2 H200s (bench/results/small_message.jsonl).
     # One H200: dense bf16 780 TFLOP/s in large matmuls; NCCL send and receive about 300 GB/s each way on NVLink. NCCL's kernels take
     # SMs and memory bandwidth from the matmuls beside them: 0.75 is what the ring reached on 4 H200s (bench/results/ring_nccl.jsonl).

@@ -43,7 +43,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     sent = local * (world_size - 1) * (1.0 if gathers else 1.0 / world_size)
     legs = 2 if collective.kind == "all_reduce" else 1
     itemsize = tools.dtype(site.matmuls[0].lhs).itemsize
-    return cost_model.SiteSizes(flops * scale, sent * scale, itemsize, world_size, legs, int(tiles * scale))
+    return cost_model.SiteSizes(flops * scale, sent * scale, itemsize, world_size, legs, int(tiles * scale), gathers)
 
 
 def machine_of(site: OverlapSite) -> Machine:
