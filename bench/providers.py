@@ -108,6 +108,9 @@ def why_not(name: str, case: Case, device: torch.device) -> str | None:
         return None
     if case.pattern not in schedule.patterns:
         return f"no {schedule.noun} computes {case.pattern}"
+    moving, transport = schedule.plan.transports_of(case.pattern), name.partition("/")[2]
+    if transport and transport not in moving:
+        return f"what schedule {kind} sends of {case.pattern} goes by {' or '.join(moving)}"
     return schedule.plan.why_not(case.dtype, case.inner, case.columns) or schedule.reach(ranks, device)
 
 

@@ -27,7 +27,7 @@ def _run(rank: int, world_size: int, folder: str, arguments: list[str]) -> list[
 
 
 def test_schedules_of_one_op_as_ops_and_as_graphs(tmp_path: Path) -> None:
-    arguments = ["--tokens", "8", "--patterns", "all_gather_matmul", "--schedules", "fused", "chunked/copy_engine", "--set", "fused.parts=1"]
+    arguments = ["--tokens", "8", "--patterns", "all_gather_matmul", "--schedules", "fused/sm_push", "chunked/copy_engine", "--set", "fused.parts=1"]
     first, second = run_ranks(2, _run, str(tmp_path), arguments, timeout=200)
     found = {(row["setting"], row["provider"]): row for row in first}
     assert list(found) == [
@@ -52,10 +52,10 @@ def _wrong(rank: int, world_size: int, folder: str) -> str:
     from bench.measure import WrongResult
     from overlap_inductor.lowerings import fused
 
-    right = fused.all_gather_matmul
-    fused.all_gather_matmul = lambda *arguments: right(*arguments) + rank  # type: ignore[assignment]
+    right = fused.all_gather_matmuls
+    fused.all_gather_matmuls = lambda *arguments: [result + rank for result in right(*arguments)]  # type: ignore[assignment]
     try:
-        _run(rank, world_size, folder, ["--tokens", "8", "--patterns", "all_gather_matmul", "--schedules", "fused", "--settings", "hidden"])
+        _run(rank, world_size, folder, ["--tokens", "8", "--patterns", "all_gather_matmul", "--schedules", "fused/sm_push", "--settings", "hidden"])
     except WrongResult as error:
         return str(error)
     return "nothing was wrong"
