@@ -51,12 +51,12 @@ CASES = {
     "all-reduce, a group a band, no multiples of a tile": Case("matmul_all_reduce", 71, 40, 24, [0, 1, 2, 3, 4, 5]),
     "all-reduce, one block, uneven groups, halves": Case("matmul_all_reduce", 128, 64, 48, [0, 1, 3, 8], blocks=1, halves=True),
     "all-reduce, average with bias": Case("matmul_all_reduce", 70, 24, 40, [0, 3, 5], reduce_op="avg", bias=True),
-    "all-reduce, chosen": Case("matmul_all_reduce", 160, 24, 32, bias=True, in_rows=True),
+    "all-reduce, chosen": Case("matmul_all_reduce", 80, 24, 32, bias=True, in_rows=True),
     "scatter, one group": Case("matmul_reduce_scatter", 32, 32, 32, [0, 2]),
     "scatter, a group a band, no multiples of a tile": Case("matmul_reduce_scatter", 23, 40, 24, [0, 1, 2]),
     "scatter, ragged bands in one group": Case("matmul_reduce_scatter", 39, 24, 40, [0, 1, 3], blocks=4, halves=True, in_rows=True),
     "scatter, average with bias": Case("matmul_reduce_scatter", 72, 24, 32, [0, 2, 3, 5], reduce_op="avg", bias=True),
-    "scatter, chosen": Case("matmul_reduce_scatter", 104, 40, 32),
+    "scatter, chosen": Case("matmul_reduce_scatter", 40, 40, 32),
     "no rows": Case("matmul_all_reduce", 0, 16, 16),
 }
 
