@@ -140,18 +140,22 @@ class Site:
         dist.barrier()
 
 
+NEVER = fused_plan.NEVER
 DEFAULTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "all_gather_matmul": {
-        "fused": ("fused", {}),
-        **{f"chunked {t} c{c}": ("chunked", {"transport": t, "chunks": c}) for t in ("copy_engine", "sm_push") for c in (2, 3, 7)},
+        "fused, pushed": ("fused", {"copies_from": NEVER}),
+        "fused, copied": ("fused", {"copies_from": 0}),
+        "fused, 2 slices": ("fused", {"copies_from": NEVER, "slices": 2, "slices_to": NEVER, "pushers": 16}),
+        "fused, 4 slices": ("fused", {"copies_from": NEVER, "slices": 4, "slices_to": NEVER, "pushers": 16}),
+        **{f"chunked copy_engine c{c}": ("chunked", {"transport": "copy_engine", "chunks": c}) for c in (1, 3, 7)},
     },
     "matmul_reduce_scatter": {
         "fused": ("fused", {}),
-        **{f"chunked {t} c{c}": ("chunked", {"transport": t, "chunks": c}) for t in ("copy_engine", "sm_push") for c in (2, 3, 7)},
+        **{f"chunked copy_engine c{c}": ("chunked", {"transport": "copy_engine", "chunks": c}) for c in (2, 3, 7)},
     },
     "matmul_all_reduce": {
-        "fused": ("fused", {}),
-        **{f"chunked {t} b{b}": ("chunked", {"transport": t, "chunks": 0, "bands": b}) for t in ("copy_engine", "sm_push") for b in (1, 2, 4)},
+        **{f"fused parts={n}": ("fused", {"parts": n, "parts_from": 0}) for n in (1, 2, 4)},
+        "chunked copy_engine b4": ("chunked", {"transport": "copy_engine", "chunks": 0, "bands": 4}),
     },
 }
 """What is tried where nothing else is asked for; a fused kernel's parameters stand before the tuned ones."""

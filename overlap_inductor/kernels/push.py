@@ -55,3 +55,41 @@ def push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, p
         flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
         count_and_signal(queues + QUEUE_WORDS + peer * PARTS + part, PIECES, signal_flag(flag, rank, part, signals, WORLD), call + 1, stop)
     return there
+
+
+@triton.jit
+def push_slice(words, peer_data, peer_flags, flags, queues, call, rows, row_words, part_rows, slice_words, rank, site, stop, patience, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEEP: tl.constexpr):
+    """As ``push_piece``, of some of the columns at a time: slice after slice of a part to all peers, so that a matmul can begin with the first columns of all shards.
+
+    The shard is ``[rows, row_words]``; a slice of a part is ``part_rows`` rows of ``slice_words`` words, in ``PIECES`` pieces of rows, stored ``[ROWS, COLUMNS]`` words at a
+    time. Signal ``part * SLICES + slice``: that slice has come.
+    """
+    i = tl.atomic_add(queues, 1, sem="relaxed")
+    RECEIVERS: tl.constexpr = WORLD if KEEP else WORLD - 1
+    there = i < PARTS * SLICES * PIECES * RECEIVERS
+    if there:
+        index = i // (PIECES * RECEIVERS)
+        rest = i % (PIECES * RECEIVERS)
+        peer = (rank + WORLD - 1 - rest // PIECES) % WORLD
+        if peer != rank:
+            wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
+        begin = index // SLICES * part_rows
+        size = tl.cdiv(tl.cdiv(part_rows, PIECES), ROWS) * ROWS
+        first = begin + rest % PIECES * size
+        last = tl.minimum(first + size, tl.minimum(begin + part_rows, rows))
+        left = index % SLICES * slice_words
+        right = tl.minimum(left + slice_words, row_words)
+        to = tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16) + tl.cast(rank, tl.int64) * rows * row_words
+        # (Where the credit did not come nothing is stored.)
+        limit = tl.where(may_store(stop), last, first)
+        for row in range(first, last, ROWS):
+            at_row = row + tl.arange(0, ROWS)
+            for column in range(left, right, COLUMNS):
+                at_column = column + tl.arange(0, COLUMNS)
+                at = at_row[:, None].to(tl.int64) * row_words + at_column[None, :]
+                inside = (at_row < limit)[:, None] & (at_column < right)[None, :]
+                tl.store(to + at, tl.load(words + at, mask=inside), mask=inside)
+        flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
+        counter = queues + QUEUE_WORDS + peer * PARTS * SLICES + index
+        count_and_signal(counter, PIECES, signal_flag(flag, rank, index, signals, WORLD), call + 1, stop)
+    return there

@@ -9,26 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from overlap_inductor.errors import UnsupportedError
-from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul as all_gather_matmul_kernel
+from overlap_inductor.lowerings.fused_gather import gathered
+from overlap_inductor.lowerings.fused_gather import prepare_gather
 from overlap_inductor.lowerings.fused_launch import NO_TAIL
-from overlap_inductor.lowerings.fused_launch import TILES_A_BATCH
 from overlap_inductor.lowerings.fused_launch import Tail
-from overlap_inductor.lowerings.fused_launch import check
 from overlap_inductor.lowerings.fused_launch import key_of
-from overlap_inductor.lowerings.fused_launch import right_descriptor
 from overlap_inductor.lowerings.fused_plan import MOST_WEIGHTS
 from overlap_inductor.lowerings.fused_plan import FusedParameters
-from overlap_inductor.lowerings.fused_plan import band_rows
-from overlap_inductor.lowerings.fused_plan import lies_transposed
-from overlap_inductor.lowerings.fused_plan import needed
 from overlap_inductor.lowerings.fused_reduce import prepare_reduce
-from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.copy_engine import prepare_without_kernels
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
@@ -36,9 +27,6 @@ from overlap_inductor.transports.side_stream import one_call
 from overlap_inductor.transports.side_stream import side_stream
 from overlap_inductor.transports.transfer import Transfer
 from overlap_inductor.transports.workspace import Launch
-
-COPY_WORDS = 8192
-"""int32 words that a block of the pushing part stores at once."""
 
 
 def all_gather_matmul(
@@ -72,7 +60,7 @@ def all_gather_matmuls(
     key = key_of("all_gather_matmul", a, rhs, biases, tail, parameters, keep)
     kernel = launch.prepared.get(key)
     if kernel is None:
-        kernel = _prepare_gather(a, rhs, results, launch, parameters, biases, keep, tail, copied)
+        kernel = prepare_gather(a, rhs, results, launch, parameters, biases, keep, tail, copied)
         if keep:
             end_kernel(launch)
         launch.remember(key, kernel)
@@ -105,48 +93,6 @@ def _with_copies(a: torch.Tensor, launch: Launch, multiply: Callable[[], None], 
             if keep:
                 gathered(a, launch)[launch.rank * len(a) : (launch.rank + 1) * len(a)].copy_(a)
         multiply()
-
-
-def _prepare_gather(
-    a: torch.Tensor,
-    rhs: Sequence[torch.Tensor],
-    results: Sequence[torch.Tensor],
-    launch: Launch,
-    p: FusedParameters,
-    biases: Sequence[torch.Tensor | None],
-    keep: bool,
-    tail: Tail,
-    copied: bool,
-) -> PreparedKernel:
-    world_size, slot = launch.world_size, launch.slot
-    rows, inner = a.shape
-    # (A copy more costs more than a shard that comes whole.)
-    part_rows = -(-rows // p.block_m) * p.block_m if copied else band_rows(rows, world_size, p)
-    transposed = {lies_transposed(b) for b in rhs}
-    if len(transposed) > 1 or not 1 <= len(rhs) <= MOST_WEIGHTS:
-        raise UnsupportedError(f"one launch multiplies by 1 to {MOST_WEIGHTS} weights that lie alike, not by those of strides {[list(b.stride()) for b in rhs]}")
-    tail.check(results)
-    varying: list[Any] = [TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), a]
-    for b, result, bias in zip(rhs, results, biases, strict=True):
-        check(a, b, bias, needed("all_gather_matmul", world_size, rows, inner, b.shape[1], a.element_size(), p), launch)
-        stored = TensorDescriptor.from_tensor(result, [p.block_m, p.block_n // 2 if p.halves else p.block_n])
-        varying += [right_descriptor(b, p.block_n, p.block_k)[0], stored, result, result if bias is None else bias]
-    others = MOST_WEIGHTS - len(rhs)
-    fixed = (
-        *[b.shape[1] for b in rhs], *[None] * others, TensorDescriptor.from_tensor(gathered(a, launch), [p.block_m, p.block_k]),
-        slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
-        launch.patience_ns, launch.site, launch.rank, rows, inner, a.nbytes // 16, part_rows, part_rows * inner * a.element_size() // 16, slot.signals,
-        len(rhs), world_size, -(-rows // part_rows), not copied, p.pieces, p.pushers, p.block_m, p.block_n, p.block_k, p.group_m, COPY_WORDS, TILES_A_BATCH, 32 * p.warps,
-        p.halves, transposed.pop(), sum(1 << i for i, bias in enumerate(biases) if bias is not None), tail.function, keep,
-    )  # fmt: skip
-    varying += [*[None] * (4 * others), *tail.operands]
-    return PreparedKernel(all_gather_matmul_kernel, p.blocks, varying, fixed, num_warps=p.warps, num_stages=p.stages)
-
-
-def gathered(a: torch.Tensor, launch: Launch) -> torch.Tensor:
-    """The workspace of an ``all_gather_matmul`` of shard ``a`` as ``[world_size * rows, K]``; whole only after a call with ``keep``, until ``end``."""
-    rows, inner = a.shape
-    return launch.slot.data.local[: launch.world_size * a.nbytes].view(a.dtype).view(launch.world_size * rows, inner)
 
 
 def end(launch: Launch) -> None:

@@ -26,6 +26,7 @@ class FusedParameters:
         copies_from: bytes of an all-gather's shard from which copy engines send it, not SMs.
         parts: bands a shard, from ``parts_from`` rows of the whole matmul on; below one.
         pieces, pushers: pieces that a band is pushed in, and blocks that push before they multiply (all-gather).
+        slices, slices_to: slices along K in which a shard comes and a tile waits for it (all-gather), up to so many rows of the whole matmul.
         lag, copy_lag: bands by which own tiles follow the peers', and copies those (all-reduce).
         stagger_ns: between the starts of neighbouring blocks (reductions).
         halves: tiles are stored in two halves, which leaves shared memory for one stage more.
@@ -39,6 +40,8 @@ class FusedParameters:
     parts_from: int = 0
     pieces: int = 16
     pushers: int = 8
+    slices: int = 1
+    slices_to: int = 0
     block_m: int = 128
     block_n: int = 256
     block_k: int = 64
@@ -93,7 +96,7 @@ def needed(pattern: str, world_size: int, rows: int, inner: int, columns: int, i
     # (The most of any fewer rows, too: what is planned for the largest count must serve all.)
     parts = min(parameters.parts, -(-rows // parameters.block_m))
     if pattern == "all_gather_matmul":
-        return world_size * rows * inner * itemsize, parts
+        return world_size * rows * inner * itemsize, parts * parameters.slices
     whole_rows = world_size * -(-rows // parameters.block_m) * parameters.block_m
     legs = 2 if pattern == "matmul_all_reduce" else 1
     return legs * whole_rows * columns * itemsize, legs * parts

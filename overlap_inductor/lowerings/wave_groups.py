@@ -24,8 +24,8 @@ from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.wave_groups import matmul_in_groups
 from overlap_inductor.kernels.wave_groups import wait_for_group
-from overlap_inductor.lowerings.fused import TILES_A_BATCH
-from overlap_inductor.lowerings.fused import right_descriptor
+from overlap_inductor.lowerings.fused_launch import TILES_A_BATCH
+from overlap_inductor.lowerings.fused_launch import right_descriptor
 from overlap_inductor.lowerings.operands import check_operands
 from overlap_inductor.lowerings.wave_plan import MAX_GROUPS
 from overlap_inductor.lowerings.wave_plan import Curve

@@ -42,9 +42,10 @@ class Case:
     in_rows: bool = False
     keep: bool = False
     copies_from: int = NEVER
+    slices: int = 1
 
     def parameters(self, call: int) -> FusedParameters:
-        return FusedParameters(self.blocks, copies_from=self.copies_from, parts=self.parts + call, pieces=self.pieces + call, pushers=self.pushers, **SMALL_TILES)
+        return FusedParameters(self.blocks, copies_from=self.copies_from, slices=self.slices, slices_to=2**20, parts=self.parts + call, pieces=self.pieces + call, pushers=self.pushers, **SMALL_TILES)
 
 
 CASES = {
@@ -56,6 +57,9 @@ CASES = {
     "gather, nobody pushes first": Case("all_gather_matmul", 2, 32, 16, 32, parts=2, blocks=2, pushers=0, pieces=2),
     "gather by copies": Case("all_gather_matmul", 3, 40, 24, 32, parts=3, blocks=2, copies_from=0),
     "gather by copies, kept": Case("all_gather_matmul", 2, 24, 16, 32, blocks=2, copies_from=0, keep=True),
+    "gather along K": Case("all_gather_matmul", 2, 24, 32, 72, parts=2, blocks=2, pieces=2, slices=3),
+    "gather along K, three ranks, bias, in rows, kept": Case("all_gather_matmul", 3, 40, 24, 40, blocks=2, pieces=3, slices=2, bias=True, in_rows=True, keep=True),
+    "gather along K, more slices than columns, one block": Case("all_gather_matmul", 2, 16, 16, 24, slices=4),
     "scatter, one block": Case("matmul_reduce_scatter", 2, 32, 32, 32),
     "scatter, three ranks, bands": Case("matmul_reduce_scatter", 3, 48, 24, 32, parts=2, blocks=2),
     "scatter, no multiples of a tile, average": Case("matmul_reduce_scatter", 2, 40, 24, 32, parts=2, blocks=3, average=True),
@@ -90,7 +94,7 @@ def test_agrees_with_fp64(name: str) -> None:
     a = torch.randn(CALLS, w, case.rows if gathers else all_rows, case.inner, generator=generator).half().share_memory_()
     b = torch.randn(w, case.columns, case.inner, generator=generator).half().share_memory_()
     out = shared(CALLS, w, case.rows if case.pattern == "matmul_reduce_scatter" else all_rows, case.columns, dtype=torch.float16, fill=float("nan"))
-    workspace = SharedWorkspace.of(w, 4 * all_rows * max(case.columns, case.inner), 2 * (case.parts + CALLS))
+    workspace = SharedWorkspace.of(w, 4 * all_rows * max(case.columns, case.inner), 2 * (case.parts + CALLS) * case.slices)
     run_ranks(w, _rank, workspace, a, b, out, case)
     for call in range(CALLS):
         for rank, expected in enumerate(exact(case.pattern, a[call], b, case.bias, case.average, case.rows)):

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from overlap_inductor.kernels import signals
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul
+from overlap_inductor.kernels.all_gather_matmul_slices import all_gather_matmul_slices
 from overlap_inductor.kernels.epilogue import function_of
 from overlap_inductor.kernels.matmul_reduce import matmul_reduce
 from overlap_inductor.kernels.wave_groups import matmul_in_groups
@@ -92,6 +93,7 @@ def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int
 
 NO_EPILOGUE = {"EPILOGUE": None, "extra0": None, "extra1": None}
 GATHER = {"WORLD": 8, "PARTS": 2, "SENDS": True, "PIECES": 16, "PUSHERS": 8, "BLOCK": 8192, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True, **NO_EPILOGUE}
+SLICES = {"WORLD": 8, "PARTS": 1, "SLICES": 4, "PIECES": 16, "PUSHERS": 16, "ROWS": 8, "COLUMNS": 1024, "THREADS": 256, "TRANSPOSED": True, **NO_EPILOGUE}
 
 
 def _multiplying(machine: str) -> list[list[str]]:
@@ -109,13 +111,14 @@ REDUCE = {"WORLD": 8, "PARTS": 2, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BATC
     [
         pytest.param(all_gather_matmul, {**GATHER, "KEEP": True, "HALVES": False, "BIASES": 1}, id="all_gather_matmul"),
         pytest.param(all_gather_matmul, {**GATHER, "SENDS": False, "KEEP": False, "HALVES": False, "BIASES": 1}, id="all_gather_matmul by copies"),
+        pytest.param(all_gather_matmul_slices, {**SLICES, "KEEP": False, "HALVES": False, "BIASES": 1}, id="all_gather_matmul_slices"),
         pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 2, "LAG": 2, "COPY_LAG": 0, "STAGGER": 150, "BROADCAST": False, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True, **NO_EPILOGUE}, id="matmul_reduce_scatter"),
         pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 4, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BROADCAST": True, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True, **NO_EPILOGUE}, id="matmul_all_reduce"),
     ],
 )
 def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
     """The tile shape that pays on this chip. What goes to peers is stored in bulk or 16 bytes at a time; loops over K share their stages."""
-    types, others = _weights(1, 256) if kernel is all_gather_matmul else ({}, {})
+    types, others = _weights(1, 256) if kernel is not matmul_reduce else ({}, {})
     text, machine, shared = _assembled(kernel, constants | others, (128, 256, 64), tmp_path, given=types)
     assert "wgmma.mma_async" in text and "st.global.v4" in text and shared <= 227 * 1024
     loops = _multiplying(machine)

@@ -1,0 +1,102 @@
+"""Schedule ``fused``, transport ``sm_push``, where the matmul is one wave or two: ``all_gather(a) @ b``, waiting along K.
+
+Where nearly every tile is of a peer's rows and there is one for each SM, a kernel that waits for whole rows (``all_gather_matmul``) idles until they have come.
+Here shards come slice after slice of their columns, and a tile goes on with each slice of K when it is there: the transfer hides under the tile itself. A
+wait drains the pipeline of loads, so that this does not pay where there are several waves.
+
+The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, the first slice to all peers before the second (``push.push_slice``), and then multiply.
+
+Forward progress. Blocks begin in the order of their numbers, so where a block that is no pusher runs, all pushers run or have ended. A pusher waits for credits
+only, which rest on the call before; it multiplies when every piece of its rank is claimed. So whatever a rank's tiles wait for, its shard
+leaves, with one resident block (the first) as with all. All waits are bounded (``signals``).
+
+Memory ordering, CUDA graphs: as in ``all_gather_matmul``; a slice has a flag of its own, and each wait for one has its ``load_fence``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from overlap_inductor.kernels.all_gather_matmul import _store
+from overlap_inductor.kernels.all_gather_matmul import _weight_of
+from overlap_inductor.kernels.push import push_slice
+from overlap_inductor.kernels.signals import WAIT_KINDS
+from overlap_inductor.kernels.signals import WAIT_PART
+from overlap_inductor.kernels.signals import finish_call
+from overlap_inductor.kernels.signals import load_fence
+from overlap_inductor.kernels.signals import signal_flag
+from overlap_inductor.kernels.signals import wait_at_least
+from overlap_inductor.kernels.tile_order import arriving
+from overlap_inductor.kernels.tile_order import claim
+from overlap_inductor.kernels.tile_order import claimed
+from overlap_inductor.kernels.tile_order import grouped
+
+
+@triton.jit(do_not_specialize=["rank", "site", "rows"])
+def all_gather_matmul_slices(
+    own_desc, a, b0_desc, c0_desc, c0, bias0, b1_desc, c1_desc, c1, bias1, b2_desc, c2_desc, c2, bias2, b3_desc, c3_desc, c3, bias3, extra0, extra1,
+    columns0, columns1, columns2, columns3, gathered_desc, peer_data, peer_flags, flags, queues, calls, stop, patience,
+    site, rank, rows, inner, row_vectors, part_rows, slice_inner, slice_vectors, signals,
+    COUNT: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr, EPILOGUE: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Arguments as ``all_gather_matmul``, but for
+
+    Args:
+        row_vectors: 16-byte words of a row; slice_inner: columns of a slice, a multiple of ``BLOCK_K``, ``slice_vectors`` their 16-byte words.
+        flags: ``signal_flag(s, part * SLICES + i)``: the call whose slice ``i`` of a part has come from rank ``s``.
+        queues: ``QUEUE_WORDS + WORLD * PARTS * SLICES`` words, of which tiles of peers have none of their own.
+    """
+    call = tl.load(calls)
+    words = a.to(tl.pointer_type(tl.int32), bitcast=True)
+    weights = (
+        (b0_desc, c0_desc, c0, bias0, columns0), (b1_desc, c1_desc, c1, bias1, columns1),
+        (b2_desc, c2_desc, c2, bias2, columns2), (b3_desc, c3_desc, c3, bias3, columns3),
+    )  # fmt: skip
+    tiles_n = 0
+    for w in tl.static_range(COUNT):
+        tiles_n += tl.cdiv(weights[w][4], BLOCK_N)
+    tiles_shard = tl.cdiv(rows, BLOCK_M)
+    sending = tl.program_id(0) < PUSHERS
+    while sending:
+        # (Products of four: so it is known that masks end between 16-byte words.)
+        sending = push_slice(words, peer_data, peer_flags, flags, queues, call, rows, row_vectors * 4, part_rows, slice_vectors * 4, rank, site, stop, patience, signals, WORLD, PARTS, SLICES, PIECES, ROWS, COLUMNS, KEEP)
+
+    own = tiles_shard * tiles_n
+    turn = claimed(claim(queues + 1, THREADS))
+    while turn < own * WORLD:
+        shard, m, n = arriving(tl.maximum(turn - own, 0), rank, tiles_shard, part_rows // BLOCK_M, tiles_n, WORLD, GROUP_M)
+        a_desc = gathered_desc
+        row = shard * rows + m * BLOCK_M
+        if turn < own:
+            shard = rank
+            m, n = grouped(turn, tiles_shard, tiles_n, GROUP_M)
+            a_desc = own_desc
+            row = m * BLOCK_M
+        index = m // (part_rows // BLOCK_M) * SLICES
+        b_desc, c_desc, c, bias, columns, biased, weight, n = _weight_of(weights, n, COUNT, BIASES, BLOCK_N)
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for i in range(SLICES):
+            if shard != rank:
+                wait_at_least(signal_flag(flags, shard, index + i, signals, WORLD), call + 1, stop, patience, site * WAIT_KINDS + WAIT_PART, shard)
+                load_fence()
+            for k in tl.range(i * slice_inner, tl.minimum((i + 1) * slice_inner, inner), BLOCK_K):
+                if TRANSPOSED:
+                    total = tl.dot(a_desc.load([row, k]), b_desc.load([n * BLOCK_N, k]).T, total)
+                else:
+                    total = tl.dot(a_desc.load([row, k]), b_desc.load([k, n * BLOCK_N]), total)
+        if BIASES > 0:
+            at = n * BLOCK_N + tl.arange(0, BLOCK_N)
+            total += tl.load(bias + at, mask=at < biased, other=0.0).to(tl.float32)[None, :]
+        following = claim(queues + 1, THREADS)
+        _store(c_desc, c, total, extra0, extra1, weight, shard, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES, EPILOGUE)
+        turn = claimed(following)
+
+    tl.debug_barrier()
+    finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")
+    if finished == tl.num_programs(0) - 1:
+        for word in tl.static_range(4):
+            tl.store(queues + word, 0)
+        if not KEEP:
+            finish_call(calls, peer_flags, call, rank, WORLD)
