@@ -2,7 +2,7 @@
 
 Memory ordering, forward progress, CUDA graphs: as in ``transfer``. ``sum_partials`` stands behind the waits for what it reads. What it stores to peers, it
 signals when its last block is done: each block's stores, a barrier, an acquire-release add, and the last one's releases are cumulative over all of them.
-``receive_rows`` waits itself, with at most one block an SM of at most a few registers: nothing of its own rank stands behind it that a peer needs.
+``receive_rows`` stands behind the wait for what it copies: it fills the GPU, and what a peer waits for may not have started on this rank's other stream.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from overlap_inductor.kernels.signals import WAIT_KINDS
-from overlap_inductor.kernels.signals import WAIT_RESULT
 from overlap_inductor.kernels.signals import may_store
 from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import signal_flag
-from overlap_inductor.kernels.signals import wait_at_least
 
 
 @triton.jit(do_not_specialize=["rank", "index", "signals", "vectors", "gathered"])
@@ -58,17 +55,16 @@ def sum_partials(
                     set_flag(signal_flag(flag, rank, index, signals, WORLD), tl.load(calls) + 1)
 
 
-@triton.jit(do_not_specialize=["rank", "site", "index", "signals", "vectors"])
+@triton.jit(do_not_specialize=["rank", "vectors"])
 def receive_rows(
-    out, finished, flags, calls, stop, patience, site, rank, index, signals, vectors,
+    out, finished, rank, vectors,
     WORLD: tl.constexpr, STRIPES: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy every peer's finished shard from ``finished [WORLD, vectors * VECTOR]`` in the workspace to ``out``, likewise, when it has come. Grid: ``(WORLD - 1) * STRIPES``.
+    """Copy every peer's finished shard from ``finished [WORLD, vectors * VECTOR]`` in the workspace to ``out``, likewise. Grid: ``(WORLD - 1) * STRIPES``.
 
     Stripes of one shard lie in turn, and so do shards: ``rank + 1`` first, which no other rank begins with.
     """
     source = (rank + 1 + tl.program_id(0) % (WORLD - 1)) % WORLD
-    wait_at_least(signal_flag(flags, source, index, signals, WORLD), tl.load(calls) + 1, stop, patience, site * WAIT_KINDS + WAIT_RESULT, source)
     elements = vectors * VECTOR
     skipped = tl.cast(source, tl.int64) * vectors * VECTOR
     for start in range(tl.program_id(0) // (WORLD - 1) * BLOCK, elements, STRIPES * BLOCK):

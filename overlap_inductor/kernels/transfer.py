@@ -10,8 +10,9 @@ data, by whatever unit it reads: the boundary between kernels orders their proxi
 
 Forward progress. Every schedule launches its sends of a step before its waits of that step, on every rank in one order of steps, and a wait is for what peers
 send in this step or before; credits rest on the call before. So the earliest step that is unfinished anywhere never waits for a later one, also where all
-streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). A waiting block has one warp and no shared memory, and there is one a
-part: the GPU is never filled by them, so what they wait for finds room. All waits are bounded (``signals``).
+streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). A waiting block has one warp, and there is one a part: the GPU is never filled by them.
+And what waits, or gives a signal, takes no shared memory: an SM's is divided anew only when nothing runs there, so that a kernel that wants
+some may not start on an SM where one waits that wants none. So what a wait rests on finds room. All waits are bounded (``signals``).
 
 CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes; no argument changes from replay to replay.
 """
@@ -27,7 +28,7 @@ from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import credit_flag
 from overlap_inductor.kernels.signals import may_store
-from overlap_inductor.kernels.signals import set_flag
+from overlap_inductor.kernels.signals import set_flag_unless
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
 
@@ -49,8 +50,7 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
     for step in range(1, WORLD):
         peer = _peer(rank, step, WORLD)
         wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
-    if tl.atomic_add(stop, 0, sem="relaxed", scope="gpu") == 0:
-        tl.store(announced, call + 1)
+    tl.store(announced, call + 1, mask=may_store(stop))
 
 
 @triton.jit(do_not_specialize=["rank", "site", "index", "first", "signals"])
@@ -71,8 +71,7 @@ def give_signals(peer_flags, calls, stop, rank, index, first, signals, WORLD: tl
     part = first + tl.program_id(0)
     peer = _peer(rank, DIRECTION * (part // PARTS + 1), WORLD)
     flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
-    if tl.atomic_add(stop, 0, sem="relaxed", scope="gpu") == 0:
-        set_flag(signal_flag(flag, rank, index + part % PARTS, signals, WORLD), tl.load(calls) + 1)
+    set_flag_unless(signal_flag(flag, rank, index + part % PARTS, signals, WORLD), tl.load(calls) + 1, stop)
 
 
 @triton.jit(do_not_specialize=["rank", "index", "first", "count", "signals", "shard_vectors", "part_vectors", "origin", "base"])

@@ -12,6 +12,7 @@ The host launches for W ranks and C chunks about ``W + 3 * C + 4`` things with c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -148,7 +149,7 @@ class _Band:
     wait: PreparedKernel
     add: PreparedKernel
     hand_round: Send | None
-    receive: PreparedKernel | None
+    receive: Callable[[torch.Tensor], None] | None
 
 
 def matmul_reduce_scatter(
@@ -265,5 +266,5 @@ def _prepare_band(
         return _Band(chunks, own, p.chunks > 0, finished, everyone, wait, add, None, None)
     back = Transfer(rows, width, rows, False, own[0], behind, result_index)
     hand_round = None if last else transport.prepare(launch, back, [0, world_size - 1], out)
-    receive = receive_kernel(launch, out[slice(*everyone)], workspace[behind * width :], result_index, p.sms)
+    receive = receive_kernel(launch, out[slice(*everyone)], workspace[behind * width :], back, p.sms)
     return _Band(chunks, own, p.chunks > 0, finished, everyone, wait, add, hand_round, receive)

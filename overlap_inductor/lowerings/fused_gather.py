@@ -63,6 +63,8 @@ def prepare_gather(
     what = (p.halves, transposed.pop(), bias_bits, tail.function, keep)
     counts, row_bytes = (len(rhs), world_size, -(-rows // part_rows)), inner * a.element_size()
     varying += [*[None] * (4 * others), *tail.operands]
+    if p.slices > 1 and not p.pushers:
+        raise UnsupportedError("a gather in slices has its shard pushed by its first blocks: pushers must be at least 1")
     if not copied and p.slices > 1 and world_size * rows <= p.slices_to:
         size = -(-inner // (p.slices * p.block_k)) * p.block_k
         words = -(-size * a.element_size() // 4)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from overlap_inductor.kernels.layout import WAIT_RESULT
 from overlap_inductor.kernels.partial_sums import receive_rows
 from overlap_inductor.kernels.transfer import wait_for_parts
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
@@ -24,16 +27,20 @@ def wait_kernel(launch: Launch, transfer: Transfer, first: int, last: int, kind:
     return PreparedKernel(wait_for_parts, last - first, (), fixed, num_warps=1)
 
 
-def receive_kernel(launch: Launch, everyone: torch.Tensor, finished: torch.Tensor, index: int, sms: int) -> PreparedKernel:
-    """Copies every peer's finished rows, signalled by flag ``index``, from the workspace to a result. Both lie in the order of ranks.
+def receive_kernel(launch: Launch, everyone: torch.Tensor, finished: torch.Tensor, transfer: Transfer, sms: int) -> Callable[[torch.Tensor], None]:
+    """Copies every peer's finished rows, parts of ``transfer``, from the workspace to a result when they have come. Both lie in the order of ranks.
 
     Args:
         everyone: an example of the result, ``[world_size * rows, width]``; finished: the workspace from these rows on.
     """
-    world_size, slot = launch.world_size, launch.slot
+    world_size = launch.world_size
     stripes, vector = max(1, sms // (world_size - 1)), 16 // everyone.element_size()
-    fixed = (
-        finished, slot.flags.local, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, launch.rank, index, slot.signals,
-        everyone.numel() // world_size // vector, world_size, stripes, vector, BLOCK,
-    )  # fmt: skip
-    return PreparedKernel(receive_rows, stripes * (world_size - 1), (everyone,), fixed, num_warps=8)
+    wait = wait_kernel(launch, transfer, 0, transfer.parts * (world_size - 1), WAIT_RESULT)
+    fixed = (finished, launch.rank, everyone.numel() // world_size // vector, world_size, stripes, vector, BLOCK)
+    copy = PreparedKernel(receive_rows, stripes * (world_size - 1), (everyone,), fixed, num_warps=8)
+
+    def receive(everyone: torch.Tensor) -> None:
+        wait()
+        copy(everyone)
+
+    return receive

@@ -1,7 +1,10 @@
-"""Transport ``copy_engine``: copies to peers' memory on a stream, which copy engines do; a kernel of a few threads signals behind them.
+"""Transport ``copy_engine``: copies to peers' memory on a stream, which copy engines do; a kernel of a few threads signals behind them, or one more copy.
 
 No SM works at the copies, and one goes at 370 to 390 GB/s on an H200, one stream at a time (more of them are slower). A signal costs a launch, not the 15 to
 20 us of a value written by the stream itself, and takes its value from device memory, so that nothing is baked into a CUDA graph.
+
+Nothing holds back a copy where the wait for leave before it was given up (a kernel's stores are masked then, ``kernels.signals.may_store``): only its signal is not given.
+So a peer that was stopped in the middle of a call for longer than the group's timeout may find other rows there; its next call raises the error.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ def prepare_without_kernels(launch: Launch, transfer: Transfer, source: torch.Te
     ``transports.credits.credit_kernel`` has written before. So nothing here needs room on an SM, which a kernel that waits for a peer's copies may not leave.
 
     Ordering: copies of a stream run one after the other, and the next begins when what the one before has written is visible; a reader that acquires the
-    flag sees it (``tests.gpu.check_litmus``).
+    flag sees it (``tests.gpu.check_litmus``, "copy engine, copied flag").
     """
     slot, world_size, parts = launch.slot, launch.world_size, transfer.parts
     word, sends = announced(launch), []

@@ -91,6 +91,11 @@ def wait_for(flag, value, stop, patience):
     wait_at_least(flag, value, stop, patience, 3, 0)
 
 
+@triton.jit
+def give(flag, value):
+    set_flag(flag, value)
+
+
 WAYS = [  # (what the writer does, what the reader does, whether the kernels rest on it)
     ("ordinary", "ordinary", True),
     ("unordered", "ordinary", False),
@@ -103,6 +108,9 @@ WAYS = [  # (what the writer does, what the reader does, whether the kernels res
     ("bulk", "bulk", True),
     ("copy engine", "ordinary", True),
     ("copy engine", "bulk", True),
+    ("copy engine, copied flag", "ordinary", True),
+    ("copy engine, copied flag", "bulk", True),
+    ("copy engine, flag by a kernel", "bulk", True),
 ]
 
 
@@ -130,16 +138,23 @@ class Litmus:
             arguments = (self.peer, self.flags, self.peer_flags, self.counters, self.faults.stop, self.next, rounds, PATIENCE_NS)
             write_halves[(2 * BLOCKS,)](*arguments, ROWS, COLUMNS, num_warps=4)
             return
-        if way != "copy engine":
+        if not way.startswith("copy engine"):
             arguments = (self.peer, self.descriptors[1], self.flags, self.peer_flags, self.faults.stop, self.next, rounds, PATIENCE_NS)
             write_rounds[(BLOCKS,)](*arguments, way, ROWS, COLUMNS, num_warps=4)
             return
         source = torch.empty_like(self.data)
         for i in range(self.next, self.next + rounds):
             source.fill_(i)
+            word = source.view(-1)[:1]
             self.peer.copy_(source)
             for block in range(BLOCKS):
-                torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(self.peer_flags.view(torch.uint32), block * 64, i)
+                flag = self.peer_flags[block * 64 : block * 64 + 1]
+                if way == "copy engine, copied flag":
+                    flag.copy_(word, non_blocking=True)
+                elif way == "copy engine, flag by a kernel":
+                    give[(1,)](flag, i, num_warps=1)
+                else:
+                    torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(self.peer_flags.view(torch.uint32), block * 64, i)
             for block in range(BLOCKS):
                 wait_for[(1,)](self.flags[block * 64 + 32 :], i, self.faults.stop, PATIENCE_NS, num_warps=1)
 
@@ -154,6 +169,7 @@ class Litmus:
             torch.cuda.synchronize()
             if amount == 0:
                 wait_for[(1,)](self.flags, 0, self.faults.stop, PATIENCE_NS, num_warps=1)
+                give[(1,)](self.counters, 0, num_warps=1)
             if self.writes:
                 self.write(writer, amount)
             if self.reads:
@@ -185,7 +201,7 @@ def main() -> int:
     litmus = Litmus(rank, world_size)
     failed = 0
     for writer, reader, claimed in WAYS:
-        row = litmus.run(writer, reader, min(rounds, 300) if writer == "copy engine" else rounds)
+        row = litmus.run(writer, reader, min(rounds, 300) if writer.startswith("copy engine") else rounds)
         row["claimed"] = claimed
         failed += bool(row["faults"]) or (claimed and bool(row["wrong_words"]))
         if rank == 0:

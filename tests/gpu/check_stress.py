@@ -14,7 +14,7 @@ being the vendor's, and the sums of ``wave_groups`` the collective's, those may 
 More ranks than GPUs: ``torchrun --nproc-per-node 8 -m tests.gpu.check_stress --ranks-share-gpus`` puts 8 ranks on however few GPUs there are, for what
 ranks compute of their numbers and say to each other. Processes take turns on a GPU, so that a call takes tens of milliseconds; without NCCL, and so without ``wave_groups``.
 
-A wait in a kernel ends after ``PATIENCE_SECONDS``, and a row after ``--row-seconds``, with the stacks of all threads on standard error.
+A wait in a kernel ends after ``PATIENCE_PART`` of ``--row-seconds``, and a row after all of them, with the stacks of all threads on standard error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from tests.gpu.ranks import start_rank
 from tests.gpu.stress_scenarios import SCENARIOS
 from tests.gpu.stress_scenarios import Stress
 
-PATIENCE_SECONDS = 90.0
+PATIENCE_PART = 0.7
+"""Of a row's time: a wait in vain says which it was before the row is ended."""
 SCHEDULES = ("fused", "chunked", "small_message", "wave_groups")
 WHERE_SHARED = ("lazy", "delays", "poison", "graphs")
 """Scenarios where ranks share GPUs, unless named: those in which ranks' numbers matter."""
@@ -56,7 +57,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 def check(arguments: argparse.Namespace, rank: int, world_size: int) -> int:
     """Run all scenarios. Returns the number of rows with wrong results on this rank."""
-    stress = Stress(rank, world_size, stress_scenarios.make_groups(rank, world_size, PATIENCE_SECONDS))
+    stress = Stress(rank, world_size, stress_scenarios.make_groups(rank, world_size, PATIENCE_PART * arguments.row_seconds))
     begin, rows, bad = time.monotonic(), 0, 0
     for name in arguments.only:
         scenario, part = SCENARIOS[name]
@@ -96,7 +97,7 @@ def digest_of_all_ranks(stress: Stress, variant: stress_sites.Variant) -> str:
 
 def main() -> int:
     arguments = parsed(sys.argv[1:])
-    rank, world_size = start_rank(PATIENCE_SECONDS, arguments.ranks_share_gpus)
+    rank, world_size = start_rank(PATIENCE_PART * arguments.row_seconds, arguments.ranks_share_gpus)
     bad = check(arguments, rank, world_size)
     finish_rank()
     return 1 if bad else 0

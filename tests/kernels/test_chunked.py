@@ -11,6 +11,7 @@ import torch
 
 from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.lowerings import chunked
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.chunked_plan import needed
@@ -133,13 +134,15 @@ def test_a_peer_that_never_comes(pattern: str, what: str, peer: int) -> None:
     assert launch.slot.calls.tolist() == [1]
 
 
-def test_nothing_is_written_before_the_peer_has_read() -> None:
-    """A second call whose peers have not ended the first waits for their credit, and gives up in vain."""
+@pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
+def test_nothing_is_written_before_the_peer_has_read(transport: str) -> None:
+    """A second call whose peers have not ended the first waits for their credit, and gives up in vain. (A copy engine's copy nothing holds back then; its signal is not given.)"""
     workspace = SharedWorkspace.of(2, 20_000, 4)
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)
     workspace.data.fill_(0)
-    chunked.all_gather_matmul(torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half())], launch, SMALL)
+    chunked.all_gather_matmul(torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half())], launch, replace(SMALL, transport=transport))
+    assert not workspace.flags[1, 2 * FLAG_WORDS :].any() and (transport == "copy_engine" or not workspace.data[1].any())
     with pytest.raises(TransferError, match="waited in vain for leave to write into the workspace of rank 1: call 1 was wanted, 0 had come"):
         launch.faults.check()
 
