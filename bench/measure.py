@@ -63,6 +63,6 @@ def _checked(provider: Provider, site: Site, expected: torch.Tensor, clock: Cloc
     """``(error, extra bytes)`` of one more call, the maximum over ranks."""
     result, extra = clock.with_extra_bytes(provider.call)
     error, most = worst([site.error(result, expected), -1.0 if extra is None else extra])
-    if error > TOLERANCE[site.case.dtype]:
-        raise WrongResult(f"{provider.name} is wrong for {site.case}: off by {error:.3g} of the largest element; allowed is {TOLERANCE[site.case.dtype]:g}")
+    if error > TOLERANCE[site.case.result]:
+        raise WrongResult(f"{provider.name} is wrong for {site.case}: off by {error:.3g} of the largest element; allowed is {TOLERANCE[site.case.result]:g}")
     return error, None if extra is None else most

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 8 -m bench.operators                                  # the table of the README
     torchrun --nproc-per-node 4 -m bench.operators --shapes llama3-8b-mlp --tokens 1 16 128 --patterns matmul_all_reduce --budget-seconds 60
+    torchrun --nproc-per-node 4 -m bench.operators --dtype fp8_rows --schedules chunked auto
     torchrun --nproc-per-node 4 -m bench.operators --schedules fused --settings hidden --set fused.parts=1 fused.parts=2,pushers=8
 
 A case is a pattern of a layer at a token count. Its providers are built, compared with fp32 on random data, and timed in turn, round after round, in two
@@ -33,6 +34,7 @@ from bench.providers import NAMES
 from bench.providers import SETTINGS
 from bench.providers import Variant
 from bench.providers import why_not
+from bench.shapes import DTYPES
 from bench.shapes import PATTERNS
 from bench.shapes import SHAPES
 from bench.shapes import Case
@@ -50,7 +52,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--schedules", nargs="*", default=list(KINDS), choices=[*KINDS, *NAMES], metavar="SCHEDULE", help=f"{', '.join(KINDS)}; or one transport: fused/sm_push")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--set", nargs="+", default=[], dest="variants", metavar="SCHEDULE.PARAMETER=VALUE[,...]", help="one more provider each (host hidden)")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES), help="fp8: one scale an operand; fp8_rows: one a row and column")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--repeats", type=int, default=20, help="samples of a provider, at most")
     parser.add_argument("--case-seconds", type=float, default=1.0, help="to time one case in one setting; sets the samples (at least five)")
@@ -67,7 +69,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def cases(arguments: argparse.Namespace, world_size: int) -> list[Case]:
     """The most tokens first: what follows finds room in their workspace."""
     sizes = itertools.product(sorted(arguments.tokens, reverse=True), arguments.shapes, arguments.patterns)
-    return [Case(shape, pattern, tokens, world_size, getattr(torch, arguments.dtype)) for tokens, shape, pattern in sizes]
+    return [Case(shape, pattern, tokens, world_size, arguments.dtype) for tokens, shape, pattern in sizes]
 
 
 def say(*lines: object) -> None:

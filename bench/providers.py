@@ -95,6 +95,8 @@ def why_not(name: str, case: Case, device: torch.device) -> str | None:
     """Why a provider does not compute a case here, from what all ranks know alike; or ``None``."""
     kind, ranks = re.split("[/ ]", name)[0], tuple(range(case.world_size))
     if kind == "async_tp":
+        if case.scaled:
+            return "its ops for fp8 are not measured here"
         if case.pattern == "matmul_all_reduce":
             return "async TP has no op for it"
         return "its op needs GPUs" if device.type != "cuda" else symmetric.why_no_symmetric_memory(ranks, device)
@@ -111,7 +113,10 @@ def why_not(name: str, case: Case, device: torch.device) -> str | None:
     moving, transport = schedule.plan.transports_of(case.pattern), name.partition("/")[2]
     if transport and transport not in moving:
         return f"what schedule {kind} sends of {case.pattern} goes by {' or '.join(moving)}"
-    return schedule.plan.why_not(case.dtype, case.inner, case.columns) or schedule.reach(ranks, device)
+    limits = schedule.why_not_scaled if case.scaled else schedule.plan.why_not
+    if limits is None:
+        return f"no {schedule.noun} multiplies fp8 with scales"
+    return limits(case.dtype, case.inner, case.columns) or schedule.reach(ranks, device)
 
 
 def request(case: Case, schedule: str, settings: str, site: str) -> Request | None:
@@ -122,7 +127,7 @@ def request(case: Case, schedule: str, settings: str, site: str) -> Request | No
     if not isinstance(found, OneOpSchedule) or found.needed is None:
         return None
     parameters = found.plan.parameters_of(settings, 1)
-    return Request(site, *found.needed(case.pattern, case.world_size, case.shard_rows, case.inner, case.columns, case.dtype.itemsize, parameters))
+    return Request(site, *found.needed(case.pattern, case.world_size, case.shard_rows, case.inner, case.columns, case.sent.itemsize, parameters))
 
 
 def _held(case: Case, needs: Request | None) -> int:
@@ -148,14 +153,16 @@ def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) ->
     if needs is not None:
         place.prepare([needs], LIMIT_MIB << 20)
         _check_room(site, label, name)
-    op, group_name = getattr(torch.ops.overlap_inductor, f"{schedule}_{case.pattern}").default, site.group.group_name
+    op, group_name = getattr(torch.ops.overlap_inductor, f"{schedule}_{'scaled_' * case.scaled}{case.pattern}").default, site.group.group_name
+    # (What ``passes.scaled_site`` tells an op of its scales.)
+    scales = (*site.scales, "bfloat16", True) if case.scaled else ()
     chain = torch.zeros(1, dtype=torch.uint8, device=site.device)
 
     def gather() -> torch.Tensor:
-        return op(chain, site.a, [site.b], [None], False, text, group_name, label)[0][0]
+        return op(chain, site.a, [site.b], [None], *([s] for s in scales), False, text, group_name, label)[0][0]
 
     def reduce() -> torch.Tensor:
-        return op(chain, site.a, site.b, None, text, "sum", group_name, label)[0]
+        return op(chain, site.a, site.b, None, *scales, text, "sum", group_name, label)[0]
 
     return Provider(name, gather if case.gathers else reduce, schedule, settings, _held(case, needs))
 
@@ -168,7 +175,7 @@ def compiled(site: Site, name: str, **switches: Any) -> Provider:
     """
     # A compiled function is cached by its code, so each provider gets code of its own.
     namespace: dict[str, Any] = {"function": plain(site.case.pattern, site.group)}
-    exec("def layer(x, weight): return function(x, weight)", namespace)
+    exec("def layer(*operands): return function(*operands)", namespace)
     if switches:
         options = {"workspace_limit": LIMIT_MIB, "sub_chunks": RING_PARTS, **switches}
         made = torch.compile(namespace["layer"], dynamic=False, backend=overlap_backend, options=options)
@@ -176,7 +183,7 @@ def compiled(site: Site, name: str, **switches: Any) -> Provider:
         made = torch.compile(namespace["layer"], dynamic=False)
     # (Whatever the environment has switched on: plain is plain.)
     with nullcontext() if switches else overlap_inductor.overlap(mode="off"):
-        made(site.a, site.weight)
+        made(*site.operands)
     runs, parameters, needs = "keep", {}, None
     if switches:
         report = overlap_inductor.last_report()
@@ -190,7 +197,7 @@ def compiled(site: Site, name: str, **switches: Any) -> Provider:
         runs, parameters = moving.schedule, moving.parameters
         needs = request(site.case, runs, parameters.get("settings", "{}"), found.facts.id)
         _check_room(site, found.facts.id, name)
-    return Provider(name, lambda: made(site.a, site.weight), runs, parameters, _held(site.case, needs))
+    return Provider(name, lambda: made(*site.operands), runs, parameters, _held(site.case, needs))
 
 
 def _check_room(site: Site, label: str, name: str) -> None:

@@ -31,17 +31,22 @@ SHAPES = {
     "tiny": Layer(64, 128, 128),
 }
 PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+DTYPES = {
+    "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
+    "fp8": torch.float8_e4m3fn, "fp8_rows": torch.float8_e4m3fn,
+}  # fmt: skip
+"""What a matmul's operands may be. Of fp8 the result is bf16: one scale an operand, or (``fp8_rows``) one a row of the left and a column of the right one."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """``tokens`` rows of all ranks together."""
+    """``tokens`` rows of all ranks together; ``operands``: one of ``DTYPES``."""
 
     shape: str
     pattern: str
     tokens: int
     world_size: int
-    dtype: torch.dtype
+    operands: str
 
     def __str__(self) -> str:
         return f"{self.shape} {self.pattern} {self.tokens}"
@@ -49,6 +54,31 @@ class Case:
     @property
     def gathers(self) -> bool:
         return self.pattern == "all_gather_matmul"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the operands."""
+        return DTYPES[self.operands]
+
+    @property
+    def scaled(self) -> bool:
+        return self.operands.startswith("fp8")
+
+    @property
+    def scale_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the left and the right operand's scales."""
+        if not self.scaled:
+            return ()
+        return ((self.tokens, 1), (1, self.columns)) if self.operands == "fp8_rows" else ((), ())
+
+    @property
+    def result(self) -> torch.dtype:
+        return torch.bfloat16 if self.scaled else self.dtype
+
+    @property
+    def sent(self) -> torch.dtype:
+        """What the collective carries."""
+        return self.dtype if self.gathers else self.result
 
     @property
     def inner(self) -> int:

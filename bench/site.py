@@ -12,40 +12,59 @@ from bench.shapes import Case
 from overlap_inductor.lowerings import reference
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
-"""Of the largest element."""
+"""Of the largest element, by the result's dtype."""
 all_gather = getattr(funcol, "all_gather_single", funcol.all_gather_tensor)
 reduce_scatter = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_tensor)
 
 
-def plain(pattern: str, group: dist.ProcessGroup) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The pattern as a model has it: of ``x``, and a linear layer's ``weight [N, K]``."""
+def product(x: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+    """``x @ weight.t()``; of fp8 in bf16, with ``scales`` of rows and columns (or one each), summed as fast as the library does."""
+    if not scales:
+        return torch.nn.functional.linear(x, weight)
+    return torch._scaled_mm(x, weight.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def as_sent(x: torch.Tensor) -> torch.Tensor:
+    """fp8 travels as bytes: not every backend knows it."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def plain(pattern: str, group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
+    """The pattern as a model has it: of ``x``, a linear layer's ``weight [N, K]``, and of fp8 the two scales."""
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        found = all_gather(as_sent(x), 0, group)
+        return found if found.dtype == x.dtype else found.view(x.dtype)
+
     if pattern == "all_gather_matmul":
-        return lambda x, weight: torch.nn.functional.linear(all_gather(x, 0, group), weight)
+        return lambda x, *rest: product(gathered(x), *rest)
     if pattern == "matmul_reduce_scatter":
-        return lambda x, weight: reduce_scatter(torch.nn.functional.linear(x, weight), "sum", 0, group)
-    return lambda x, weight: funcol.all_reduce(torch.nn.functional.linear(x, weight), "sum", group)
+        return lambda *operands: reduce_scatter(product(*operands), "sum", 0, group)
+    return lambda *operands: funcol.all_reduce(product(*operands), "sum", group)
 
 
 class Site:
-    """``a [tokens / W or tokens, K]``, ``weight [N, K]`` and its transpose ``b``, random, in ``case.dtype``."""
+    """``a [tokens / W or tokens, K]``, ``weight [N, K]`` and its transpose ``b``, random, in ``case.dtype``; ``scales``, fp32: of all tokens and of ``weight``."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device, self.group = case, device, dist.group.WORLD
-        kind = {"device": device, "dtype": case.dtype}
-        self.a = torch.randn(case.shard_rows if case.gathers else case.tokens, case.inner, **kind) / 4
-        self.weight = torch.randn(case.columns, case.inner, **kind) / 16
+        kind = {"device": device, "dtype": case.result}
+        self.a = (torch.randn(case.shard_rows if case.gathers else case.tokens, case.inner, **kind) / 4).to(case.dtype)
+        self.weight = (torch.randn(case.columns, case.inner, **kind) / 16).to(case.dtype)
         self.b = self.weight.t()
-        self.gathered = torch.empty(case.tokens, case.inner, **kind) if case.gathers else self.a
+        self.scales = [torch.rand(shape, device=device) + 0.5 for shape in case.scale_shapes]
+        self.gathered = self.a.new_empty(case.tokens, case.inner) if case.gathers else self.a
+        self.operands = (self.a, self.weight, *self.scales)
         # (Summed in place again and again, anything but zeros grows.)
         self.summed = None if case.gathers else torch.zeros(case.tokens, case.columns, **kind)
         self.scattered = torch.empty(case.shard_rows, case.columns, **kind) if case.pattern == "matmul_reduce_scatter" else None
 
     def matmul(self) -> torch.Tensor:
-        return torch.mm(self.gathered, self.b)
+        return product(self.gathered, self.weight, *self.scales)
 
     def collective(self) -> None:
         if self.case.gathers:
-            dist.all_gather_into_tensor(self.gathered, self.a)
+            dist.all_gather_into_tensor(as_sent(self.gathered), as_sent(self.a))
         elif self.scattered is not None:
             dist.reduce_scatter_tensor(self.scattered, self.summed)
         else:
@@ -54,8 +73,10 @@ class Site:
     def keep(self) -> torch.Tensor:
         """NCCL (gloo on a CPU) and the vendor's matmul, one after the other."""
         if self.case.gathers:
-            return reference.all_gather_matmul(self.a, [self.b], [None], self.group)[1][0]
-        return getattr(reference, self.case.pattern)([self.a], [self.b], [None], "sum", self.group)
+            gathered = torch.empty_like(self.gathered)
+            dist.all_gather_into_tensor(as_sent(gathered), as_sent(self.a))
+            return product(gathered, self.weight, *self.scales)
+        return reference.reduced(self.case.pattern, self.matmul(), "sum", self.group)
 
     def async_tp(self) -> torch.Tensor:
         """The op that Inductor's async TP puts there; the group's symmetric memory must be enabled."""
@@ -69,14 +90,16 @@ class Site:
         wide = torch.float64 if self.case.dtype == torch.float32 else torch.float32
         if self.case.gathers:
             self.collective()
-        product = self.gathered.to(wide) @ self.b.to(wide)
+        exact = self.gathered.to(wide) @ self.b.to(wide)
+        for scale in self.scales:
+            exact *= scale
         if self.case.gathers:
-            return product
-        dist.all_reduce(product)
-        return product.chunk(self.case.world_size)[self.group.rank()].clone() if self.scattered is not None else product
+            return exact
+        dist.all_reduce(exact)
+        return exact.chunk(self.case.world_size)[self.group.rank()].clone() if self.scattered is not None else exact
 
     def error(self, found: torch.Tensor, expected: torch.Tensor) -> float:
         """The largest, relative to the largest element; infinite where a shape or dtype is wrong or an element is not finite."""
-        if found.shape != expected.shape or found.dtype != self.case.dtype or not bool(torch.isfinite(found).all()):
+        if found.shape != expected.shape or found.dtype != self.case.result or not bool(torch.isfinite(found).all()):
             return float("inf")
         return float((found.to(expected.dtype) - expected).abs().max() / expected.abs().max())

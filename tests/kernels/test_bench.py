@@ -48,6 +48,23 @@ def test_small_messages(tmp_path: Path) -> None:
     assert [row["provider"] for row in first] == ["keep", "small_message/sm_push"]
 
 
+def _fp8(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
+    arguments = ["--tokens", "8", "--patterns", "all_gather_matmul", "matmul_reduce_scatter", "--schedules", "chunked/copy_engine", "--settings", "hidden"]
+    return [row for dtype in ("fp8", "fp8_rows") for row in _run(rank, world_size, folder, [*arguments, "--dtype", dtype])]
+
+
+def test_fp8(tmp_path: Path) -> None:
+    (first, _) = run_ranks(2, _fp8, str(tmp_path), timeout=200)
+    assert [(row["dtype"], row["pattern"], row["runs"]) for row in first] == [
+        (dtype, pattern, runs)
+        for dtype in ("fp8", "fp8_rows")
+        for pattern in ("all_gather_matmul", "matmul_reduce_scatter")
+        for runs in ("keep", "chunked")
+    ]
+    # (Rounded to bf16, nothing is exact.)
+    assert all(0 < row["error"] < 2e-2 for row in first)
+
+
 def _wrong(rank: int, world_size: int, folder: str) -> str:
     from bench.measure import WrongResult
     from overlap_inductor.lowerings import fused

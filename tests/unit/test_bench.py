@@ -19,12 +19,15 @@ from bench.providers import NAMES
 from bench.providers import Provider
 from bench.providers import Variant
 from bench.providers import chosen
+from bench.providers import request
 from bench.providers import why_not
+from bench.shapes import PATTERNS
 from bench.shapes import SHAPES
 from bench.shapes import Case
 from bench.timing import CYCLES_A_MS
 from bench.timing import Clock
 from bench.timing import Timing
+from overlap_inductor.torch_compat import symmetric
 
 CPU = torch.device("cpu")
 WHERE = {"gpu": "NVIDIA H200", "torch": "2.11.0"}
@@ -74,8 +77,8 @@ def test_the_clock_hides_the_host_behind_a_sleep_and_else_does_not(monkeypatch: 
     assert max(host, device) * 1e6 <= in_loop[0] <= max(host, device) * 1e6 + min(host, device) * 1e6 / 4
 
 
-def case(pattern: str = "all_gather_matmul", tokens: int = 4096, shape: str = "llama3-70b-mlp", dtype: torch.dtype = torch.bfloat16) -> Case:
-    return Case(shape, pattern, tokens, 4, dtype)
+def case(pattern: str = "all_gather_matmul", tokens: int = 4096, shape: str = "llama3-70b-mlp", operands: str = "bfloat16") -> Case:
+    return Case(shape, pattern, tokens, 4, operands)
 
 
 def some_rows(tokens: int = 4096, **times: float) -> list[dict[str, Any]]:
@@ -150,7 +153,25 @@ def test_what_cannot_run_is_left_out_with_its_reason() -> None:
     assert "async TP has no op" in str(why_not("async_tp", case("matmul_all_reduce"), CPU))
     assert "no small message" in str(why_not("small_message/sm_push", case("matmul_all_reduce"), CPU))
     assert "no signalling matmul computes all_gather_matmul" in str(why_not("wave_groups/nccl", case(), CPU))
-    assert "not torch.float32" in str(why_not("fused parts=2", case(dtype=torch.float32), CPU))
+    assert "not torch.float32" in str(why_not("fused parts=2", case(operands="float32"), CPU))
+
+
+def test_fp8_is_multiplied_by_the_plain_graph_the_ring_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
+    arguments = parsed(["--dtype", "fp8_rows"])
+    (made, *_) = cases(arguments, 4)
+    assert (made.operands, made.dtype, made.result, made.sent) == ("fp8_rows", torch.float8_e4m3fn, torch.bfloat16, torch.float8_e4m3fn)
+    assert made.scale_shapes == ((16384, 1), (1, 7168))
+    for pattern in PATTERNS:
+        made = case(pattern, operands="fp8")
+        assert made.scale_shapes == ((), ())
+        assert chosen(arguments.schedules, [], made, CPU) == ["keep", "ring/p2p", "chunked/copy_engine", "chunked/sm_push", "auto"]
+        left_out = {name: str(why_not(name, made, CPU)) for name in NAMES if why_not(name, made, CPU)}
+        assert set(left_out) == {"async_tp", "fused/sm_push", "fused/copy_engine", "wave_groups/nccl", "small_message/sm_push"}
+        assert left_out["fused/sm_push"] == "no fused kernel multiplies fp8 with scales"
+    # A gather carries fp8, a reduction bf16.
+    needs = [request(case(pattern, operands="fp8"), "chunked", "{}", "site") for pattern in PATTERNS[:2]]
+    assert [n and n.nbytes for n in needs] == [4096 * 8192, 2 * 4096 * 8192]
 
 
 def test_every_named_layer_falls_into_shards_that_kernels_take() -> None:
@@ -158,5 +179,5 @@ def test_every_named_layer_falls_into_shards_that_kernels_take() -> None:
     for shape in SHAPES:
         for world_size in (2, 4, 8):
             for pattern in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
-                made = Case(shape, pattern, 1024, world_size, torch.bfloat16)
+                made = Case(shape, pattern, 1024, world_size, "bfloat16")
                 assert made.why_not() is None and made.inner % 8 == made.columns % 8 == 0
