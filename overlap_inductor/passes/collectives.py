@@ -61,6 +61,13 @@ def group_of(node: fx.Node) -> str | None:
     return group_name(node) if operators.qualified_name(node)[0] == "_c10d_functional" else None
 
 
+def is_a_wait(node: fx.Node) -> bool:
+    """Whether ``node`` is a collective's result, as it comes or seen otherwise."""
+    while tools.is_reshape(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
 def _bytes(node: fx.Node, kind: str) -> int | str:
     value = tools.value(node)
     if isinstance(value, (list, tuple)):

@@ -44,7 +44,7 @@ class FusedSchedule(OneOpSchedule):
         if "epilogue" not in parameters:
             return super().rewrite(emit, site, parameters)
         # (Anew: sites before this one have put other nodes into the graph.)
-        tails = _tails(site)
+        tails = _tails(site, parameters["epilogue"])
         if _described(tails) != parameters["epilogue"]:
             raise RuntimeError(f"the epilogue was planned as {parameters['epilogue']} and is now {_described(tails)}")
         extras = [emit.reshape(node, shape) for tail in tails if tail is not None for node, shape in tail.extras]
@@ -62,8 +62,8 @@ def _described(tails: list[Tail | None]) -> list[str]:
     return ["" if tail is None else str(tail.epilogue) for tail in tails]
 
 
-def _tails(site: OverlapSite) -> list[Tail | None]:
-    """The tail of each result of the op that its kernel writes in the result's own order."""
+def _tails(site: OverlapSite, planned: list[str] | None = None) -> list[Tail | None]:
+    """The tail of each result of the op that its kernel writes in the result's own order. ``planned``: what they were described as, if they were."""
     nodes = site.nodes
     if not isinstance(tokens(site), int):
         return []
@@ -71,13 +71,13 @@ def _tails(site: OverlapSite) -> list[Tail | None]:
         collective, sharded = nodes.collectives[0], nodes.sharded
         in_order = sharded.dim == 0 and _one_run(sharded) and not sharded.missing
         alone = len(nodes.collectives) == 1 and nodes.result is collective.wait
-        return [find_tail(nodes.result, collective.node) if in_order and alone else None]
+        return [find_tail(nodes.result, collective.node, planned=planned[0] if planned else None) if in_order and alone else None]
     launched = in_one_launch([right for _, right in operands(site)])
     tails: list[Tail | None] = []
     room = MOST_EXTRAS
     for i, consumer in enumerate(nodes.consumers):
-        fits = i in launched and consumer.role == "M" and _one_run(consumer.sharded)
-        tail = find_tail(consumer.matmul.node, nodes.collective.node, room) if fits else None
+        fits = i in launched and consumer.role == "M" and _one_run(consumer.sharded) and (planned is None or planned[i])
+        tail = find_tail(consumer.matmul.node, nodes.collective.node, room, planned[i] if planned else None) if fits else None
         room -= len(tail.extras) if tail is not None else 0
         tails.append(tail)
     return tails

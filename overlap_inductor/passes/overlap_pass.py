@@ -20,6 +20,7 @@ import copy
 import hashlib
 import json
 import logging
+from typing import Any
 
 import torch
 from torch import fx
@@ -138,8 +139,8 @@ def rewrite_or_restore(graph: fx.Graph, chosen: list[OverlapSite], plan: str, wo
     except Exception as error:  # noqa: BLE001  (whatever went wrong, the model must still compile; the report and strict mode say so)
         blamed = [rewriter.current] if rewriter.current is not None else chosen
         log.warning("overlap_inductor: the rewrite failed and is taken back: %s", error, exc_info=True)
-        for node in graph.nodes:
-            # The order may be broken too, so that no order of erasing would do.
+        # The order may be broken too, so that no order of erasing would do; nodes that read this graph's may stand before one that was erased.
+        for node in {*graph.nodes, *(user for n in graph.nodes for user in n.users)}:
             node.args, node.kwargs = (), {}
         for node in list(graph.nodes):
             graph.erase_node(node)
@@ -163,7 +164,7 @@ def _copy(source: fx.Graph, target: fx.Graph) -> None:
 def plan_text(chosen: list[OverlapSite], config: OverlapConfig) -> tuple[str, str]:
     """``(hash, JSON text)`` of what the ranks must agree on: versions, configuration, and a digest of every site's plan."""
     sites = [
-        [s.facts.id, s.facts.pattern, [str(m) for m in s.facts.matmuls], [[p.schedule, p.transport, p.parameters] for p in s.decision.plan]]  # type: ignore[union-attr]
+        [s.facts.id, s.facts.pattern, [str(m) for m in s.facts.matmuls], [[p.schedule, p.transport, _agreed(p.parameters)] for p in s.decision.plan]]  # type: ignore[union-attr]
         for s in chosen
     ]
     digest = hashlib.sha256(json.dumps(sites, sort_keys=True).encode()).hexdigest()[:16]
@@ -175,6 +176,11 @@ def plan_text(chosen: list[OverlapSite], config: OverlapConfig) -> tuple[str, st
         "plan": digest,
     }
     return digest, json.dumps(plan, sort_keys=True)
+
+
+def _agreed(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Without what a rank computes on its own results: its numbers may be its own."""
+    return {name: value for name, value in parameters.items() if name != "epilogue"}
 
 
 def graph_phase(graph: fx.Graph, is_inference: bool) -> str:

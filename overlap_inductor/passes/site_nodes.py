@@ -101,6 +101,9 @@ class ReduceNodes:
         for old, new in replaced.items():
             if old in self.layouts:
                 self.layouts[new] = self.layouts[old]
+                # (Inside the region until now: an epilogue that another site's kernel has computed.)
+                if new not in self.externals and old not in {m.node for m in self.leaves}:
+                    self.externals.append(new)
         self.through = {n: replaced.get(source, source) for n, source in self.through.items()}
 
     @property

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from operator import getitem
 from typing import Any
 
-import torch
 from torch import fx
 
 from overlap_inductor import cost_model
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings import small_plan
+from overlap_inductor.passes import collectives
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import looping
 from overlap_inductor.passes.norm_epilogue import NormEpilogue
@@ -119,16 +119,10 @@ def _norm(site: OverlapSite) -> NormEpilogue | None:
     if isinstance(nodes, GatherNodes) or len(nodes.collectives) > 1 or nodes.collectives[0].reduce_op != "sum" or not isinstance(tokens(site), int):
         return None
     norm = find_norm(nodes.result)
-    if norm is None or _is_a_wait(norm.residual) or _written_between(nodes.collectives[0].node, norm.residual_out, nodes.leaves[0].node.all_input_nodes):
+    # (Another all-reduce, whose site may take the norm as well.)
+    if norm is None or collectives.is_a_wait(norm.residual) or _written_between(nodes.collectives[0].node, norm.residual_out, nodes.leaves[0].node.all_input_nodes):
         return None
     return norm
-
-
-def _is_a_wait(node: fx.Node) -> bool:
-    """Whether ``node`` is another all-reduce's result, whose site may take the norm as well."""
-    while tools.is_reshape(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
 
 
 def _written_between(first: fx.Node, last: fx.Node, operands: list[fx.Node]) -> bool:

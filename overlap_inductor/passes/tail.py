@@ -5,7 +5,8 @@ A tail begins at a matmul of a gathered tensor, or at a reduction's result, and 
 must be in memory anyway, because a matmul, a collective or the graph's caller reads it, or something that a matmul stands before (a residual stream).
 Of a longer chain the longest such part is taken.
 
-A node falls to one site at most: what a tail reads besides stands before its own collective, and of two sites that are both read there one ends later.
+A node falls to one site at most: what a tail reads besides stands before its own collective and is no other collective's result, behind which that one's site may take the
+same nodes (a norm, ``passes.norm_epilogue``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import fx
 
 from overlap_inductor.lowerings.epilogue_text import Argument
 from overlap_inductor.lowerings.epilogue_text import Epilogue
+from overlap_inductor.passes import collectives
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import matmuls
 from overlap_inductor.torch_compat import operators
@@ -58,8 +60,11 @@ class Tail:
     epilogue: Epilogue
 
 
-def find_tail(result: fx.Node, collective: fx.Node, most_extras: int = MOST_EXTRAS) -> Tail | None:
-    """The tail behind ``result``; ``None`` where there is none. Its extras stand before ``collective``, where the kernel will be written."""
+def find_tail(result: fx.Node, collective: fx.Node, most_extras: int = MOST_EXTRAS, planned: str | None = None) -> Tail | None:
+    """The tail behind ``result``; ``None`` where there is none. Its extras stand before ``collective``, where the kernel will be written.
+
+    ``planned``: the epilogue that it must be, where one was planned before other sites were written; what could be read then still can be, and more besides.
+    """
     if tools.dtype(result) not in (torch.float16, torch.bfloat16) or any(not isinstance(s, int) for s in tools.shape(result)):
         return None
     region = _Region(result, collective)
@@ -68,6 +73,8 @@ def find_tail(result: fx.Node, collective: fx.Node, most_extras: int = MOST_EXTR
         members = region.members(end)
         if members is not None and tools.dtype(end) == tools.dtype(result) and region.must_be_stored(end):
             tail = region.tail(end, members)
+            if planned not in (None, str(tail.epilogue)):
+                continue
             if tail.epilogue.ops and len(tail.extras) <= most_extras and not _written_between(collective, end, [e for e, _ in tail.extras]):
                 return tail
     return None
@@ -109,7 +116,7 @@ class _Region:
     def _kind(self, extra: fx.Node, shape: list[Any]) -> tuple[str, list[int]] | None:
         """How the kernel can read ``extra`` beside a node of ``shape``, and in which shape."""
         value = tools.value(extra)
-        if extra not in self.before or value.dtype not in _FLOATS or value.device != tools.value(self.result).device:
+        if extra not in self.before or collectives.is_a_wait(extra) or value.dtype not in _FLOATS or value.device != tools.value(self.result).device:
             return None
         have = list(value.shape)
         rows, columns = math.prod(shape[:-1]), shape[-1]

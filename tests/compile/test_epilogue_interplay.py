@@ -1,0 +1,98 @@
+"""Epilogues beside other sites that might take the same nodes, move what they read, or read their ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.machine import machine_for
+from overlap_inductor.passes import overlap_pass
+from overlap_inductor.passes import planner
+from overlap_inductor.passes import site_sizes
+from overlap_inductor.passes.site_nodes import OverlapSite
+from overlap_inductor.report import OverlapReport
+from overlap_inductor.schedule import Decision
+from overlap_inductor.torch_compat import symmetric
+from tests.fake_group import all_gather
+from tests.fake_group import all_reduce
+from tests.fake_group import fake_group
+from tests.fake_group import report_of
+from tests.fake_group import reports_of
+from tests.hand_graph import HandGraph
+from tests.hand_graph import aten
+
+BF16 = torch.bfloat16
+ROWS, K, N = 24, 16, 40
+
+
+@pytest.fixture(autouse=True)
+def _reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs of one machine."""
+    monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
+
+
+def planned(report: OverlapReport) -> list[tuple[str, str, Any]]:
+    return [(s.decision.status, p.schedule, p.parameters.get("epilogue", p.parameters.get("norm"))) for s in report.sites for p in s.decision.plan if p.schedule != "keep"]
+
+
+def test_a_small_messages_norm_is_no_gathers_epilogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both would end in the same sum: the gather's kernel comes before the all-reduce whose result that reads."""
+    monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
+
+    def f(x: torch.Tensor, w: torch.Tensor, x2: torch.Tensor, v: torch.Tensor, v2: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        group = torch.distributed.group.WORLD
+        b = all_reduce(x @ w, "sum", group)
+        y = all_gather(x2, 0, group)
+        added = (y @ v) * 0.5 + b
+        wide = added.float()
+        return added, gain * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(BF16), y @ v2
+
+    zeros = [torch.zeros(s, dtype=BF16) for s in ((1024, 2048), (2048, 4096), (512, 8192), (8192, 4096), (8192, 4096), (4096,))]
+    zeros[4].requires_grad_()
+    with fake_group(2):
+        forward = reports_of(f, *zeros, schedule="auto", mode="on")[0]
+    assert not forward.notices and planned(forward) == [("overlapped", "small_message", True), ("overlapped", "fused", None)]
+
+
+def test_what_becomes_readable_when_the_op_is_placed_was_not_planned(two: None) -> None:
+    """A cast moves before the gather, since a matmul's epilogue in the ring would read it: the second weight stays without one."""
+
+    def f(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = all_gather(x, 0, torch.distributed.group.WORLD)
+        return torch.relu(y @ a.t()), (y @ b.t()) * s.to(BF16)
+
+    arguments = torch.randn(ROWS, K).to(BF16), torch.randn(N, K).to(BF16), torch.randn(N, K).to(BF16), torch.randn(N)
+    assert planned(report_of(f, *arguments, schedule="fused", mode="strict")) == [("overlapped", "fused", ["relu(x)", ""])]
+
+
+@pytest.mark.parametrize("kind", ["reduce", "scatter"])
+def test_a_ring_behind_reads_what_an_epilogue_ends_in(kind: str, two: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, schedules = planner.plan, iter(["fused", "ring"])
+
+    def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
+        return real(site, dataclasses.replace(config, schedule=next(schedules)))
+
+    monkeypatch.setattr(overlap_pass.planner, "plan", plan)
+    graph = HandGraph()
+    x, w, v = graph.input(ROWS, K, dtype=BF16), graph.input(K, N, name="w", dtype=BF16), graph.input(N, N, name="v", dtype=BF16)
+    h = graph.call(aten.relu.default, graph.reduce(graph.mm(x, w)))
+    report = graph.output(getattr(graph, kind)(graph.call(aten.add.Tensor, graph.mm(h, v), h))).run(schedule="auto", mode="on", sub_chunks=1)
+    assert not report.notices and [p[:2] for p in planned(report)] == [("overlapped", "fused"), ("overlapped", "ring")]
+
+
+def test_ranks_need_not_agree_on_numbers_of_their_own() -> None:
+    """What a rank computes on its own results is nobody else's."""
+    hashes = []
+    for rank in range(2):
+        with fake_group(2, rank) as group:
+            report = report_of(
+                lambda x, a: (all_gather(x, 0, group) @ a.t()) * (1.0 / (1 + rank)),  # noqa: B023
+                torch.randn(ROWS, K).to(BF16), torch.randn(N, K).to(BF16), schedule="fused", mode="strict",
+            )  # fmt: skip
+        assert planned(report)[0][2] == [f"mul(x, {1.0 / (1 + rank)})"]
+        hashes.append(report.plan_hash)
+    assert hashes[0] == hashes[1]
