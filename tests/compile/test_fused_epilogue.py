@@ -221,7 +221,7 @@ def test_kernels_behind_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) 
     for module in (fused_ops, site_ops):
         monkeypatch.setattr(module, "ready", lambda *arguments: None)
     if not epilogue:
-        monkeypatch.setattr(fused_site, "find_tail", lambda *arguments: None)
+        monkeypatch.setattr(fused_site, "find_tail", lambda *arguments, **keywords: None)
     with fake_group(2) as group, torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
 
         def mlp(x: torch.Tensor, a: torch.Tensor, bias: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
