@@ -27,6 +27,7 @@ from tests.gpu.ranks import start_rank
 from tests.gpu.repeated import host_us
 
 HIDDEN, WIDE = 2048, 1024
+PATIENCE_SECONDS = 20.0
 ops = torch.ops.overlap_inductor
 
 
@@ -97,7 +98,8 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=60)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048])
     arguments = parser.parse_args()
-    rank, world_size = start_rank()
+    # (A wait in vain says which one it was before the whole check is ended.)
+    rank, world_size = start_rank(PATIENCE_SECONDS)
     chance, failed = random.Random(rank), 0
     for pattern in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         # The largest first: smaller sites find room in its slots. The last size leaves shards of odd rows.

@@ -106,7 +106,7 @@ def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str,
             torch._dynamo.reset()
             calls = {"fused": compiled_as("fused", function)}
             calls["fused"](*inputs)
-            find, fused_site.find_tail = fused_site.find_tail, lambda *arguments: None
+            find, fused_site.find_tail = fused_site.find_tail, lambda *arguments, **keywords: None
             try:
                 # (The graph is the same, so a cache would know it.)
                 with torch._inductor.config.patch(force_disable_caches=True):
