@@ -142,7 +142,8 @@ def branches(collective: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -
 )
 def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Tensor], numerics: str) -> None:
     """A buffer handed to a transfer and written by another kernel before the wait: wrong numbers, now and then."""
-    lines = lines_of(branches(collective), (64, 32), (32, 24), (64, 32), (32, 24), sub_chunks=2, numerics=numerics)
+    sub_chunks = 2
+    lines = lines_of(branches(collective), (64, 32), (32, 24), (64, 32), (32, 24), sub_chunks=sub_chunks, numerics=numerics)
     # {exchange buffer: {hop: buffers that it sends}}
     in_flight: dict[str, dict[int, set[str]]] = {}
     checked = 0
