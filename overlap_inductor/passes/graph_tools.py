@@ -138,3 +138,13 @@ def has_unbacked(sizes: list[Any]) -> bool:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     return any(bool(free_unbacked_symbols(s)) for s in sizes if isinstance(s, torch.SymInt))
+
+
+def written_between(first: fx.Node, last: fx.Node, read: list[fx.Node]) -> bool:
+    """Whether one of ``read`` is written in place behind ``first`` and before ``last``: what reads it may not move from one to the other."""
+    node = first.next
+    while node is not last:
+        if any(argument in read for argument in operators.written(node)):
+            return True
+        node = node.next
+    return False

@@ -25,7 +25,6 @@ from overlap_inductor.passes.site_sizes import sizes_at
 from overlap_inductor.passes.site_sizes import tokens
 from overlap_inductor.passes.steps import StepEmitter
 from overlap_inductor.schedule import PlanPiece
-from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports.arena import Request
 
@@ -120,16 +119,6 @@ def _norm(site: OverlapSite) -> NormEpilogue | None:
         return None
     norm = find_norm(nodes.result)
     # (Another all-reduce, whose site may take the norm as well.)
-    if norm is None or collectives.is_a_wait(norm.residual) or _written_between(nodes.collectives[0].node, norm.residual_out, nodes.leaves[0].node.all_input_nodes):
+    if norm is None or collectives.is_a_wait(norm.residual) or tools.written_between(nodes.collectives[0].node, norm.residual_out, nodes.leaves[0].node.all_input_nodes):
         return None
     return norm
-
-
-def _written_between(first: fx.Node, last: fx.Node, operands: list[fx.Node]) -> bool:
-    """Whether one of ``operands`` is written in place between the two nodes: the matmul moves to the second one."""
-    node = first.next
-    while node is not last:
-        if any(argument in operands for argument in operators.written(node)):
-            return True
-        node = node.next
-    return False

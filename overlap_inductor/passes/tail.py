@@ -75,7 +75,7 @@ def find_tail(result: fx.Node, collective: fx.Node, most_extras: int = MOST_EXTR
             tail = region.tail(end, members)
             if planned not in (None, str(tail.epilogue)):
                 continue
-            if tail.epilogue.ops and len(tail.extras) <= most_extras and not _written_between(collective, end, [e for e, _ in tail.extras]):
+            if tail.epilogue.ops and len(tail.extras) <= most_extras and not tools.written_between(collective, end, [e for e, _ in tail.extras]):
                 return tail
     return None
 
@@ -214,13 +214,3 @@ def _stored_for(user: fx.Node) -> bool:
     if user.op == "output" or _needs_memory(user):
         return True
     return (tools.is_reshape(user) or tools.permutation(user) is not None) and all(map(_stored_for, user.users))
-
-
-def _written_between(first: fx.Node, last: fx.Node, read: list[fx.Node]) -> bool:
-    """Whether one of ``read`` is written in place between the two nodes: it is read at the first one now."""
-    node = first.next
-    while node is not last:
-        if any(argument in read for argument in operators.written(node)):
-            return True
-        node = node.next
-    return False
