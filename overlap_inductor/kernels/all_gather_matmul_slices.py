@@ -20,10 +20,10 @@ import triton.language as tl
 
 from overlap_inductor.kernels.all_gather_matmul import _store
 from overlap_inductor.kernels.all_gather_matmul import _weight_of
+from overlap_inductor.kernels.all_gather_matmul import last_block_ends
 from overlap_inductor.kernels.push import push_slice
 from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import WAIT_PART
-from overlap_inductor.kernels.signals import finish_call
 from overlap_inductor.kernels.signals import load_fence
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
@@ -93,10 +93,4 @@ def all_gather_matmul_slices(
         _store(c_desc, c, total, extra0, extra1, weight, shard, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES, EPILOGUE)
         turn = claimed(following)
 
-    tl.debug_barrier()
-    finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")
-    if finished == tl.num_programs(0) - 1:
-        for word in tl.static_range(4):
-            tl.store(queues + word, 0)
-        if not KEEP:
-            finish_call(calls, peer_flags, call, rank, WORLD)
+    last_block_ends(queues, calls, peer_flags, call, rank, WORLD, KEEP)
