@@ -63,7 +63,7 @@ def write_halves(peer, acknowledged, peer_flags, counters, stop, first, rounds, 
     offsets = rows[:, None] * C + tl.arange(0, C)[None, :]
     for i in range(first, first + rounds):
         tl.store(peer + block * R * C + offsets, tl.full((R // 2, C), 0, tl.int32) + i)
-        count_and_signal(counters + block, 2, peer_flags + block * 64, i)
+        count_and_signal(counters + block, 2, peer_flags + block * 64, i, stop)
         wait_at_least(acknowledged + block * 64 + 32, i, stop, patience, 1, 0)
 
 

@@ -1,0 +1,36 @@
+"""The litmus kernels, which only two GPUs can run, are assembled for Hopper: a changed signature is found here."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton comes with the package's test extra; environments of other torch versions may have none")
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from tests.gpu import check_litmus as litmus  # noqa: E402
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has no assembler")
+
+WRITERS = sorted({writer for writer, _, _ in litmus.WAYS if not writer.startswith("copy engine") and writer != "two blocks"})
+READERS = sorted({reader for _, reader, _ in litmus.WAYS})
+KERNELS: list[tuple[Any, dict[str, Any]]] = [
+    *((litmus.write_rounds, {"way": way}) for way in WRITERS),
+    *((litmus.read_rounds, {"way": way}) for way in READERS),
+    *((kernel, {}) for kernel in (litmus.write_halves, litmus.wait_for, litmus.give)),
+]
+
+
+@pytest.mark.parametrize(("kernel", "chosen"), KERNELS, ids=lambda value: getattr(value, "__name__", None) or str(value.get("way", "")))
+def test_a_litmus_kernel_can_be_assembled(kernel: Any, chosen: dict[str, Any]) -> None:
+    names = kernel.arg_names
+    constants = {name: value for name, value in {**chosen, "R": litmus.ROWS, "C": litmus.COLUMNS}.items() if name in names}
+    pointers = ("peer", "mine", "acknowledged", "flags", "peer_flags", "counters", "stop", "wrong", "flag")
+    types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(("desc", "peer_desc"), f"tensordesc<i32[{litmus.ROWS}, {litmus.COLUMNS}]>") | {"patience": "i64"}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()})
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["cubin"]
