@@ -30,6 +30,7 @@ from bench.timing import greatest as worst
 from bench.timing import timed
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.layout import QUEUE_WORDS
+from overlap_inductor.lowerings import chunk_sizes
 from overlap_inductor.lowerings import chunked
 from overlap_inductor.lowerings import chunked_plan
 from overlap_inductor.lowerings import fused
@@ -109,7 +110,8 @@ class Site:
             bands = [(0, self.rows)]
         else:
             parameters = chunked_plan.parameters_of(text, sms)
-            fitted = chunked_plan.fitted(pattern, self.world_size, self.rows * width * 2, parameters)
+            share = chunk_sizes.ratio(2, 2, self.b.shape[1] if pattern == "all_gather_matmul" else self.a.shape[1])
+            fitted = chunked_plan.fitted(pattern, self.world_size, self.rows * width * 2, share, parameters)
             bands = chunked_plan.bands_of(self.rows, fitted) if pattern == "matmul_all_reduce" else [(0, self.rows)]
             from_source = bands[0][1]
         if len({size for _, size in bands}) > 1:
@@ -147,15 +149,17 @@ DEFAULTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "fused, copied": ("fused", {"copies_from": 0}),
         "fused, 2 slices": ("fused", {"copies_from": NEVER, "slices": 2, "slices_to": NEVER, "pushers": 16}),
         "fused, 4 slices": ("fused", {"copies_from": NEVER, "slices": 4, "slices_to": NEVER, "pushers": 16}),
-        **{f"chunked copy_engine c{c}": ("chunked", {"transport": "copy_engine", "chunks": c}) for c in (1, 3, 7)},
+        "chunked copy_engine": ("chunked", {"transport": "copy_engine"}),
+        "chunked copy_engine c3": ("chunked", {"transport": "copy_engine", "chunks": 3}),
     },
     "matmul_reduce_scatter": {
         "fused": ("fused", {}),
-        **{f"chunked copy_engine c{c}": ("chunked", {"transport": "copy_engine", "chunks": c}) for c in (2, 3, 7)},
+        "chunked copy_engine": ("chunked", {"transport": "copy_engine"}),
+        **{f"chunked copy_engine c{c}": ("chunked", {"transport": "copy_engine", "chunks": c}) for c in (3, 7)},
     },
     "matmul_all_reduce": {
         **{f"fused parts={n}": ("fused", {"parts": n, "parts_from": 0}) for n in (1, 2, 4)},
-        "chunked copy_engine b4": ("chunked", {"transport": "copy_engine", "chunks": 0, "bands": 4}),
+        **{f"chunked copy_engine b{b}": ("chunked", {"transport": "copy_engine", "bands": b}) for b in (1, 2, 4)},
     },
 }
 """What is tried where nothing else is asked for; a fused kernel's parameters stand before the tuned ones."""

@@ -5,9 +5,9 @@ another waits on the device would stop the group; after that it only launches. (
 before it on this rank, and by ``kernels.transfer`` nothing of that waits for what comes later anywhere.)
 
 Order of rows. Rows of the other ranks are multiplied from the own shard's end on, going round; what has come, or has to leave, first, is first. A chunk is a
-run of these rows whose length has nothing to do with the number of ranks; one that goes round the end of the tensor is two matmuls.
+run of these rows, some shards or parts of one (``chunk_sizes``); one that goes round the end of the tensor is two matmuls.
 
-The host launches for W ranks and C chunks about ``W + 3 * C + 4`` things with copy engines, ``2 * C + 5`` with SMs that push.
+The host launches for W ranks and C chunks about ``2 * W + 2 * C + 3`` things with copy engines, ``2 * C + 5`` with SMs that push.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.layout import WAIT_PART
 from overlap_inductor.kernels.layout import WAIT_PARTIALS
 from overlap_inductor.kernels.partial_sums import sum_partials
+from overlap_inductor.lowerings import chunk_sizes
 from overlap_inductor.lowerings import chunked_plan
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
@@ -90,7 +91,9 @@ def all_gather_matmul(
     call = launch.prepared.get(key)
     if call is None:
         _check(shard, matmuls, "all_gather_matmul", rows, launch, parameters)
-        call = _prepare_gather(shard, launch, chunked_plan.fitted("all_gather_matmul", launch.world_size, shard.nbytes, parameters))
+        # (Matmuls of one chunk follow each other: as one of all their columns.)
+        share = chunk_sizes.ratio(shard.element_size(), shard.element_size(), sum(m.b.shape[1] for m in matmuls))
+        call = _prepare_gather(shard, launch, chunked_plan.fitted("all_gather_matmul", launch.world_size, shard.nbytes, share, parameters))
         launch.remember(key, call)
     if not shard.is_contiguous() or shard.data_ptr() % 16:
         raise UnsupportedError(f"the shard of shape {list(shard.shape)}, strides {list(shard.stride())} is not contiguous at 16 bytes")
@@ -136,9 +139,10 @@ class _Band:
 
     Attributes:
         chunks: rows of each matmul, and what sends the part of them that is other ranks'.
-        own: rows of the own shard among all; ``finished``: where their sum goes in the result; multiplied last where they are in no chunk (``own_last``).
-        add: sums ``(own rows of the product, their place in the result)``. hand_round: sends the result's finished rows where ``add`` has not.
-        receive: copies the peers' finished rows into the result's ``everyone`` (all-reduce).
+        own: rows of the own shard among all, multiplied last where they are in no chunk (``own_last``).
+        add: sums ``(own rows of the product, their place ``finished`` in the result)``.
+        receive: copies the peers' finished rows into ``everyone``, the result's rows of the band, when they have come (all-reduce).
+        hand_round: sends the result's finished rows where ``add`` has not.
     """
 
     chunks: list[tuple[list[Range], Send]]
@@ -148,8 +152,8 @@ class _Band:
     everyone: Range
     wait: PreparedKernel
     add: PreparedKernel
-    hand_round: Send | None
     receive: Callable[[torch.Tensor], None] | None
+    hand_round: Send | None
 
 
 def matmul_reduce_scatter(
@@ -171,7 +175,7 @@ def matmul_all_reduce(
 
 
 def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool) -> torch.Tensor:
-    """Bands in turn: band ``i`` is multiplied and sent, then band ``i - 1`` summed and handed round, then band ``i - 2`` received."""
+    """Bands in turn: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and handed round; then band ``i - 2`` is received."""
     launch.faults.check()
     columns, dtype = matmul.b.shape[1], matmul.dtype(a)
     key = ("chunked", pattern, a.shape, a.dtype, columns, dtype, parameters, average)
@@ -191,27 +195,36 @@ def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch,
         if start < stop:
             matmul(a[start:stop], start, stop, product)
 
+    def receive(band: _Band) -> None:
+        if band.receive is not None:
+            band.receive(out[slice(*band.everyone)])
+
+    def add_up(band: _Band) -> None:
+        band.wait()
+        band.add(product[slice(*band.own)], out[slice(*band.finished)])
+        if band.hand_round is not None:
+            with side:
+                band.hand_round(out)
+
     with one_call(launch, side):
         with side:
             credits()
-        for i in range(len(bands) + 2):
-            for band in bands[i : i + 1]:
-                for ranges, send in band.chunks:
-                    for rows in ranges:
-                        multiply(*rows)
-                    with side:
-                        send(product)
-                if band.own_last:
-                    multiply(*band.own)
-            for band in bands[i - 1 : i] if i else ():
-                band.wait()
-                band.add(product[slice(*band.own)], out[slice(*band.finished)])
-                if band.hand_round is not None:
-                    with side:
-                        band.hand_round(out)
-            for band in bands[i - 2 : i - 1] if i > 1 else ():
-                if band.receive is not None:
-                    band.receive(out[slice(*band.everyone)])
+        for i, band in enumerate(bands):
+            for number, (ranges, send) in enumerate(band.chunks):
+                for rows in ranges:
+                    multiply(*rows)
+                with side:
+                    send(product)
+                if i and number == 0:
+                    add_up(bands[i - 1])
+            if band.own_last:
+                multiply(*band.own)
+            if i > 1:
+                receive(bands[i - 2])
+        if len(bands) > 1:
+            receive(bands[-2])
+        add_up(bands[-1])
+        receive(bands[-1])
     end()
     return out[:all_rows] if reduces_all else out
 
@@ -224,7 +237,8 @@ def _prepare_reduce(
     if len(a) % world_size and not reduces_all:
         raise UnsupportedError(f"{len(a)} rows do not fall into {world_size} equal shards")
     _check(a, [matmul], pattern, rows, launch, p)
-    p = chunked_plan.fitted(pattern, world_size, rows * out.shape[1] * out.element_size(), p)
+    share = chunk_sizes.ratio(out.element_size(), a.element_size(), a.shape[1])
+    p = chunked_plan.fitted(pattern, world_size, rows * out.shape[1] * out.element_size(), share, p)
     bands = chunked_plan.bands_of(rows, p) if reduces_all else [(0, rows)]
     made: list[_Band] = []
     index, results = 0, chunked_plan.result_signals(world_size, p)
@@ -249,22 +263,22 @@ def _prepare_band(
     bounds = chunked_plan.chunk_bounds(transfer.parts, world_size, p)
     chunks: list[tuple[list[Range], Send]] = []
     for first, end in pairwise(bounds):
-        ranges = chunked_plan.chunk_rows(first, end, rank, world_size, rows, transfer.part_rows) if p.chunks else [(0, world_size * rows)]
+        ranges = [(0, world_size * rows)] if p.chunks == 0 else chunked_plan.chunk_rows(first, end, rank, world_size, rows, transfer.part_rows)
         send = transport.prepare(launch, transfer, [first, end], product)
         chunks.append(([(first_row + start, first_row + stop) for start, stop in ranges], send))
     own = first_row + rank * rows, first_row + (rank + 1) * rows
+    own_last = p.chunks != 0
+    wait = wait_kernel(launch, transfer, 0, transfer.parts * (world_size - 1), WAIT_PARTIALS)
+    everyone, behind = (first_row, first_row + world_size * rows), all_rows + first_row
     finished = own if result_index is not None else (0, rows)
-    behind = all_rows + first_row
+    back = Transfer(rows, width, rows, False, own[0], behind, result_index or 0)
     fixed = (
-        workspace[first_row * width :], slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, launch.faults.stop, rank, result_index or 0, slot.signals, rows * row_vectors, behind * row_vectors,
-        1.0 / world_size if average else 1.0, world_size, vector, last, BLOCK,
+        workspace[first_row * width :], slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, launch.faults.stop, rank, back.index, slot.signals,
+        rows * row_vectors, behind * row_vectors, 1.0 / world_size if average else 1.0, world_size, vector, last, BLOCK,
     )  # fmt: skip
     add = PreparedKernel(sum_partials, p.sms * BLOCKS_AN_SM, (product[slice(*own)], out[slice(*finished)]), fixed, num_warps=8)
-    wait = wait_kernel(launch, transfer, 0, transfer.parts * (world_size - 1), WAIT_PARTIALS)
-    everyone = first_row, first_row + world_size * rows
     if result_index is None:
-        return _Band(chunks, own, p.chunks > 0, finished, everyone, wait, add, None, None)
-    back = Transfer(rows, width, rows, False, own[0], behind, result_index)
-    hand_round = None if last else transport.prepare(launch, back, [0, world_size - 1], out)
+        return _Band(chunks, own, own_last, finished, everyone, wait, add, None, None)
+    hand_round = None if last else transport.prepare(launch, back, [0, world_size - 1], out, guarded=True)
     receive = receive_kernel(launch, out[slice(*everyone)], workspace[behind * width :], back, p.sms)
-    return _Band(chunks, own, p.chunks > 0, finished, everyone, wait, add, hand_round, receive)
+    return _Band(chunks, own, own_last, finished, everyone, wait, add, receive, hand_round)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import KW_ONLY
 from dataclasses import dataclass
 from dataclasses import replace
@@ -11,13 +13,14 @@ from typing import Any
 
 import torch
 
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.lowerings.chunk_sizes import gather_sizes
+from overlap_inductor.lowerings.chunk_sizes import scatter_sizes
 from overlap_inductor.transports.transfer import TRANSPORTS
 
 COPY_ENGINE_BYTES = 2 << 20
 """Bytes of a piece from which on copy engines are faster than SMs that push, which are missing from the matmul (2 H200s, also as one of 4 and of 8 ranks)."""
-MANY_BYTES = 8 << 20
-"""Bytes of a shard from which a reduce-scatter's matmul of one shard's rows fills an H200."""
-BAND_BYTES, MOST_BANDS = 2 << 20, 4
+BAND_BYTES, MOST_BANDS = 8 << 20, 4
 """Bytes a peer of the smallest band of an all-reduce, and how many there are at most, where its size decides."""
 
 
@@ -28,10 +31,10 @@ class ChunkedParameters:
     Attributes:
         sms: of the device.
         transport: ``copy_engine`` | ``sm_push`` | ``auto``: by the size of a piece, at each call.
-        chunks: matmuls of other ranks' rows, beside one of the own rows. 0 in an all-reduce: own and others' rows of a band are one matmul.
-        whole_shards: no more chunks than peers.
-        many_from: bytes of a shard from which there are as many chunks as peers.
-        bands: of rows of an all-reduce; a band is reduced and handed round under the matmuls of the next. 0: as many as stay large, then without chunks.
+        chunks: matmuls of other ranks' rows, beside one of the own rows, of one size. 0 in an all-reduce: own and others' rows of a band are one matmul.
+            ``None``: as few as hide the transfers (``chunk_sizes``).
+        sizes: of the chunks, in shards, in place of ``chunks``.
+        bands: of rows of an all-reduce; a band is reduced and handed round under the matmuls of the next. 0: as many as stay large.
         grain: a chunk or band begins at a multiple of so many rows of its shard: a tile of the vendor's matmul.
         pushers: blocks that push (``sm_push``).
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
@@ -39,10 +42,9 @@ class ChunkedParameters:
 
     sms: int
     transport: str = "auto"
-    chunks: int = 3
+    chunks: int | None = None
     _: KW_ONLY
-    whole_shards: bool = False
-    many_from: int = 2**62
+    sizes: Sequence[int] = ()
     bands: int = 1
     grain: int = 128
     pushers: int = 16
@@ -50,7 +52,7 @@ class ChunkedParameters:
 
     def __post_init__(self) -> None:
         least = {"chunks": 0, "bands": 0, "grain": 1, "pushers": 1}
-        small = [f"{name}={getattr(self, name)} (at least {limit})" for name, limit in least.items() if getattr(self, name) < limit]
+        small = [f"{name}={getattr(self, name)} (at least {limit})" for name, limit in least.items() if (getattr(self, name) or 0) < limit]
         if small or self.transport not in ("auto", *TRANSPORTS):
             raise ValueError(f"parameters of schedule chunked: {', '.join(small) or f'transport={self.transport!r} (auto, or one of {TRANSPORTS})'}")
 
@@ -61,25 +63,24 @@ def transports_of(pattern: str) -> tuple[str, ...]:
 
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
-    """The parameters of a pattern, for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``.
-
-    Three chunks are few launches, and what the last one leaves in sight is short; a reduction of 8 ranks' large shards gains from more. On 2 GPUs one is best: the own rows' matmul hides the whole transfer.
-    """
-    many = {"many_from": MANY_BYTES} if pattern == "matmul_reduce_scatter" else {}
-    return {"transport": transport, "chunks": 3, "whole_shards": True, "bands": 0 if pattern == "matmul_all_reduce" else 1, **many}
+    """The parameters of a pattern, for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
+    return {"transport": transport, "bands": 0 if pattern == "matmul_all_reduce" else 1}
 
 
-def fitted(pattern: str, world_size: int, shard_bytes: int, p: ChunkedParameters) -> ChunkedParameters:
-    """``p`` with what was left to the size of a call decided; ``shard_bytes``: of what goes to one peer."""
-    chunks, bands, transport = min(p.chunks, world_size - 1) if p.whole_shards else p.chunks, p.bands, p.transport
-    chunks = world_size - 1 if shard_bytes >= p.many_from else chunks
+def fitted(pattern: str, world_size: int, shard_bytes: int, ratio: float, p: ChunkedParameters) -> ChunkedParameters:
+    """``p`` with what was left to the size of a call decided; ``shard_bytes``: of what goes to one peer; ``ratio``: of its transfer to its matmul."""
+    sizes, bands, transport = tuple(p.sizes), p.bands, p.transport
     if bands == 0:
         bands = max(1, min(MOST_BANDS, shard_bytes // BAND_BYTES)) if pattern == "matmul_all_reduce" else 1
-        chunks = chunks if bands == 1 else 0
+    if p.chunks is None and not sizes:
+        sizes = (gather_sizes if pattern == "all_gather_matmul" else scatter_sizes)(world_size - 1, ratio)
+        # The band before is summed behind a band's first matmul; and only the last band's last transfer shows.
+        sizes = sizes if bands == 1 else sizes[::-1]
+    if sizes and sum(sizes) != world_size - 1:
+        raise UnsupportedError(f"chunks of {list(sizes)} shards are not the shards of {world_size - 1} peers")
     if transport == "auto":
-        pieces = bands * _most_parts(world_size, chunks)
-        transport = "copy_engine" if shard_bytes >= pieces * COPY_ENGINE_BYTES else "sm_push"
-    return replace(p, chunks=chunks, bands=bands, transport=transport)
+        transport = "copy_engine" if shard_bytes >= bands * _most_parts(world_size, p) * COPY_ENGINE_BYTES else "sm_push"
+    return replace(p, sizes=sizes, bands=bands, transport=transport)
 
 
 @functools.cache
@@ -99,19 +100,21 @@ def bands_of(rows: int, parameters: ChunkedParameters) -> list[tuple[int, int]]:
     return [(start, min(size, rows - start)) for start in range(0, rows, size)]
 
 
-def _most_parts(world_size: int, chunks: int) -> int:
-    return max(1, -(-chunks // (world_size - 1)))
+def _most_parts(world_size: int, p: ChunkedParameters) -> int:
+    return 1 if p.chunks is None or p.sizes else max(1, -(-p.chunks // (world_size - 1)))
 
 
 def part_rows_of(rows: int, world_size: int, parameters: ChunkedParameters) -> int:
     """Rows of a part of a shard: all of them, or fewer where there are more chunks than peers."""
-    return _cut(rows, _most_parts(world_size, parameters.chunks), parameters.grain)
+    return _cut(rows, _most_parts(world_size, parameters), parameters.grain)
 
 
 def chunk_bounds(parts: int, world_size: int, parameters: ChunkedParameters) -> list[int]:
-    """Numbers of parts (``transports.transfer``) at which chunks begin, and the number of all; a first chunk is never larger than a later one by a part."""
+    """Numbers of parts (``transports.transfer``) at which chunks begin, and the number of all; of ``fitted`` parameters."""
     count = parts * (world_size - 1)
-    chunks = max(1, min(parameters.chunks, count))
+    if parameters.sizes:
+        return [0, *(parts * size for size in itertools.accumulate(parameters.sizes))]
+    chunks = max(1, min(parameters.chunks or 0, count))
     return [i * count // chunks for i in range(chunks + 1)]
 
 
@@ -130,7 +133,7 @@ def chunk_rows(first: int, last: int, rank: int, world_size: int, rows: int, par
 
 def result_signals(world_size: int, parameters: ChunkedParameters) -> int:
     """The first of an all-reduce's flags for finished bands, one each, behind those for the parts of all bands."""
-    return (parameters.bands or MOST_BANDS) * _most_parts(world_size, parameters.chunks)
+    return (parameters.bands or MOST_BANDS) * _most_parts(world_size, parameters)
 
 
 def needed(pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: ChunkedParameters) -> tuple[int, int]:
@@ -139,7 +142,7 @@ def needed(pattern: str, world_size: int, rows: int, inner: int, columns: int, i
     if pattern == "matmul_all_reduce":
         signals = result_signals(world_size, parameters) + (parameters.bands or MOST_BANDS)
         return 2 * world_size * rows * columns * itemsize, signals
-    return world_size * rows * (inner if pattern == "all_gather_matmul" else columns) * itemsize, _most_parts(world_size, parameters.chunks)
+    return world_size * rows * (inner if pattern == "all_gather_matmul" else columns) * itemsize, _most_parts(world_size, parameters)
 
 
 def why_not(dtype: torch.dtype, inner: int, columns: int, scaled: bool = False) -> str | None:

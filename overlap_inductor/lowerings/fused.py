@@ -20,7 +20,7 @@ from overlap_inductor.lowerings.fused_launch import key_of
 from overlap_inductor.lowerings.fused_plan import MOST_WEIGHTS
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.lowerings.fused_reduce import prepare_reduce
-from overlap_inductor.transports.copy_engine import prepare_without_kernels
+from overlap_inductor.transports.copy_engine import copies_with_flags
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
 from overlap_inductor.transports.side_stream import one_call
@@ -84,7 +84,7 @@ def _with_copies(a: torch.Tensor, launch: Launch, multiply: Callable[[], None], 
     side, key = side_stream(a.device), ("send", a.shape, a.dtype)
     send = launch.prepared.get(key)
     if send is None:
-        send = prepare_without_kernels(launch, Transfer(a.shape[0], a.shape[1], a.shape[0], scattered=False), a)
+        send = copies_with_flags(launch, Transfer(a.shape[0], a.shape[1], a.shape[0], scattered=False), range(launch.world_size - 1), a)
         launch.remember(key, send)
     credit_kernel(launch)()
     with one_call(launch, side):

@@ -13,8 +13,8 @@ from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.transfer import Transfer
 from overlap_inductor.transports.workspace import Launch
 
-BLOCK = 2048
-"""Elements that a block copies at once."""
+BLOCK, BLOCKS_AN_SM = 2048, 4
+"""Elements that a block copies at once, and blocks an SM: fewer have too few loads in flight."""
 
 
 def wait_kernel(launch: Launch, transfer: Transfer, first: int, last: int, kind: int) -> PreparedKernel:
@@ -34,7 +34,7 @@ def receive_kernel(launch: Launch, everyone: torch.Tensor, finished: torch.Tenso
         everyone: an example of the result, ``[world_size * rows, width]``; finished: the workspace from these rows on.
     """
     world_size = launch.world_size
-    stripes, vector = max(1, sms // (world_size - 1)), 16 // everyone.element_size()
+    stripes, vector = max(1, BLOCKS_AN_SM * sms // (world_size - 1)), 16 // everyone.element_size()
     wait = wait_kernel(launch, transfer, 0, transfer.parts * (world_size - 1), WAIT_RESULT)
     fixed = (finished, launch.rank, everyone.numel() // world_size // vector, world_size, stripes, vector, BLOCK)
     copy = PreparedKernel(receive_rows, stripes * (world_size - 1), (everyone,), fixed, num_warps=8)

@@ -23,7 +23,7 @@ class SmPush:
 
     blocks: int
 
-    def prepare(self, launch: Launch, transfer: Transfer, bounds: Sequence[int], source: torch.Tensor) -> Send:
+    def prepare(self, launch: Launch, transfer: Transfer, bounds: Sequence[int], source: torch.Tensor, guarded: bool = False) -> Send:
         """As ``Transport.prepare``; receivers are told after each part. Rows are whole 16-byte words."""
         slot, row_vectors = launch.slot, transfer.width * source.element_size() // 16
         fixed = (

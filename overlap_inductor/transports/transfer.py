@@ -73,10 +73,10 @@ class Transfer:
 class Transport(Protocol):
     """What moves parts ``bounds[0] .. bounds[-1]`` of a transfer, one after the other."""
 
-    def prepare(self, launch: Launch, transfer: Transfer, bounds: Sequence[int], source: torch.Tensor) -> Send:
+    def prepare(self, launch: Launch, transfer: Transfer, bounds: Sequence[int], source: torch.Tensor, guarded: bool = False) -> Send:
         """Make ready for launching; ``source``: an example of what will be sent, contiguous at 16 bytes.
 
         ``bounds``: at each of them the receivers are to know that all before it has come; a transport may tell them earlier. The credits of the receivers have been
-        awaited on the stream before a send is started.
+        awaited on the stream before a send is started. ``guarded``: what is sent rests on other waits of this call, too; where one was given up nobody is told.
         """
         ...

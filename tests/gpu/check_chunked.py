@@ -32,9 +32,9 @@ ops = torch.ops.overlap_inductor
 
 
 def settings(pattern: str, world_size: int) -> list[dict[str, Any]]:
-    chunks = [{"chunks": 1}, {"chunks": 3}, {"chunks": world_size - 1}, {"chunks": 2 * (world_size - 1)}]
+    chunks: list[dict[str, Any]] = [{}, {"chunks": 1}, {"chunks": 3}, {"chunks": world_size - 1}, {"chunks": 2 * (world_size - 1)}]
     if pattern == "matmul_all_reduce":
-        chunks += [{"chunks": 0, "bands": 4}, {"chunks": 1, "bands": 2}, {"chunks": 3, "bands": 3}]
+        chunks += [{"bands": 2}, {"chunks": 0, "bands": 4}, {"chunks": 1, "bands": 2}, {"chunks": 3, "bands": 3}]
     return [{"transport": transport, **some} for transport in ("copy_engine", "sm_push") for some in chunks]
 
 

@@ -29,7 +29,7 @@ SMALL = ChunkedParameters(2, "copy_engine", 1, grain=8, pushers=2)
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` of a shard, and ``missing`` ones at the end of an all-reduce. Each call has one chunk more than the one before, in the same slot: what flags count must not rest on the site."""
+    """``rows`` of a shard, and ``missing`` ones at the end of an all-reduce. Each call has one chunk more than the one before (where their number is given), in the same slot: what flags count must not rest on the site."""
 
     pattern: str
     world_size: int
@@ -43,7 +43,8 @@ class Case:
     missing: int = 0
 
     def at(self, call: int) -> ChunkedParameters:
-        return replace(self.parameters, chunks=self.parameters.chunks + call)
+        p = self.parameters
+        return p if p.chunks is None else replace(p, chunks=p.chunks + call)
 
 
 CASES = {
@@ -52,13 +53,19 @@ CASES = {
     "gather, uneven chunks of one shard, bias": Case(GATHER, 2, 40, replace(SMALL, chunks=2), bias=True),
     "gather, uneven chunks across shards": Case(GATHER, 3, 20, replace(SMALL, chunks=3)),
     "gather, two matmuls, gathered used, pushed": Case(GATHER, 3, 16, replace(SMALL, chunks=2, transport="sm_push"), two=True),
+    "gather, as many chunks as hide transfers": Case(GATHER, 4, 16, replace(SMALL, chunks=None)),
+    "gather, chunks of given sizes": Case(GATHER, 4, 16, replace(SMALL, chunks=None, sizes=(1, 2))),
     "scatter": Case(SCATTER, 2, 16, SMALL),
+    "scatter, as many chunks as hide transfers": Case(SCATTER, 4, 16, replace(SMALL, chunks=None), bias=True),
+    "scatter, chunks of given sizes, pushed": Case(SCATTER, 4, 16, replace(SMALL, chunks=None, sizes=(2, 1), transport="sm_push")),
     "scatter, three ranks, uneven chunks, bias": Case(SCATTER, 3, 20, replace(SMALL, chunks=3), bias=True),
     "scatter an average, pushed": Case(SCATTER, 3, 40, replace(SMALL, chunks=2, transport="sm_push", pushers=3), average=True),
     "all-reduce": Case(REDUCE, 2, 16, SMALL),
     "all-reduce, bands in one matmul each": Case(REDUCE, 3, 40, replace(SMALL, chunks=0, bands=3), bias=True),
     "all-reduce, bands, pushed": Case(REDUCE, 3, 40, replace(SMALL, chunks=2, bands=4, transport="sm_push")),
     "all-reduce of uneven rows": Case(REDUCE, 3, 16, replace(SMALL, chunks=0, bands=2, transport="auto"), missing=2),
+    "all-reduce, as many chunks as hide transfers": Case(REDUCE, 4, 24, replace(SMALL, chunks=None, bands=3)),
+    "all-reduce, chunks of given sizes": Case(REDUCE, 4, 24, replace(SMALL, chunks=None, bands=2, sizes=(1, 2)), bias=True),
     "all-reduce of fewer rows than ranks": Case(REDUCE, 3, 1, replace(SMALL, bands=0), missing=1),
     "all-reduce an average, two bands": Case(REDUCE, 2, 24, replace(SMALL, chunks=1, bands=2), average=True),
 }
@@ -119,7 +126,7 @@ def _round_once(rank: int, workspace: SharedWorkspace, out: torch.Tensor) -> Non
 @pytest.mark.parametrize(("pattern", "what", "peer"), [(GATHER, "rows", 1), (SCATTER, "partial sums", 2), (REDUCE, "partial sums", 2)])
 def test_a_peer_that_never_comes(pattern: str, what: str, peer: int) -> None:
     """Everything ends; the next call says which site waited for whom, and runs nothing."""
-    launch = SharedWorkspace.of(3, 20_000, 4).launch(0, patience_ns=20_000)
+    launch = SharedWorkspace.of(3, 20_000, 8).launch(0, patience_ns=20_000)
     a, b = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t()
 
     def call() -> None:

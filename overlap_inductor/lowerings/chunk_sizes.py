@@ -1,0 +1,69 @@
+"""How many shards schedule ``chunked`` multiplies at a time, so that no transfer shows and matmuls are few. No torch here.
+
+Time is counted in matmuls of one shard's rows, ``ratio`` is the time of one shard's transfer. Transfers go one after the other, matmuls too; each rank multiplies its own
+shard in one of them: first where shards are gathered, last where sums are scattered. ::
+
+    gather:   each chunk is what has come when the one before it is multiplied, one shard at least
+    scatter:  from the last chunk on, each as large as its transfer still ends before that of the next one has to begin; sizes even where that does no harm
+
+Where a transfer takes longer than a matmul (``ratio > 1``) the link decides, and few even chunks keep it busy. Source: own; measured for 4 and 8 ranks in
+``bench/results/mirrored.jsonl``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+LINK_BOUND_CHUNKS = 3
+"""Chunks where the link decides."""
+FLOPS_A_BYTE = 2300
+"""What an H200 multiplies (bf16) while it sends a byte, its fixed costs for pieces of 4 to 32 MB included: 620 TFLOP/s against 379 GB/s and 5 us a piece."""
+
+
+def ratio(sent_itemsize: int, operand_itemsize: int, other: int) -> float:
+    """Time of a shard's transfer over that of its matmul; ``other``: columns of the right operand (gather), or K (scatter): the dimension that is not sent."""
+    return sent_itemsize * FLOPS_A_BYTE * (2 / operand_itemsize) / (2 * other)
+
+
+@functools.cache
+def gather_sizes(peers: int, ratio: float) -> tuple[int, ...]:
+    """Shards of each chunk of ``peers`` shards that come."""
+    if ratio > 1:
+        return _even(peers, LINK_BOUND_CHUNKS)
+    sizes: list[int] = []
+    while (done := sum(sizes)) < peers:
+        arrived = min(peers, int((1 + done) / ratio))
+        sizes.append(max(1, arrived - done))
+    return tuple(sizes)
+
+
+@functools.cache
+def scatter_sizes(peers: int, ratio: float) -> tuple[int, ...]:
+    """Shards of each chunk of ``peers`` shards that leave."""
+    if ratio > 1:
+        return _even(peers, LINK_BOUND_CHUNKS)
+    sizes: list[int] = []
+    left, deadline = peers, float(peers + 1)
+    while left:
+        size = min(left, max(1, int((deadline - left) / ratio)))
+        sizes.insert(0, size)
+        left, deadline = left - size, deadline - size * ratio
+    sizes.sort(reverse=True)
+    even = (*_even(peers - sizes[-1], len(sizes) - 1), sizes[-1]) if len(sizes) > 1 else tuple(sizes)
+    return even if last_transfer(even, ratio) <= peers + 1 else tuple(sizes)
+
+
+def last_transfer(sizes: Sequence[int], ratio: float) -> float:
+    """When the last transfer of scattered chunks ends."""
+    multiplied, sent = 0, 0.0
+    for size in sizes:
+        multiplied += size
+        sent = max(sent, multiplied) + size * ratio
+    return sent
+
+
+def _even(shards: int, most: int) -> tuple[int, ...]:
+    """``shards`` in at most so many sizes, larger ones first."""
+    count = min(shards, most)
+    return tuple(shards // count + (i < shards % count) for i in range(count))

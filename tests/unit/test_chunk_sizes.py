@@ -1,0 +1,64 @@
+"""Sizes of ``chunked``'s chunks: transfers stay hidden, with the fewest matmuls."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from overlap_inductor.lowerings import chunk_sizes
+
+SHORT = [i / 50 for i in range(1, 51)]
+"""Ratios of a transfer to its matmul where the matmul decides."""
+
+
+def _compositions(shards: int) -> Iterator[tuple[int, ...]]:
+    for cuts in itertools.product((False, True), repeat=shards - 1):
+        sizes = [1]
+        for cut in cuts:
+            if cut:
+                sizes.append(1)
+            else:
+                sizes[-1] += 1
+        yield tuple(sizes)
+
+
+@pytest.mark.parametrize("peers", [1, 3, 7, 8, 15, 63])
+def test_scattered_chunks_hide_all_transfers_but_the_last_matmuls(peers: int) -> None:
+    for ratio in SHORT:
+        sizes = chunk_sizes.scatter_sizes(peers, ratio)
+        assert sum(sizes) == peers and min(sizes) > 0
+        assert chunk_sizes.last_transfer(sizes, ratio) <= peers + 1 + 1e-9, (ratio, sizes)
+
+
+@pytest.mark.parametrize("peers", [1, 2, 3, 5, 7])
+def test_no_fewer_scattered_chunks_would_do(peers: int) -> None:
+    for ratio in SHORT:
+        fewest = min(len(sizes) for sizes in _compositions(peers) if chunk_sizes.last_transfer(sizes, ratio) <= peers + 1 + 1e-9)
+        assert len(chunk_sizes.scatter_sizes(peers, ratio)) == fewest, ratio
+
+
+@pytest.mark.parametrize("peers", [1, 3, 7, 15, 63])
+def test_gathered_chunks_are_what_has_come(peers: int) -> None:
+    for ratio in SHORT:
+        sizes = chunk_sizes.gather_sizes(peers, ratio)
+        assert sum(sizes) == peers
+        for number, size in enumerate(sizes):
+            before = sum(sizes[:number])
+            last = before + size == peers
+            # Nothing waits for more than the shard that is on its way, and what has come is not left for later.
+            assert size == 1 or (before + size) * ratio <= 1 + before
+            assert last or size == 1 or (before + size + 1) * ratio > 1 + before
+
+
+def test_a_link_that_decides_is_kept_busy_by_few_chunks() -> None:
+    assert chunk_sizes.scatter_sizes(7, 1.5) == chunk_sizes.gather_sizes(7, 1.5) == (3, 2, 2)
+    assert chunk_sizes.scatter_sizes(1, 9.0) == chunk_sizes.gather_sizes(1, 9.0) == (1,)
+
+
+def test_llama3_70b_on_8_and_4_gpus() -> None:
+    eight, four = chunk_sizes.ratio(2, 2, 28672 // 8), chunk_sizes.ratio(2, 2, 28672 // 4)
+    assert (chunk_sizes.scatter_sizes(7, eight), chunk_sizes.gather_sizes(7, eight)) == ((2, 2, 2, 1), (1, 2, 3, 1))
+    assert (chunk_sizes.scatter_sizes(3, four), chunk_sizes.gather_sizes(3, four)) == ((3,), (3,))
+    assert chunk_sizes.ratio(2, 1, 3584) == 2 * chunk_sizes.ratio(2, 2, 3584) == 2 * chunk_sizes.ratio(1, 1, 3584), "fp8 multiplies twice as fast; half the bytes"
