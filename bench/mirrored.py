@@ -30,7 +30,6 @@ from bench.timing import greatest as worst
 from bench.timing import timed
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.layout import QUEUE_WORDS
-from overlap_inductor.lowerings import chunk_sizes
 from overlap_inductor.lowerings import chunked
 from overlap_inductor.lowerings import chunked_plan
 from overlap_inductor.lowerings import fused
@@ -110,8 +109,7 @@ class Site:
             bands = [(0, self.rows)]
         else:
             parameters = chunked_plan.parameters_of(text, sms)
-            share = chunk_sizes.ratio(2, 2, self.b.shape[1] if pattern == "all_gather_matmul" else self.a.shape[1])
-            fitted = chunked_plan.fitted(pattern, self.world_size, self.rows * width * 2, share, parameters)
+            fitted = chunked_plan.fitted(pattern, self.world_size, self.rows, *self.b.shape, 2, 2, parameters)
             bands = chunked_plan.bands_of(self.rows, fitted) if pattern == "matmul_all_reduce" else [(0, self.rows)]
             from_source = bands[0][1]
         if len({size for _, size in bands}) > 1:
@@ -145,10 +143,10 @@ class Site:
 NEVER = fused_plan.NEVER
 DEFAULTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "all_gather_matmul": {
-        "fused, pushed": ("fused", {"copies_from": NEVER}),
-        "fused, copied": ("fused", {"copies_from": 0}),
-        "fused, 2 slices": ("fused", {"copies_from": NEVER, "slices": 2, "slices_to": NEVER, "pushers": 16}),
-        "fused, 4 slices": ("fused", {"copies_from": NEVER, "slices": 4, "slices_to": NEVER, "pushers": 16}),
+        "fused, pushed": ("fused", {"copies_from": NEVER, "slices": 1}),
+        "fused, copied": ("fused", {"copies_from": 0, "slices": 1}),
+        "fused, 2 slices": ("fused", {"copies_from": NEVER, "slices": 2, "slices_tiles": NEVER}),
+        "fused, 4 slices": ("fused", {"copies_from": NEVER, "slices": 4, "slices_tiles": NEVER}),
         "chunked copy_engine": ("chunked", {"transport": "copy_engine"}),
         "chunked copy_engine c3": ("chunked", {"transport": "copy_engine", "chunks": 3}),
     },

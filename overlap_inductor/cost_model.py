@@ -27,11 +27,6 @@ class SiteSizes:
     tiles: int = 0
     gathers: bool = False
 
-    @property
-    def kind(self) -> int:
-        """0: a gather; else the legs of a reduction."""
-        return 0 if self.gathers else self.legs
-
 
 def matmul_seconds(sizes: SiteSizes, machine: Machine) -> float:
     return sizes.flops / machine.matmul_flops.get(sizes.itemsize, min(machine.matmul_flops.values()))
@@ -50,11 +45,16 @@ def ring_seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
     return max(matmul, wire) + exposed + steps * machine.step_seconds
 
 
+def _kind(sizes: SiteSizes, matmul: float, wire: float) -> int:
+    """0: a gather; 1: a scatter; 2: an all-reduce; 3: one whose wire takes longer than its matmul."""
+    return 0 if sizes.gathers else sizes.legs + (sizes.legs > 1 and wire > matmul)
+
+
 def fused_seconds(sizes: SiteSizes, machine: Machine) -> float:
     """Seconds of one fused kernel: the longer of matmul and wire, and for each leg a fixed cost and the part of its wire that stays in sight."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
-    exposed = machine.fused_exposed[sizes.kind] * min(matmul, wire)
+    exposed = machine.fused_exposed[_kind(sizes, matmul, wire)] * min(matmul, wire)
     return max(matmul, wire) + exposed + sizes.legs * machine.fused_leg_seconds
 
 
@@ -74,7 +74,7 @@ def chunked_seconds(sizes: SiteSizes, machine: Machine) -> float:
     """Seconds of vendor matmuls on chunks beside transfers: the longer of both, a part of the shorter, and a fixed cost a leg."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
-    exposed = machine.chunked_exposed[sizes.kind] * min(matmul, wire)
+    exposed = machine.chunked_exposed[_kind(sizes, matmul, wire)] * min(matmul, wire)
     return max(matmul, wire) + exposed + sizes.legs * machine.chunked_leg_seconds
 
 

@@ -17,7 +17,8 @@ class Machine:
         link_bytes: B/s each way between two ranks; collective_seconds: fixed cost of a collective.
         step_seconds: fixed cost of one hop of a ring.
         overlapped_efficiency: rate of chunk matmuls while transfers run beside them, relative to one whole matmul alone.
-        fused_exposed: part of the wire time that a fused kernel leaves in sight, of a gather, a scatter, an all-reduce; fused_leg_seconds: its fixed cost a leg.
+        fused_exposed: part of the shorter of matmul and wire that a fused kernel leaves in sight, of a gather, a scatter, an all-reduce with a longer matmul, and one
+            with a longer wire; fused_leg_seconds: its fixed cost a leg.
         chunked_exposed, chunked_leg_seconds, chunked_ranks: the same of vendor matmuls on chunks; chunked_host_seconds: matmuls shorter than this leave the
             host no time for their launches.
         push_bytes: B/s each way that SMs store to peers; push_seconds: fixed cost of a small all-reduce; push_leg_seconds: of its second leg.
@@ -31,12 +32,12 @@ class Machine:
     step_seconds: float
     collective_seconds: float
     overlapped_efficiency: float
-    fused_exposed: tuple[float, float, float] = (0.02, 0.12, 0.22)
+    fused_exposed: tuple[float, float, float, float] = (0.05, 0.12, 0.21, 0.31)
     fused_leg_seconds: float = 45e-6
     fused_ranks: int = 4
     fused_tiles: int = 200
-    chunked_exposed: tuple[float, float, float] = (0.25, 0.14, 0.6)
-    chunked_leg_seconds: float = 20e-6
+    chunked_exposed: tuple[float, float, float, float] = (0.12, 0.1, 0.36, 0.25)
+    chunked_leg_seconds: float = 30e-6
     chunked_host_seconds: float = 250e-6
     chunked_ranks: int = 4
     push_bytes: float = 3e11

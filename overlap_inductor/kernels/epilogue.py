@@ -23,7 +23,6 @@ TRITON_OPS = {
     "abs": "tl.abs({0})",
     "add": "{0} + {1}",
     "div": "{0} / {1}",
-    "erf": "tl.erf({0})",
     "exp": "tl.exp({0})",
     # (As torch's, also where an operand is no number.)
     "maximum": "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",
@@ -33,7 +32,6 @@ TRITON_OPS = {
     "relu": "tl.where({0} < 0, 0.0, {0})",
     "sigmoid": "tl.sigmoid({0})",
     "sub": "{0} - {1}",
-    "tanh": "tanh({0})",
     "to": "{0}.to(tl.{1}).to(tl.float32)",
 }
 
@@ -43,16 +41,6 @@ _LOADS = {
     "column": "tl.load({0} + at_m, mask=inside_m, other=0.0)[:, None]",
     "scalar": "tl.load({0})",
 }
-
-
-@triton.jit
-def tanh(x):
-    """To some 4e-7 of its value, without the branch that libdevice's has, across which an accumulator would be kept on the stack."""
-    square = x * x
-    near_zero = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    e = tl.exp(-2.0 * tl.abs(x))
-    away = (1.0 - e) / (1.0 + e)
-    return tl.where(tl.abs(x) < 0.25, near_zero, tl.where(x < 0, -away, away))
 
 
 @triton.jit
@@ -116,6 +104,6 @@ def function_of(programs: tuple[Program | None, ...]) -> Any:
     name = f"<epilogue {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     # Triton reads a function's source by its file's name, and an entry without a time is never looked for on disk.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    namespace = {"__name__": __name__, "tl": tl, "tanh": tanh}
+    namespace = {"__name__": __name__, "tl": tl}
     exec(compile(source, name, "exec"), namespace)
     return triton.jit(namespace["epilogue"])

@@ -3,7 +3,7 @@
 Time is counted in matmuls of one shard's rows, ``ratio`` is the time of one shard's transfer. Transfers go one after the other, matmuls too; each rank multiplies its own
 shard in one of them: first where shards are gathered, last where sums are scattered. ::
 
-    gather:   each chunk is what has come when the one before it is multiplied, one shard at least
+    gather:   each chunk is what has come shortly before the one before it is multiplied, one shard at least
     scatter:  from the last chunk on, each as large as its transfer still ends before that of the next one has to begin; sizes even where that does no harm
 
 Where a transfer takes longer than a matmul (``ratio > 1``) the link decides, and few even chunks keep it busy. Source: own; measured for 4 and 8 ranks in
@@ -17,23 +17,29 @@ from collections.abc import Sequence
 
 LINK_BOUND_CHUNKS = 3
 """Chunks where the link decides."""
+LATE = 0.4
+"""Of a shard's matmul: what comes so late before a chunk begins is not counted on, as a chunk waits for all of its shards."""
 FLOPS_A_BYTE = 2300
 """What an H200 multiplies (bf16) while it sends a byte, its fixed costs for pieces of 4 to 32 MB included: 620 TFLOP/s against 379 GB/s and 5 us a piece."""
 
 
-def ratio(sent_itemsize: int, operand_itemsize: int, other: int) -> float:
+def transfer_ratio(sent_itemsize: int, operand_itemsize: int, other: int) -> float:
     """Time of a shard's transfer over that of its matmul; ``other``: columns of the right operand (gather), or K (scatter): the dimension that is not sent."""
     return sent_itemsize * FLOPS_A_BYTE * (2 / operand_itemsize) / (2 * other)
 
 
+LEAST_WAVES = 0.4
+"""A matmul of fewer tiles takes as long as one of so many, so that a shard is too little for a chunk."""
+
+
 @functools.cache
-def gather_sizes(peers: int, ratio: float) -> tuple[int, ...]:
-    """Shards of each chunk of ``peers`` shards that come."""
-    if ratio > 1:
+def gather_sizes(peers: int, ratio: float, waves: float) -> tuple[int, ...]:
+    """Shards of each chunk of ``peers`` shards that come; ``waves``: of tiles that one shard's matmul has."""
+    if ratio > 1 or waves < LEAST_WAVES:
         return _even(peers, LINK_BOUND_CHUNKS)
     sizes: list[int] = []
     while (done := sum(sizes)) < peers:
-        arrived = min(peers, int((1 + done) / ratio))
+        arrived = min(peers, int((1 + done - LATE) / ratio))
         sizes.append(max(1, arrived - done))
     return tuple(sizes)
 

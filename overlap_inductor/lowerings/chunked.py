@@ -23,7 +23,6 @@ from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.layout import WAIT_PART
 from overlap_inductor.kernels.layout import WAIT_PARTIALS
 from overlap_inductor.kernels.partial_sums import sum_partials
-from overlap_inductor.lowerings import chunk_sizes
 from overlap_inductor.lowerings import chunked_plan
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
@@ -92,8 +91,9 @@ def all_gather_matmul(
     if call is None:
         _check(shard, matmuls, "all_gather_matmul", rows, launch, parameters)
         # (Matmuls of one chunk follow each other: as one of all their columns.)
-        share = chunk_sizes.ratio(shard.element_size(), shard.element_size(), sum(m.b.shape[1] for m in matmuls))
-        call = _prepare_gather(shard, launch, chunked_plan.fitted("all_gather_matmul", launch.world_size, shard.nbytes, share, parameters))
+        columns, itemsize = sum(m.b.shape[1] for m in matmuls), shard.element_size()
+        fitted = chunked_plan.fitted("all_gather_matmul", launch.world_size, rows, shard.shape[1], columns, itemsize, itemsize, parameters)
+        call = _prepare_gather(shard, launch, fitted)
         launch.remember(key, call)
     if not shard.is_contiguous() or shard.data_ptr() % 16:
         raise UnsupportedError(f"the shard of shape {list(shard.shape)}, strides {list(shard.stride())} is not contiguous at 16 bytes")
@@ -237,8 +237,7 @@ def _prepare_reduce(
     if len(a) % world_size and not reduces_all:
         raise UnsupportedError(f"{len(a)} rows do not fall into {world_size} equal shards")
     _check(a, [matmul], pattern, rows, launch, p)
-    share = chunk_sizes.ratio(out.element_size(), a.element_size(), a.shape[1])
-    p = chunked_plan.fitted(pattern, world_size, rows * out.shape[1] * out.element_size(), share, p)
+    p = chunked_plan.fitted(pattern, world_size, rows, a.shape[1], out.shape[1], out.element_size(), a.element_size(), p)
     bands = chunked_plan.bands_of(rows, p) if reduces_all else [(0, rows)]
     made: list[_Band] = []
     index, results = 0, chunked_plan.result_signals(world_size, p)

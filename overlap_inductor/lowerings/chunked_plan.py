@@ -16,10 +16,13 @@ import torch
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.lowerings.chunk_sizes import gather_sizes
 from overlap_inductor.lowerings.chunk_sizes import scatter_sizes
+from overlap_inductor.lowerings.chunk_sizes import transfer_ratio
 from overlap_inductor.transports.transfer import TRANSPORTS
 
 COPY_ENGINE_BYTES = 2 << 20
 """Bytes of a piece from which on copy engines are faster than SMs that push, which are missing from the matmul (2 H200s, also as one of 4 and of 8 ranks)."""
+TILE = 128, 256
+"""Rows and columns that an SM multiplies at once."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4
 """Bytes a peer of the smallest band of an all-reduce, and how many there are at most, where its size decides."""
 
@@ -67,13 +70,17 @@ def settings_for(pattern: str, transport: str) -> dict[str, Any]:
     return {"transport": transport, "bands": 0 if pattern == "matmul_all_reduce" else 1}
 
 
-def fitted(pattern: str, world_size: int, shard_bytes: int, ratio: float, p: ChunkedParameters) -> ChunkedParameters:
-    """``p`` with what was left to the size of a call decided; ``shard_bytes``: of what goes to one peer; ``ratio``: of its transfer to its matmul."""
-    sizes, bands, transport = tuple(p.sizes), p.bands, p.transport
+def fitted(pattern: str, world_size: int, rows: int, inner: int, columns: int, sent_itemsize: int, itemsize: int, p: ChunkedParameters) -> ChunkedParameters:
+    """``p`` with what was left to the size of a call decided: ``rows`` of a shard, ``inner`` its K, ``columns`` its N, ``itemsize`` of the matmul's operands."""
+    sizes, bands, transport, gathers = tuple(p.sizes), p.bands, p.transport, pattern == "all_gather_matmul"
+    sent, other = (inner, columns) if gathers else (columns, inner)
+    shard_bytes = rows * sent * sent_itemsize
     if bands == 0:
         bands = max(1, min(MOST_BANDS, shard_bytes // BAND_BYTES)) if pattern == "matmul_all_reduce" else 1
     if p.chunks is None and not sizes:
-        sizes = (gather_sizes if pattern == "all_gather_matmul" else scatter_sizes)(world_size - 1, ratio)
+        ratio = transfer_ratio(sent_itemsize, itemsize, other)
+        tiles = -(-rows // TILE[0]) * -(-columns // TILE[1])
+        sizes = gather_sizes(world_size - 1, ratio, tiles / p.sms) if gathers else scatter_sizes(world_size - 1, ratio)
         # The band before is summed behind a band's first matmul; and only the last band's last transfer shows.
         sizes = sizes if bands == 1 else sizes[::-1]
     if sizes and sum(sizes) != world_size - 1:

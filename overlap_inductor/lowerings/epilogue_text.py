@@ -26,7 +26,6 @@ TORCH_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "abs": torch.abs,
     "add": operator.add,
     "div": operator.truediv,
-    "erf": torch.erf,
     "exp": torch.exp,
     "maximum": lambda a, b: torch.maximum(a, torch.as_tensor(b, dtype=torch.float32, device=a.device)),
     "minimum": lambda a, b: torch.minimum(a, torch.as_tensor(b, dtype=torch.float32, device=a.device)),
@@ -35,7 +34,6 @@ TORCH_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "relu": torch.relu,
     "sigmoid": torch.sigmoid,
     "sub": operator.sub,
-    "tanh": torch.tanh,
     "to": lambda a, dtype: a.to(getattr(torch, dtype)).float(),
 }
 """Ops on fp32 tensors; of two arguments one may be a number, of ``maximum`` and ``minimum`` the second."""

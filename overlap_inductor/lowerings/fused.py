@@ -19,6 +19,7 @@ from overlap_inductor.lowerings.fused_launch import Tail
 from overlap_inductor.lowerings.fused_launch import key_of
 from overlap_inductor.lowerings.fused_plan import MOST_WEIGHTS
 from overlap_inductor.lowerings.fused_plan import FusedParameters
+from overlap_inductor.lowerings.fused_plan import slices_of
 from overlap_inductor.lowerings.fused_reduce import prepare_reduce
 from overlap_inductor.transports.copy_engine import copies_with_flags
 from overlap_inductor.transports.credits import credit_kernel
@@ -56,11 +57,12 @@ def all_gather_matmuls(
     """
     launch.faults.check()
     results = [torch.empty(launch.world_size * a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) for b in rhs]
-    copied = a.nbytes >= parameters.copies_from
+    slices = slices_of(launch.world_size * a.shape[0], sum(b.shape[1] for b in rhs), parameters)
+    copied = slices == 1 and a.nbytes >= parameters.copies_from
     key = key_of("all_gather_matmul", a, rhs, biases, tail, parameters, keep)
     kernel = launch.prepared.get(key)
     if kernel is None:
-        kernel = prepare_gather(a, rhs, results, launch, parameters, biases, keep, tail, copied)
+        kernel = prepare_gather(a, rhs, results, launch, parameters, biases, keep, tail, copied, slices)
         if keep:
             end_kernel(launch)
         launch.remember(key, kernel)

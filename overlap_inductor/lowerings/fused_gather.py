@@ -38,7 +38,9 @@ def prepare_gather(
     keep: bool,
     tail: Tail,
     copied: bool,
+    slices: int,
 ) -> PreparedKernel:
+    """``copied``: copy engines send the shard; ``slices``: in which blocks push it, if more than one."""
     world_size, slot = launch.world_size, launch.slot
     rows, inner = a.shape
     # (A copy more costs more than a shard that comes whole.)
@@ -63,15 +65,15 @@ def prepare_gather(
     what = (p.halves, transposed.pop(), bias_bits, tail.function, keep)
     counts, row_bytes = (len(rhs), world_size, -(-rows // part_rows)), inner * a.element_size()
     varying += [*[None] * (4 * others), *tail.operands]
-    if p.slices > 1 and not p.pushers:
-        raise UnsupportedError("a gather in slices has its shard pushed by its first blocks: pushers must be at least 1")
-    if not copied and p.slices > 1 and world_size * rows <= p.slices_to:
-        size = -(-inner // (p.slices * p.block_k)) * p.block_k
+    if slices > 1:
+        if not p.slices_pushers:
+            raise UnsupportedError("a gather in slices has its shard pushed by its first blocks: slices_pushers must be at least 1")
+        size = -(-inner // (slices * p.block_k)) * p.block_k
         words = -(-size * a.element_size() // 4)
         columns_at_once = min(triton.next_power_of_2(words), COPY_WORDS // 8)
         fixed: tuple[Any, ...] = (
             *columns, *which, row_bytes // 16, part_rows, size, size * a.element_size() // 16, slot.signals,
-            *counts, -(-inner // size), p.pieces, p.pushers, COPY_WORDS // columns_at_once, columns_at_once, *tiles, 32 * p.warps, *what,
+            *counts, -(-inner // size), p.pieces, p.slices_pushers, COPY_WORDS // columns_at_once, columns_at_once, *tiles, 32 * p.warps, *what,
         )  # fmt: skip
         kernel: Any = all_gather_matmul_slices
     else:

@@ -26,7 +26,8 @@ class FusedParameters:
         copies_from: bytes of an all-gather's shard from which copy engines send it, not SMs.
         parts: bands a shard, from ``parts_from`` rows of the whole matmul on; below one.
         pieces, pushers: pieces that a band is pushed in, and blocks that push before they multiply (all-gather).
-        slices, slices_to: slices along K in which a shard comes and a tile waits for it (all-gather), up to so many rows of the whole matmul.
+        slices, slices_tiles, slices_pushers: slices along K in which a shard is pushed, by so many blocks, and a tile waits for it (all-gather), up to so many tiles
+            (0: as many as blocks, all on the SMs at once); fewer of more tiles (``slices_of``).
         lag, copy_lag: bands by which own tiles follow the peers', and copies those (all-reduce).
         stagger_ns: between the starts of neighbouring blocks (reductions).
         halves: tiles are stored in two halves, which leaves shared memory for one stage more.
@@ -41,7 +42,8 @@ class FusedParameters:
     pieces: int = 16
     pushers: int = 8
     slices: int = 1
-    slices_to: int = 0
+    slices_tiles: int = 0
+    slices_pushers: int = 16
     block_m: int = 128
     block_n: int = 256
     block_k: int = 64
@@ -56,11 +58,11 @@ class FusedParameters:
 
 
 TUNED: Mapping[str, Mapping[str, Any]] = {
-    "all_gather_matmul": {"parts": 4, "parts_from": 4096, "pushers": 12, "stages": 4, "halves": True},
+    "all_gather_matmul": {"parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "stages": 4, "halves": True},
     "matmul_reduce_scatter": {"stagger_ns": 150, "stages": 4, "halves": True},
     "matmul_all_reduce": {"parts": 2, "parts_from": 4096, "stagger_ns": 150, "stages": 4, "halves": True},
 }
-"""The best of what was tried on 2 and 4 H200s (bench/results/fused.jsonl), by pattern."""
+"""The best of what was tried on 2 and 4 H200s (bench/results/fused.jsonl), and as one of 4 and of 8 ranks on 2 (bench/results/mirrored.jsonl), by pattern."""
 
 
 MOST_WEIGHTS = 4
@@ -74,7 +76,7 @@ def transports_of(pattern: str) -> tuple[str, ...]:
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
     """The tuned parameters of a pattern, for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
-    copies = {"auto": {"copies_from": COPIES_FROM}, "copy_engine": {"copies_from": 0}}.get(transport, {})
+    copies = {"auto": {"copies_from": COPIES_FROM}, "copy_engine": {"copies_from": 0, "slices": 1}}.get(transport, {})
     return {**TUNED[pattern], **(copies if pattern == "all_gather_matmul" else {})}
 
 
@@ -82,6 +84,13 @@ def settings_for(pattern: str, transport: str) -> dict[str, Any]:
 def parameters_of(settings: str, blocks: int) -> FusedParameters:
     """The parameters that a plan's ``settings`` (JSON text) and the device's number of SMs make."""
     return FusedParameters(blocks, **json.loads(settings))
+
+
+def slices_of(rows: int, columns: int, parameters: FusedParameters) -> int:
+    """Slices along K of a gather's matmul of so many rows and columns in all: none (1) from two waves of tiles on, where tiles of whole rows fill the SMs meanwhile."""
+    tiles = -(-rows // parameters.block_m) * -(-columns // parameters.block_n)
+    most = parameters.slices_tiles or parameters.blocks
+    return max(1, parameters.slices * most // max(most, tiles))
 
 
 def band_rows(rows: int, world_size: int, parameters: FusedParameters) -> int:

@@ -3,7 +3,8 @@
 A tail begins at a matmul of a gathered tensor, or at a reduction's result, and ends at one node, the only one of it that others read. It reads besides at most
 ``MOST_EXTRAS`` tensors: of the result's shape, a row, a column or one element. What Inductor computes for nothing in a kernel of its own is left to it: the end
 must be in memory anyway, because a matmul, a collective or the graph's caller reads it, or something that a matmul stands before (a residual stream).
-Of a longer chain the longest such part is taken.
+Of a longer chain the longest such part is taken. ``erf`` and ``tanh`` are left to it, too: on tiles, with the tensor cores idle, a GELU took 3 % of a
+matmul longer than in a kernel behind it (2 H200s, K = 8192).
 
 A node falls to one site at most: what a tail reads besides stands before its own collective and is no other collective's result, behind which that one's site may take the
 same nodes (a norm, ``passes.norm_epilogue``).
@@ -38,7 +39,6 @@ _OPS = {
     aten.clamp_max.default: "minimum",
     aten.clamp_min.default: "maximum",
     aten.div.Tensor: "div",
-    aten.erf.default: "erf",
     aten.exp.default: "exp",
     aten.maximum.default: "maximum",
     aten.minimum.default: "minimum",
@@ -47,7 +47,6 @@ _OPS = {
     aten.relu.default: "relu",
     aten.sigmoid.default: "sigmoid",
     aten.sub.Tensor: "sub",
-    aten.tanh.default: "tanh",
 }
 
 

@@ -148,8 +148,8 @@ def workspace_of(report: OverlapReport, made: HandGraph) -> dict[str, list[list[
 
 
 def test_the_plan_asks_for_workspace() -> None:
-    """Bytes: a gather the gathered tensor; a scatter every source's shard in whole tiles of 128 rows, an all-reduce twice that. Signals: a band each."""
-    for site, numbers in ((gather_site, [48 * 16 * 2, 1]), (scatter_site, [256 * 40 * 2, 1]), (reduce_site, [2 * 256 * 40 * 2, 2])):
+    """Bytes: a gather the gathered tensor; a scatter every source's shard in whole tiles of 128 rows, an all-reduce twice that. Signals: a band each, of a gather a slice each."""
+    for site, numbers in ((gather_site, [48 * 16 * 2, 4]), (scatter_site, [256 * 40 * 2, 1]), (reduce_site, [2 * 256 * 40 * 2, 2])):
         with fake_group(2):
             made = site()
             assert workspace_of(made.run(schedule="fused"), made) == {"0": [numbers]}
@@ -221,8 +221,8 @@ class TestGolden(TestCase):
             self.assertExpectedInline(golden(gather_site()), """\
 x: bfloat16[24, 16] = input
 w: bfloat16[16, 40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-542fd07f", 1536, 1]]', 4096)
-fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], False, '{"copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-542fd07f')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-542fd07f", 1536, 4]]', 4096)
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], False, '{"copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "stages": 4}', '0', 'all_gather_matmul-542fd07f')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
 getitem_2: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
 return [getitem_2]
@@ -235,8 +235,8 @@ x: bfloat16[24, 16] = input
 bias: bfloat16[8] = input
 v: bfloat16[16, 8] = input
 w: bfloat16[16, 40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-40cbc28f", 1536, 1]]', 4096)
-fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [v, w], [bias, None], True, '{"copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "stages": 4}', '0', 'all_gather_matmul-40cbc28f')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-40cbc28f", 1536, 4]]', 4096)
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [v, w], [bias, None], True, '{"copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "stages": 4}', '0', 'all_gather_matmul-40cbc28f')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
 getitem_2: bfloat16[48, 16] = <built-in function getitem>(getitem, 2)
 getitem_3: bfloat16[48, 8] = <built-in function getitem>(getitem, 0)

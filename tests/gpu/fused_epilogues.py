@@ -33,7 +33,7 @@ def _sites(w: int, tokens: int, hidden: int, wide: int) -> dict[str, tuple[Funct
     x, y = _half(rows, hidden), _half(tokens, wide)
     up, down, bias = _half(hidden, wide, scale=hidden**-0.5), _half(wide, hidden, scale=wide**-0.5), _half(wide)
     row, own, whole = _half(hidden), _half(rows, hidden), _half(tokens, hidden)
-    acts = {"silu": F.silu, "gelu": F.gelu, "gelu by tanh": functools.partial(F.gelu, approximate="tanh"), "squared relu": lambda t: torch.relu(t) ** 2}
+    acts = {"silu": F.silu, "sigmoid": torch.sigmoid, "squared relu": lambda t: torch.relu(t) ** 2}
     found: dict[str, tuple[Function, Function, list[torch.Tensor], str]] = {}
     for name, act in acts.items():
         found[f"gather, bias, {name}"] = (
@@ -84,7 +84,7 @@ def kernel_counts(compiled_as: Compile, rank: int, world_size: int) -> dict[str,
     """Kernels of the fused site, and of the same matmul and pointwise ops on one GPU as max-autotune's Triton templates (rank 0's; the others wait)."""
     found = {}
     for name, (function, plain, inputs, _) in _sites(world_size, 1024, 1024, 1024).items():
-        if name not in ("gather, bias, gelu", "scatter, scaled, residual"):
+        if name not in ("gather, bias, silu", "scatter, scaled, residual"):
             continue
         torch._dynamo.reset()
         compiled = compiled_as("fused", function)

@@ -57,7 +57,8 @@ class Variant:
 
 def variants(schedules: Sequence[str]) -> list[Variant]:
     """Every way of every pattern of these schedules, each with more than one band, chunk or group where there are rows enough."""
-    found = [Variant("fused", p, "sm_push", {**fused_plan.TUNED[p], "parts": 2, "parts_from": 0}) for p in (GATHER, SCATTER, REDUCE)]
+    found = [Variant("fused", p, "sm_push", {**fused_plan.TUNED[p], "parts": 2, "parts_from": 0, "slices": 1}) for p in (GATHER, SCATTER, REDUCE)]
+    found.append(Variant("fused", GATHER, "slices", {**fused_plan.settings_for(GATHER, "sm_push"), "slices_tiles": fused_plan.NEVER}))
     found.append(Variant("fused", GATHER, "copy_engine", fused_plan.settings_for(GATHER, "copy_engine")))
     for transport in ("copy_engine", "sm_push"):
         for pattern in (GATHER, SCATTER, REDUCE):

@@ -26,7 +26,7 @@ from tests.kernels.ranks import shared
 from tests.kernels.shared_memory import SMALL_TILES
 
 SILU = (("neg", "x"), ("exp", "t0"), ("add", "t1", 1.0), ("div", "x", "t2"))
-ONE_ARGUMENT = ("abs", "erf", "exp", "neg", "relu", "sigmoid", "tanh")
+ONE_ARGUMENT = ("abs", "exp", "neg", "relu", "sigmoid")
 
 
 @triton.jit

@@ -45,7 +45,7 @@ class Case:
     slices: int = 1
 
     def parameters(self, call: int) -> FusedParameters:
-        return FusedParameters(self.blocks, copies_from=self.copies_from, slices=self.slices, slices_to=2**20, parts=self.parts + call, pieces=self.pieces + call, pushers=self.pushers, **SMALL_TILES)
+        return FusedParameters(self.blocks, copies_from=self.copies_from, slices=self.slices, slices_tiles=2**20, slices_pushers=self.pushers, parts=self.parts + call, pieces=self.pieces + call, pushers=self.pushers, **SMALL_TILES)
 
 
 CASES = {

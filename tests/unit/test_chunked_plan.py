@@ -75,7 +75,7 @@ def test_what_is_planned_for_the_most_rows_serves_fewer(pattern: str, world_size
     p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for(pattern, "auto")), 132)
     nbytes, signals = chunked_plan.needed(pattern, world_size, 5000, 4096, 8192, 2, p)
     for rows in (1, 100, 129, 300, 1000, 2000, 5000):
-        chosen = chunked_plan.fitted(pattern, world_size, rows * 8192 * 2, 0.6, p)
+        chosen = chunked_plan.fitted(pattern, world_size, rows, 4096, 8192, 2, 2, p)
         bands = chunked_plan.bands_of(rows, chosen)
         parts = sum(-(-size // chunked_plan.part_rows_of(size, world_size, chosen)) for _, size in bands)
         used = chunked_plan.result_signals(world_size, chosen) + len(bands) if pattern == "matmul_all_reduce" else parts
@@ -85,22 +85,24 @@ def test_what_is_planned_for_the_most_rows_serves_fewer(pattern: str, world_size
 
 def test_small_pieces_are_pushed_and_bands_stay_large() -> None:
     p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("matmul_all_reduce", "auto")), 132)
-    chosen = [chunked_plan.fitted("all_gather_matmul", 8, mb << 20, 0.6, p).transport for mb in (1, 3, 4, 16)]
+    chosen = [chunked_plan.fitted("all_gather_matmul", 8, 64 * mb, 8192, 3584, 2, 2, p).transport for mb in (1, 3, 4, 16)]
     assert chosen == ["sm_push", "copy_engine", "copy_engine", "copy_engine"]
-    bands = [chunked_plan.fitted("matmul_all_reduce", 8, mb << 20, 0.64, p) for mb in (1, 8, 16, 64)]
+    bands = [chunked_plan.fitted("matmul_all_reduce", 8, 64 * mb, 3584, 8192, 2, 2, p) for mb in (1, 8, 16, 64)]
     assert [(b.bands, b.sizes, b.transport) for b in bands] == [
         (1, (2, 2, 2, 1), "sm_push"),
         (1, (2, 2, 2, 1), "copy_engine"),
         (2, (1, 2, 2, 2), "copy_engine"),
         (4, (1, 2, 2, 2), "copy_engine"),
     ]
+    gathers = [chunked_plan.fitted("all_gather_matmul", 8, rows, 8192, 3584, 2, 2, p).sizes for rows in (256, 512)]
+    assert gathers == [(3, 2, 2), (1, 1, 2, 3)], "a shard of few tiles is too little for a chunk"
     forced = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("all_gather_matmul", "copy_engine")), 132)
-    assert chunked_plan.fitted("all_gather_matmul", 8, 1 << 20, 0.6, forced).transport == "copy_engine"
+    assert chunked_plan.fitted("all_gather_matmul", 8, 64, 8192, 3584, 2, 2, forced).transport == "copy_engine"
 
 
 def test_sizes_are_of_all_peers_shards() -> None:
     with pytest.raises(UnsupportedError, match=r"chunks of \[2, 2\] shards are not the shards of 3 peers"):
-        chunked_plan.fitted("all_gather_matmul", 4, 1 << 20, 0.5, ChunkedParameters(132, sizes=(2, 2)))
+        chunked_plan.fitted("all_gather_matmul", 4, 512, 4096, 4096, 2, 2, ChunkedParameters(132, sizes=(2, 2)))
 
 
 def test_a_bad_parameter_is_named() -> None:
