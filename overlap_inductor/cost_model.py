@@ -79,12 +79,14 @@ def chunked_seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def chunked_pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """As ``fused_pays``; and the matmul is long enough for the host to launch what a call takes."""
-    if sizes.tiles < machine.fused_tiles or matmul_seconds(sizes, machine) < machine.chunked_host_seconds:
+    """As ``fused_pays``; and a call takes the GPU no less time than the host, which would be what a model without CUDA graphs waits for."""
+    seconds = chunked_seconds(sizes, machine)
+    host = machine.chunked_host_seconds + sizes.legs * (sizes.world_size - 1) * machine.chunked_peer_seconds
+    if sizes.tiles < machine.fused_tiles or seconds < host:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
     margin = _MARGIN if sizes.world_size <= machine.chunked_ranks else _MARGIN_UNMEASURED
-    return chunked_seconds(sizes, machine) * margin < keep
+    return seconds * margin < keep
 
 
 def small_message_seconds(sizes: SiteSizes, machine: Machine) -> float:

@@ -19,8 +19,8 @@ class Machine:
         overlapped_efficiency: rate of chunk matmuls while transfers run beside them, relative to one whole matmul alone.
         fused_exposed: part of the shorter of matmul and wire that a fused kernel leaves in sight, of a gather, a scatter, an all-reduce with a longer matmul, and one
             with a longer wire; fused_leg_seconds: its fixed cost a leg.
-        chunked_exposed, chunked_leg_seconds, chunked_ranks: the same of vendor matmuls on chunks; chunked_host_seconds: matmuls shorter than this leave the
-            host no time for their launches.
+        chunked_exposed, chunked_leg_seconds, chunked_ranks: the same of vendor matmuls on chunks; chunked_host_seconds, chunked_peer_seconds: of the host, for the
+            launches of a call, and of each peer's leg.
         push_bytes: B/s each way that SMs store to peers; push_seconds: fixed cost of a small all-reduce; push_leg_seconds: of its second leg.
         wave_efficiency: rate of matmul and collective beside each other in groups of waves; wave_groups: groups that a call is cut into.
         fused_ranks: largest group in which that was measured; fused_tiles: tiles from which on a fused kernel is worth a thought.
@@ -38,7 +38,8 @@ class Machine:
     fused_tiles: int = 200
     chunked_exposed: tuple[float, float, float, float] = (0.12, 0.1, 0.36, 0.25)
     chunked_leg_seconds: float = 30e-6
-    chunked_host_seconds: float = 250e-6
+    chunked_host_seconds: float = 200e-6
+    chunked_peer_seconds: float = 10e-6
     chunked_ranks: int = 4
     push_bytes: float = 3e11
     push_seconds: float = 8e-6

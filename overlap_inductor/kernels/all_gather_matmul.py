@@ -133,7 +133,7 @@ def last_block_ends(queues, calls, peer_flags, call, rank, WORLD: tl.constexpr, 
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")
     if finished == tl.num_programs(0) - 1:
-        for word in tl.static_range(4):
+        for word in tl.static_range(5):
             tl.store(queues + word, 0)
         if not KEEP:
             finish_call(calls, peer_flags, call, rank, WORLD)

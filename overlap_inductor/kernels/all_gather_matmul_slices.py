@@ -58,7 +58,8 @@ def all_gather_matmul_slices(
     for w in tl.static_range(COUNT):
         tiles_n += tl.cdiv(weights[w][4], BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
-    sending = tl.program_id(0) < PUSHERS
+    # (Whichever blocks start first: those that wait may leave no room for others.)
+    sending = tl.atomic_add(queues + 4, 1, sem="relaxed") < PUSHERS
     while sending:
         # (Products of four: so it is known that masks end between 16-byte words.)
         sending = push_slice(words, peer_data, peer_flags, flags, queues, call, rows, row_vectors * 4, part_rows, slice_vectors * 4, rank, site, stop, patience, signals, WORLD, PARTS, SLICES, PIECES, ROWS, COLUMNS, KEEP)

@@ -50,7 +50,7 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
     for step in range(1, WORLD):
         peer = _peer(rank, step, WORLD)
         wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
-    tl.store(announced, call + 1, mask=may_store(stop))
+    tl.store(announced, tl.where(may_store(stop), call + 1, call))
 
 
 @triton.jit(do_not_specialize=["rank", "site", "index", "first", "signals"])

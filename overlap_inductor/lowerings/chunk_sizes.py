@@ -12,11 +12,10 @@ Where a transfer takes longer than a matmul (``ratio > 1``) the link decides, an
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
-LINK_BOUND_CHUNKS = 3
-"""Chunks where the link decides."""
+FEW_CHUNKS = 3
+"""Chunks where the link decides, the smallest last; or where a shard's matmul is too small, the smallest first."""
 LATE = 0.4
 """Of a shard's matmul: what comes so late before a chunk begins is not counted on, as a chunk waits for all of its shards."""
 FLOPS_A_BYTE = 2300
@@ -32,11 +31,12 @@ LEAST_WAVES = 0.4
 """A matmul of fewer tiles takes as long as one of so many, so that a shard is too little for a chunk."""
 
 
-@functools.cache
 def gather_sizes(peers: int, ratio: float, waves: float) -> tuple[int, ...]:
     """Shards of each chunk of ``peers`` shards that come; ``waves``: of tiles that one shard's matmul has."""
-    if ratio > 1 or waves < LEAST_WAVES:
-        return _even(peers, LINK_BOUND_CHUNKS)
+    if ratio > 1:
+        return _even(peers, FEW_CHUNKS)
+    if waves < LEAST_WAVES:
+        return _even(peers, FEW_CHUNKS)[::-1]
     sizes: list[int] = []
     while (done := sum(sizes)) < peers:
         arrived = min(peers, int((1 + done - LATE) / ratio))
@@ -44,11 +44,10 @@ def gather_sizes(peers: int, ratio: float, waves: float) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-@functools.cache
 def scatter_sizes(peers: int, ratio: float) -> tuple[int, ...]:
     """Shards of each chunk of ``peers`` shards that leave."""
     if ratio > 1:
-        return _even(peers, LINK_BOUND_CHUNKS)
+        return _even(peers, FEW_CHUNKS)
     sizes: list[int] = []
     left, deadline = peers, float(peers + 1)
     while left:

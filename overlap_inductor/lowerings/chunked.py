@@ -7,7 +7,8 @@ before it on this rank, and by ``kernels.transfer`` nothing of that waits for wh
 Order of rows. Rows of the other ranks are multiplied from the own shard's end on, going round; what has come, or has to leave, first, is first. A chunk is a
 run of these rows, some shards or parts of one (``chunk_sizes``); one that goes round the end of the tensor is two matmuls.
 
-The host launches for W ranks and C chunks about ``2 * W + 2 * C + 3`` things with copy engines, ``2 * C + 5`` with SMs that push.
+The host launches for W ranks and C chunks (of each of B bands) about ``2 * W + 2 * C + 3`` things for a gather or a scatter with copy engines,
+``B * (3 * W + C + 5)`` for an all-reduce, and without the multiples of W with SMs that push.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def _prepare_gather(shard: torch.Tensor, launch: Launch, p: ChunkedParameters) -
         for first, last in pairwise(bounds)
     ]
     workspace = launch.slot.data.local[: world_size * shard.nbytes].view(shard.dtype).view(world_size * rows, width)
-    return _Gather(_transport(p).prepare(launch, transfer, bounds, shard), chunks, workspace)
+    return _Gather(_transport(p).prepare(launch, transfer, range(bounds[-1]), shard), chunks, workspace)
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ def _prepare_band(
     chunks: list[tuple[list[Range], Send]] = []
     for first, end in pairwise(bounds):
         ranges = [(0, world_size * rows)] if p.chunks == 0 else chunked_plan.chunk_rows(first, end, rank, world_size, rows, transfer.part_rows)
-        send = transport.prepare(launch, transfer, [first, end], product)
+        send = transport.prepare(launch, transfer, range(first, end), product)
         chunks.append(([(first_row + start, first_row + stop) for start, stop in ranges], send))
     own = first_row + rank * rows, first_row + (rank + 1) * rows
     own_last = p.chunks != 0
@@ -278,6 +279,6 @@ def _prepare_band(
     add = PreparedKernel(sum_partials, p.sms * BLOCKS_AN_SM, (product[slice(*own)], out[slice(*finished)]), fixed, num_warps=8)
     if result_index is None:
         return _Band(chunks, own, own_last, finished, everyone, wait, add, None, None)
-    hand_round = None if last else transport.prepare(launch, back, [0, world_size - 1], out, guarded=True)
+    hand_round = None if last else transport.prepare(launch, back, range(world_size - 1), out, guarded=True)
     receive = receive_kernel(launch, out[slice(*everyone)], workspace[behind * width :], back, p.sms)
     return _Band(chunks, own, own_last, finished, everyone, wait, add, receive, hand_round)

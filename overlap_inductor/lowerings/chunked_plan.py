@@ -56,6 +56,8 @@ class ChunkedParameters:
     def __post_init__(self) -> None:
         least = {"chunks": 0, "bands": 0, "grain": 1, "pushers": 1}
         small = [f"{name}={getattr(self, name)} (at least {limit})" for name, limit in least.items() if (getattr(self, name) or 0) < limit]
+        if self.chunks is not None and self.sizes:
+            small.append(f"chunks={self.chunks} beside sizes={list(self.sizes)} (one of both)")
         if small or self.transport not in ("auto", *TRANSPORTS):
             raise ValueError(f"parameters of schedule chunked: {', '.join(small) or f'transport={self.transport!r} (auto, or one of {TRANSPORTS})'}")
 

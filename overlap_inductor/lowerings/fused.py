@@ -57,7 +57,7 @@ def all_gather_matmuls(
     """
     launch.faults.check()
     results = [torch.empty(launch.world_size * a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) for b in rhs]
-    slices = slices_of(launch.world_size * a.shape[0], sum(b.shape[1] for b in rhs), parameters)
+    slices = slices_of(launch.world_size, a, rhs, parameters)
     copied = slices == 1 and a.nbytes >= parameters.copies_from
     key = key_of("all_gather_matmul", a, rhs, biases, tail, parameters, keep)
     kernel = launch.prepared.get(key)

@@ -26,8 +26,8 @@ class FusedParameters:
         copies_from: bytes of an all-gather's shard from which copy engines send it, not SMs.
         parts: bands a shard, from ``parts_from`` rows of the whole matmul on; below one.
         pieces, pushers: pieces that a band is pushed in, and blocks that push before they multiply (all-gather).
-        slices, slices_tiles, slices_pushers: slices along K in which a shard is pushed, by so many blocks, and a tile waits for it (all-gather), up to so many tiles
-            (0: as many as blocks, all on the SMs at once); fewer of more tiles (``slices_of``).
+        slices, slices_tiles, slices_pushers: slices along K in which a shard is pushed, by so many blocks, and a tile waits for it (all-gather), up to so many tiles;
+            fewer of more tiles (``slices_of``). Numbers of the plan, not of the GPU: all ranks must cut alike.
         lag, copy_lag: bands by which own tiles follow the peers', and copies those (all-reduce).
         stagger_ns: between the starts of neighbouring blocks (reductions).
         halves: tiles are stored in two halves, which leaves shared memory for one stage more.
@@ -58,7 +58,7 @@ class FusedParameters:
 
 
 TUNED: Mapping[str, Mapping[str, Any]] = {
-    "all_gather_matmul": {"parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "stages": 4, "halves": True},
+    "all_gather_matmul": {"parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4, "halves": True},
     "matmul_reduce_scatter": {"stagger_ns": 150, "stages": 4, "halves": True},
     "matmul_all_reduce": {"parts": 2, "parts_from": 4096, "stagger_ns": 150, "stages": 4, "halves": True},
 }
@@ -76,7 +76,7 @@ def transports_of(pattern: str) -> tuple[str, ...]:
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
     """The tuned parameters of a pattern, for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
-    copies = {"auto": {"copies_from": COPIES_FROM}, "copy_engine": {"copies_from": 0, "slices": 1}}.get(transport, {})
+    copies = {"auto": {"copies_from": COPIES_FROM}, "copy_engine": {"copies_from": 0}}.get(transport, {})
     return {**TUNED[pattern], **(copies if pattern == "all_gather_matmul" else {})}
 
 
@@ -86,11 +86,16 @@ def parameters_of(settings: str, blocks: int) -> FusedParameters:
     return FusedParameters(blocks, **json.loads(settings))
 
 
-def slices_of(rows: int, columns: int, parameters: FusedParameters) -> int:
-    """Slices along K of a gather's matmul of so many rows and columns in all: none (1) from two waves of tiles on, where tiles of whole rows fill the SMs meanwhile."""
-    tiles = -(-rows // parameters.block_m) * -(-columns // parameters.block_n)
-    most = parameters.slices_tiles or parameters.blocks
-    return max(1, parameters.slices * most // max(most, tiles))
+def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor], parameters: FusedParameters) -> int:
+    """Slices along K of a gather of ``shard [rows, K]`` multiplied by each of ``rhs [K, N]``; 1: none.
+
+    As many as planned where all tiles are on the SMs at once, fewer of more tiles: tiles of shards that are there are then multiplied meanwhile. None of shards that
+    copy engines send.
+    """
+    if shard.nbytes > parameters.copies_from:
+        return 1
+    tiles = world_size * -(-shard.shape[0] // parameters.block_m) * sum(-(-b.shape[1] // parameters.block_n) for b in rhs)
+    return max(1, parameters.slices * parameters.slices_tiles // max(parameters.slices_tiles, tiles, 1))
 
 
 def band_rows(rows: int, world_size: int, parameters: FusedParameters) -> int:

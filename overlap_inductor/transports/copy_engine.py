@@ -8,7 +8,8 @@ Ordering: copies of a stream run one after the other, and the next begins when w
 flag sees it (``tests.gpu.check_litmus``, "copy engine, copied flag").
 
 Nothing holds back a copy where the wait for leave before it was given up (a kernel's stores are masked then, ``kernels.signals.may_store``): only its signal is not given.
-So a peer that was stopped in the middle of a call for longer than the group's timeout may find other rows there; its next call raises the error.
+After an abort every wait ends at once, so that calls that are queued by then copy, too; a peer that is still in the call before may find other rows there. Its
+next call raises the error, since it has waited in vain by then, or been told; the results of that one call are not to be relied on.
 What rests on later waits (``guarded``) is signalled by a kernel, which does not where one was given up.
 """
 
@@ -40,9 +41,8 @@ def _copy(launch: Launch, transfer: Transfer, number: int, source: torch.Tensor)
 
 
 class CopyEngine:
-    def prepare(self, launch: Launch, transfer: Transfer, bounds: Sequence[int], source: torch.Tensor, guarded: bool = False) -> Send:
+    def prepare(self, launch: Launch, transfer: Transfer, numbers: range, source: torch.Tensor, guarded: bool = False) -> Send:
         """As ``Transport.prepare``. Receivers are told of every part, and at the end where ``guarded``."""
-        numbers = range(bounds[0], bounds[-1])
         return (_signalled_by_kernel if guarded else copies_with_flags)(launch, transfer, numbers, source)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +22,11 @@ class SmPush:
 
     blocks: int
 
-    def prepare(self, launch: Launch, transfer: Transfer, bounds: Sequence[int], source: torch.Tensor, guarded: bool = False) -> Send:
+    def prepare(self, launch: Launch, transfer: Transfer, numbers: range, source: torch.Tensor, guarded: bool = False) -> Send:
         """As ``Transport.prepare``; receivers are told after each part. Rows are whole 16-byte words."""
         slot, row_vectors = launch.slot, transfer.width * source.element_size() // 16
         fixed = (
-            slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, launch.faults.stop, launch.rank, transfer.index, bounds[0], bounds[-1] - bounds[0], slot.signals,
+            slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, launch.faults.stop, launch.rank, transfer.index, numbers.start, len(numbers), slot.signals,
             transfer.rows * row_vectors, transfer.part_rows * row_vectors, transfer.origin * row_vectors, transfer.base * row_vectors,
             launch.world_size, transfer.parts, self.blocks, transfer.direction, transfer.scattered, COPY_WORDS,
         )  # fmt: skip

@@ -7,7 +7,6 @@ it with one call on the current stream.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,12 +70,12 @@ class Transfer:
 
 
 class Transport(Protocol):
-    """What moves parts ``bounds[0] .. bounds[-1]`` of a transfer, one after the other."""
+    """What moves parts of a transfer, one after the other."""
 
-    def prepare(self, launch: Launch, transfer: Transfer, bounds: Sequence[int], source: torch.Tensor, guarded: bool = False) -> Send:
-        """Make ready for launching; ``source``: an example of what will be sent, contiguous at 16 bytes.
+    def prepare(self, launch: Launch, transfer: Transfer, numbers: range, source: torch.Tensor, guarded: bool = False) -> Send:
+        """Make parts ``numbers`` ready for launching; ``source``: an example of what will be sent, contiguous at 16 bytes.
 
-        ``bounds``: at each of them the receivers are to know that all before it has come; a transport may tell them earlier. The credits of the receivers have been
-        awaited on the stream before a send is started. ``guarded``: what is sent rests on other waits of this call, too; where one was given up nobody is told.
+        Receivers are told of each part when it has come, or of all at the end. Their credits have been awaited on the stream before a send is started.
+        ``guarded``: what is sent rests on other waits of this call, too; where one was given up nobody is told.
         """
         ...

@@ -15,6 +15,7 @@ from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.lowerings import chunked
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.chunked_plan import needed
+from overlap_inductor.lowerings.chunked_plan import result_signals
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import at_rest
@@ -53,10 +54,12 @@ CASES = {
     "gather, uneven chunks of one shard, bias": Case(GATHER, 2, 40, replace(SMALL, chunks=2), bias=True),
     "gather, uneven chunks across shards": Case(GATHER, 3, 20, replace(SMALL, chunks=3)),
     "gather, two matmuls, gathered used, pushed": Case(GATHER, 3, 16, replace(SMALL, chunks=2, transport="sm_push"), two=True),
-    "gather, as many chunks as hide transfers": Case(GATHER, 4, 16, replace(SMALL, chunks=None)),
+    "gather, as many chunks as hide transfers": Case(GATHER, 4, 16, replace(SMALL, chunks=None), columns=7200),
+    "gather, few chunks where the link decides": Case(GATHER, 4, 16, replace(SMALL, chunks=None)),
     "gather, chunks of given sizes": Case(GATHER, 4, 16, replace(SMALL, chunks=None, sizes=(1, 2))),
     "scatter": Case(SCATTER, 2, 16, SMALL),
-    "scatter, as many chunks as hide transfers": Case(SCATTER, 4, 16, replace(SMALL, chunks=None), bias=True),
+    "scatter, as many chunks as hide transfers": Case(SCATTER, 4, 16, replace(SMALL, chunks=None), inner=4000, bias=True),
+    "scatter, few chunks where the link decides": Case(SCATTER, 4, 16, replace(SMALL, chunks=None)),
     "scatter, chunks of given sizes, pushed": Case(SCATTER, 4, 16, replace(SMALL, chunks=None, sizes=(2, 1), transport="sm_push")),
     "scatter, three ranks, uneven chunks, bias": Case(SCATTER, 3, 20, replace(SMALL, chunks=3), bias=True),
     "scatter an average, pushed": Case(SCATTER, 3, 40, replace(SMALL, chunks=2, transport="sm_push", pushers=3), average=True),
@@ -64,7 +67,7 @@ CASES = {
     "all-reduce, bands in one matmul each": Case(REDUCE, 3, 40, replace(SMALL, chunks=0, bands=3), bias=True),
     "all-reduce, bands, pushed": Case(REDUCE, 3, 40, replace(SMALL, chunks=2, bands=4, transport="sm_push")),
     "all-reduce of uneven rows": Case(REDUCE, 3, 16, replace(SMALL, chunks=0, bands=2, transport="auto"), missing=2),
-    "all-reduce, as many chunks as hide transfers": Case(REDUCE, 4, 24, replace(SMALL, chunks=None, bands=3)),
+    "all-reduce, as many chunks as hide transfers": Case(REDUCE, 4, 24, replace(SMALL, chunks=None, bands=3), inner=4000),
     "all-reduce, chunks of given sizes": Case(REDUCE, 4, 24, replace(SMALL, chunks=None, bands=2, sizes=(1, 2)), bias=True),
     "all-reduce of fewer rows than ranks": Case(REDUCE, 3, 1, replace(SMALL, bands=0), missing=1),
     "all-reduce an average, two bands": Case(REDUCE, 2, 24, replace(SMALL, chunks=1, bands=2), average=True),
@@ -103,7 +106,7 @@ def test_agrees_with_fp64(name: str) -> None:
     run_ranks(w, _rank, workspace, a, b, out, case)
     for call in range(CALLS):
         for rank, expected in enumerate(exact(case.pattern, a[call], b, case.bias, case.average, case.rows)):
-            assert torch.allclose(out[call, rank].double(), expected, rtol=2e-2, atol=5e-2), (call, rank)
+            assert torch.allclose(out[call, rank].double(), expected, rtol=2e-2, atol=max(5e-2, 1e-3 * float(expected.abs().max()))), (call, rank)
 
 
 def test_partial_sums_are_rounded_once() -> None:
@@ -142,6 +145,18 @@ def test_a_peer_that_never_comes(pattern: str, what: str, peer: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
+def test_a_sum_of_what_never_came_is_not_announced(transport: str) -> None:
+    """Bands of an all-reduce whose peers never come: their own partial sums are sent, finished rows are not told of."""
+    workspace = SharedWorkspace.of(3, 20_000, 8)
+    launch, p = workspace.launch(0, patience_ns=20_000), replace(SMALL, transport=transport, chunks=2, bands=3)
+    chunked.matmul_all_reduce(torch.ones(72, 32).half(), VendorMatmul(torch.ones(32, 16).half()), launch, p)
+    first = result_signals(3, p)
+    for peer in (1, 2):
+        signals = workspace.flags[peer, 3 * FLAG_WORDS :: FLAG_WORDS].view(3, 8)[0]
+        assert signals[:first].any() and not signals[first:].any(), signals
+
+
+@pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 def test_nothing_is_written_before_the_peer_has_read(transport: str) -> None:
     """A second call whose peers have not ended the first waits for their credit, and gives up in vain. (A copy engine's copy nothing holds back then; its signal is not given.)"""
     workspace = SharedWorkspace.of(2, 20_000, 4)
@@ -149,7 +164,7 @@ def test_nothing_is_written_before_the_peer_has_read(transport: str) -> None:
     launch.slot.calls.fill_(1)
     workspace.data.fill_(0)
     chunked.all_gather_matmul(torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half())], launch, replace(SMALL, transport=transport))
-    assert not workspace.flags[1, 2 * FLAG_WORDS :].any() and (transport == "copy_engine" or not workspace.data[1].any())
+    assert (workspace.flags[1, 2 * FLAG_WORDS :] <= 1).all() and (transport == "copy_engine" or not workspace.data[1].any())
     with pytest.raises(TransferError, match="waited in vain for leave to write into the workspace of rank 1: call 1 was wanted, 0 had come"):
         launch.faults.check()
 

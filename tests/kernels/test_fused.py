@@ -101,11 +101,14 @@ def test_agrees_with_fp64(name: str) -> None:
             assert torch.allclose(out[call, rank].double(), expected, rtol=2e-2, atol=5e-2), (call, rank)
 
 
-@pytest.mark.parametrize(("pattern", "what"), [("all_gather_matmul", "rows"), ("matmul_reduce_scatter", "partial sums"), ("matmul_all_reduce", "partial sums")])
-def test_a_peer_that_never_comes(pattern: str, what: str) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "what", "slices"),
+    [("all_gather_matmul", "rows", 1), ("all_gather_matmul", "rows", 2), ("matmul_reduce_scatter", "partial sums", 1), ("matmul_all_reduce", "partial sums", 1)],
+)
+def test_a_peer_that_never_comes(pattern: str, what: str, slices: int) -> None:
     """The kernel ends, all its blocks with it; the next call says which site waited for whom, and runs nothing."""
     launch = SharedWorkspace.of(3, 20_000, 4).launch(0, patience_ns=20_000)
-    a, b, p = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t(), FusedParameters(2, pieces=1, pushers=1, **SMALL_TILES)
+    a, b, p = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t(), FusedParameters(2, pieces=1, pushers=1, slices=slices, slices_tiles=99, **SMALL_TILES)
     function = getattr(fused, pattern)
     function(a, b, launch, p)
     with pytest.raises(TransferError, match=f"site some site of group 'tp' waited in vain for {what} from rank 1: call 1 was wanted, 0 had come"):

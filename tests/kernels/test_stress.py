@@ -105,10 +105,10 @@ def _break_copies() -> None:
     plain_prepare, plain_calls, sent = CopyEngine.prepare, stress_scenarios.drawn_calls, itertools.count()
     repeated: list[bool] = []
 
-    def prepare(self: CopyEngine, launch: Any, transfer: Any, bounds: Sequence[int], source: torch.Tensor) -> Any:
-        send = plain_prepare(self, launch, transfer, bounds, source)
+    def prepare(self: CopyEngine, launch: Any, transfer: Any, numbers: range, source: torch.Tensor, guarded: bool = False) -> Any:
+        send = plain_prepare(self, launch, transfer, numbers, source, guarded)
         # (Copies to themselves.)
-        signals = plain_prepare(self, replace(launch, slot=replace(launch.slot, data=_Elsewhere(launch.slot.data))), transfer, bounds, source)
+        signals = plain_prepare(self, replace(launch, slot=replace(launch.slot, data=_Elsewhere(launch.slot.data))), transfer, numbers, source, guarded)
         return lambda source: (signals if repeated and next(sent) % 3 == 0 else send)(source)
 
     def drawn_calls(*args: Any, **keywords: Any) -> dict[str, int]:
