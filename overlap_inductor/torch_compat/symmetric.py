@@ -70,8 +70,8 @@ def capturing() -> bool:
 
 
 def stream_number(device: torch.device) -> int:
-    """Address of the current stream."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
+    """Address of the current stream; 0 where there are none."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 def multiprocessors(device: torch.device) -> int:

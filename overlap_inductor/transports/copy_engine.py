@@ -16,28 +16,40 @@ What rests on later waits (``guarded``) is signalled by a kernel, which does not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.transfer import give_signals
+from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.credits import announced
+from overlap_inductor.transports.memcpy import copier
 from overlap_inductor.transports.transfer import Send
 from overlap_inductor.transports.transfer import Transfer
 from overlap_inductor.transports.workspace import Launch
 
-Copy = tuple[torch.Tensor, slice | None]
-"""Where to, in a peer's workspace, and which rows of the source (``None``: all)."""
+
+@dataclass(frozen=True)
+class _Copy:
+    """From byte ``source`` of what is sent to address ``target``; ``flag``: the receiver's, by address. ``memory``: what lies at both."""
+
+    target: int
+    source: int
+    nbytes: int
+    flag: int
+    memory: tuple[torch.Tensor, torch.Tensor]
 
 
-def _copy(launch: Launch, transfer: Transfer, number: int, source: torch.Tensor) -> Copy:
+def _copy(launch: Launch, transfer: Transfer, number: int, itemsize: int) -> _Copy:
     """Of part ``number``."""
+    slot, row_bytes = launch.slot, transfer.width * itemsize
     piece = transfer.piece(number, launch.rank, launch.world_size)
-    row_bytes = transfer.width * source.element_size()
-    target = launch.slot.data.peers[piece.peer][piece.target * row_bytes : (piece.target + piece.rows) * row_bytes].view(source.dtype)
-    rows = None if piece.rows == len(source) else slice(piece.source, piece.source + piece.rows)
-    return target.view(piece.rows, transfer.width), rows
+    at = launch.world_size + launch.rank * slot.signals + transfer.index + number % transfer.parts
+    data, flags = slot.data.peers[piece.peer], slot.flags.peers[piece.peer]
+    flag = flags.data_ptr() + at * FLAG_WORDS * flags.element_size()
+    return _Copy(data.data_ptr() + piece.target * row_bytes, piece.source * row_bytes, piece.rows * row_bytes, flag, (data, flags))
 
 
 class CopyEngine:
@@ -47,14 +59,15 @@ class CopyEngine:
 
 
 def _signalled_by_kernel(launch: Launch, transfer: Transfer, numbers: range, source: torch.Tensor) -> Send:
-    slot, world_size = launch.slot, launch.world_size
-    copies = [_copy(launch, transfer, number, source) for number in numbers]
+    slot, world_size, start = launch.slot, launch.world_size, copier(source.device.type)
+    copies = [_copy(launch, transfer, number, source.element_size()) for number in numbers]
     fixed = (slot.flags.pointers, slot.calls, launch.faults.stop, launch.rank, transfer.index, numbers.start, slot.signals, world_size, transfer.parts, transfer.direction)
     signal = PreparedKernel(give_signals, len(numbers), (), fixed, num_warps=1)
 
     def send(source: torch.Tensor) -> None:
-        for target, rows in copies:
-            target.copy_(source if rows is None else source[rows], non_blocking=True)
+        stream, base = symmetric.stream_number(source.device), source.data_ptr()
+        for copy in copies:
+            start(copy.target, base + copy.source, copy.nbytes, stream)
         signal()
 
     return send
@@ -62,16 +75,14 @@ def _signalled_by_kernel(launch: Launch, transfer: Transfer, numbers: range, sou
 
 def copies_with_flags(launch: Launch, transfer: Transfer, numbers: Sequence[int], source: torch.Tensor) -> Send:
     """As ``Transport.prepare``, of parts ``numbers`` in that order. Nothing here needs room on an SM, which a kernel that waits for a peer's copies may not leave."""
-    slot, world_size = launch.slot, launch.world_size
-    word, sends = announced(launch), []
-    for number in numbers:
-        at = (world_size + launch.rank * slot.signals + transfer.index + number % transfer.parts) * FLAG_WORDS
-        flag = slot.flags.peers[transfer.piece(number, launch.rank, world_size).peer][at : at + 1]
-        sends.append((*_copy(launch, transfer, number, source), flag))
+    word, start = announced(launch), copier(source.device.type)
+    copies = [_copy(launch, transfer, number, source.element_size()) for number in numbers]
+    number_of_call, word_bytes = word.data_ptr(), word.element_size()
 
     def send(source: torch.Tensor) -> None:
-        for target, rows, flag in sends:
-            target.copy_(source if rows is None else source[rows], non_blocking=True)
-            flag.copy_(word, non_blocking=True)
+        stream, base = symmetric.stream_number(source.device), source.data_ptr()
+        for copy in copies:
+            start(copy.target, base + copy.source, copy.nbytes, stream)
+            start(copy.flag, number_of_call, word_bytes, stream)
 
     return send
