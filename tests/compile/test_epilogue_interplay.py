@@ -90,9 +90,9 @@ def test_ranks_need_not_agree_on_numbers_of_their_own() -> None:
     for rank in range(2):
         with fake_group(2, rank) as group:
             report = report_of(
-                lambda x, a: (all_gather(x, 0, group) @ a.t()) * (1.0 / (1 + rank)),  # noqa: B023
+                lambda x, a: (all_gather(x, 0, group) @ a.t()) * (1.0 / (2 + rank)),  # noqa: B023
                 torch.randn(ROWS, K).to(BF16), torch.randn(N, K).to(BF16), schedule="fused", mode="strict",
             )  # fmt: skip
-        assert planned(report)[0][2] == [f"mul(x, {1.0 / (1 + rank)})"]
+        assert planned(report)[0][2] == [f"mul(x, {1.0 / (2 + rank)})"]
         hashes.append(report.plan_hash)
     assert hashes[0] == hashes[1]
