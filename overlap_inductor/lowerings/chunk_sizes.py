@@ -23,7 +23,8 @@ FLOPS_A_BYTE = 2300
 
 
 def transfer_ratio(sent_itemsize: int, operand_itemsize: int, other: int) -> float:
-    """Time of a shard's transfer over that of its matmul; ``other``: columns of the right operand (gather), or K (scatter): the dimension that is not sent."""
+    """Time of a shard's transfer over that of its matmul. Item sizes in bytes; ``other``: columns of the right operand (gather), or K (scatter): the dimension that is
+    not sent."""
     return sent_itemsize * FLOPS_A_BYTE * (2 / operand_itemsize) / (2 * other)
 
 
@@ -60,7 +61,7 @@ def scatter_sizes(peers: int, ratio: float) -> tuple[int, ...]:
 
 
 def last_transfer(sizes: Sequence[int], ratio: float) -> float:
-    """When the last transfer of scattered chunks ends."""
+    """When the last transfer of scattered chunks of ``sizes`` shards ends, in matmuls of one shard."""
     multiplied, sent = 0, 0.0
     for size in sizes:
         multiplied += size

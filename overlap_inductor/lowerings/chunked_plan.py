@@ -55,11 +55,11 @@ class ChunkedParameters:
 
     def __post_init__(self) -> None:
         least = {"chunks": 0, "bands": 0, "grain": 1, "pushers": 1}
-        small = [f"{name}={getattr(self, name)} (at least {limit})" for name, limit in least.items() if (getattr(self, name) or 0) < limit]
+        wrong = [f"{name}={getattr(self, name)} (at least {limit})" for name, limit in least.items() if (getattr(self, name) or 0) < limit]
         if self.chunks is not None and self.sizes:
-            small.append(f"chunks={self.chunks} beside sizes={list(self.sizes)} (one of both)")
-        if small or self.transport not in ("auto", *TRANSPORTS):
-            raise ValueError(f"parameters of schedule chunked: {', '.join(small) or f'transport={self.transport!r} (auto, or one of {TRANSPORTS})'}")
+            wrong.append(f"chunks={self.chunks} beside sizes={list(self.sizes)} (one of both)")
+        if wrong or self.transport not in ("auto", *TRANSPORTS):
+            raise ValueError(f"parameters of schedule chunked: {', '.join(wrong) or f'transport={self.transport!r} (auto, or one of {TRANSPORTS})'}")
 
 
 def transports_of(pattern: str) -> tuple[str, ...]:
@@ -73,7 +73,14 @@ def settings_for(pattern: str, transport: str) -> dict[str, Any]:
 
 
 def fitted(pattern: str, world_size: int, rows: int, inner: int, columns: int, sent_itemsize: int, itemsize: int, p: ChunkedParameters) -> ChunkedParameters:
-    """``p`` with what was left to the size of a call decided: ``rows`` of a shard, ``inner`` its K, ``columns`` its N, ``itemsize`` of the matmul's operands."""
+    """``p`` with what was left to the size of a call decided.
+
+    Args:
+        rows: of a shard; inner, columns: K and N of its matmul; itemsize: bytes of an element of its operands, sent_itemsize: of what is sent.
+
+    Raises:
+        UnsupportedError: given sizes that are not all peers' shards.
+    """
     sizes, bands, transport, gathers = tuple(p.sizes), p.bands, p.transport, pattern == "all_gather_matmul"
     sent, other = (inner, columns) if gathers else (columns, inner)
     shard_bytes = rows * sent * sent_itemsize
