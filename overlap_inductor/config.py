@@ -95,6 +95,9 @@ class OverlapConfig:
     max_tokens: int = _key(16384)
     """Token count up to which a site of dynamic size holds workspace; calls with more run as they stood."""
 
+    replay: str = _key("on")
+    """``on`` | ``off``: launches of a site as one CUDA graph where its tensors lie where they lay before. ``off``: one by one at each call."""
+
     agreement_timeout: int = _key(300)
     """Seconds that a rank waits for the others to publish their plan of a graph (never more than the group's timeout)."""
 
@@ -108,6 +111,7 @@ class OverlapConfig:
         _choice("transport", self.transport, TRANSPORTS)
         _choice("numerics", self.numerics, NUMERICS)
         _choice("tune", self.tune, SWITCH)
+        _choice("replay", self.replay, SWITCH)
         if self.tune == "on":
             raise ConfigError(f"{_variable('tune')}='on' is not available in this version; expected 'off'")
         _choice("ring_direction", self.ring_direction, ("unidirectional", "bidirectional"))

@@ -8,7 +8,7 @@ Order of rows. Rows of the other ranks are multiplied from the own shard's end o
 run of these rows, some shards or parts of one (``chunk_sizes``); one that goes round the end of the tensor is two matmuls.
 
 The host launches for W ranks and C chunks (of each of B bands) about ``2 * W + 2 * C + 3`` things for a gather or a scatter with copy engines,
-``B * (3 * W + C + 5)`` for an all-reduce, and without the multiples of W with SMs that push.
+``B * (3 * W + C + 5)`` for an all-reduce, and without the multiples of W with SMs that push; one CUDA graph where a call comes again (``transports.replay``).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from overlap_inductor.transports.arrivals import wait_kernel
 from overlap_inductor.transports.copy_engine import CopyEngine
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
+from overlap_inductor.transports.replay import launched
 from overlap_inductor.transports.side_stream import one_call
 from overlap_inductor.transports.side_stream import side_stream
 from overlap_inductor.transports.sm_push import SmPush
@@ -86,6 +87,26 @@ def all_gather_matmul(
         TransferError: a call of the group before this one gave up waiting, or was aborted.
     """
     launch.faults.check()
+    if not shard.is_contiguous() or shard.data_ptr() % 16:
+        raise UnsupportedError(f"the shard of shape {list(shard.shape)}, strides {list(shard.stride())} is not contiguous at 16 bytes")
+    all_rows = launch.world_size * shard.shape[0]
+    outs = [torch.empty(all_rows, m.b.shape[1], dtype=m.dtype(shard), device=shard.device) for m in matmuls]
+    gathered = shard.new_empty(all_rows, shard.shape[1]) if gathered_used else None
+    tensors = [shard, gathered, *outs, *(t for m in matmuls for t in m.operands)]
+    what = ("chunked", "all_gather_matmul", parameters, *(m.fast for m in matmuls))
+    launched(launch, what, tensors, lambda: _gather(shard, matmuls, launch, parameters, outs, gathered), parameters.replays)
+    return outs if gathered is None else [*outs, gathered]
+
+
+def _gather(
+    shard: torch.Tensor,
+    matmuls: Sequence[VendorMatmul],
+    launch: Launch,
+    parameters: ChunkedParameters,
+    outs: Sequence[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> None:
+    """The launches of one call, into ``outs`` and ``gathered``."""
     rows, rank = shard.shape[0], launch.rank
     key = ("chunked", shard.shape, shard.dtype, tuple((m.b.shape, m.dtype(shard)) for m in matmuls), parameters)
     call = launch.prepared.get(key)
@@ -96,12 +117,7 @@ def all_gather_matmul(
         fitted = chunked_plan.fitted("all_gather_matmul", launch.world_size, rows, shard.shape[1], columns, itemsize, itemsize, parameters)
         call = _prepare_gather(shard, launch, fitted)
         launch.remember(key, call)
-    if not shard.is_contiguous() or shard.data_ptr() % 16:
-        raise UnsupportedError(f"the shard of shape {list(shard.shape)}, strides {list(shard.stride())} is not contiguous at 16 bytes")
     credits, end, side = credit_kernel(launch), end_kernel(launch), side_stream(shard.device)
-    all_rows = launch.world_size * rows
-    outs = [shard.new_empty(all_rows, m.b.shape[1], dtype=m.dtype(shard)) for m in matmuls]
-    gathered = shard.new_empty(all_rows, shard.shape[1]) if gathered_used else None
     with one_call(launch, side):
         with side:
             credits()
@@ -114,12 +130,10 @@ def all_gather_matmul(
                 for matmul, out in zip(matmuls, outs, strict=True):
                     matmul(call.workspace[start:stop], start, stop, out)
         if gathered is not None:
-            for start, stop in ((0, rank * rows), ((rank + 1) * rows, all_rows)):
+            for start, stop in ((0, rank * rows), ((rank + 1) * rows, len(gathered))):
                 gathered[start:stop].copy_(call.workspace[start:stop])
             gathered[rank * rows : (rank + 1) * rows].copy_(shard)
-            outs.append(gathered)
     end()
-    return outs
 
 
 def _prepare_gather(shard: torch.Tensor, launch: Launch, p: ChunkedParameters) -> _Gather:
@@ -176,23 +190,38 @@ def matmul_all_reduce(
 
 
 def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool) -> torch.Tensor:
-    """Bands in turn: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and handed round; then band ``i - 2`` is received."""
     launch.faults.check()
     columns, dtype = matmul.b.shape[1], matmul.dtype(a)
-    key = ("chunked", pattern, a.shape, a.dtype, columns, dtype, parameters, average)
-    bands = launch.prepared.get(key)
     all_rows, shard_rows = a.shape[0], -(-a.shape[0] // launch.world_size)
-    reduces_all = pattern == "matmul_all_reduce"
     # Where the rows of an all-reduce do not fall into equal shards, the last ones are of rows that nobody multiplies, sums of whatever lies there.
-    product = a.new_empty(shard_rows * launch.world_size, columns, dtype=dtype)
-    out = a.new_empty(len(product) if reduces_all else shard_rows, columns, dtype=dtype)
+    product = torch.empty(shard_rows * launch.world_size, columns, dtype=dtype, device=a.device)
+    reduces_all = pattern == "matmul_all_reduce"
+    out = torch.empty(len(product) if reduces_all else shard_rows, columns, dtype=dtype, device=a.device)
+    what, tensors = ("chunked", pattern, parameters, average, matmul.fast), [a, product, out, *matmul.operands]
+    launched(launch, what, tensors, lambda: _reduce_into(pattern, a, matmul, launch, parameters, average, product, out), parameters.replays)
+    return out[:all_rows] if reduces_all and all_rows < len(out) else out
+
+
+def _reduce_into(
+    pattern: str,
+    a: torch.Tensor,
+    matmul: VendorMatmul,
+    launch: Launch,
+    parameters: ChunkedParameters,
+    average: bool,
+    product: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """The launches of one call. Bands in turn: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and handed round; then band ``i - 2`` is received."""
+    key = ("chunked", pattern, a.shape, a.dtype, out.shape[1], out.dtype, parameters, average)
+    bands = launch.prepared.get(key)
     if bands is None:
         bands = _prepare_reduce(pattern, a, matmul, product, out, launch, parameters, average)
         launch.remember(key, bands)
     credits, end, side = credit_kernel(launch), end_kernel(launch), side_stream(a.device)
 
     def multiply(start: int, stop: int) -> None:
-        stop = min(stop, all_rows)
+        stop = min(stop, len(a))
         if start < stop:
             matmul(a[start:stop], start, stop, product)
 
@@ -227,7 +256,6 @@ def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch,
         add_up(bands[-1])
         receive(bands[-1])
     end()
-    return out[:all_rows] if reduces_all else out
 
 
 def _prepare_reduce(

@@ -41,6 +41,7 @@ class ChunkedParameters:
         grain: a chunk or band begins at a multiple of so many rows of its shard: a tile of the vendor's matmul.
         pushers: blocks that push (``sm_push``).
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
+        replays: a call that comes again is one launch of a CUDA graph (``transports.replay``).
     """
 
     sms: int
@@ -52,6 +53,7 @@ class ChunkedParameters:
     grain: int = 128
     pushers: int = 16
     min_rows: int = 0
+    replays: bool = True
 
     def __post_init__(self) -> None:
         least = {"chunks": 0, "bands": 0, "grain": 1, "pushers": 1}

@@ -1,8 +1,8 @@
 """Schedule ``fused``: one persistent kernel a site, launched on the current stream.
 
 Each function is the host's part of one kernel. At a site's first call with operands of some shapes and strides it checks what the kernel rests on, cuts the
-work into bands and pieces, and prepares the kernel; after that it launches, waits for nothing and allocates nothing but its result. A group that has been
-aborted launches nothing more.
+work into bands and pieces, and prepares the kernel; after that it launches (one CUDA graph where a call comes again, ``transports.replay``), waits for nothing and
+allocates nothing but its result. A group that has been aborted launches nothing more.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from overlap_inductor.lowerings.fused_reduce import prepare_reduce
 from overlap_inductor.transports.copy_engine import copies_with_flags
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
+from overlap_inductor.transports.replay import launched
 from overlap_inductor.transports.side_stream import one_call
 from overlap_inductor.transports.side_stream import side_stream
 from overlap_inductor.transports.transfer import Transfer
@@ -57,6 +58,22 @@ def all_gather_matmuls(
     """
     launch.faults.check()
     results = [torch.empty(launch.world_size * a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) for b in rhs]
+    what, tensors = ("fused", "all_gather_matmul", parameters, keep, tail.epilogues), [a, *rhs, *results, *biases, *tail.extras]
+    launched(launch, what, tensors, lambda: _gather(a, rhs, results, launch, parameters, biases, keep, tail), parameters.replays)
+    return results
+
+
+def _gather(
+    a: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    launch: Launch,
+    parameters: FusedParameters,
+    biases: Sequence[torch.Tensor | None],
+    keep: bool,
+    tail: Tail,
+) -> None:
+    """The launches of one call, into ``results``."""
     slices = slices_of(launch.world_size, a, rhs, parameters)
     copied = slices == 1 and a.nbytes >= parameters.copies_from
     key = key_of("all_gather_matmul", a, rhs, biases, tail, parameters, keep)
@@ -74,7 +91,6 @@ def all_gather_matmuls(
         kernel(*operands)
     else:
         _with_copies(a, launch, lambda: kernel(*operands), keep)
-    return results
 
 
 def _with_copies(a: torch.Tensor, launch: Launch, multiply: Callable[[], None], keep: bool) -> None:
@@ -145,10 +161,14 @@ def _reduce(
     launch.faults.check()
     rows = a.shape[0] if pattern == "matmul_all_reduce" else a.shape[0] // launch.world_size
     out = torch.empty(rows, b.shape[1], dtype=a.dtype, device=a.device)
-    key = key_of(pattern, a, [b], [bias], tail, parameters, average)
-    kernel = launch.prepared.get(key)
-    if kernel is None:
-        kernel = prepare_reduce(pattern, a, b, out, launch, parameters, bias, average, tail)
-        launch.remember(key, kernel)
-    kernel(a, b, out, out if bias is None else bias, *tail.operands)
+
+    def start() -> None:
+        key = key_of(pattern, a, [b], [bias], tail, parameters, average)
+        kernel = launch.prepared.get(key)
+        if kernel is None:
+            kernel = prepare_reduce(pattern, a, b, out, launch, parameters, bias, average, tail)
+            launch.remember(key, kernel)
+        kernel(a, b, out, out if bias is None else bias, *tail.operands)
+
+    launched(launch, ("fused", pattern, parameters, average, tail.epilogues), [a, b, out, bias, *tail.extras], start, parameters.replays)
     return out

@@ -44,6 +44,9 @@ def _gather(
 ) -> Tensors:
     from overlap_inductor.lowerings import fused
 
+    if len(rhs) == 1 and not epilogues and not gathered_used:
+        b = right_operand(rhs[0])
+        return [fused.all_gather_matmul(left_operand(shard), b, launch, parameters, bias_row(biases[0], b.shape[1]))]
     if not epilogues:
         epilogues = (None,) * len(rhs)
     of_each = extras_of(epilogues, [e.contiguous() for e in extras])

@@ -32,6 +32,7 @@ class FusedParameters:
         stagger_ns: between the starts of neighbouring blocks (reductions).
         halves: tiles are stored in two halves, which leaves shared memory for one stage more.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
+        replays: a call that comes again is one launch of a CUDA graph (``transports.replay``).
     """
 
     blocks: int
@@ -55,6 +56,7 @@ class FusedParameters:
     stagger_ns: int = 0
     halves: bool = False
     min_rows: int = 0
+    replays: bool = True
 
 
 TUNED: Mapping[str, Mapping[str, Any]] = {

@@ -32,6 +32,16 @@ class VendorMatmul:
     bias: torch.Tensor | None = None
     scales: Scales | None = None
 
+    @property
+    def operands(self) -> tuple[torch.Tensor | None, ...]:
+        """All tensors that it reads but for the left one."""
+        return (self.b, self.bias) if self.scales is None else (self.b, self.bias, self.scales.a, self.scales.b)
+
+    @property
+    def fast(self) -> bool:
+        """Whether the sum over K may be kept in fewer bits."""
+        return self.scales is not None and self.scales.fast
+
     def dtype(self, a: torch.Tensor) -> torch.dtype:
         """Of the result."""
         return a.dtype if self.scales is None else self.scales.dtype

@@ -70,6 +70,7 @@ class OneOpSchedule:
         dynamic: whether the token count may be known no earlier than it runs.
         needed: ``(pattern, world_size, rows of a shard, inner, columns, itemsize, parameters) -> (bytes, signals)`` that a call needs of its slot; ``None`` without.
         why_not_scaled: as the plan's ``why_not``, of fp8 with scales; ``None`` where the schedule has no ops for them.
+        replays: whether the launches of a call may be one CUDA graph (``transports.replay``).
     """
 
     name: str
@@ -84,6 +85,7 @@ class OneOpSchedule:
     dynamic: bool = True
     needed: Callable[..., tuple[int, int]] | None = None
     why_not_scaled: WhyNot | None = None
+    replays: bool = False
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
         facts = site.facts
@@ -122,6 +124,8 @@ class OneOpSchedule:
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
         """From ``min_rows`` tokens on, and for a dynamic count up to those that workspace is planned for."""
         settings = self.plan.settings_for(site.facts.pattern, config.transport) | ({"min_rows": min_rows} if min_rows else {})
+        if config.replay == "off" and self.replays:
+            settings["replays"] = False
         # (A schedule with several transports that are all allowed takes the one for the bytes of each call.)
         transport = " or ".join(t for t in self.plan.transports_of(site.facts.pattern) if config.transport in ("auto", t))
         parameters: dict[str, Any] = {"settings": json.dumps(settings, sort_keys=True)}

@@ -25,6 +25,7 @@ FUSED = FusedSchedule(
     pays=cost_model.fused_pays,
     reach=lambda ranks, device: symmetric.why_no_symmetric_memory(ranks, device),
     needed=fused_plan.needed,
+    replays=True,
 )
 CHUNKED = OneOpSchedule(
     name="chunked",
@@ -37,6 +38,7 @@ CHUNKED = OneOpSchedule(
     pays=cost_model.chunked_pays,
     reach=lambda ranks, device: symmetric.why_no_symmetric_memory(ranks, device),
     needed=chunked_plan.needed,
+    replays=True,
     why_not_scaled=lambda dtype, inner, columns: chunked_plan.why_not(dtype, inner, columns, scaled=True),
 )
 WAVE_GROUPS = OneOpSchedule(

@@ -25,7 +25,7 @@ from overlap_inductor.kernels.transfer import give_signals
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.credits import announced
-from overlap_inductor.transports.memcpy import copier
+from overlap_inductor.transports.driver import copier
 from overlap_inductor.transports.transfer import Send
 from overlap_inductor.transports.transfer import Transfer
 from overlap_inductor.transports.workspace import Launch

@@ -26,6 +26,7 @@ BAD = [
     ("OVERLAP_INDUCTOR_NUMERICS", "fast", NUMERICS),
     ("OVERLAP_INDUCTOR_TUNE", "maybe", ("off", "on")),
     ("OVERLAP_INDUCTOR_TUNE", "on", ("off",)),
+    ("OVERLAP_INDUCTOR_REPLAY", "0", ("off", "on")),
     ("OVERLAP_INDUCTOR_RING_DIRECTION", "left", ("unidirectional", "bidirectional")),
     ("OVERLAP_INDUCTOR_SUB_CHUNKS", "0", ("at least 1",)),
     ("OVERLAP_INDUCTOR_SUB_CHUNKS", "-4", ("at least 1",)),
@@ -81,6 +82,7 @@ def test_every_field_is_read_from_its_variable() -> None:
         "OVERLAP_INDUCTOR_STEP_NODE_BUDGET": "17",
         "OVERLAP_INDUCTOR_WORKSPACE_LIMIT": "64",
         "OVERLAP_INDUCTOR_MAX_TOKENS": "4096",
+        "OVERLAP_INDUCTOR_REPLAY": "off",
         "OVERLAP_INDUCTOR_AGREEMENT_TIMEOUT": "9",
         "OVERLAP_INDUCTOR_DUMP": "some/folder",
     }

@@ -10,19 +10,21 @@ import pytest
 import torch
 
 from overlap_inductor.errors import UnsupportedError
-from overlap_inductor.transports import memcpy
+from overlap_inductor.transports import driver
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    memcpy.copier.cache_clear()
+    for cached in (driver.copier, driver._library):
+        cached.cache_clear()
     yield
-    memcpy.copier.cache_clear()
+    for cached in (driver.copier, driver._library):
+        cached.cache_clear()
 
 
 def test_a_part_is_copied_where_there_is_no_gpu() -> None:
     source, target = torch.arange(10, dtype=torch.int32), torch.zeros(10, dtype=torch.int32)
-    memcpy.copier("cpu")(target.data_ptr() + 8, source.data_ptr() + 4, 12, 0)
+    driver.copier("cpu")(target.data_ptr() + 8, source.data_ptr() + 4, 12, 0)
     assert target.tolist() == [0, 0, 1, 2, 3, 0, 0, 0, 0, 0]
 
 
@@ -37,7 +39,7 @@ def test_the_drivers_call_is_made_and_its_error_said(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver)
     monkeypatch.setattr(torch.version, "hip", None)
-    copy = memcpy.copier("cuda")
+    copy = driver.copier("cuda")
     copy(1 << 40, 2, 12, 3)
     assert calls == [(1 << 40, 2, 12, 3)]
     with pytest.raises(RuntimeError, match="of 13 bytes returned CUresult 700"):
@@ -46,4 +48,4 @@ def test_the_drivers_call_is_made_and_its_error_said(monkeypatch: pytest.MonkeyP
 
 def test_another_device_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="OVERLAP_INDUCTOR_TRANSPORT=sm_push"):
-        memcpy.copier("xpu")
+        driver.copier("xpu")
