@@ -1,11 +1,13 @@
 """Timing calls of all ranks in turn: microseconds of the device, and of the host that launches them.
 
-With the host *hidden* a device sleep before each call lets the host run ahead. With the host *in the loop* some calls follow each other without one: a call takes
-what device or host needs for it, whichever is longer. On a CPU both are wall-clock time.
+With the host *hidden* a device sleep before each call lets the host run ahead. With the host *in the loop* calls follow each other without one, as many as take
+``LOOP_MS`` or more, so that little of it is the first one's launch to a GPU that has nothing to do: a call takes what device or host needs for it, whichever is longer.
+On a CPU both are wall-clock time.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +23,9 @@ CYCLES_A_MS = 2_000_000
 SLEEP_MS = 3.0
 """As long as nothing is known of the host's time."""
 LEAST_SLEEP_MS = 1.0
-CALLS_IN_LOOP = 4
+LOOP_MS = 8.0
+CALLS_IN_LOOP = 4, 40
+"""At least and at most."""
 LEAST_REPEATS = 5
 
 Call = Callable[[], Any]
@@ -108,12 +112,15 @@ class Timing:
 
 def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, seconds: float) -> dict[str, Timing]:
     """Each call's timing, round after round: ``most`` rounds (two or more), fewer where they would take longer than ``seconds``, but five. All ranks together."""
-    number = 1 if hidden else CALLS_IN_LOOP
+    number = 1 if hidden else CALLS_IN_LOOP[0]
     # The first round counts for nothing: what is loaded, allocated or prepared late is so here.
     begin = time.perf_counter()
     first = [clock.sample(call, number, SLEEP_MS if hidden else 0.0) for call in calls.values()]
-    round_seconds, *hosts = worst([time.perf_counter() - begin, *(host for _, host in first)])
-    sleeps = [max(LEAST_SLEEP_MS, 3e-3 * host) if hidden else 0.0 for host in hosts]
+    round_seconds, *measured = worst([time.perf_counter() - begin, *(us for pair in first for us in pair)])
+    sleeps = [max(LEAST_SLEEP_MS, 3e-3 * host) if hidden else 0.0 for host in measured[1::2]]
+    if not hidden:
+        more = min(CALLS_IN_LOOP[1], max(number, math.ceil(LOOP_MS * 1e3 / min(measured[::2]))))
+        round_seconds, number = round_seconds * more / number, more
     repeats = min(most, max(LEAST_REPEATS, int(seconds / round_seconds)))
     samples: list[list[tuple[float, float]]] = [[] for _ in calls]
     for _ in range(repeats):

@@ -17,7 +17,7 @@ _MARGIN_UNMEASURED = 1.25
 @dataclass(frozen=True)
 class SiteSizes:
     """Numbers of one site at one token count: FLOPs of its matmuls, bytes a rank sends a leg, item size, legs (2 for an all-reduce), the 128 x 256
-    tiles of its matmuls, and whether it is a gather that comes before them."""
+    tiles of its matmuls, whether it is a gather that comes before them, and whether its launches become one (``transports.replay``)."""
 
     flops: float
     bytes_sent: float
@@ -26,6 +26,7 @@ class SiteSizes:
     legs: int = 1
     tiles: int = 0
     gathers: bool = False
+    replays: bool = False
 
 
 def matmul_seconds(sizes: SiteSizes, machine: Machine) -> float:
@@ -81,7 +82,8 @@ def chunked_seconds(sizes: SiteSizes, machine: Machine) -> float:
 def chunked_pays(sizes: SiteSizes, machine: Machine) -> bool:
     """As ``fused_pays``; and a call takes the GPU no less time than the host, which would be what a model without CUDA graphs waits for."""
     seconds = chunked_seconds(sizes, machine)
-    host = machine.chunked_host_seconds + sizes.legs * (sizes.world_size - 1) * machine.chunked_peer_seconds
+    launches = machine.chunked_host_seconds + sizes.legs * (sizes.world_size - 1) * machine.chunked_peer_seconds
+    host = machine.chunked_replay_seconds if sizes.replays else launches
     if sizes.tiles < machine.fused_tiles or seconds < host:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)

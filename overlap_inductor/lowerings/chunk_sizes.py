@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 FEW_CHUNKS = 3
 """Chunks where the link decides, the smallest last; or where a shard's matmul is too small, the smallest first."""
-LATE = 0.4
+LATE = 0.35
 """Of a shard's matmul: what comes so late before a chunk begins is not counted on, as a chunk waits for all of its shards."""
 FLOPS_A_BYTE = 2300
 """What an H200 multiplies (bf16) while it sends a byte, its fixed costs for pieces of 4 to 32 MB included: 620 TFLOP/s against 379 GB/s and 5 us a piece."""
@@ -35,9 +35,9 @@ LEAST_WAVES = 0.4
 def gather_sizes(peers: int, ratio: float, waves: float) -> tuple[int, ...]:
     """Shards of each chunk of ``peers`` shards that come; ``waves``: of tiles that one shard's matmul has."""
     if ratio > 1:
-        return _even(peers, FEW_CHUNKS)
+        return even_sizes(peers, FEW_CHUNKS)
     if waves < LEAST_WAVES:
-        return _even(peers, FEW_CHUNKS)[::-1]
+        return even_sizes(peers, FEW_CHUNKS)[::-1]
     sizes: list[int] = []
     while (done := sum(sizes)) < peers:
         arrived = min(peers, int((1 + done - LATE) / ratio))
@@ -48,7 +48,7 @@ def gather_sizes(peers: int, ratio: float, waves: float) -> tuple[int, ...]:
 def scatter_sizes(peers: int, ratio: float) -> tuple[int, ...]:
     """Shards of each chunk of ``peers`` shards that leave."""
     if ratio > 1:
-        return _even(peers, FEW_CHUNKS)
+        return even_sizes(peers, FEW_CHUNKS)
     sizes: list[int] = []
     left, deadline = peers, float(peers + 1)
     while left:
@@ -56,7 +56,7 @@ def scatter_sizes(peers: int, ratio: float) -> tuple[int, ...]:
         sizes.insert(0, size)
         left, deadline = left - size, deadline - size * ratio
     sizes.sort(reverse=True)
-    even = (*_even(peers - sizes[-1], len(sizes) - 1), sizes[-1]) if len(sizes) > 1 else tuple(sizes)
+    even = (*even_sizes(peers - sizes[-1], len(sizes) - 1), sizes[-1]) if len(sizes) > 1 else tuple(sizes)
     return even if last_transfer(even, ratio) <= peers + 1 else tuple(sizes)
 
 
@@ -69,7 +69,7 @@ def last_transfer(sizes: Sequence[int], ratio: float) -> float:
     return sent
 
 
-def _even(shards: int, most: int) -> tuple[int, ...]:
+def even_sizes(shards: int, most: int) -> tuple[int, ...]:
     """``shards`` in at most so many sizes, larger ones first."""
     count = min(shards, most)
     return tuple(shards // count + (i < shards % count) for i in range(count))

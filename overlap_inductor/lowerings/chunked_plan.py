@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.lowerings.chunk_sizes import even_sizes
 from overlap_inductor.lowerings.chunk_sizes import gather_sizes
 from overlap_inductor.lowerings.chunk_sizes import scatter_sizes
 from overlap_inductor.lowerings.chunk_sizes import transfer_ratio
@@ -92,8 +93,11 @@ def fitted(pattern: str, world_size: int, rows: int, inner: int, columns: int, s
         ratio = transfer_ratio(sent_itemsize, itemsize, other)
         tiles = -(-rows // TILE[0]) * -(-columns // TILE[1])
         sizes = gather_sizes(world_size - 1, ratio, tiles / p.sms) if gathers else scatter_sizes(world_size - 1, ratio)
-        # The band before is summed behind a band's first matmul; and only the last band's last transfer shows.
-        sizes = sizes if bands == 1 else sizes[::-1]
+        if pattern == "matmul_all_reduce":
+            # (Its second leg follows the first: whatever leaves early is handed round early.)
+            sizes = sizes if len(sizes) > 1 else even_sizes(world_size - 1, 2)
+            # The band before is summed behind a band's first matmul; and only the last band's last transfer shows.
+            sizes = sizes if bands == 1 else sizes[::-1]
     if sizes and sum(sizes) != world_size - 1:
         raise UnsupportedError(f"chunks of {list(sizes)} shards are not the shards of {world_size - 1} peers")
     if transport == "auto":

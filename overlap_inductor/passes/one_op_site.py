@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import replace
 from operator import getitem
 from typing import Any
 from typing import Protocol
@@ -141,7 +142,9 @@ class OneOpSchedule:
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         machine = machine_of(site)
         if isinstance(tokens(site), int):
-            return self.forced(site, config) if self.pays(sizes_at(site), machine) else None
+            # (A count that changes brings its tensors to other addresses.)
+            sizes = replace(sizes_at(site), replays=self.replays and config.replay == "on")
+            return self.forced(site, config) if self.pays(sizes, machine) else None
         example = max(hint(tokens(site)), 1)
         counts = (2**exponent for exponent in range(config.max_tokens.bit_length()))
         threshold = next((n for n in counts if self.pays(sizes_at(site, n / example), machine)), None)

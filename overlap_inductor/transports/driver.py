@@ -1,15 +1,17 @@
-"""What is asked of CUDA's driver itself: copies by address, and a stream that is nobody else's.
+"""What is asked of CUDA's driver itself, by its documented calls: copies by address, a stream that is nobody else's, and graphs.
 
 A copy takes some 7 us of a slow host, where a slice and its ``copy_`` take 13; a call of eight ranks has fourteen and more. No extent is checked: whoever prepares a
-transfer has compared it with the slot.
+transfer has compared it with the slot. A copy on a stream that is being captured becomes a node of the graph, as ``copy_``'s does.
 
-CUDA graphs: a copy on a stream that is being captured becomes a node of the graph, as ``copy_``'s does.
+Graphs are not captured by ``torch.cuda.CUDAGraph``: where such a capture fails, torch's random numbers and its allocator go on as if it lasted, and the process ends
+(torch 2.11). A capture by the driver that fails leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -20,11 +22,29 @@ Copy = Callable[[int, int, int, int], None]
 """``(to, from, bytes, stream)``: addresses, and a stream's number, behind whose work the copy runs."""
 NON_BLOCKING = 1
 """Of a stream: it does not wait for the default one."""
+THREAD_LOCAL = 1
+"""Of a capture: other threads may do what they like."""
+USE_NODE_PRIORITY = 8
+"""Of a graph: kernels keep the priority of the stream on which they were captured."""
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _function(name: str, *argument_types: type) -> Callable[..., None]:
+    """A call of the driver, whose failure is a ``RuntimeError``."""
+    call = getattr(_library(), name)
+    call.argtypes, call.restype = argument_types, ctypes.c_int
+
+    def checked(*arguments: object) -> None:
+        status = call(*arguments)
+        if status:
+            raise RuntimeError(f"{name} returned CUresult {status}, for {arguments}")
+
+    return checked
 
 
 @functools.cache
@@ -38,15 +58,7 @@ def copier(device_type: str) -> Copy:
         return _copy_at_once
     if device_type != "cuda" or torch.version.hip is not None:
         raise UnsupportedError(f"transport copy_engine starts copies by CUDA's driver, not on {device_type!r}; set OVERLAP_INDUCTOR_TRANSPORT=sm_push")
-    start = _library().cuMemcpyAsync
-    start.argtypes, start.restype = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p), ctypes.c_int
-
-    def copy(to: int, source: int, size: int, stream: int) -> None:
-        status = start(to, source, size, stream)
-        if status:
-            raise RuntimeError(f"cuMemcpyAsync of {size} bytes returned CUresult {status}")
-
-    return copy
+    return _function("cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
 
 
 def _copy_at_once(to: int, source: int, size: int, stream: int) -> None:
@@ -54,16 +66,36 @@ def _copy_at_once(to: int, source: int, size: int, stream: int) -> None:
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream:
-    """A new stream of ``device``, which is never given back. (``torch.cuda.Stream`` hands out 32 in turn.)
-
-    Raises:
-        RuntimeError: the driver made none.
-    """
-    with torch.cuda.device(device):
-        # (The device's context is the current one from its first use on.)
-        torch.cuda.current_stream(device).query()
-        made = ctypes.c_void_p()
-        status = _library().cuStreamCreate(ctypes.byref(made), ctypes.c_uint(NON_BLOCKING))
-    if status or not made.value:
-        raise RuntimeError(f"cuStreamCreate on {device} returned CUresult {status}")
+    """A new stream of the current ``device``, which is never given back. (``torch.cuda.Stream`` hands out 32 in turn.) Raises ``RuntimeError``."""
+    # (From a first use on, the device's context is this thread's.)
+    torch.cuda.current_stream(device).query()
+    made = ctypes.c_void_p()
+    _function("cuStreamCreate", ctypes.c_void_p, ctypes.c_uint)(ctypes.byref(made), NON_BLOCKING)
     return torch.cuda.ExternalStream(made.value, device=device)
+
+
+class Graph:
+    """What ``start`` launches on the current stream, captured."""
+
+    def __init__(self, start: Callable[[], None], stream: int) -> None:
+        """``stream``: number of the current one, which is no default stream. Raises ``RuntimeError``, and whatever ``start`` raises."""
+        graph, made = ctypes.c_void_p(), ctypes.c_void_p()
+        _function("cuStreamBeginCapture_v2", ctypes.c_void_p, ctypes.c_int)(stream, THREAD_LOCAL)
+        try:
+            try:
+                start()
+            finally:
+                _function("cuStreamEndCapture", ctypes.c_void_p, ctypes.c_void_p)(stream, ctypes.byref(graph))
+            instantiate = _function("cuGraphInstantiateWithFlags", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulonglong)
+            instantiate(ctypes.byref(made), graph, USE_NODE_PRIORITY)
+        finally:
+            if graph.value:
+                _function("cuGraphDestroy", ctypes.c_void_p)(graph)
+        self._launch = _function("cuGraphLaunch", ctypes.c_void_p, ctypes.c_void_p)
+        self._made = made.value
+        # (Not when the process ends: the driver may be gone by then.)
+        weakref.finalize(self, _function("cuGraphExecDestroy", ctypes.c_void_p), made).atexit = False
+
+    def launch(self, stream: int) -> None:
+        """Launch it on a stream, given by its number."""
+        self._launch(self._made, stream)

@@ -13,10 +13,10 @@ Contract. ``launched(launch, what, tensors, start, replays)``: ``start()`` launc
 
 Why that is right. Nothing of a call is baked into a graph: signals take their number from device memory, as in a graph that a user captures. Everything has been
 loaded by the first call, so a capture waits for nothing on the device; what making a graph may wait for are calls before this one, for which no peer needs this
-one. Graphs share one memory pool, in which the vendor's workspace lies, since calls of a rank run one after the other on its GPU (``transports.workspace``).
+one. They share the vendor's workspace, since calls of a rank run one after the other on its GPU (``transports.workspace``).
 
-They are captured on a thread of their own, on a stream that is nobody else's: the vendor's library has a workspace for each thread and stream, and one that was
-taken from the pool of a user's graph, or shared with a user's matmul, would be overwritten.
+They are captured on a thread of their own, on a stream that is nobody else's, with memory of a pool of their own: the vendor's library has a workspace for each thread
+and stream, and one that was taken from the pool of a user's graph, or shared with a user's matmul, would be overwritten.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports.driver import Graph
 from overlap_inductor.transports.driver import own_stream
 from overlap_inductor.transports.workspace import Launch
 
@@ -72,9 +73,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._thread = ThreadPoolExecutor(1, "overlap_inductor captures")
-        self._stream: torch.cuda.Stream | None = None
-        # (Keeps the pool that all share.)
-        self._first: torch.cuda.CUDAGraph | None = None
+        self._place: tuple[torch.cuda.Stream, torch.cuda.MemPool] | None = None
         self._made = 0
 
     def replay_of(self, start: Start) -> Start | None:
@@ -87,29 +86,34 @@ class Recorder:
         except RuntimeError as error:
             # Nothing has run. (Launches one by one are as right, so that this must not end a model.)
             self._made = MOST_GRAPHS
-            log.warning("overlap_inductor: the launches of a site could not be captured into a CUDA graph (%s); calls take the host longer from now on", error)
+            log.warning("overlap_inductor: the launches of a site could not be captured into a CUDA graph (%s); further calls are launched one by one", error)
             return None
         self._made += 1
         if self._made == MOST_GRAPHS:
             log.info("overlap_inductor: %d CUDA graphs hold launches of sites; further ones are launched one by one", MOST_GRAPHS)
-        return graph.replay
+        return functools.partial(_replay, graph, self._device)
 
-    def _captured(self, start: Start, inference: bool) -> torch.cuda.CUDAGraph:
+    def _captured(self, start: Start, inference: bool) -> Graph:
         torch.cuda.set_device(self._device)
-        if self._stream is None:
-            self._stream = own_stream(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            # Other threads go on with what they do.
-            graph.capture_begin(pool=None if self._first is None else self._first.pool(), capture_error_mode="thread_local")
-            try:
-                # (A thread begins outside inference mode, and the tensors are the caller's. What the graph keeps of its own must not be of that mode.)
-                with torch.inference_mode(inference):
-                    start()
-            finally:
-                graph.capture_end()
-        self._first = self._first or graph
-        return graph
+        # (A thread begins outside inference mode, and the tensors are the caller's.)
+        with torch.no_grad(), torch.inference_mode(inference):
+            if self._place is None:
+                self._place = self._prepared()
+            stream, pool = self._place
+            with torch.cuda.use_mem_pool(pool), torch.cuda.stream(stream):
+                return Graph(start, stream.cuda_stream)
+
+    def _prepared(self) -> tuple[torch.cuda.Stream, torch.cuda.MemPool]:
+        """The stream and the memory. The vendor's library is made ready on this thread: that would end a capture."""
+        stream, pool = own_stream(self._device), torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool), torch.cuda.stream(stream):
+            small = torch.zeros(16, 16, dtype=torch.bfloat16, device=self._device)
+            torch.mm(small, small)
+        return stream, pool
+
+
+def _replay(graph: Graph, device: torch.device) -> None:
+    graph.launch(symmetric.stream_number(device))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ def _run(rank: int, world_size: int, folder: str, arguments: list[str]) -> list[
     from bench import timing
 
     # (A call takes the interpreter some tenths of a second.)
-    timing.CALLS_IN_LOOP = 1
+    timing.CALLS_IN_LOOP = 1, 1
     use_shared_memory(folder)
     torch.manual_seed(rank)
     with torch.no_grad():

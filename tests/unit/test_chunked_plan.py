@@ -100,6 +100,14 @@ def test_small_pieces_are_pushed_and_bands_stay_large() -> None:
     assert chunked_plan.fitted("all_gather_matmul", 8, 64, 8192, 3584, 2, 2, forced).transport == "copy_engine"
 
 
+def test_an_all_reduce_sends_before_its_matmul_ends_and_the_next_band_begins_small() -> None:
+    p = ChunkedParameters(132, bands=0)
+    found = {rows: chunked_plan.fitted("matmul_all_reduce", 4, rows, 7168, 8192, 2, 2, p) for rows in (256, 1024)}
+    assert (found[256].bands, found[256].sizes) == (1, (2, 1))
+    assert (found[1024].bands, found[1024].sizes) == (2, (1, 2))
+    assert chunked_plan.fitted("matmul_all_reduce", 2, 256, 7168, 8192, 2, 2, p).sizes == (1,)
+
+
 def test_sizes_are_of_all_peers_shards() -> None:
     with pytest.raises(UnsupportedError, match=r"chunks of \[2, 2\] shards are not the shards of 3 peers"):
         chunked_plan.fitted("all_gather_matmul", 4, 512, 4096, 4096, 2, 2, ChunkedParameters(132, sizes=(2, 2)))

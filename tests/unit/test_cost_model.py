@@ -139,7 +139,9 @@ def test_chunks_agree_with_what_was_measured_and_leave_the_host_time() -> None:
         sizes = mlp(pattern, 4096, 2)
         assert cost_model.chunked_seconds(sizes, machine) * 1e6 == pytest.approx(measured, rel=0.08)
         assert cost_model.chunked_pays(sizes, machine)
-    assert not cost_model.chunked_pays(mlp("all_gather_matmul", 512, 2), machine), "the host would be slower than the GPU"
+    small = mlp("all_gather_matmul", 1024, 4)
+    assert not cost_model.chunked_pays(small, machine), "the host would be slower than the GPU"
+    assert cost_model.chunked_pays(dataclasses.replace(small, replays=True), machine), "one launch"
 
 
 LARGER_GROUPS = {  # One of 4 or of 8 ranks on 2 H200s (bench/results/mirrored.jsonl): tokens: (fused, chunked) in microseconds

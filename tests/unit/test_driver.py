@@ -1,8 +1,9 @@
-"""Copies by address: where there is no GPU at once, by the driver elsewhere, whose errors are said."""
+"""Calls of CUDA's driver: which are made in which order, with a library that notes them and fails where it is told to."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,13 +14,45 @@ from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.transports import driver
 
 
+class Library:
+    """Notes calls; ``fails``: name of the one that returns an error."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails = fails
+        self.calls: list[str] = []
+        self.arguments: dict[str, tuple[Any, ...]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            self.arguments[name] = arguments
+            if name == self.fails:
+                return 700
+            for argument in arguments:
+                if hasattr(argument, "_obj"):
+                    argument._obj.value = 1234 if name == "cuStreamEndCapture" else 5678
+            return 0
+
+        return call
+
+
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    for cached in (driver.copier, driver._library):
-        cached.cache_clear()
+    def clear() -> None:
+        for cached in (driver.copier, driver._library, driver._function):
+            cached.cache_clear()
+
+    clear()
     yield
-    for cached in (driver.copier, driver._library):
-        cached.cache_clear()
+    clear()
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: made)
+    monkeypatch.setattr(torch.version, "hip", None)
+    return made
 
 
 def test_a_part_is_copied_where_there_is_no_gpu() -> None:
@@ -28,24 +61,47 @@ def test_a_part_is_copied_where_there_is_no_gpu() -> None:
     assert target.tolist() == [0, 0, 1, 2, 3, 0, 0, 0, 0, 0]
 
 
-def test_the_drivers_call_is_made_and_its_error_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    class Driver:
-        class cuMemcpyAsync:  # noqa: N801
-            def __new__(cls, *arguments: Any) -> Any:
-                calls.append(arguments)
-                return 700 if arguments[2] == 13 else 0
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver)
-    monkeypatch.setattr(torch.version, "hip", None)
+def test_the_drivers_copy_is_made_and_its_error_said(library: Library) -> None:
     copy = driver.copier("cuda")
     copy(1 << 40, 2, 12, 3)
-    assert calls == [(1 << 40, 2, 12, 3)]
-    with pytest.raises(RuntimeError, match="of 13 bytes returned CUresult 700"):
+    assert library.arguments["cuMemcpyAsync"] == (1 << 40, 2, 12, 3)
+    library.fails = "cuMemcpyAsync"
+    with pytest.raises(RuntimeError, match=r"cuMemcpyAsync returned CUresult 700, for \(1, 2, 13, 3\)"):
         copy(1, 2, 13, 3)
 
 
 def test_another_device_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="OVERLAP_INDUCTOR_TRANSPORT=sm_push"):
         driver.copier("xpu")
+
+
+def test_a_graph_is_captured_between_begin_and_end_launched_and_given_back(library: Library) -> None:
+    graph = driver.Graph(lambda: library.calls.append("start"), 77)
+    graph.launch(78)
+    assert library.calls == [
+        "cuStreamBeginCapture_v2", "start", "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphDestroy", "cuGraphLaunch",
+    ]  # fmt: skip
+    assert library.arguments["cuStreamBeginCapture_v2"] == (77, driver.THREAD_LOCAL)
+    assert library.arguments["cuGraphInstantiateWithFlags"][1].value == library.arguments["cuGraphDestroy"][0].value == 1234
+    assert library.arguments["cuGraphLaunch"] == (5678, 78)
+    del graph
+    gc.collect()
+    assert library.arguments["cuGraphExecDestroy"][0].value == 5678
+
+
+@pytest.mark.parametrize("fails", ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags"])
+def test_a_capture_that_fails_is_an_error_and_leaves_no_graph(library: Library, fails: str) -> None:
+    library.fails = fails
+    with pytest.raises(RuntimeError, match=f"{fails} returned CUresult 700"):
+        driver.Graph(lambda: None, 77)
+    assert ("cuGraphDestroy" in library.calls) == (fails == "cuGraphInstantiateWithFlags")
+    assert "cuGraphExecDestroy" not in library.calls
+
+
+def test_what_is_captured_may_fail_and_the_capture_ends(library: Library) -> None:
+    def start() -> None:
+        raise ValueError("no kernel")
+
+    with pytest.raises(ValueError, match="no kernel"):
+        driver.Graph(start, 77)
+    assert library.calls == ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphDestroy"]

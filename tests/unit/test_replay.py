@@ -95,7 +95,7 @@ def test_addresses_that_never_come_again_are_forgotten(monkeypatch: pytest.Monke
 
 def test_no_more_graphs_than_the_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(replay, "MOST_GRAPHS", 2)
-    monkeypatch.setattr(Recorder, "_captured", lambda self, start, inference: SimpleNamespace(replay=start))
+    monkeypatch.setattr(Recorder, "_captured", lambda self, start, inference: SimpleNamespace())
     recorder = Recorder(torch.device("cuda", 0))
     with caplog.at_level(logging.INFO, "overlap_inductor"):
         assert [recorder.replay_of(lambda: None) is None for _ in range(4)] == [False, False, True, True]
