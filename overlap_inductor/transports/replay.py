@@ -36,8 +36,10 @@ from overlap_inductor.transports.workspace import Launch
 
 log = logging.getLogger("overlap_inductor")
 
-MOST_GRAPHS = 2048
+MOST_GRAPHS = 1024
 """Of a device, those of groups that are no more included."""
+MOST_FAILED = 3
+"""Captures that may fail before no more are tried."""
 MOST_SEEN = 256
 """Calls of a site that are remembered for having been seen once."""
 
@@ -74,19 +76,19 @@ class Recorder:
         self._device = device
         self._thread = ThreadPoolExecutor(1, "overlap_inductor captures")
         self._place: tuple[torch.cuda.Stream, torch.cuda.MemPool] | None = None
-        self._made = 0
+        self._made = self._failed = 0
 
     def replay_of(self, start: Start) -> Start | None:
-        """What launches the graph of ``start``; ``None`` where none can be made, which the log says once."""
-        if self._made >= MOST_GRAPHS:
+        """What launches the graph of ``start``; ``None`` where none can be made, which the log says."""
+        if self._made >= MOST_GRAPHS or self._failed >= MOST_FAILED:
             return None
         inference = torch.is_inference_mode_enabled()
         try:
             graph = self._thread.submit(self._captured, start, inference).result()
         except RuntimeError as error:
             # Nothing has run. (Launches one by one are as right, so that this must not end a model.)
-            self._made = MOST_GRAPHS
-            log.warning("overlap_inductor: the launches of a site could not be captured into a CUDA graph (%s); further calls are launched one by one", error)
+            self._failed += 1
+            log.warning("overlap_inductor: the launches of a site could not be captured into a CUDA graph, and are started one by one (%s)", error)
             return None
         self._made += 1
         if self._made == MOST_GRAPHS:

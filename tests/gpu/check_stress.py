@@ -48,6 +48,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, help="scenarios; all of them without")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--ranks-share-gpus", action="store_true")
+    parser.add_argument("--one-by-one", action="store_true", help="start every launch of a call by itself, also where it comes again")
     parser.add_argument("--row-seconds", type=float, default=120.0)
     found = parser.parse_args(arguments)
     found.iterations = found.iterations or (50 if found.ranks_share_gpus else 10000)
@@ -62,7 +63,7 @@ def check(arguments: argparse.Namespace, rank: int, world_size: int) -> int:
     for name in arguments.only:
         scenario, part = SCENARIOS[name]
         calls = max(1, arguments.iterations // part)
-        for variant in stress_sites.variants(arguments.schedules):
+        for variant in stress_sites.variants(arguments.schedules, not arguments.one_by_one):
             if not stress_scenarios.applies(name, variant, arguments.ranks_share_gpus):
                 continue
             faulthandler.dump_traceback_later(arguments.row_seconds, exit=True)
@@ -84,7 +85,8 @@ def check(arguments: argparse.Namespace, rank: int, world_size: int) -> int:
             faulthandler.cancel_dump_traceback_later()
     if rank == 0:
         connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-        print(json.dumps({"check": "all", "rows": rows, "wrong_rows": bad, "connections": connections, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
+        last = {"check": "all", "rows": rows, "wrong_rows": bad, "connections": connections, "one_by_one": arguments.one_by_one}
+        print(json.dumps({**last, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
     return bad
 
 

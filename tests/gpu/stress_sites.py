@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,8 +56,9 @@ class Variant:
         return json.dumps({**self.fixed, "partition": [0, 1, bands] if bands > 1 else [0, 1]}, sort_keys=True)
 
 
-def variants(schedules: Sequence[str]) -> list[Variant]:
-    """Every way of every pattern of these schedules, each with more than one band, chunk or group where there are rows enough."""
+def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
+    """Every way of every pattern of these schedules, each with more than one band, chunk or group where there are rows enough. ``replays``: of calls that come again
+    (``transports.replay``)."""
     found = [Variant("fused", p, "sm_push", {**fused_plan.TUNED[p], "parts": 2, "parts_from": 0, "slices": 1}) for p in (GATHER, SCATTER, REDUCE)]
     found.append(Variant("fused", GATHER, "slices", {**fused_plan.settings_for(GATHER, "sm_push"), "slices_tiles": fused_plan.NEVER}))
     found.append(Variant("fused", GATHER, "copy_engine", fused_plan.settings_for(GATHER, "copy_engine")))
@@ -65,6 +67,8 @@ def variants(schedules: Sequence[str]) -> list[Variant]:
             found.append(Variant("chunked", pattern, transport, {"transport": transport, "chunks": 3, "bands": 2 if pattern == REDUCE else 1}))
     found += [Variant("small_message", REDUCE, way, {"two_shot": way == "two_shot"}) for way in ("one_shot", "two_shot")]
     found += [Variant("wave_groups", p, "", {"free": [16]}) for p in (SCATTER, REDUCE)]
+    if not replays:
+        found = [replace(v, fixed={**v.fixed, "replays": False}) if v.schedule in ("fused", "chunked") else v for v in found]
     return [v for v in found if v.schedule in schedules]
 
 
