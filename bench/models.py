@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m bench.models [--layers 2] [--tokens 1024 4096] [--batches 1 16] --out bench/results/models.jsonl
 
 ``tokens``: one sequence of so many tokens (prefill), the host in the loop. ``batches``: so many sequences of one token (the matmuls and collectives of
-decode), as CUDA graphs (``triton.cudagraphs``). Logits are compared with eager ones before anything is timed. Medians of milliseconds, maximum over ranks.
+decode), as CUDA graphs (``triton.cudagraphs``). ``replayed``: sites' calls that became CUDA graphs of their own (``transports.replay``). Logits are compared with eager ones before anything is timed. Medians of milliseconds, maximum over ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import triton
 import overlap_inductor
 from overlap_inductor.backend import overlap_inductor as overlap_backend
 from overlap_inductor.demo_models import load_llama
+from overlap_inductor.transports.replay import recorder
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
 
@@ -74,6 +75,7 @@ def milliseconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def measure(model: Any, shape: tuple[int, int], graphs: bool) -> dict[str, Any]:
+    made = recorder(torch.device("cuda", torch.cuda.current_device())).made
     ids = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(1)).cuda()
     options = {"triton.cudagraphs": graphs}
     compiled = {
@@ -93,6 +95,7 @@ def measure(model: Any, shape: tuple[int, int], graphs: bool) -> dict[str, Any]:
     del eager, logits
     times = milliseconds({name: (lambda f=f: f(ids)) for name, f in compiled.items()})
     row = {"batch": shape[0], "tokens": shape[1], "cudagraphs": graphs, "ms": {n: round(t, 3) for n, t in times.items()}, "speedup": round(times["plain"] / times["auto"], 3)}
+    row["replayed"] = recorder(ids.device).made - made
     return row | {"error": {n: round(e, 5) for n, e in errors.items()}, "right": errors["auto"] <= 1.5 * errors["plain"] + 2e-2, "sites": dict(schedules)}
 
 

@@ -56,7 +56,8 @@ def _agree(group_name: str, plan: str, device: torch.device, workspace: str | No
     agreement.agree(group, plan)
     if workspace is not None:
         prepare(group, device, workspace, limit << 20)
-    return torch.zeros(1, dtype=torch.uint8, device=device)
+    # (A token orders; nobody reads it.)
+    return torch.empty(1, dtype=torch.uint8, device=device)
 
 
 def _agree_fake(group_name: str, plan: str, device: torch.device, workspace: str | None = None, limit: int = 0) -> torch.Tensor:

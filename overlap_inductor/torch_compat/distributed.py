@@ -6,6 +6,7 @@ import datetime
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d
 
 from overlap_inductor.errors import OverlapError
@@ -17,8 +18,6 @@ def resolve_group(group_name: str) -> dist.ProcessGroup:
     Raises:
         OverlapError: no such group exists in this process now.
     """
-    from torch._C._distributed_c10d import _resolve_process_group
-
     try:
         return _resolve_process_group(group_name)
     except (RuntimeError, ValueError) as error:

@@ -78,6 +78,11 @@ class Recorder:
         self._place: tuple[torch.cuda.Stream, torch.cuda.MemPool] | None = None
         self._made = self._failed = 0
 
+    @property
+    def made(self) -> int:
+        """Graphs made until now."""
+        return self._made
+
     def replay_of(self, start: Start) -> Start | None:
         """What launches the graph of ``start``; ``None`` where none can be made, which the log says."""
         if self._made >= MOST_GRAPHS or self._failed >= MOST_FAILED:

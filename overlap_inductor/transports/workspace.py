@@ -56,6 +56,9 @@ class Launch:
         self.prepared[key] = kernel
 
 
+_UNKNOWN: Any = object()
+
+
 @dataclass
 class GroupWorkspace:
     """One group's workspace on one device.
@@ -84,11 +87,12 @@ class GroupWorkspace:
         Raises:
             OverlapError: the site has not been prepared for.
         """
-        if (site, call) not in self._known:
+        key = (site, call)
+        found = self._known.get(key, _UNKNOWN)
+        if found is _UNKNOWN:
             if len(self._known) >= MOST_PREPARED * (len(self._launches) + 1):
                 self._known.clear()
-            self._known[site, call] = self._find(Request(site, *need()))
-        found = self._known[site, call]
+            found = self._known[key] = self._find(Request(site, *need()))
         if found is not None and self.arena.device.type == "cuda":
             one_after_the_other(self.arena.device)
         return found

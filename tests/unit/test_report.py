@@ -167,6 +167,7 @@ sub_chunks         4               4
 step_node_budget   4000            4000
 workspace_limit    4096            4096
 max_tokens         16384           16384
+replay             on              on
 agreement_timeout  300             300
 
 sites
@@ -223,6 +224,7 @@ sub_chunks         4               nothing overlapped
 step_node_budget   4000            4000
 workspace_limit    4096            4096
 max_tokens         16384           16384
+replay             on              on
 agreement_timeout  300             300
 
 sites
@@ -268,5 +270,6 @@ sub_chunks         4               nothing overlapped
 step_node_budget   4000            4000
 workspace_limit    4096            4096
 max_tokens         16384           16384
+replay             on              on
 agreement_timeout  300             300
 """)
