@@ -8,6 +8,7 @@ On a CPU both are wall-clock time.
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -111,7 +112,7 @@ class Timing:
 
 
 def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, seconds: float) -> dict[str, Timing]:
-    """Each call's timing, round after round: ``most`` rounds (two or more), fewer where they would take longer than ``seconds``, but five. All ranks together."""
+    """Each call's timing, round after round, in an order that is drawn anew for each: ``most`` rounds (two or more), fewer where they would take longer than ``seconds``, but five. All ranks together."""
     number = 1 if hidden else CALLS_IN_LOOP[0]
     # The first round counts for nothing: what is loaded, allocated or prepared late is so here.
     begin = time.perf_counter()
@@ -123,8 +124,11 @@ def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, se
         round_seconds, number = round_seconds * more / number, more
     repeats = min(most, max(LEAST_REPEATS, int(seconds / round_seconds)))
     samples: list[list[tuple[float, float]]] = [[] for _ in calls]
+    order, chance = list(zip(samples, calls.values(), sleeps)), random.Random(0)
     for _ in range(repeats):
-        for mine, call, sleep in zip(samples, calls.values(), sleeps):
+        # (A call is faster behind one that left the GPU cool. All ranks draw alike.)
+        chance.shuffle(order)
+        for mine, call, sleep in order:
             mine.append(clock.sample(call, number, sleep))
     numbers: list[float] = []
     for mine in samples:
