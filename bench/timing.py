@@ -24,6 +24,7 @@ CYCLES_A_MS = 2_000_000
 SLEEP_MS = 3.0
 """As long as nothing is known of the host's time."""
 LEAST_SLEEP_MS = 1.0
+REST_MS = 10.0
 LOOP_MS = 8.0
 CALLS_IN_LOOP = 4, 40
 """At least and at most."""
@@ -61,6 +62,8 @@ class Clock:
         if sleep_ms:
             torch.cuda._sleep(int(sleep_ms * CYCLES_A_MS))
         else:
+            # (Power: every sample begins with a GPU that has rested, as behind a device sleep.)
+            time.sleep(REST_MS * 1e-3)
             dist.barrier()
             torch.cuda.synchronize()
         # Behind the sleep: clocks differ, so that GPUs that sleep equally long come tens of microseconds apart.
@@ -112,7 +115,8 @@ class Timing:
 
 
 def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, seconds: float) -> dict[str, Timing]:
-    """Each call's timing, round after round, in an order that is drawn anew for each: ``most`` rounds (two or more), fewer where they would take longer than ``seconds``, but five. All ranks together."""
+    """Each call's timing, round after round, in an order that is drawn anew for each: ``most`` rounds (two or more), fewer where they would take longer than
+    ``seconds``, but five. All ranks together."""
     number = 1 if hidden else CALLS_IN_LOOP[0]
     # The first round counts for nothing: what is loaded, allocated or prepared late is so here.
     begin = time.perf_counter()
@@ -121,7 +125,8 @@ def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, se
     sleeps = [max(LEAST_SLEEP_MS, 3e-3 * host) if hidden else 0.0 for host in measured[1::2]]
     if not hidden:
         more = min(CALLS_IN_LOOP[1], max(number, math.ceil(LOOP_MS * 1e3 / min(measured[::2]))))
-        round_seconds, number = round_seconds * more / number, more
+        rest = len(calls) * REST_MS * 1e-3 if clock.device.type == "cuda" else 0.0
+        round_seconds, number = rest + (round_seconds - rest) * more / number, more
     repeats = min(most, max(LEAST_REPEATS, int(seconds / round_seconds)))
     samples: list[list[tuple[float, float]]] = [[] for _ in calls]
     order, chance = list(zip(samples, calls.values(), sleeps)), random.Random(0)

@@ -139,6 +139,16 @@ def test_auto_takes_the_kernel_where_it_is_the_fastest(monkeypatch: pytest.Monke
     assert over_p2p.decision.plan[0].schedule == "keep" and "fused" not in over_p2p.decision.plan[0].estimate_us
 
 
+@pytest.mark.parametrize("schedule", ["fused", "chunked"])
+def test_replays_can_be_switched_off(schedule: str) -> None:
+    def settings(**switches: str) -> dict[str, object]:
+        (site,) = gather_site().run(schedule=schedule, **switches).sites
+        return json.loads(site.decision.plan[0].parameters["settings"])
+
+    with fake_group(2):
+        assert settings(replay="off") == {**settings(), "replays": False}
+
+
 def workspace_of(report: OverlapReport, made: HandGraph) -> dict[str, list[list[int]]]:
     agree = next(n for n in made.graph.nodes if n.target is torch.ops.overlap_inductor.agree.default)
     # What all ranks of a group compare holds no group's needs: a rank's other groups have other names elsewhere.
