@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m bench.models [--layers 2] [--tokens 1024 4096] [--batches 1 16] --out bench/results/models.jsonl
 
 ``tokens``: one sequence of so many tokens (prefill), the host in the loop. ``batches``: so many sequences of one token (the matmuls and collectives of
-decode), as CUDA graphs (``triton.cudagraphs``). ``replayed``: sites' calls that became CUDA graphs of their own (``transports.replay``). Logits are compared with eager ones before anything is timed. Medians of milliseconds, maximum over ranks.
+decode), as CUDA graphs (``triton.cudagraphs``). ``graphs_made``: of launches of sites (``transports.replay``). Logits are compared with eager ones before anything is timed. Medians of milliseconds, maximum over ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import collections
 import gc
 import json
+import random
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -61,8 +62,11 @@ def slowest(value: float) -> float:
 
 def milliseconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
     samples = collections.defaultdict(list)
+    order, chance = list(calls.items()), random.Random(0)
     for _ in range(ROUNDS):
-        for name, call in calls.items():
+        # (All ranks draw alike.)
+        chance.shuffle(order)
+        for name, call in order:
             dist.barrier()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -95,7 +99,7 @@ def measure(model: Any, shape: tuple[int, int], graphs: bool) -> dict[str, Any]:
     del eager, logits
     times = milliseconds({name: (lambda f=f: f(ids)) for name, f in compiled.items()})
     row = {"batch": shape[0], "tokens": shape[1], "cudagraphs": graphs, "ms": {n: round(t, 3) for n, t in times.items()}, "speedup": round(times["plain"] / times["auto"], 3)}
-    row["replayed"] = recorder(ids.device).made - made
+    row["graphs_made"] = recorder(ids.device).made - made
     return row | {"error": {n: round(e, 5) for n, e in errors.items()}, "right": errors["auto"] <= 1.5 * errors["plain"] + 2e-2, "sites": dict(schedules)}
 
 

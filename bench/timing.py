@@ -1,8 +1,8 @@
 """Timing calls of all ranks in turn: microseconds of the device, and of the host that launches them.
 
-With the host *hidden* a device sleep before each call lets the host run ahead. With the host *in the loop* calls follow each other without one, as many as take
-``LOOP_MS`` or more, so that little of it is the first one's launch to a GPU that has nothing to do: a call takes what device or host needs for it, whichever is longer.
-On a CPU both are wall-clock time.
+With the host *hidden* a device sleep before each call lets the host run ahead. With the host *in the loop* calls follow each other without one, as many as take the
+fastest of them ``LOOP_MS``, so that little of it is the first one's launch to a GPU that has nothing to do: a call takes what device or host needs for it, whichever is
+longer. (They find their tensors where the call before had them, as the layers of a compiled model do step after step.) On a CPU both are wall-clock time.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from overlap_inductor.kernels.partial_sums import sum_partials
 from overlap_inductor.lowerings import chunked_plan
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
+from overlap_inductor.torch_compat import blas
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.arrivals import receive_kernel
 from overlap_inductor.transports.arrivals import wait_kernel
@@ -93,7 +94,7 @@ def all_gather_matmul(
     outs = [torch.empty(all_rows, m.b.shape[1], dtype=m.dtype(shard), device=shard.device) for m in matmuls]
     gathered = shard.new_empty(all_rows, shard.shape[1]) if gathered_used else None
     tensors = [shard, gathered, *outs, *(t for m in matmuls for t in m.operands)]
-    what = ("chunked", "all_gather_matmul", parameters, *(m.fast for m in matmuls))
+    what = ("chunked", "all_gather_matmul", parameters, blas.switches(), *(m.fast for m in matmuls))
     launched(launch, what, tensors, lambda: _gather(shard, matmuls, launch, parameters, outs, gathered), parameters.replays)
     return outs if gathered is None else [*outs, gathered]
 
@@ -197,7 +198,7 @@ def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch,
     product = torch.empty(shard_rows * launch.world_size, columns, dtype=dtype, device=a.device)
     reduces_all = pattern == "matmul_all_reduce"
     out = torch.empty(len(product) if reduces_all else shard_rows, columns, dtype=dtype, device=a.device)
-    what, tensors = ("chunked", pattern, parameters, average, matmul.fast), [a, product, out, *matmul.operands]
+    what, tensors = ("chunked", pattern, parameters, average, blas.switches(), matmul.fast), [a, product, out, *matmul.operands]
     launched(launch, what, tensors, lambda: _reduce_into(pattern, a, matmul, launch, parameters, average, product, out), parameters.replays)
     return out[:all_rows] if reduces_all and all_rows < len(out) else out
 

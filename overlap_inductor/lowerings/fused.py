@@ -1,8 +1,8 @@
 """Schedule ``fused``: one persistent kernel a site, launched on the current stream.
 
 Each function is the host's part of one kernel. At a site's first call with operands of some shapes and strides it checks what the kernel rests on, cuts the
-work into bands and pieces, and prepares the kernel; after that it launches (one CUDA graph where a call comes again, ``transports.replay``), waits for nothing and
-allocates nothing but its result. A group that has been aborted launches nothing more.
+work into bands and pieces, and prepares the kernel; after that it launches (a CUDA graph where a call comes again, ``transports.replay``), waits for nothing on the
+device and allocates nothing there but its result. A group that has been aborted launches nothing more.
 """
 
 from __future__ import annotations

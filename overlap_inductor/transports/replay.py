@@ -1,21 +1,27 @@
 """The launches of a call as one CUDA graph, replayed when the call comes again with everything where it was.
 
 A call of schedule ``chunked`` is 10 to 80 launches, for which the host took 240 to 690 us (4 H200s, a slow host); a replay of the same took 13 to 62, and one of a
-single kernel 3 to 6. Compiled models allocate in the same order step after step, so a site's tensors soon lie where they lay before.
+single kernel 3 to 6. Compiled models allocate in the same order step after step, so a site's tensors soon lie where they lay before. A graph takes about 100 KiB of the
+device.
 
 Contract. ``launched(launch, what, tensors, start, replays)``: ``start()`` launches on the current stream, and on streams that it forks and joins, work that depends on
-``what``, on the layouts and addresses of ``tensors``, and on nothing else. ::
+``what``, on the layouts and addresses of ``tensors``, and on nothing else that changes. ::
 
     first time with these       start()
-    second time                 capture start(), replay it
+    second time                 capture start(), replay it; start() where that cannot be done
     later                       replay it
-    not ``replays``, inside the user's capture, on a CPU, or when there are too many graphs:   start()
+    not ``replays``, inside the user's capture, on a CPU, with one hardware queue, or when there are too many graphs:   start()
 
-Why that is right. Nothing of a call is baked into a graph: signals take their number from device memory, as in a graph that a user captures. Everything has been
-loaded by the first call, so a capture waits for nothing on the device; what making a graph may wait for are calls before this one, for which no peer needs this
-one. They share the vendor's workspace, since calls of a rank run one after the other on its GPU (``transports.workspace``).
+Why that is right. Of what differs from call to call nothing is baked into a graph but what its key says: signals take their number from device memory, as in a graph that
+a user captures; kernels, slots and fault memory outlive it. Everything has been loaded by the first call, so a capture waits for nothing on the device; what making a
+graph may wait for are calls before this one, for which no peer needs this one. Graphs share the vendor's workspace, since calls of a rank run one after the other on
+its GPU (``transports.workspace``).
 
-They are captured on a thread of their own, on a stream that is nobody else's, with memory of a pool of their own: the vendor's library has a workspace for each thread
+Forward progress. Launched one by one, sends stand before waits in every queue of the device. In a graph there is no order but that of its edges, and its two branches
+run beside each other, which takes two queues: with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` nothing is replayed. (Copies of a graph are copy engines', those of flags, too:
+``tests.gpu.check_stress`` on driver 580.)
+
+Captures happen on a thread of their own, on streams that are nobody else's, with memory of a pool of their own: the vendor's library has a workspace for each thread
 and stream, and one that was taken from the pool of a user's graph, or shared with a user's matmul, would be overwritten.
 """
 
@@ -23,9 +29,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import weakref
 from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -36,37 +45,69 @@ from overlap_inductor.transports.workspace import Launch
 
 log = logging.getLogger("overlap_inductor")
 
-MOST_GRAPHS = 1024
-"""Of a device, those of groups that are no more included."""
-MOST_FAILED = 3
-"""Captures that may fail before no more are tried."""
-MOST_SEEN = 256
-"""Calls of a site that are remembered for having been seen once."""
+MOST_GRAPHS = 2048
+"""Of a device: 200 MiB."""
+MOST_OF_A_SITE = 256
+"""Graphs of a site, the latest ones, and calls of it that are remembered for having been seen once."""
+MOST_FAILED = 16
+"""Captures that may fail before no more are tried on a device."""
 
 Start = Callable[[], None]
 
 
 def launched(launch: Launch, what: object, tensors: Sequence[torch.Tensor | None], start: Start, replays: bool) -> None:
-    """Do what ``start`` does, in one launch where that is possible and ``replays`` are wanted. ``what``: hashable; it is kept."""
+    """Do what ``start`` does, in one launch where that is possible and ``replays`` are wanted. ``what``: hashable; it is kept.
+
+    Raises:
+        RuntimeError: a graph that has been launched before could not be launched; the group is aborted. And whatever ``start`` raises.
+    """
     device = launch.slot.calls.device
-    if not replays or device.type != "cuda" or symmetric.capturing():
+    if not replays or device.type != "cuda" or symmetric.capturing() or one_queue():
         start()
         return
     key = (what, *[None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
     known = launch.replays.get(key)
     if known is not None:
-        known()
+        try:
+            known()
+        except RuntimeError:
+            launch.faults.abort()
+            raise
     elif key not in launch.seen:
-        if len(launch.seen) >= MOST_SEEN:
-            launch.seen.clear()
         # (Not seen where it fails: a capture must find everything loaded.)
         start()
-        launch.seen.add(key)
-    else:
-        replay = recorder(device).replay_of(start)
-        if replay is not None:
+        launch.seen[key] = True
+        _forget(launch.seen)
+    elif not launch.seen[key] or not _first_replay(launch, key, start, device):
+        start()
+
+
+def _first_replay(launch: Launch, key: object, start: Start, device: torch.device) -> bool:
+    """Capture and launch; whether that was done. If not, the call is not captured again."""
+    replay = recorder(device).replay_of(start)
+    if replay is not None:
+        try:
+            replay()
+        except RuntimeError as error:
+            log.warning("overlap_inductor: the CUDA graph of a site's launches cannot be launched; they are started one by one (%s)", error)
+        else:
             launch.replays[key] = replay
-        (replay or start)()
+            _forget(launch.replays)
+            return True
+    launch.seen[key] = False
+    return False
+
+
+def _forget(known: dict[Any, Any]) -> None:
+    """The oldest. (A graph that runs is freed when it has ended.)"""
+    if len(known) > MOST_OF_A_SITE:
+        del known[next(iter(known))]
+
+
+@functools.cache
+def one_queue() -> bool:
+    """Whether all streams of this process share one queue of the device."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 class Recorder:
@@ -76,34 +117,36 @@ class Recorder:
         self._device = device
         self._thread = ThreadPoolExecutor(1, "overlap_inductor captures")
         self._place: tuple[torch.cuda.Stream, torch.cuda.MemPool] | None = None
-        self._made = self._failed = 0
-
-    @property
-    def made(self) -> int:
+        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self._failed, self._full = 0, False
+        self.made = 0
         """Graphs made until now."""
-        return self._made
 
     def replay_of(self, start: Start) -> Start | None:
         """What launches the graph of ``start``; ``None`` where none can be made, which the log says."""
-        if self._made >= MOST_GRAPHS or self._failed >= MOST_FAILED:
+        if self._failed >= MOST_FAILED:
+            return None
+        if len(self._graphs) >= MOST_GRAPHS:
+            if not self._full:
+                log.warning("overlap_inductor: %d CUDA graphs hold launches of sites; calls of further sites take the host longer", MOST_GRAPHS)
+            self._full = True
             return None
         inference = torch.is_inference_mode_enabled()
         try:
             graph = self._thread.submit(self._captured, start, inference).result()
-        except RuntimeError as error:
+        except (RuntimeError, OSError, AttributeError) as error:
             # Nothing has run. (Launches one by one are as right, so that this must not end a model.)
             self._failed += 1
             log.warning("overlap_inductor: the launches of a site could not be captured into a CUDA graph, and are started one by one (%s)", error)
             return None
-        self._made += 1
-        if self._made == MOST_GRAPHS:
-            log.info("overlap_inductor: %d CUDA graphs hold launches of sites; further ones are launched one by one", MOST_GRAPHS)
+        self.made += 1
+        self._graphs.add(graph)
         return functools.partial(_replay, graph, self._device)
 
     def _captured(self, start: Start, inference: bool) -> Graph:
         torch.cuda.set_device(self._device)
-        # (A thread begins outside inference mode, and the tensors are the caller's.)
-        with torch.no_grad(), torch.inference_mode(inference):
+        # (A thread begins outside inference mode, and the tensors are the caller's. Leaving that mode switches gradients on.)
+        with torch.inference_mode(inference), torch.no_grad():
             if self._place is None:
                 self._place = self._prepared()
             stream, pool = self._place

@@ -11,6 +11,7 @@ from types import TracebackType
 import torch
 
 from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports.driver import own_stream
 from overlap_inductor.transports.workspace import Launch
 
 
@@ -23,7 +24,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         # Its few blocks go before a matmul's next ones.
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = own_stream(device, priority=-1)
         self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._current = self._stream
 

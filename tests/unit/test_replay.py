@@ -2,71 +2,106 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from overlap_inductor.lowerings import chunked
+from overlap_inductor.lowerings import fused
+from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
+from overlap_inductor.lowerings.epilogue_text import Epilogue
+from overlap_inductor.lowerings.fused_launch import Tail
+from overlap_inductor.lowerings.fused_plan import FusedParameters
+from overlap_inductor.lowerings.vendor_matmul import Scales
+from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
+from overlap_inductor.torch_compat import blas
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports import replay
 from overlap_inductor.transports.replay import Recorder
 from overlap_inductor.transports.replay import launched
 
 
+@pytest.fixture(autouse=True)
+def several_queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    replay.one_queue.cache_clear()
+    yield
+    replay.one_queue.cache_clear()
+
+
 class Noted:
-    """A launch on a GPU, and what was done there: ``start`` by the host, ``graph`` in one launch."""
+    """A launch on a GPU, and what was done there: ``start`` by the host, ``graph`` in one launch. ``failing``: numbers of the graph launches that fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, graphs: bool = True, device: str = "cuda") -> None:
-        self.launch: Any = SimpleNamespace(slot=SimpleNamespace(calls=SimpleNamespace(device=torch.device(device))), seen=set(), replays={})
         self.done: list[str] = []
-        self.captures = 0
+        faults = SimpleNamespace(abort=lambda: self.done.append("abort"))
+        self.launch: Any = SimpleNamespace(slot=SimpleNamespace(calls=SimpleNamespace(device=torch.device(device))), seen={}, replays={}, faults=faults)
+        self.captures = self.launches = 0
+        self.failing: set[int] = set()
+        self.inside = False
 
         def replay_of(start: Callable[[], None]) -> Callable[[], None] | None:
             self.captures += 1
-            return (lambda: self.done.append("graph")) if graphs else None
+            return self._graph if graphs else None
 
         monkeypatch.setattr(replay, "recorder", lambda device: SimpleNamespace(replay_of=replay_of))
         monkeypatch.setattr(symmetric, "capturing", lambda: self.inside)
-        self.inside = False
 
-    def call(self, *tensors: torch.Tensor | None, what: object = "gather", replays: bool = True) -> str:
+    def _graph(self) -> None:
+        self.launches += 1
+        if self.launches in self.failing:
+            raise RuntimeError("out of memory")
+        self.done.append("graph")
+
+    def call(self, *tensors: torch.Tensor | None, what: object = "gather", replays: bool = True) -> list[str]:
+        """What was done."""
+        before = len(self.done)
         launched(self.launch, what, tensors, lambda: self.done.append("start"), replays)
-        return self.done[-1]
+        return self.done[before:]
 
 
 def test_the_second_call_with_everything_in_its_place_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     noted, a, b = Noted(monkeypatch), torch.zeros(4, 4), torch.zeros(4)
-    assert [noted.call(a, b, None) for _ in range(4)] == ["start", "graph", "graph", "graph"]
+    assert [noted.call(a, b, None) for _ in range(4)] == [["start"], ["graph"], ["graph"], ["graph"]]
     assert noted.captures == 1
 
 
 def test_whatever_differs_makes_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
     noted, a = Noted(monkeypatch), torch.zeros(4, 4)
     others: list[tuple[torch.Tensor | None, ...]] = [
-        (a, None), (a[1:],), (a.t(),), (a.view(2, 8),), (a.view(torch.int32),), (torch.zeros(4, 4),), (a, a), (None,),
+        (a, None), (a[1:],), (a[:2],), (a[:, :2],), (a.t(),), (a.view(2, 8),), (a.view(torch.int32),), (torch.zeros(4, 4),), (a, a), (None,),
     ]  # fmt: skip
     noted.call(a)
     noted.call(a)
-    assert [noted.call(*tensors) for tensors in others] == ["start"] * len(others)
-    assert noted.call(a, what="scatter") == "start"
-    assert noted.call(a) == "graph"
+    assert [noted.call(*tensors) for tensors in others] == [["start"]] * len(others)
+    assert noted.call(a, what="scatter") == ["start"]
+    assert noted.call(a) == ["graph"]
 
 
 def test_a_users_capture_a_cpu_and_the_switch_launch_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     a = torch.zeros(4)
     elsewhere = Noted(monkeypatch, device="cpu")
-    assert [elsewhere.call(a) for _ in range(3)] == ["start"] * 3
+    assert [elsewhere.call(a) for _ in range(3)] == [["start"]] * 3
     noted = Noted(monkeypatch)
     noted.inside = True
-    assert [noted.call(a) for _ in range(3)] == ["start"] * 3
+    assert [noted.call(a) for _ in range(3)] == [["start"]] * 3
     noted.inside = False
-    assert [noted.call(a, replays=False) for _ in range(3)] == ["start"] * 3
+    assert [noted.call(a, replays=False) for _ in range(3)] == [["start"]] * 3
     assert elsewhere.captures == noted.captures == 0
     # (What the user's capture launched has not been launched by the host.)
-    assert [noted.call(a) for _ in range(2)] == ["start", "graph"]
+    assert [noted.call(a) for _ in range(2)] == [["start"], ["graph"]]
+
+
+def test_one_hardware_queue_has_no_order_but_that_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    noted, a = Noted(monkeypatch), torch.zeros(4)
+    assert [noted.call(a) for _ in range(3)] == [["start"]] * 3
 
 
 def test_a_call_that_fails_is_not_captured_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,32 +116,171 @@ def test_a_call_that_fails_is_not_captured_next(monkeypatch: pytest.MonkeyPatch)
     assert noted.captures == 0
 
 
-def test_without_a_graph_it_is_launched_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_graph_it_is_launched_as_it_is_and_not_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     noted, a = Noted(monkeypatch, graphs=False), torch.zeros(4)
-    assert [noted.call(a) for _ in range(3)] == ["start"] * 3
+    assert [noted.call(a) for _ in range(4)] == [["start"]] * 4
+    assert noted.captures == 1
+
+
+def test_a_graph_that_cannot_be_launched_is_no_call_lost(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    noted, a = Noted(monkeypatch), torch.zeros(4)
+    noted.failing = {1}
+    assert [noted.call(a) for _ in range(4)] == [["start"]] * 4
+    assert noted.captures == 1 and "out of memory" in caplog.text
+
+
+def test_a_graph_that_fails_later_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has run before would; peers must not wait for this call until their patience ends."""
+    noted, a = Noted(monkeypatch), torch.zeros(4)
+    noted.failing = {3}
+    assert [noted.call(a) for _ in range(3)] == [["start"], ["graph"], ["graph"]]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        noted.call(a)
+    assert noted.done[-1] == "abort"
 
 
 def test_addresses_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted, memory = Noted(monkeypatch), torch.zeros(2 * replay.MOST_SEEN)
-    for i in range(2 * replay.MOST_SEEN):
-        assert noted.call(memory[i:]) == "start"
-        assert len(noted.launch.seen) <= replay.MOST_SEEN
+    noted, memory = Noted(monkeypatch), torch.zeros(2 * replay.MOST_OF_A_SITE)
+    for i in range(2 * replay.MOST_OF_A_SITE):
+        assert noted.call(memory[i:]) == ["start"]
+        assert noted.call(memory[i:]) == ["graph"]
+        assert max(len(noted.launch.seen), len(noted.launch.replays)) <= replay.MOST_OF_A_SITE
+    assert noted.call(memory[i:]) == ["graph"]
 
 
-def test_no_more_graphs_than_the_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+class _Graph:
+    def launch(self, stream: int) -> None:
+        raise AssertionError("nothing is launched here")
+
+
+def test_no_more_graphs_at_once_than_the_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(replay, "MOST_GRAPHS", 2)
-    monkeypatch.setattr(Recorder, "_captured", lambda self, start, inference: SimpleNamespace())
+    monkeypatch.setattr(Recorder, "_captured", lambda self, start, inference: _Graph())
     recorder = Recorder(torch.device("cuda", 0))
-    with caplog.at_level(logging.INFO, "overlap_inductor"):
-        assert [recorder.replay_of(lambda: None) is None for _ in range(4)] == [False, False, True, True]
-    assert "2 CUDA graphs hold launches of sites" in caplog.text
+    kept = [recorder.replay_of(lambda: None) for _ in range(4)]
+    assert [k is None for k in kept] == [False, False, True, True]
+    assert [r.levelno for r in caplog.records] == [logging.WARNING] and "2 CUDA graphs hold launches of sites" in caplog.text
+    kept.clear()
+    gc.collect()
+    assert recorder.replay_of(lambda: None) is not None and recorder.made == 3
 
 
-def test_a_capture_that_fails_is_said_ends_nothing_and_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, OSError, AttributeError])
+def test_a_capture_that_fails_is_said_ends_nothing_and_is_not_tried_for_ever(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(self: Recorder, start: object, inference: bool) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise error("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(Recorder, "_captured", fail)
     recorder = Recorder(torch.device("cuda", 0))
-    assert [recorder.replay_of(lambda: None) for _ in range(9)] == [None] * 9
+    assert [recorder.replay_of(lambda: None) for _ in range(2 * replay.MOST_FAILED)] == [None] * 2 * replay.MOST_FAILED
     assert len(caplog.records) == replay.MOST_FAILED and "not permitted" in caplog.text
+
+
+def test_a_graph_is_captured_on_another_thread_in_the_callers_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as there is one without a GPU: what surrounds the capture, in its order."""
+    import threading
+    from contextlib import contextmanager
+
+    said: list[Any] = []
+
+    @contextmanager
+    def entered(name: str, value: object) -> Iterator[None]:
+        said.append((name, value))
+        yield
+        said.append(f"end of {name}")
+
+    def graph(start: Callable[[], None], stream: int) -> object:
+        said.append(stream)
+        start()
+        return _Graph()
+
+    place = (SimpleNamespace(cuda_stream=77), "pool")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: said.append(device))
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: entered("pool", pool))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered("stream", stream))
+    monkeypatch.setattr(Recorder, "_prepared", lambda self: place)
+    monkeypatch.setattr(replay, "Graph", graph)
+    recorder, here = Recorder(torch.device("cuda", 3)), threading.get_ident()
+
+    def start() -> None:
+        said.append((threading.get_ident() != here, torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            assert recorder.replay_of(start) is not None
+        assert said == [
+            torch.device("cuda", 3), ("pool", "pool"), ("stream", place[0]), 77, (True, inference, False), "end of stream", "end of pool",
+        ]  # fmt: skip
+        said.clear()
+
+
+Call = tuple[object, list[object]]
+
+
+def _addresses(tensors: Any) -> list[object]:
+    return [None if t is None else t.data_ptr() for t in tensors]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """What schedules say of their calls, and the addresses."""
+    found: list[Call] = []
+
+    def note(launch: object, what: object, tensors: Any, start: object, replays: bool) -> None:
+        found.append((what, _addresses(tensors)))
+
+    monkeypatch.setattr(chunked, "launched", note)
+    monkeypatch.setattr(fused, "launched", note)
+    return found
+
+
+LAUNCH: Any = SimpleNamespace(world_size=2, rank=0, faults=SimpleNamespace(check=lambda: None))
+
+
+def test_all_that_decides_a_chunked_call_is_in_its_key(calls: list[Call]) -> None:
+    a, b, bias, scale, other = (torch.zeros(s) for s in ((8, 8), (8, 8), (8,), (1,), (1,)))
+    p, q = ChunkedParameters(2), ChunkedParameters(2)
+
+    def matmul(fast: bool = False) -> VendorMatmul:
+        return VendorMatmul(b, bias, Scales(scale, other, torch.float32, fast))
+
+    outs = chunked.all_gather_matmul(a, [matmul()], LAUNCH, p, gathered_used=True)
+    assert {t.data_ptr() for t in (a, b, bias, scale, other, *outs)} == {*calls[0][1]}
+    chunked.all_gather_matmul(a, [matmul(True)], LAUNCH, p)
+    chunked.all_gather_matmul(a, [matmul()], LAUNCH, q)
+    for average in (False, True):
+        out = chunked.matmul_reduce_scatter(a, matmul(), LAUNCH, p, average)
+        assert {t.data_ptr() for t in (a, b, bias, scale, other, out)} < {*calls[-1][1]} and len(calls[-1][1]) == 7, "the product, too"
+        chunked.matmul_all_reduce(a, matmul(), LAUNCH, p, average)
+    assert len({what for what, _ in calls}) == len(calls) == 7
+
+
+def test_all_that_decides_a_fused_call_is_in_its_key(calls: list[Call]) -> None:
+    a, b, bias, extra = (torch.zeros(s) for s in ((8, 8), (8, 8), (8,), (1,)))
+    p, q = FusedParameters(2), FusedParameters(2)
+    tails = [Tail(), Tail((Epilogue(("scalar",), (("mul", "x", "e0"),)),), [extra]), Tail((Epilogue(("scalar",), (("add", "x", "e0"),)),), [extra])]
+    for tail in tails:
+        for keep in (False, True):
+            (out,) = fused.all_gather_matmuls(a, [b], LAUNCH, p, [bias], keep, tail)
+            assert {t.data_ptr() for t in (a, b, bias, out, *tail.extras)} == {*calls[-1][1]}
+            for reduced in (fused.matmul_reduce_scatter, fused.matmul_all_reduce):
+                out = reduced(a, b, LAUNCH, p, bias, keep, tail)
+                assert {t.data_ptr() for t in (a, b, bias, out, *tail.extras)} == {*calls[-1][1]}
+    fused.all_gather_matmuls(a, [b], LAUNCH, q, [bias])
+    assert len({what for what, _ in calls}) == len(calls) == 19
+
+
+def test_settings_of_the_vendors_library_make_another_call(calls: list[Call]) -> None:
+    settings, a = torch.backends.cuda.matmul, torch.zeros(8, 8)
+    changed = settings.allow_bf16_reduced_precision_reduction
+    p, before = ChunkedParameters(2), blas.switches()
+    try:
+        for value in (changed, not changed):
+            settings.allow_bf16_reduced_precision_reduction = value
+            chunked.all_gather_matmul(a, [VendorMatmul(a)], LAUNCH, p)
+            chunked.matmul_reduce_scatter(a, VendorMatmul(a), LAUNCH, p)
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = changed
+    assert len({what for what, _ in calls}) == 4 and blas.switches() == before
