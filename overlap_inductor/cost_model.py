@@ -80,7 +80,8 @@ def chunked_seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def chunked_pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """As ``fused_pays``; and a call takes the GPU no less time than the host, which would be what a model without CUDA graphs waits for."""
+    """As ``fused_pays``; and a call takes the GPU no less time than the host, which would be what a model without CUDA graphs waits for, and gains more than the host may
+    lose."""
     seconds = chunked_seconds(sizes, machine)
     launches = machine.chunked_host_seconds + sizes.legs * (sizes.world_size - 1) * machine.chunked_peer_seconds
     host = machine.chunked_replay_seconds if sizes.replays else launches
@@ -88,7 +89,7 @@ def chunked_pays(sizes: SiteSizes, machine: Machine) -> bool:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
     margin = _MARGIN if sizes.world_size <= machine.chunked_ranks else _MARGIN_UNMEASURED
-    return seconds * margin < keep
+    return max(seconds * margin, seconds + machine.chunked_least_gain) < keep
 
 
 def small_message_seconds(sizes: SiteSizes, machine: Machine) -> float:

@@ -15,6 +15,8 @@ And what waits, or gives a signal, takes no shared memory: an SM's is divided an
 some may not start on an SM where one waits that wants none. So what a wait rests on finds room. All waits are bounded (``signals``).
 
 CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes; no argument changes from replay to replay.
+In a graph sends and waits are branches without an order between them: they need two hardware queues, so that a call becomes a graph of its own only where there are
+(``transports.replay``). Where a user captures, that is the user's to see to; with one queue no such graph has hung (``tests.gpu.check_stress``, scenario ``graphs``).
 """
 
 from __future__ import annotations

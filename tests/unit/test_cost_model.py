@@ -142,6 +142,9 @@ def test_chunks_agree_with_what_was_measured_and_leave_the_host_time() -> None:
     small = mlp("all_gather_matmul", 1024, 4)
     assert not cost_model.chunked_pays(small, machine), "the host would be slower than the GPU"
     assert cost_model.chunked_pays(dataclasses.replace(small, replays=True), machine), "one launch"
+    little = dataclasses.replace(mlp("matmul_all_reduce", 1024, 4), replays=True)
+    seconds, keep = cost_model.chunked_seconds(little, machine), cost_model.matmul_seconds(little, machine) + cost_model.collective_seconds(little, machine)
+    assert 1.05 * seconds < keep < seconds + 30e-6 and not cost_model.chunked_pays(little, machine), "less than the host may lose"
 
 
 LARGER_GROUPS = {  # One of 4 or of 8 ranks on 2 H200s (bench/results/mirrored.jsonl): tokens: (fused, chunked) in microseconds
