@@ -21,7 +21,8 @@ class Machine:
             with a longer wire; fused_leg_seconds: its fixed cost a leg.
         chunked_exposed, chunked_leg_seconds, chunked_ranks: the same of vendor matmuls on chunks; chunked_host_seconds, chunked_peer_seconds: of the host, for the
             launches of a call, and of each peer's leg; chunked_replay_seconds: for all of them as one CUDA graph; chunked_least_gain: seconds that a call must be faster
-            than ``keep``, since a model that waits for its host has nothing of less (a replay takes the host some 50 us more, where everything else is in its caches).
+            than ``keep``, since a model that waits for its host has nothing of less (a replay in chunks took a slow host some 100 us more than matmul and NCCL, in a model
+            whose code was not in its caches).
         push_bytes: B/s each way that SMs store to peers; push_seconds: fixed cost of a small all-reduce; push_leg_seconds: of its second leg.
         wave_efficiency: rate of matmul and collective beside each other in groups of waves; wave_groups: groups that a call is cut into.
         fused_ranks: largest group in which that was measured; fused_tiles: tiles from which on a fused kernel is worth a thought.

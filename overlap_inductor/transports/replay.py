@@ -34,7 +34,6 @@ import weakref
 from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
@@ -48,7 +47,7 @@ log = logging.getLogger("overlap_inductor")
 MOST_GRAPHS = 2048
 """Of a device: 200 MiB."""
 MOST_OF_A_SITE = 256
-"""Graphs of a site, the latest ones, and calls of it that are remembered for having been seen once."""
+"""Graphs of a site, and calls of it that are remembered for having been seen once."""
 MOST_FAILED = 16
 """Captures that may fail before no more are tried on a device."""
 
@@ -76,15 +75,17 @@ def launched(launch: Launch, what: object, tensors: Sequence[torch.Tensor | None
     elif key not in launch.seen:
         # (Not seen where it fails: a capture must find everything loaded.)
         start()
+        if len(launch.seen) >= MOST_OF_A_SITE:
+            del launch.seen[next(iter(launch.seen))]
         launch.seen[key] = True
-        _forget(launch.seen)
     elif not launch.seen[key] or not _first_replay(launch, key, start, device):
         start()
 
 
 def _first_replay(launch: Launch, key: object, start: Start, device: torch.device) -> bool:
-    """Capture and launch; whether that was done. If not, the call is not captured again."""
-    replay = recorder(device).replay_of(start)
+    """Capture and launch; whether that was done. If not, the call is not captured again for as long as it is remembered."""
+    # (No graph goes for another: a site with more calls in turn would make each of them again and again.)
+    replay = recorder(device).replay_of(start) if len(launch.replays) < MOST_OF_A_SITE else None
     if replay is not None:
         try:
             replay()
@@ -92,16 +93,9 @@ def _first_replay(launch: Launch, key: object, start: Start, device: torch.devic
             log.warning("overlap_inductor: the CUDA graph of a site's launches cannot be launched; they are started one by one (%s)", error)
         else:
             launch.replays[key] = replay
-            _forget(launch.replays)
             return True
     launch.seen[key] = False
     return False
-
-
-def _forget(known: dict[Any, Any]) -> None:
-    """The oldest. (A graph that runs is freed when it has ended.)"""
-    if len(known) > MOST_OF_A_SITE:
-        del known[next(iter(known))]
 
 
 @functools.cache
@@ -134,8 +128,8 @@ class Recorder:
         inference = torch.is_inference_mode_enabled()
         try:
             graph = self._thread.submit(self._captured, start, inference).result()
-        except (RuntimeError, OSError, AttributeError) as error:
-            # Nothing has run. (Launches one by one are as right, so that this must not end a model.)
+        except Exception as error:  # noqa: BLE001
+            # Nothing has run, whatever it was; and launches one by one are as right, so that this must not end a model, nor leave peers waiting.
             self._failed += 1
             log.warning("overlap_inductor: the launches of a site could not be captured into a CUDA graph, and are started one by one (%s)", error)
             return None

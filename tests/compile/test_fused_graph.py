@@ -139,6 +139,18 @@ def test_auto_takes_the_kernel_where_it_is_the_fastest(monkeypatch: pytest.Monke
     assert over_p2p.decision.plan[0].schedule == "keep" and "fused" not in over_p2p.decision.plan[0].estimate_us
 
 
+def test_chunks_pay_earlier_where_a_calls_tensors_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known sizes are replayed; a count that changes, or replays switched off, leave the host all launches."""
+    monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
+
+    def taken(**switches: str) -> str:
+        (site,) = gather_site(256, 8192, 7168).run(schedule="auto", **switches).sites
+        return site.decision.plan[0].schedule
+
+    with fake_group(4):
+        assert (taken(), taken(replay="off")) == ("chunked", "fused")
+
+
 @pytest.mark.parametrize("schedule", ["fused", "chunked"])
 def test_replays_can_be_switched_off(schedule: str) -> None:
     def settings(**switches: str) -> dict[str, object]:

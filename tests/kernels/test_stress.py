@@ -32,18 +32,18 @@ QUICK = {"chunked": ("copy_engine", "matmul_reduce_scatter"), "small_message": (
 plain_variants, plain_results = stress_sites.variants, stress_sites.first_results
 
 
-def _small_variants(schedules: Sequence[str]) -> list[stress_sites.Variant]:
+def _small_variants(schedules: Sequence[str], replays: bool) -> list[stress_sites.Variant]:
     fixed: dict[str, Any] = {
         "fused": SMALL,
         "chunked": {"grain": 8, "pushers": 1},
         "small_message": {"segment": 32, "warps": 4},
         "wave_groups": {**SMALL_TILES, "free": [1], "halves": False},
     }
-    return [replace(v, fixed={**v.fixed, **fixed[v.schedule]}) for v in plain_variants(schedules)]
+    return [replace(v, fixed={**v.fixed, **fixed[v.schedule]}) for v in plain_variants(schedules, replays)]
 
 
-def _quick_variants(schedules: Sequence[str]) -> list[stress_sites.Variant]:
-    return [v for v in _small_variants(schedules) if QUICK[v.schedule] == (v.way, v.pattern)]
+def _quick_variants(schedules: Sequence[str], replays: bool) -> list[stress_sites.Variant]:
+    return [v for v in _small_variants(schedules, replays) if QUICK[v.schedule] == (v.way, v.pattern)]
 
 
 class _NoStream:

@@ -143,9 +143,18 @@ def test_addresses_that_never_come_again_are_forgotten(monkeypatch: pytest.Monke
     noted, memory = Noted(monkeypatch), torch.zeros(2 * replay.MOST_OF_A_SITE)
     for i in range(2 * replay.MOST_OF_A_SITE):
         assert noted.call(memory[i:]) == ["start"]
-        assert noted.call(memory[i:]) == ["graph"]
-        assert max(len(noted.launch.seen), len(noted.launch.replays)) <= replay.MOST_OF_A_SITE
-    assert noted.call(memory[i:]) == ["graph"]
+        assert len(noted.launch.seen) <= replay.MOST_OF_A_SITE
+    assert noted.call(memory[i:]) == ["graph"], "the latest one is remembered"
+
+
+def test_graphs_of_a_site_are_not_made_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MOST_OF_A_SITE", 3)
+    noted, memory = Noted(monkeypatch), torch.zeros(8)
+    for _ in range(3):
+        for i in range(3):
+            noted.call(memory[i:])
+    assert [noted.call(memory[3:]) for _ in range(4)] == [["start"]] * 4
+    assert noted.captures == 3 and noted.call(memory) == ["graph"]
 
 
 class _Graph:
@@ -165,7 +174,7 @@ def test_no_more_graphs_at_once_than_the_limit(monkeypatch: pytest.MonkeyPatch, 
     assert recorder.replay_of(lambda: None) is not None and recorder.made == 3
 
 
-@pytest.mark.parametrize("error", [RuntimeError, OSError, AttributeError])
+@pytest.mark.parametrize("error", [RuntimeError, OSError, AttributeError, KeyError])
 def test_a_capture_that_fails_is_said_ends_nothing_and_is_not_tried_for_ever(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
