@@ -68,7 +68,7 @@ def _copy_at_once(to: int, source: int, size: int, stream: int) -> None:
 def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     """A new stream of the current ``device``, which is never given back; ``priority``: -1 is higher. (``torch.cuda.Stream`` hands out 32 in turn: whoever is given the
     same one has his launches captured, or held up.) Raises ``RuntimeError``."""
-    # (From a first use on, the device's context is this thread's.)
+    # (The device's context must be this thread's; unlike others this call may stand in a capture.)
     torch.cuda.is_current_stream_capturing()
     made = ctypes.c_void_p()
     _function("cuStreamCreateWithPriority", ctypes.c_void_p, ctypes.c_uint, ctypes.c_int)(ctypes.byref(made), NON_BLOCKING, priority)

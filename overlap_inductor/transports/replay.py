@@ -149,6 +149,8 @@ class Recorder:
 
     def _prepared(self) -> tuple[torch.cuda.Stream, torch.cuda.MemPool]:
         """The stream and the memory. The vendor's library is made ready on this thread: that would end a capture."""
+        # (From a first use on, the device's context is this thread's.)
+        torch.cuda.current_stream(self._device).query()
         stream, pool = own_stream(self._device), torch.cuda.MemPool()
         with torch.cuda.use_mem_pool(pool), torch.cuda.stream(stream):
             small = torch.zeros(16, 16, dtype=torch.bfloat16, device=self._device)
