@@ -89,7 +89,7 @@ def chunked_pays(sizes: SiteSizes, machine: Machine) -> bool:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
     margin = _MARGIN if sizes.world_size <= machine.chunked_ranks else _MARGIN_UNMEASURED
-    return max(seconds * margin, seconds + machine.chunked_least_gain) < keep
+    return max(seconds * margin, seconds + machine.chunked_least_gain_seconds) < keep
 
 
 def small_message_seconds(sizes: SiteSizes, machine: Machine) -> float:

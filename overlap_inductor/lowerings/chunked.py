@@ -107,7 +107,7 @@ def _gather(
     outs: Sequence[torch.Tensor],
     gathered: torch.Tensor | None,
 ) -> None:
-    """The launches of one call, into ``outs`` and ``gathered``."""
+    """The launches of one call, into ``outs`` (``[world_size * rows, N]`` each) and, where it is used, ``gathered [world_size * rows, K]``. Raises ``UnsupportedError``."""
     rows, rank = shard.shape[0], launch.rank
     key = ("chunked", shard.shape, shard.dtype, tuple((m.b.shape, m.dtype(shard)) for m in matmuls), parameters)
     call = launch.prepared.get(key)
@@ -213,7 +213,10 @@ def _reduce_into(
     product: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """The launches of one call. Bands in turn: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and handed round; then band ``i - 2`` is received."""
+    """The launches of one call, into ``product [world_size * rows, N]`` and ``out`` (a shard's rows, or as ``product``). Raises ``UnsupportedError``.
+
+    Bands in turn: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and handed round; then band ``i - 2`` is received.
+    """
     key = ("chunked", pattern, a.shape, a.dtype, out.shape[1], out.dtype, parameters, average)
     bands = launch.prepared.get(key)
     if bands is None:

@@ -73,7 +73,7 @@ def _gather(
     keep: bool,
     tail: Tail,
 ) -> None:
-    """The launches of one call, into ``results``."""
+    """The launches of one call, into ``results``, each ``[world_size * rows, N]``. Raises ``UnsupportedError``."""
     slices = slices_of(launch.world_size, a, rhs, parameters)
     copied = slices == 1 and a.nbytes >= parameters.copies_from
     key = key_of("all_gather_matmul", a, rhs, biases, tail, parameters, keep)

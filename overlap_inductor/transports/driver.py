@@ -19,7 +19,7 @@ import torch
 from overlap_inductor.errors import UnsupportedError
 
 Copy = Callable[[int, int, int, int], None]
-"""``(to, from, bytes, stream)``: addresses, and a stream's number, behind whose work the copy runs."""
+"""``(to, from, bytes, stream)``: addresses, and a stream's number, behind whose work the copy runs. Raises ``RuntimeError`` where the driver starts none."""
 NON_BLOCKING = 1
 """Of a stream: it does not wait for the default one."""
 THREAD_LOCAL = 1
@@ -98,5 +98,5 @@ class Graph:
         weakref.finalize(self, _function("cuGraphExecDestroy", ctypes.c_void_p), made).atexit = False
 
     def launch(self, stream: int) -> None:
-        """Launch it on a stream, given by its number."""
+        """Launch it on a stream, given by its number. Raises ``RuntimeError``."""
         self._launch(self._made, stream)

@@ -140,7 +140,7 @@ def test_auto_takes_the_kernel_where_it_is_the_fastest(monkeypatch: pytest.Monke
 
 
 def test_chunks_pay_earlier_where_a_calls_tensors_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known sizes are replayed; a count that changes, or replays switched off, leave the host all launches."""
+    """Replays switched off leave the host all launches."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
     def taken(**switches: str) -> str:
