@@ -35,6 +35,7 @@ from overlap_inductor.passes.site_sizes import sizes_at
 from overlap_inductor.passes.site_sizes import tokens
 from overlap_inductor.passes.steps import StepEmitter
 from overlap_inductor.schedule import PlanPiece
+from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports.arena import Request
 
 WhyNot = Callable[[torch.dtype, int, int], str | None]
@@ -143,7 +144,7 @@ class OneOpSchedule:
         machine = machine_of(site)
         if isinstance(tokens(site), int):
             # (A count that changes brings its tensors to other addresses.)
-            sizes = replace(sizes_at(site), replays=self.replays and config.replay == "on")
+            sizes = replace(sizes_at(site), replays=self.replays and config.replay == "on" and not symmetric.one_queue())
             return self.forced(site, config) if self.pays(sizes, machine) else None
         example = max(hint(tokens(site)), 1)
         counts = (2**exponent for exponent in range(config.max_tokens.bit_length()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -67,6 +68,12 @@ def lasting_bytes(size: int, device: torch.device) -> torch.Tensor:
 def capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def one_queue() -> bool:
+    """Whether all streams of this process share one queue of the device. (CUDA reads that once, too.)"""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def stream_number(device: torch.device) -> int:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -61,7 +60,7 @@ def launched(launch: Launch, what: object, tensors: Sequence[torch.Tensor | None
         RuntimeError: a graph that has been launched before could not be launched; the group is aborted. And whatever ``start`` raises.
     """
     device = launch.slot.calls.device
-    if not replays or device.type != "cuda" or symmetric.capturing() or one_queue():
+    if not replays or device.type != "cuda" or symmetric.capturing() or symmetric.one_queue():
         start()
         return
     key = (what, *[None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
@@ -96,12 +95,6 @@ def _first_replay(launch: Launch, key: object, start: Start, device: torch.devic
             return True
     launch.seen[key] = False
     return False
-
-
-@functools.cache
-def one_queue() -> bool:
-    """Whether all streams of this process share one queue of the device."""
-    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 class Recorder:

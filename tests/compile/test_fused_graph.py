@@ -140,7 +140,7 @@ def test_auto_takes_the_kernel_where_it_is_the_fastest(monkeypatch: pytest.Monke
 
 
 def test_chunks_pay_earlier_where_a_calls_tensors_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replays switched off leave the host all launches."""
+    """Replays switched off, or one hardware queue, leave the host all launches."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
     def taken(**switches: str) -> str:
@@ -149,6 +149,8 @@ def test_chunks_pay_earlier_where_a_calls_tensors_come_again(monkeypatch: pytest
 
     with fake_group(4):
         assert (taken(), taken(replay="off")) == ("chunked", "fused")
+        monkeypatch.setattr(symmetric, "one_queue", lambda: True)
+        assert taken() == "fused"
 
 
 @pytest.mark.parametrize("schedule", ["fused", "chunked"])
