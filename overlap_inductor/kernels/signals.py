@@ -37,6 +37,7 @@ WAIT_CREDIT = tl.constexpr(layout.WAIT_CREDIT)
 WAIT_PART = tl.constexpr(layout.WAIT_PART)
 WAIT_PARTIALS = tl.constexpr(layout.WAIT_PARTIALS)
 WAIT_RESULT = tl.constexpr(layout.WAIT_RESULT)
+WAIT_TURN = tl.constexpr(layout.WAIT_TURN)
 WAIT_TILES = tl.constexpr(layout.WAIT_TILES)
 
 _WAIT = tl.constexpr("""
@@ -91,22 +92,6 @@ mov.u32 $0, 0;
 }
 """
 _SET = tl.constexpr(_BY_ONE_THREAD % "st.release.sys.global.s32")
-_SET_UNLESS = tl.constexpr("""
-{
-.reg .pred other, stopped;
-.reg .u32 thread;
-.reg .s32 abort;
-mov.u32 thread, %tid.x;
-setp.ne.u32 other, thread, 0;
-@other bra LEAVE;
-ld.relaxed.sys.global.s32 abort, [$3];
-setp.ne.s32 stopped, abort, 0;
-@stopped bra LEAVE;
-st.release.sys.global.s32 [$1], $2;
-LEAVE:
-mov.u32 $0, 0;
-}
-""")
 _ADD = tl.constexpr(_BY_ONE_THREAD % "red.release.sys.global.add.s32")
 
 
@@ -120,12 +105,6 @@ def _wait_at_least(flag, target, stop, patience_ns, code, peer):
 def _set_flag(flag, value):
     tl.debug_barrier()
     tl.inline_asm_elementwise(_SET, "=r,l,r", [flag, value], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _set_flag_unless(flag, value, stop):
-    tl.debug_barrier()
-    tl.inline_asm_elementwise(_SET_UNLESS, "=r,l,r,l", [flag, value, stop], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -171,12 +150,6 @@ def _wait_twin(flag, target, stop, patience_ns, code, peer):
 @triton.jit
 def _set_twin(flag, value):
     tl.atomic_xchg(flag, value, sem="release", scope="sys")
-
-
-@triton.jit
-def _set_unless_twin(flag, value, stop):
-    if tl.load(stop) == 0:
-        tl.atomic_xchg(flag, value, sem="release", scope="sys")
 
 
 @triton.jit
@@ -231,9 +204,9 @@ def count_and_signal(counter, target, flag, value, stop):
 
 
 if triton.knobs.runtime.interpret:
-    wait_at_least, set_flag, set_flag_unless, add_flag, store_fence, load_fence = _wait_twin, _set_twin, _set_unless_twin, _add_twin, _no_fence, _no_fence
+    wait_at_least, set_flag, add_flag, store_fence, load_fence = _wait_twin, _set_twin, _add_twin, _no_fence, _no_fence
 else:
-    wait_at_least, set_flag, set_flag_unless, add_flag, store_fence, load_fence = _wait_at_least, _set_flag, _set_flag_unless, _add_flag, _store_fence, _load_fence
+    wait_at_least, set_flag, add_flag, store_fence, load_fence = _wait_at_least, _set_flag, _add_flag, _store_fence, _load_fence
 
 
 @triton.jit

@@ -11,7 +11,7 @@ data, by whatever unit it reads: the boundary between kernels orders their proxi
 Forward progress. Every schedule launches its sends of a step before its waits of that step, on every rank in one order of steps, and a wait is for what peers
 send in this step or before; credits rest on the call before. So the earliest step that is unfinished anywhere never waits for a later one, also where all
 streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). A waiting block has one warp, and there is one a part: the GPU is never filled by them.
-And what waits, or gives a signal, takes no shared memory: an SM's is divided anew only when nothing runs there, so that a kernel that wants
+And what waits takes no shared memory: an SM's is divided anew only when nothing runs there, so that a kernel that wants
 some may not start on an SM where one waits that wants none. So what a wait rests on finds room. All waits are bounded (``signals``).
 
 CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes; no argument changes from replay to replay.
@@ -27,10 +27,10 @@ import triton.language as tl
 from overlap_inductor.kernels.signals import QUEUE_WORDS
 from overlap_inductor.kernels.signals import WAIT_CREDIT
 from overlap_inductor.kernels.signals import WAIT_KINDS
+from overlap_inductor.kernels.signals import WAIT_TURN
 from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import credit_flag
 from overlap_inductor.kernels.signals import may_store
-from overlap_inductor.kernels.signals import set_flag_unless
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
 
@@ -39,6 +39,12 @@ from overlap_inductor.kernels.signals import wait_at_least
 def _peer(rank, steps, WORLD: tl.constexpr):
     """The rank ``steps`` further on; ``-WORLD < steps < WORLD``."""
     return (rank + steps + WORLD) % WORLD
+
+
+@triton.jit
+def announce(calls, announced, stop):
+    """``announced`` becomes the number of the call, unless a wait of the group was given up: what copy engines copy into flags from here on. Grid: one block."""
+    tl.store(announced, tl.load(calls) + tl.where(may_store(stop), 1, 0))
 
 
 @triton.jit(do_not_specialize=["rank", "site"])
@@ -52,7 +58,7 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
     for step in range(1, WORLD):
         peer = _peer(rank, step, WORLD)
         wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
-    tl.store(announced, tl.where(may_store(stop), call + 1, call))
+    announce(calls, announced, stop)
 
 
 @triton.jit(do_not_specialize=["rank", "site", "index", "first", "signals"])
@@ -67,13 +73,14 @@ def wait_for_parts(flags, calls, stop, patience, site, rank, index, first, signa
     wait_at_least(flag, tl.load(calls) + 1, stop, patience, site * WAIT_KINDS + KIND, source)
 
 
-@triton.jit(do_not_specialize=["rank", "index", "first", "signals"])
-def give_signals(peer_flags, calls, stop, rank, index, first, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, DIRECTION: tl.constexpr):
-    """Tell the receivers of parts ``first, first + 1, ...`` that they have come: copies before this on the stream are done. Grid: one block a part."""
-    part = first + tl.program_id(0)
-    peer = _peer(rank, DIRECTION * (part // PARTS + 1), WORLD)
-    flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
-    set_flag_unless(signal_flag(flag, rank, index + part % PARTS, signals, WORLD), tl.load(calls) + 1, stop)
+@triton.jit(do_not_specialize=["site", "receiver", "sender", "index", "signals"])
+def wait_for_turn(peer_flags, calls, stop, patience, site, receiver, sender, index, signals, WORLD: tl.constexpr):
+    """Until ``receiver`` has got part ``index`` of this call from ``sender``, which it is told in its own memory, and read there. Grid: one block.
+
+    Nothing is read behind this wait: it keeps two ranks from sending to one at a time (``transports.copy_engine``).
+    """
+    flag = tl.load(peer_flags + receiver).to(tl.pointer_type(tl.int32))
+    wait_at_least(signal_flag(flag, sender, index, signals, WORLD), tl.load(calls) + 1, stop, patience, site * WAIT_KINDS + WAIT_TURN, sender)
 
 
 @triton.jit(do_not_specialize=["rank", "index", "first", "count", "signals", "shard_vectors", "part_vectors", "origin", "base"])

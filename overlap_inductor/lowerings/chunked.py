@@ -65,7 +65,7 @@ def _check(a: torch.Tensor, matmuls: Sequence[VendorMatmul], pattern: str, rows:
 
 
 def _transport(parameters: ChunkedParameters) -> Transport:
-    return CopyEngine() if parameters.transport == "copy_engine" else SmPush(parameters.pushers)
+    return CopyEngine(parameters.turns_from) if parameters.transport == "copy_engine" else SmPush(parameters.pushers)
 
 
 @dataclass(frozen=True)

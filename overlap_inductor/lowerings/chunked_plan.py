@@ -22,6 +22,8 @@ from overlap_inductor.transports.transfer import TRANSPORTS
 
 COPY_ENGINE_BYTES = 2 << 20
 """Bytes of a piece from which on copy engines are faster than SMs that push, which are missing from the matmul (2 H200s, also as one of 4 and of 8 ranks)."""
+TURNS_FROM = 6 << 20
+"""Bytes of a piece from which on waiting for a turn gains more than it costs: on 8 H200s nothing at 4 MiB, 12 % at 8, 20 % at 16."""
 TILE = 128, 256
 """Rows and columns that an SM multiplies at once."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4
@@ -41,6 +43,7 @@ class ChunkedParameters:
         bands: of rows of an all-reduce; a band is reduced and handed round under the matmuls of the next. 0: as many as stay large.
         grain: a chunk or band begins at a multiple of so many rows of its shard: a tile of the vendor's matmul.
         pushers: blocks that push (``sm_push``).
+        turns_from: bytes of a piece from which on it waits until its receiver gets nothing else (``transports.copy_engine``).
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
         replays: a call that comes again is one launch of a CUDA graph (``transports.replay``).
     """
@@ -53,6 +56,7 @@ class ChunkedParameters:
     bands: int = 1
     grain: int = 128
     pushers: int = 16
+    turns_from: int = TURNS_FROM
     min_rows: int = 0
     replays: bool = True
 

@@ -10,25 +10,38 @@ flag sees it (``tests.gpu.check_litmus``, "copy engine, copied flag").
 Nothing holds back a copy where the wait for leave before it was given up (a kernel's stores are masked then, ``kernels.signals.may_store``): only its signal is not given.
 After an abort every wait ends at once, so that calls that are queued by then copy, too; a peer that is still in the call before may find other rows there. Its
 next call raises the error, since it has waited in vain by then, or been told; the results of that one call are not to be relied on.
-What rests on later waits (``guarded``) is signalled by a kernel, which does not where one was given up.
+What rests on later waits (``guarded``) has the word written anew behind them, which it is not where one was given up.
+
+Turns. Ranks send to the one next to them, then to the one behind that, and so on: so no two send to one at a time, as long as all are in step. Two that do get half a
+link each. Whoever was late is so twice as much then, and meets the next one; from a few microseconds, eight H200s fell to 200 GB/s each in six rounds, what
+senders get that choose at random, and that wait for whom they have chosen (58.6 % of a link: Karol, Hluchyj and Morgan, IEEE Trans. Comm. 35, 1987, section III). So a
+large piece waits until its receiver has got what comes before it in the order of all ranks (``kernels.transfer.wait_for_turn``): who is late stays as late as he was.
+A wait costs some 5 us, by which small pieces lose more than they gain. It takes room on an SM, for one warp and no shared memory: never where a kernel that has
+them all waits for the copies (schedule ``fused``); and with one hardware queue it would hold back the matmuls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from overlap_inductor.kernels.layout import FLAG_WORDS
-from overlap_inductor.kernels.transfer import give_signals
+from overlap_inductor.kernels.transfer import announce
+from overlap_inductor.kernels.transfer import wait_for_turn
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.credits import announced
 from overlap_inductor.transports.driver import copier
+from overlap_inductor.transports.side_stream import waiting_stream
 from overlap_inductor.transports.transfer import Send
 from overlap_inductor.transports.transfer import Transfer
 from overlap_inductor.transports.workspace import Launch
+
+NEVER = 2**62
+"""Bytes that no piece has."""
 
 
 @dataclass(frozen=True)
@@ -52,37 +65,56 @@ def _copy(launch: Launch, transfer: Transfer, number: int, itemsize: int) -> _Co
     return _Copy(data.data_ptr() + piece.target * row_bytes, piece.source * row_bytes, piece.rows * row_bytes, flag, (data, flags))
 
 
+@dataclass(frozen=True)
 class CopyEngine:
+    """``turns_from``: bytes of a piece from which on it waits for its turn."""
+
+    turns_from: int
+
     def prepare(self, launch: Launch, transfer: Transfer, numbers: range, source: torch.Tensor, guarded: bool = False) -> Send:
-        """As ``Transport.prepare``. Receivers are told of every part, and at the end where ``guarded``."""
-        return (_signalled_by_kernel if guarded else copies_with_flags)(launch, transfer, numbers, source)
+        """As ``Transport.prepare``. Receivers are told of every part."""
+        send = copies_with_flags(launch, transfer, numbers, source, self.turns_from)
+        if not guarded:
+            return send
+        announces = PreparedKernel(announce, 1, (), (launch.slot.calls, announced(launch), launch.faults.stop), num_warps=1)
+
+        def announced_send(source: torch.Tensor) -> None:
+            announces()
+            send(source)
+
+        return announced_send
 
 
-def _signalled_by_kernel(launch: Launch, transfer: Transfer, numbers: range, source: torch.Tensor) -> Send:
-    slot, world_size, start = launch.slot, launch.world_size, copier(source.device.type)
-    copies = [_copy(launch, transfer, number, source.element_size()) for number in numbers]
-    fixed = (slot.flags.pointers, slot.calls, launch.faults.stop, launch.rank, transfer.index, numbers.start, slot.signals, world_size, transfer.parts, transfer.direction)
-    signal = PreparedKernel(give_signals, len(numbers), (), fixed, num_warps=1)
-
-    def send(source: torch.Tensor) -> None:
-        stream, base = symmetric.stream_number(source.device), source.data_ptr()
-        for copy in copies:
-            start(copy.target, base + copy.source, copy.nbytes, stream)
-        signal()
-
-    return send
-
-
-def copies_with_flags(launch: Launch, transfer: Transfer, numbers: Sequence[int], source: torch.Tensor) -> Send:
-    """As ``Transport.prepare``, of parts ``numbers`` in that order. Nothing here needs room on an SM, which a kernel that waits for a peer's copies may not leave."""
+def copies_with_flags(launch: Launch, transfer: Transfer, numbers: Sequence[int], source: torch.Tensor, turns_from: int = NEVER) -> Send:
+    """As ``Transport.prepare``, of parts ``numbers`` in that order. Below ``turns_from`` bytes nothing here needs room on an SM, which a kernel that waits for a peer's
+    copies may not leave."""
     word, start = announced(launch), copier(source.device.type)
     copies = [_copy(launch, transfer, number, source.element_size()) for number in numbers]
+    takes_turns = not symmetric.one_queue() and min(copy.nbytes for copy in copies) >= turns_from
+    turns = [_turn(launch, transfer, *pair) if takes_turns else None for pair in pairwise(numbers)]
     number_of_call, word_bytes = word.data_ptr(), word.element_size()
+    waiting = waiting_stream(source.device) if any(turns) else None
 
     def send(source: torch.Tensor) -> None:
         stream, base = symmetric.stream_number(source.device), source.data_ptr()
-        for copy in copies:
+        if waiting is not None:
+            waiting.follow()
+        for copy, turn in zip(copies, [None, *turns], strict=True):
+            if waiting is not None and turn is not None:
+                waiting.before(turn)
             start(copy.target, base + copy.source, copy.nbytes, stream)
             start(copy.flag, number_of_call, word_bytes, stream)
 
     return send
+
+
+def _turn(launch: Launch, transfer: Transfer, before: int, number: int) -> PreparedKernel | None:
+    """Waits until the receiver of part ``number`` has got what part ``before`` is on another rank; ``None`` where it is this rank's own."""
+    slot, world_size = launch.slot, launch.world_size
+    receiver = transfer.piece(number, launch.rank, world_size).peer
+    sender = (launch.rank + receiver - transfer.piece(before, launch.rank, world_size).peer) % world_size
+    if sender == launch.rank:
+        return None
+    index = transfer.index + before % transfer.parts
+    fixed = (slot.flags.pointers, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, receiver, sender, index, slot.signals, world_size)
+    return PreparedKernel(wait_for_turn, 1, (), fixed, num_warps=1)

@@ -22,6 +22,7 @@ _WAITED_FOR = {
     layout.WAIT_PART: "rows from",
     layout.WAIT_PARTIALS: "partial sums from",
     layout.WAIT_RESULT: "finished rows from",
+    layout.WAIT_TURN: "another receiver to get its rows from",
 }
 
 

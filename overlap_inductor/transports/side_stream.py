@@ -1,9 +1,10 @@
-"""The stream beside the current one on which a schedule's transfers run. One a device, since calls of a rank run one after the other."""
+"""The streams beside the current one on which a schedule's transfers run, and what they wait for. One of each a device, since calls of a rank run one after the other."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import TracebackType
@@ -50,10 +51,51 @@ class InOrder(nullcontext[None]):
         return None
 
 
+class WaitingStream:
+    """A stream for kernels that wait, so that what goes on behind them does so as soon as they end: a copy behind a kernel of its own stream begins 12 us after it, one
+    behind an event that has long been reached at once. ``follow`` it, then put a wait ``before`` what the current stream is given next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = own_stream(device, priority=-1)
+        self._begun, self._over = torch.cuda.Event(), torch.cuda.Event()
+
+    def follow(self) -> None:
+        """What waits here begins behind all that the current stream holds by now."""
+        self._begun.record(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_event(self._begun)
+
+    def before(self, wait: Callable[[], None]) -> None:
+        """The current stream goes on when all of this one is over, and then ``wait``."""
+        current = torch.cuda.current_stream(self._stream.device)
+        torch.cuda.set_stream(self._stream)
+        try:
+            wait()
+        finally:
+            torch.cuda.set_stream(current)
+        self._over.record(self._stream)
+        current.wait_event(self._over)
+
+
+class WaitingInOrder:
+    """As ``WaitingStream`` where there are no streams."""
+
+    def follow(self) -> None:
+        return None
+
+    def before(self, wait: Callable[[], None]) -> None:
+        wait()
+
+
 @functools.cache
 def side_stream(device: torch.device) -> SideStream | InOrder:
     """The device's side stream, made on first use."""
     return SideStream(device) if device.type == "cuda" else InOrder()
+
+
+@functools.cache
+def waiting_stream(device: torch.device) -> WaitingStream | WaitingInOrder:
+    """The device's, made on first use."""
+    return WaitingStream(device) if device.type == "cuda" else WaitingInOrder()
 
 
 @contextlib.contextmanager

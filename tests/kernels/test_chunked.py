@@ -57,6 +57,9 @@ CASES = {
     "gather, as many chunks as hide transfers": Case(GATHER, 4, 16, replace(SMALL, chunks=None), columns=7200),
     "gather, few chunks where the link decides": Case(GATHER, 4, 16, replace(SMALL, chunks=None)),
     "gather, chunks of given sizes": Case(GATHER, 4, 16, replace(SMALL, chunks=None, sizes=(1, 2))),
+    "gather, each copy in its turn": Case(GATHER, 4, 16, replace(SMALL, chunks=2, turns_from=0)),
+    "scatter, copies of several parts in their turn": Case(SCATTER, 3, 40, replace(SMALL, chunks=4, turns_from=0)),
+    "all-reduce, copies of both legs in their turn": Case(REDUCE, 4, 24, replace(SMALL, chunks=None, bands=3, turns_from=0)),
     "scatter": Case(SCATTER, 2, 16, SMALL),
     "scatter, as many chunks as hide transfers": Case(SCATTER, 4, 16, replace(SMALL, chunks=None), inner=4000, bias=True),
     "scatter, few chunks where the link decides": Case(SCATTER, 4, 16, replace(SMALL, chunks=None)),
@@ -142,6 +145,15 @@ def test_a_peer_that_never_comes(pattern: str, what: str, peer: int) -> None:
     with pytest.raises(TransferError, match=f"site some site of group 'tp' waited in vain for {what} from rank {peer}: call 1 was wanted, 0 had come"):
         call()
     assert launch.slot.calls.tolist() == [1]
+
+
+def test_a_turn_that_never_comes() -> None:
+    """The second receiver's rows wait for those that it gets first, from rank 2."""
+    workspace = SharedWorkspace.of(3, 20_000, 8)
+    launch = workspace.launch(0, patience_ns=20_000)
+    chunked.all_gather_matmul(torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half())], launch, replace(SMALL, turns_from=0))
+    with pytest.raises(TransferError, match="waited in vain for another receiver to get its rows from rank 2: call 1 was wanted, 0 had come"):
+        launch.faults.check()
 
 
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
