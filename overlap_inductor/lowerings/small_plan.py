@@ -11,12 +11,14 @@ import torch
 
 from overlap_inductor.transports.arena import HALVES
 
-LEG_BYTES = 1_500_000
-"""What a GPU sends to its peers in the time that a second leg takes, beyond its bytes: 3 to 4 us at 450 GB/s."""
+LEG_BYTES = 650_000
+"""What a GPU sends to its peers in the time that a second leg takes, beyond its bytes: some 2 us (4 and 8 H200s, bench/results/small_message.jsonl)."""
 LIMIT_BYTES = 8 << 20
 """The largest all-reduce: beyond it the kernels that hide transfers under the matmul are better."""
 MOST_COLUMNS = 16384
 """The longest row that a block normalises in its registers."""
+SHORT_ROW = 8192
+"""The longest row that a block of four warps does."""
 MOST_RANKS = 16
 BLOCKS = 128
 """Blocks to cut a call into, where segments do not become too narrow: about one an SM."""
@@ -44,13 +46,15 @@ def settings_for(world_size: int, rows: int, columns: int, itemsize: int) -> dic
     """
     two_shot = rows * columns * itemsize * (world_size - 1) * (world_size - 2) > world_size * LEG_BYTES
     width = max(_power_of_two(columns), 256)
+    # A block of two-shot holds a segment for each peer: with many, narrower ones and smaller blocks are sooner done (8 H200s: 2 us; with 4 GPUs 1 us later).
+    warps = 4 if two_shot and world_size > 4 and columns <= SHORT_ROW else 8
     # A thread stores 16 bytes: fewer columns than this leave some without.
-    narrowest = 8 * 256 * 2 // itemsize
+    narrowest = 32 * warps * 16 // itemsize
     units = -(-rows // world_size) if two_shot else max(rows, 1)
     segment = width
     while segment > narrowest and units * (width // segment) * 2 <= BLOCKS:
         segment //= 2
-    return {"two_shot": two_shot, "segment": segment}
+    return {"two_shot": two_shot, "segment": segment, "warps": warps}
 
 
 @functools.cache
