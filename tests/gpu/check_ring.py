@@ -1,10 +1,15 @@
 """Ring on NCCL: every pattern against fp64, then llama3-70b MLP shapes against the plain graph. One torchrun, one GPU a rank.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_ring
+
+Nearly all of its time is compiling, on the host: four runs beside each other, each with every fourth pattern, take about a third of it. ::
+
+    for i in 0 1 2 3; do torchrun --standalone --nproc-per-node 8 -m tests.gpu.check_ring --share $i/4 & done; wait
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -27,11 +32,11 @@ from tests.numerics.test_agreement import _tuple
 from tests.numerics.test_agreement import all_reduce
 
 
-def check(rank: int, world_size: int, fields: dict[str, Any], dtype: torch.dtype, dynamic: bool) -> list[str]:
+def check(rank: int, world_size: int, names: list[str], fields: dict[str, Any], dtype: torch.dtype, dynamic: bool) -> list[str]:
     """Problems found on this rank."""
     problems = []
     with overlap_inductor.overlap(schedule="ring", **fields):
-        for name in _cases(world_size, 4):
+        for name in names:
             if dynamic and name in STATIC_ONLY:
                 continue
             torch._dynamo.reset()
@@ -110,22 +115,33 @@ def bench(world_size: int) -> list[dict[str, Any]]:
     return rows
 
 
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tests.gpu.check_ring")
+    parser.add_argument("--share", default="0/1", metavar="I/N", help="every N-th pattern, from the I-th on")
+    parser.add_argument("--all", action="store_true", help="with a node budget of one, too: looping ops")
+    parser.add_argument("--bench", action="store_true", help="time llama3-70b shapes")
+    return parser.parse_args()
+
+
 def main() -> int:
+    options = parsed()
+    first, step = map(int, options.share.split("/"))
     rank, world_size = start_rank()
+    names = list(_cases(world_size, 4))[first::step]
     variants: list[tuple[dict[str, Any], torch.dtype, bool]] = [
         ({}, torch.float32, False),
         ({"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, torch.bfloat16, False),
         ({}, torch.bfloat16, True),
-        ({"step_node_budget": 1}, torch.bfloat16, False) if "--all" in sys.argv else ({"sub_chunks": 1}, torch.bfloat16, False),
+        ({"step_node_budget": 1}, torch.bfloat16, False) if options.all else ({"sub_chunks": 1}, torch.bfloat16, False),
     ]
     failed = 0
     for fields, dtype, dynamic in variants:
         start = time.monotonic()
-        problems = check(rank, world_size, fields, dtype, dynamic)
+        problems = check(rank, world_size, names, fields, dtype, dynamic)
         failed += len(problems)
         if rank == 0 or problems:
-            print(f"rank {rank} {fields} {dtype} dynamic={dynamic}: {problems or 'ok'} ({time.monotonic() - start:.0f} s)", flush=True)
-    if "--bench" in sys.argv:
+            print(f"rank {rank} of {world_size}, {len(names)} patterns, {fields} {dtype} dynamic={dynamic}: {problems or 'ok'} ({time.monotonic() - start:.0f} s)", flush=True)
+    if options.bench:
         for row in bench(world_size):
             if rank == 0:
                 print(json.dumps(row), flush=True)
