@@ -45,6 +45,7 @@ from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.kernels.tile_order import arriving
 from overlap_inductor.kernels.tile_order import claim
 from overlap_inductor.kernels.tile_order import claimed
+from overlap_inductor.kernels.tile_order import departing
 from overlap_inductor.kernels.tile_order import grouped
 from overlap_inductor.kernels.tile_order import multiply_tile
 from overlap_inductor.kernels.tile_order import store_tile
@@ -145,7 +146,7 @@ def matmul_reduce(
         to = tl.multiple_of(tl.load(peer_data + (rank + ahead) % WORLD).to(out.dtype), 16)
         peers = peers + (tl.make_tensor_descriptor(to, [(STEPS - 1) * WORLD * padded, columns], [columns, 1], [BLOCK_M, STORE_N]),)  # type: ignore[assignment]
     _stagger(tl.program_id(0) * STAGGER)
-    credit = -1
+    credits = tl.cast(0, tl.int64)
     row = rank * padded
     seen = -1
     pending = -1
@@ -155,6 +156,8 @@ def matmul_reduce(
             if turn_of_all < everything:
                 kind, turn = _turn(turn_of_all, tiles_shard, tiles_part, tiles_n, WORLD, PARTS, LAG, COPY_LAG, STEPS)
                 shard, m, n = arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
+                if kind == PEERS:
+                    shard, m, n = departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
                 if kind == OWN:
                     band = turn // (tiles_part * tiles_n)
                     m, n = grouped(turn - band * tiles_part * tiles_n, tl.minimum(tiles_shard - band * tiles_part, tiles_part), tiles_n, GROUP_M)
@@ -205,9 +208,9 @@ def matmul_reduce(
                                 store_tile(peers[ahead - 1], tl.where(may_store(stop), (WORLD + rank) * padded + m * BLOCK_M, NOWHERE), n * BLOCK_N, result, HALVES)
                             pending = rank * PARTS + part
                     else:
-                        if shard != credit:
+                        if ((credits >> shard) & 1) == 0:
                             wait_at_least(credit_flag(flags, shard), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, shard)
-                            credit = shard
+                            credits = credits | (tl.cast(1, tl.int64) << shard)
                             row = tl.where(may_store(stop), rank * padded, NOWHERE)
                         partial = total.to(out.dtype.element_ty)
                         for ahead in tl.static_range(1, WORLD):

@@ -73,6 +73,25 @@ def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, 
 
 
 @triton.jit
+def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
+    """As ``arriving``, of tiles that are sent: at any time there are as many under way to each rank, since two that send all they have to one rank get half a link each.
+
+    In a part, columns of the same rows of all shards one after the other; some ``GROUP_M`` rows together, at least one a shard.
+    """
+    GROUP: tl.constexpr = GROUP_M // (WORLD - 1) if GROUP_M >= WORLD else 1
+    whole = tiles_part * tiles_n * (WORLD - 1)
+    part = turn // whole
+    rest = turn - part * whole
+    in_group = GROUP * tiles_n * (WORLD - 1)
+    first = rest // in_group * GROUP
+    rows = tl.minimum(tl.minimum(tiles_shard - part * tiles_part, tiles_part) - first, GROUP)
+    rest = rest % in_group
+    n = rest // (rows * (WORLD - 1))
+    rest = rest % (rows * (WORLD - 1))
+    return (rank + 1 + rest % (WORLD - 1)) % WORLD, part * tiles_part + first + rest // (WORLD - 1), n
+
+
+@triton.jit
 def store_tile(desc, row, column, tile, HALVES: tl.constexpr):
     """Start the bulk store of a tile, as a whole or in two halves of its columns (``desc`` has blocks of that size), which takes half the shared memory."""
     if HALVES:

@@ -21,6 +21,7 @@ from overlap_inductor.lowerings.fused_plan import MOST_WEIGHTS
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.lowerings.fused_plan import slices_of
 from overlap_inductor.lowerings.fused_reduce import prepare_reduce
+from overlap_inductor.lowerings.fused_reduce import product_rows
 from overlap_inductor.transports.copy_engine import copies_with_flags
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
@@ -161,14 +162,16 @@ def _reduce(
     launch.faults.check()
     rows = a.shape[0] if pattern == "matmul_all_reduce" else a.shape[0] // launch.world_size
     out = torch.empty(rows, b.shape[1], dtype=a.dtype, device=a.device)
+    sent_from = product_rows(-(-a.shape[0] // launch.world_size), launch.world_size, parameters)
+    product = torch.empty(sent_from, b.shape[1], dtype=a.dtype, device=a.device) if sent_from else None
 
     def start() -> None:
         key = key_of(pattern, a, [b], [bias], tail, parameters, average)
         kernel = launch.prepared.get(key)
         if kernel is None:
-            kernel = prepare_reduce(pattern, a, b, out, launch, parameters, bias, average, tail)
+            kernel = prepare_reduce(pattern, a, b, product, out, launch, parameters, bias, average, tail)
             launch.remember(key, kernel)
-        kernel(a, b, out, out if bias is None else bias, *tail.operands)
+        kernel(a, b, product, out, out if bias is None else bias, *tail.operands)
 
-    launched(launch, ("fused", pattern, parameters, average, tail.epilogues), [a, b, out, bias, *tail.extras], start, parameters.replays)
+    launched(launch, ("fused", pattern, parameters, average, tail.epilogues), [a, b, product, out, bias, *tail.extras], start, parameters.replays)
     return out

@@ -25,11 +25,13 @@ class FusedParameters:
         blocks: grid, at best the number of SMs.
         copies_from: bytes of an all-gather's shard from which copy engines send it, not SMs.
         parts: bands a shard, from ``parts_from`` rows of the whole matmul on; below one.
-        pieces, pushers: pieces that a band is pushed in, and blocks that push before they multiply (all-gather).
+        pieces: in which a band is pushed (all-gather).
+        pushers: blocks that push: before they multiply (all-gather); whenever something is ready (reductions: 0 for tiles that leave from their own block).
+        unit: tiles beside each other that are pushed at once (reductions).
         slices, slices_tiles, slices_pushers: slices along K in which a shard is pushed, by so many blocks, and a tile waits for it (all-gather), up to so many tiles;
             fewer of more tiles (``slices_of``). Numbers of the plan, not of the GPU: all ranks must cut alike.
-        lag, copy_lag: bands by which own tiles follow the peers', and copies those (all-reduce).
-        stagger_ns: between the starts of neighbouring blocks (reductions).
+        lag, copy_lag: bands by which own tiles follow the peers', and copies those (all-reduce whose tiles leave from their own block).
+        stagger_ns: between the starts of neighbouring blocks (reductions whose tiles do).
         halves: tiles are stored in two halves, which leaves shared memory for one stage more.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
         replays: a call that comes again is one launch of a CUDA graph (``transports.replay``).
@@ -42,6 +44,7 @@ class FusedParameters:
     parts_from: int = 0
     pieces: int = 16
     pushers: int = 8
+    unit: int = 4
     slices: int = 1
     slices_tiles: int = 0
     slices_pushers: int = 16
@@ -61,10 +64,15 @@ class FusedParameters:
 
 TUNED: Mapping[str, Mapping[str, Any]] = {
     "all_gather_matmul": {"parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4, "halves": True},
-    "matmul_reduce_scatter": {"stagger_ns": 150, "stages": 4, "halves": True},
-    "matmul_all_reduce": {"parts": 2, "parts_from": 4096, "stagger_ns": 150, "stages": 4, "halves": True},
+    "matmul_reduce_scatter": {"pushers": 0, "stagger_ns": 150, "stages": 4, "halves": True},
+    "matmul_all_reduce": {"pushers": 20, "parts": 8, "stages": 4, "halves": True},
 }
 """The best of what was tried on 2 and 4 H200s (bench/results/fused.jsonl), and as one of 4 and of 8 ranks on 2 (bench/results/mirrored.jsonl), by pattern."""
+TUNED_FOR: Mapping[tuple[str, int], Mapping[str, Any]] = {
+    ("matmul_all_reduce", 2): {"pushers": 0, "parts": 2, "parts_from": 4096, "stagger_ns": 150},
+    ("matmul_all_reduce", 4): {"pushers": 16},
+}
+"""What differs in groups of some size."""
 
 
 MOST_WEIGHTS = 4
@@ -76,10 +84,10 @@ def transports_of(pattern: str) -> tuple[str, ...]:
     return ("sm_push", "copy_engine") if pattern == "all_gather_matmul" else ("sm_push",)
 
 
-def settings_for(pattern: str, transport: str) -> dict[str, Any]:
+def settings_for(pattern: str, transport: str, world_size: int) -> dict[str, Any]:
     """The tuned parameters of a pattern, for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
     copies = {"auto": {"copies_from": COPIES_FROM}, "copy_engine": {"copies_from": 0}}.get(transport, {})
-    return {**TUNED[pattern], **(copies if pattern == "all_gather_matmul" else {})}
+    return {**TUNED[pattern], **TUNED_FOR.get((pattern, world_size), {}), **(copies if pattern == "all_gather_matmul" else {})}
 
 
 @functools.cache

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.kernels.matmul_push_reduce import matmul_push_reduce
 from overlap_inductor.kernels.matmul_reduce import matmul_reduce
 from overlap_inductor.lowerings.fused_launch import TILES_A_BATCH
 from overlap_inductor.lowerings.fused_launch import Tail
@@ -14,21 +18,27 @@ from overlap_inductor.lowerings.fused_launch import right_descriptor
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.lowerings.fused_plan import band_rows
 from overlap_inductor.lowerings.fused_plan import needed
+from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.workspace import Launch
+
+SLAB = 32
+"""Rows of a tile that a block which pushes moves at once."""
 
 
 def prepare_reduce(
     pattern: str,
     a: torch.Tensor,
     b: torch.Tensor,
+    product: torch.Tensor | None,
     out: torch.Tensor,
     launch: Launch,
     p: FusedParameters,
     bias: torch.Tensor | None,
     average: bool,
     tail: Tail,
-) -> PreparedKernel:
+) -> Callable[..., None]:
+    """What launches ``(a, b, product, out, bias)`` and the extra tensors; ``product``: where ``product_rows`` says so, else none."""
     world_size, slot, broadcast = launch.world_size, launch.slot, pattern == "matmul_all_reduce"
     all_rows, inner = a.shape
     columns = b.shape[1]
@@ -41,11 +51,26 @@ def prepare_reduce(
     check(a, b, bias, need, launch)
     tail.check([out])
     right, transposed = right_descriptor(b, p.block_n, p.block_k)
-    varying = (TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), right, out, out if bias is None else bias, *tail.operands)
-    fixed = (
-        slot.data.local[: need[0]].view(a.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local,
-        slot.queues, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, launch.rank, rows, all_rows, columns, inner, part_rows, slot.signals,
-        1.0 / world_size if average else 1.0, world_size, parts, min(p.lag, parts) if broadcast else parts, p.copy_lag, broadcast, p.stagger_ns,
-        p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH, 32 * p.warps, p.halves, transposed, bias is not None, tail.function,
+    operands = (TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), right)
+    behind = (out, out if bias is None else bias, *tail.operands)
+    memory = (
+        slot.data.local[: need[0]].view(a.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop, launch.patience_ns,
+        launch.site, launch.rank, rows, all_rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0, world_size, parts,
     )  # fmt: skip
-    return PreparedKernel(matmul_reduce, p.blocks, varying, fixed, scratch=a.device, num_warps=p.warps, num_stages=p.stages)
+    tiles = (p.block_m, p.block_n, p.block_k, p.group_m)
+    what = (32 * p.warps, p.halves, transposed, bias is not None, tail.function)
+    if product is not None:
+        stored = TensorDescriptor.from_tensor(product, [p.block_m, p.block_n // 2 if p.halves else p.block_n])
+        ready = symmetric.lasting_bytes(4 * (len(product) // p.block_m) * -(-columns // p.block_n), a.device).view(torch.int32).zero_()
+        fixed: tuple[Any, ...] = (ready, *memory, p.pushers, p.unit, broadcast, *tiles, min(p.block_m, SLAB), *what)
+        # (The tensor comes twice: for the unit that stores, and for those that load.)
+        kernel = PreparedKernel(matmul_push_reduce, p.blocks, (*operands, stored, product, *behind), fixed, num_warps=p.warps, num_stages=p.stages)
+        return lambda a, b, product, *others: kernel(a, b, product, product, *others)
+    fixed = (*memory, min(p.lag, parts) if broadcast else parts, p.copy_lag, broadcast, p.stagger_ns, *tiles, TILES_A_BATCH, *what)
+    alone = PreparedKernel(matmul_reduce, p.blocks, (*operands, *behind), fixed, scratch=a.device, num_warps=p.warps, num_stages=p.stages)
+    return lambda a, b, product, *others: alone(a, b, *others)
+
+
+def product_rows(rows: int, world_size: int, p: FusedParameters) -> int:
+    """Rows of the product that blocks which push send from, 0 where tiles leave from their own block; ``rows`` of a shard."""
+    return world_size * -(-rows // p.block_m) * p.block_m if p.pushers else 0

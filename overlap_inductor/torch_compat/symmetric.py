@@ -59,6 +59,8 @@ def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def lasting_bytes(size: int, device: torch.device) -> torch.Tensor:
     """``size`` bytes as ``lasting``, of any value; also while a CUDA graph is captured."""
+    if device.type != "cuda":
+        return torch.empty(size, dtype=torch.int8, device=device)
     from torch.distributed import _symmetric_memory
 
     with torch.inference_mode(False):

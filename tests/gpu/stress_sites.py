@@ -59,9 +59,11 @@ class Variant:
 def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
     """Every way of every pattern of these schedules, each with more than one band, chunk or group where there are rows enough. ``replays``: of calls that come again
     (``transports.replay``)."""
-    found = [Variant("fused", p, "sm_push", {**fused_plan.TUNED[p], "parts": 2, "parts_from": 0, "slices": 1}) for p in (GATHER, SCATTER, REDUCE)]
-    found.append(Variant("fused", GATHER, "slices", {**fused_plan.settings_for(GATHER, "sm_push"), "slices_tiles": fused_plan.NEVER}))
-    found.append(Variant("fused", GATHER, "copy_engine", fused_plan.settings_for(GATHER, "copy_engine")))
+    banded = {"parts": 2, "parts_from": 0}
+    found = [Variant("fused", GATHER, "sm_push", {**fused_plan.TUNED[GATHER], **banded, "slices": 1})]
+    found += [Variant("fused", p, way, {**fused_plan.TUNED[p], **banded, "pushers": n}) for p in (SCATTER, REDUCE) for way, n in (("from its block", 0), ("pushed", 4))]
+    found.append(Variant("fused", GATHER, "slices", {**fused_plan.TUNED[GATHER], "slices_tiles": fused_plan.NEVER}))
+    found.append(Variant("fused", GATHER, "copy_engine", {**fused_plan.TUNED[GATHER], "copies_from": 0}))
     for transport in ("copy_engine", "sm_push"):
         for pattern in (GATHER, SCATTER, REDUCE):
             found.append(Variant("chunked", pattern, transport, {"transport": transport, "chunks": 3, "bands": 2 if pattern == REDUCE else 1}))

@@ -34,4 +34,4 @@ def use_shared_memory(folder: str) -> None:
 
     symmetric.allocate = allocate
     symmetric.why_no_symmetric_memory = reachable
-    fused_plan.TUNED = dict.fromkeys(fused_plan.TUNED, SMALL)
+    fused_plan.TUNED, fused_plan.TUNED_FOR = dict.fromkeys(fused_plan.TUNED, SMALL), {}

@@ -60,13 +60,19 @@ CASES = {
     "gather along K": Case("all_gather_matmul", 2, 24, 32, 72, parts=2, blocks=2, pieces=2, slices=3),
     "gather along K, three ranks, bias, in rows, kept": Case("all_gather_matmul", 3, 40, 24, 40, blocks=2, pieces=3, slices=2, bias=True, in_rows=True, keep=True),
     "gather along K, more slices than columns, one block": Case("all_gather_matmul", 2, 16, 16, 24, slices=4),
-    "scatter, one block": Case("matmul_reduce_scatter", 2, 32, 32, 32),
-    "scatter, three ranks, bands": Case("matmul_reduce_scatter", 3, 48, 24, 32, parts=2, blocks=2),
-    "scatter, no multiples of a tile, average": Case("matmul_reduce_scatter", 2, 40, 24, 32, parts=2, blocks=3, average=True),
-    "scatter with bias, the right operand in rows": Case("matmul_reduce_scatter", 2, 24, 24, 40, blocks=2, bias=True, in_rows=True),
-    "all-reduce with bias": Case("matmul_all_reduce", 2, 32, 16, 32, bias=True),
-    "all-reduce": Case("matmul_all_reduce", 2, 32, 32, 32, parts=2),
-    "all-reduce, three ranks": Case("matmul_all_reduce", 3, 40, 24, 32, parts=2, blocks=2),
+    **{
+        f"{name}, {'some blocks push' if pushers else 'each block sends'}": replace(case, pushers=pushers)
+        for name, case in {
+            "scatter, one block": Case("matmul_reduce_scatter", 2, 32, 32, 32),
+            "scatter, three ranks, bands": Case("matmul_reduce_scatter", 3, 48, 24, 32, parts=2, blocks=2),
+            "scatter, no multiples of a tile, average": Case("matmul_reduce_scatter", 2, 40, 24, 32, parts=2, blocks=3, average=True),
+            "scatter with bias, the right operand in rows": Case("matmul_reduce_scatter", 2, 24, 24, 40, blocks=2, bias=True, in_rows=True),
+            "all-reduce with bias": Case("matmul_all_reduce", 2, 32, 16, 32, bias=True),
+            "all-reduce": Case("matmul_all_reduce", 2, 32, 32, 32, parts=2),
+            "all-reduce, three ranks": Case("matmul_all_reduce", 3, 40, 24, 32, parts=2, blocks=2),
+        }.items()
+        for pushers in (0, 1)
+    },
 }
 
 

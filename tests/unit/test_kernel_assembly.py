@@ -17,6 +17,7 @@ from overlap_inductor.kernels import signals
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul
 from overlap_inductor.kernels.all_gather_matmul_slices import all_gather_matmul_slices
 from overlap_inductor.kernels.epilogue import function_of
+from overlap_inductor.kernels.matmul_push_reduce import matmul_push_reduce
 from overlap_inductor.kernels.matmul_reduce import matmul_reduce
 from overlap_inductor.kernels.wave_groups import matmul_in_groups
 from overlap_inductor.kernels.wave_groups import wait_for_group
@@ -75,9 +76,9 @@ def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int
     block_m, block_n, block_k = tile
     constants = {**constants, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8}
     left, right = f"tensordesc<bf16[{block_m}, {block_k}]>", f"tensordesc<bf16[{block_n}, {block_k}]>"
-    types = {"own_desc": left, "gathered_desc": left, "a_desc": left, "b_desc": right, "c_desc": f"tensordesc<bf16[{block_m}, {block_n // 2 if constants['HALVES'] else block_n}]>", "patience": "i64", "scale": "fp32"}
-    types |= dict.fromkeys(("a", "c", "out", "bias", "staging"), "*bf16") | dict.fromkeys(("peer_data", "peer_flags"), "*i64")
-    types |= dict.fromkeys(("flags", "queues", "calls", "stop", "partition", "counters", "queue"), "*i32")
+    types = {"own_desc": left, "gathered_desc": left, "a_desc": left, "b_desc": right, "product_desc": f"tensordesc<bf16[{block_m}, {block_n // 2 if constants['HALVES'] else block_n}]>", "c_desc": f"tensordesc<bf16[{block_m}, {block_n // 2 if constants['HALVES'] else block_n}]>", "patience": "i64", "scale": "fp32"}
+    types |= dict.fromkeys(("a", "c", "out", "bias", "staging", "product"), "*bf16") | dict.fromkeys(("peer_data", "peer_flags"), "*i64")
+    types |= dict.fromkeys(("flags", "queues", "calls", "stop", "partition", "counters", "queue", "ready"), "*i32")
     types |= given or {}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
@@ -103,6 +104,7 @@ def _multiplying(machine: str) -> list[list[str]]:
     return [lines[a:b] for a, b in zip(multiplies, multiplies[1:]) if b - a < 100]
 
 
+PUSH_REDUCE = {"WORLD": 8, "PARTS": 8, "PUSHERS": 12, "UNIT": 4, "SLAB": 32, "THREADS": 256, "HALVES": True, "TRANSPOSED": True, **NO_EPILOGUE}
 REDUCE = {"WORLD": 8, "PARTS": 2, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True, "BIAS": False, **NO_EPILOGUE}
 
 
@@ -114,15 +116,17 @@ REDUCE = {"WORLD": 8, "PARTS": 2, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BATC
         pytest.param(all_gather_matmul_slices, {**SLICES, "KEEP": False, "HALVES": False, "BIASES": 1}, id="all_gather_matmul_slices"),
         pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 2, "LAG": 2, "COPY_LAG": 0, "STAGGER": 150, "BROADCAST": False, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True, **NO_EPILOGUE}, id="matmul_reduce_scatter"),
         pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 4, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BROADCAST": True, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True, **NO_EPILOGUE}, id="matmul_all_reduce"),
+        pytest.param(matmul_push_reduce, {**PUSH_REDUCE, "BROADCAST": True, "BIAS": True}, id="matmul_push_reduce, all-reduce"),
+        pytest.param(matmul_push_reduce, {**PUSH_REDUCE, "BROADCAST": False, "BIAS": False}, id="matmul_push_reduce, reduce-scatter"),
     ],
 )
 def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
     """The tile shape that pays on this chip. What goes to peers is stored in bulk or 16 bytes at a time; loops over K share their stages."""
-    types, others = _weights(1, 256) if kernel is not matmul_reduce else ({}, {})
-    text, machine, shared = _assembled(kernel, constants | others, (128, 256, 64), tmp_path, given=types)
+    types, others = _weights(1, 256) if kernel in (all_gather_matmul, all_gather_matmul_slices) else ({}, {})
+    text, machine, shared = _assembled(kernel, constants | others, (128, 256, 64), tmp_path, 4 if kernel is matmul_push_reduce else 3, types)
     assert "wgmma.mma_async" in text and "st.global.v4" in text and shared <= 227 * 1024
     loops = _multiplying(machine)
-    assert len(loops) >= 3
+    assert len(loops) >= 2
     assert not [line for loop in loops for line in loop if "LDL" in line or "STL" in line], "a loop over K keeps something on the stack"
     # A flag that each thread reads for itself may have come for some threads of a block only: they part, and meet at no barrier.
     assert "ld.volatile" not in text

@@ -1,0 +1,329 @@
+"""Schedule ``fused``: ``reduce_scatter(a @ b)`` and ``all_reduce(a @ b)`` in one persistent kernel, some of whose blocks send what the others multiply.
+
+A tile that leaves from its own block's epilogue holds up that block's next loads for as long as the link takes (``matmul_reduce``): the matmul and the link take turns on
+an SM, and of two legs hardly one is hidden. Here a tile goes to this rank's ``product``, in the collective's dtype, and is sent from there. Four kinds of work, each
+with a queue of its own, in the order of bands: ::
+
+    tile    multiply a tile of all ranks' rows into ``product``; of a band those of the peers' shards first, the own last
+    push    copy ``UNIT`` tiles beside each other of a peer's shard from ``product`` to that peer's workspace: at any time as many to each (``departing``)
+    sum     a tile of the own shard: what has come for it and the own product, in fp32, rounded once, into ``out``, and (all-reduce) to all peers
+    copy    a tile of a peer's shard that is finished: from the workspace into ``out`` (all-reduce)
+
+The first ``PUSHERS`` blocks do what is ready of ``push``, ``sum`` and ``copy``, in this order, and multiply a tile where nothing is; the others multiply, and do as
+those when all tiles are taken. Eight SMs that store to all peers at once fill a GPU's links (8 H200s, ``bench/results/turns.jsonl``). ::
+
+    while there is work:
+        if this block pushes, or all tiles are taken:
+            claim a push, a sum and a copy where none is held
+            if one that is held is ready: do it, and begin again
+        multiply a tile; or, where all are taken, wait for the first of the three that is held, and do it
+
+Forward progress. A block waits only when all tiles are taken, so that each is finished, in progress, or claimed by a block that multiplies it before it waits for
+anything; a push waits for a tile of this rank. So all pushes are done, whatever else happens. A sum waits for pushes of the same band, of all ranks, and is held by a block that
+waits for nothing but a push before; so all sums are done, and then copies. Each claim of a kind is in the queue's order, so with one resident block a rank as with
+all. Credits rest on the call before. All waits are bounded (``signals``).
+
+Memory ordering. A tile: bulk stores, ``store_fence``, a barrier, one thread's releasing add to a word of ``ready`` at GPU scope; whoever sends or sums it acquires
+that, clears the word, and loads past L1. To peers: ordinary stores, ``count_and_signal``. The workspace is written again after the credits that the last block gives; ``product``
+by the next call on the stream. CUDA graphs: the number of the call, which flags are compared with, is read from device memory and counted on by the last block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from overlap_inductor.kernels.signals import QUEUE_WORDS
+from overlap_inductor.kernels.signals import WAIT_CREDIT
+from overlap_inductor.kernels.signals import WAIT_KINDS
+from overlap_inductor.kernels.signals import WAIT_PARTIALS
+from overlap_inductor.kernels.signals import WAIT_RESULT
+from overlap_inductor.kernels.signals import WAIT_TILES
+from overlap_inductor.kernels.signals import count_and_signal
+from overlap_inductor.kernels.signals import credit_flag
+from overlap_inductor.kernels.signals import finish_call
+from overlap_inductor.kernels.signals import may_store
+from overlap_inductor.kernels.signals import set_flag
+from overlap_inductor.kernels.signals import signal_flag
+from overlap_inductor.kernels.signals import store_fence
+from overlap_inductor.kernels.signals import wait_at_least
+from overlap_inductor.kernels.tile_order import arriving
+from overlap_inductor.kernels.tile_order import claim
+from overlap_inductor.kernels.tile_order import claimed
+from overlap_inductor.kernels.tile_order import departing
+from overlap_inductor.kernels.tile_order import grouped
+from overlap_inductor.kernels.tile_order import multiply_tile
+from overlap_inductor.kernels.tile_order import store_tile
+
+PUSH_QUEUE = tl.constexpr(2)
+SUM_QUEUE = tl.constexpr(3)
+COPY_QUEUE = tl.constexpr(4)
+
+
+@triton.jit
+def _band_tiles(band, tiles_shard, tiles_part, tiles_n):
+    return tl.maximum(tl.minimum(tiles_shard - band * tiles_part, tiles_part), 0) * tiles_n
+
+
+@triton.jit
+def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
+    """``(shard, m, n)`` of turn ``turn`` of the matmul: band after band, in each the peers' shards, then the own."""
+    whole = tiles_part * tiles_n * WORLD
+    band = turn // whole
+    rest = turn - band * whole
+    peers = _band_tiles(band, tiles_shard, tiles_part, tiles_n) * (WORLD - 1)
+    shard, m, n = departing(band * tiles_part * tiles_n * (WORLD - 1) + tl.minimum(rest, peers - 1), rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
+    if rest >= peers:
+        shard = rank
+        m, n = _own(band * tiles_part * tiles_n + rest - peers, tiles_shard, tiles_part, tiles_n, GROUP_M)
+    return shard, m, n
+
+
+@triton.jit
+def _own(turn, tiles_shard, tiles_part, tiles_n, GROUP_M: tl.constexpr):
+    """``(m, n)`` of turn ``turn`` of the own shard's tiles."""
+    band = turn // (tiles_part * tiles_n)
+    m, n = grouped(turn - band * tiles_part * tiles_n, tl.minimum(tiles_shard - band * tiles_part, tiles_part), tiles_n, GROUP_M)
+    return band * tiles_part + m, n
+
+
+@triton.jit
+def _is_there(flag, target):
+    """Whether a flag has reached ``target``, the same answer for all threads; if so, what was written before it may be loaded."""
+    there = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - target >= 0
+    tl.debug_barrier()
+    return there
+
+
+@triton.jit
+def _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, WORLD: tl.constexpr, PARTS: tl.constexpr):
+    """Count a push whose stores have been started: number ``sent`` is ``shard * PARTS + band``. Returns that none is left to count."""
+    if sent >= 0:
+        shard = sent // PARTS
+        part = sent % PARTS
+        flag = signal_flag(tl.load(peer_flags + shard).to(tl.pointer_type(tl.int32)), rank, part, signals, WORLD)
+        count_and_signal(queues + QUEUE_WORDS + sent, _band_tiles(part, tiles_shard, tiles_part, units_n), flag, call + 1, stop)
+    return -1
+
+
+@triton.jit
+def _places(row, column, columns, limit, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Offsets and mask of a tile in rows of ``columns``, of columns below ``limit``."""
+    at_n = column + tl.arange(0, BLOCK_N)
+    return (row + tl.arange(0, BLOCK_M))[:, None].to(tl.int64) * columns + at_n[None, :], (at_n < limit)[None, :]
+
+
+@triton.jit
+def _sum_tile(
+    product, out, extra0, extra1, staging, peer_data, stop, m, n, rank, rows, limit, columns, padded, scale,
+    WORLD: tl.constexpr, BROADCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr, EPILOGUE: tl.constexpr,
+):  # fmt: skip
+    """Sum tile ``(m, n)`` of the own shard, and store it into ``out`` and, with ``BROADCAST``, into every peer's workspace."""
+    at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_n = at_n < columns
+    allowed = inside_n & may_store(stop)
+    first_row = rank * rows if BROADCAST else 0
+    for first in range(m * BLOCK_M, m * BLOCK_M + BLOCK_M, SLAB):
+        at_m = first + tl.arange(0, SLAB)
+        inside_m = (at_m < rows) & (rank * rows + at_m < limit)
+        inside = inside_m[:, None] & inside_n[None, :]
+        at = at_m[:, None].to(tl.int64) * columns + at_n[None, :]
+        total = tl.load(product + rank.to(tl.int64) * padded * columns + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        for step in tl.static_range(1, WORLD):
+            came = staging + ((rank + step) % WORLD).to(tl.int64) * padded * columns
+            total += tl.load(came + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        result = (total * scale).to(out.dtype.element_ty)
+        own = result
+        if EPILOGUE is not None:
+            own = EPILOGUE(result.to(tl.float32), 0, first_row + at_m, inside_m, at_n, columns, extra0, extra1).to(result.dtype)
+        tl.store(out + tl.cast(first_row, tl.int64) * columns + at, own, mask=inside)
+        if BROADCAST:
+            for step in tl.static_range(1, WORLD):
+                to = tl.multiple_of(tl.load(peer_data + (rank + step) % WORLD).to(out.dtype), 16)
+                tl.store(to + (WORLD + rank).to(tl.int64) * padded * columns + at, result, mask=inside_m[:, None] & allowed[None, :])
+
+
+@triton.jit
+def _copy_tile(finished, out, extra0, extra1, m, n, first_row, rows, limit, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr, EPILOGUE: tl.constexpr):
+    """Copy tile ``(m, n)`` of a peer's finished shard, whose rows in ``out`` begin at ``first_row``."""
+    at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    for first in range(m * BLOCK_M, m * BLOCK_M + BLOCK_M, SLAB):
+        at_m = first + tl.arange(0, SLAB)
+        inside_m = (at_m < rows) & (first_row + at_m < limit)
+        inside = inside_m[:, None] & (at_n < columns)[None, :]
+        at = at_m[:, None].to(tl.int64) * columns + at_n[None, :]
+        came = tl.load(finished + at, mask=inside, cache_modifier=".cg")
+        if EPILOGUE is not None:
+            came = EPILOGUE(came.to(tl.float32), 0, first_row + at_m, inside_m, at_n, columns, extra0, extra1).to(came.dtype)
+        tl.store(out + tl.cast(first_row, tl.int64) * columns + at, came, mask=inside)
+
+
+@triton.jit
+def _signal_all(counter, target, peer_flags, rank, index, signals, value, stop, WORLD: tl.constexpr):
+    """As ``count_and_signal``, of flag ``index`` of every peer."""
+    tl.debug_barrier()
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
+        tl.store(counter, 0)
+        if tl.atomic_add(stop, 0, sem="relaxed", scope="gpu") == 0:
+            for step in range(1, WORLD):
+                flag = tl.load(peer_flags + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
+                set_flag(signal_flag(flag, rank, index, signals, WORLD), value)
+
+
+@triton.jit
+def _credited(credits, peer, flags, call, stop, patience, site):
+    """``credits``, a bit a peer that has ended the calls before, with that of ``peer``, once it has."""
+    if ((credits >> peer) & 1) == 0:
+        wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
+    return credits | (tl.cast(1, tl.int64) << peer)
+
+
+@triton.jit(do_not_specialize=["rank", "site", "rows", "limit"])
+def matmul_push_reduce(
+    a_desc, b_desc, product_desc, product, out, bias, extra0, extra1, ready, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
+    site, rank, rows, limit, columns, inner, part_rows, signals, scale,
+    WORLD: tl.constexpr, PARTS: tl.constexpr, PUSHERS: tl.constexpr, UNIT: tl.constexpr, BROADCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SLAB: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of blocks, at best one an SM.
+
+    Args:
+        a_desc: ``[limit, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
+        product, product_desc: ``[WORLD * padded, columns]`` of ``out``'s dtype, ``padded`` being ``rows`` in whole tiles; blocks ``[BLOCK_M, BLOCK_N]``, half as wide
+            with ``HALVES``.
+        ready: int32, a word for each tile of ``product`` in the order of its rows, zero between calls: for the first tile of ``UNIT`` of a peer's shard, how many of these
+            are written; for a tile of the own shard, whether it is.
+        out, rows, limit, staging, peer_data, peer_flags, flags, part_rows, signals, scale, EPILOGUE: as ``matmul_reduce``.
+        queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + (WORLD + 1) * PARTS`` words, zero between calls: words 0 to 4 are tiles claimed, blocks that
+            have finished, pushes, sums and copies claimed, and behind ``QUEUE_WORDS`` tiles sent, to each rank and to all; one word).
+        SLAB: rows of a tile that are summed at once.
+    """
+    call = tl.load(calls)
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    tiles_shard = tl.cdiv(rows, BLOCK_M)
+    tiles_part = part_rows // BLOCK_M
+    padded = tiles_shard * BLOCK_M
+    units_n = tl.cdiv(tiles_n, UNIT)
+    sums = tiles_shard * tiles_n
+    pushes = tiles_shard * units_n * (WORLD - 1)
+    tiles = sums * WORLD
+    copies = sums * (WORLD - 1) if BROADCAST else 0
+    pushes_first = tl.program_id(0) < PUSHERS
+    tile = -1
+    push = -1
+    sum_turn = -1
+    copy = -1 if BROADCAST else 0
+    partials = -1
+    sent = -1
+    credits = tl.cast(0, tl.int64)
+    busy = 1
+    while busy != 0:
+        worked = 0
+        if pushes_first | (tile >= tiles):
+            if push < 0:
+                push = tl.atomic_add(queues + PUSH_QUEUE, 1, sem="relaxed")
+            if push < pushes:
+                shard, m, n = departing(push, rank, tiles_shard, tiles_part, units_n, WORLD, GROUP_M)
+                n *= UNIT
+                word = ready + (shard * tiles_shard + m) * tiles_n + n
+                wanted = tl.minimum(tiles_n - n, UNIT)
+                if _is_there(word, wanted):
+                    worked = 1
+                elif tile >= tiles:
+                    sent = _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, WORLD, PARTS)
+                    wait_at_least(word, wanted, stop, patience, site * WAIT_KINDS + WAIT_TILES, rank)
+                    worked = 1
+                if worked != 0:
+                    following_push = claim(queues + PUSH_QUEUE, THREADS)
+                    tl.store(word, 0)
+                    credits = _credited(credits, shard, flags, call, stop, patience, site)
+                    source = product + shard.to(tl.int64) * padded * columns
+                    to = tl.multiple_of(tl.load(peer_data + shard).to(out.dtype), 16) + rank.to(tl.int64) * padded * columns
+                    # (Where the credit did not come nothing is stored.)
+                    end = tl.where(may_store(stop), tl.minimum((n + UNIT) * BLOCK_N, columns), 0)
+                    at, inside = _places(m * BLOCK_M, n * BLOCK_N, columns, end, BLOCK_M, BLOCK_N)
+                    moved = tl.load(source + at, mask=inside, cache_modifier=".cg")
+                    # (What was sent before has had the time of a claim, a look and a load to arrive: counting it waits for that.)
+                    sent = _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, WORLD, PARTS)
+                    tl.store(to + at, moved, mask=inside)
+                    for column in range((n + 1) * BLOCK_N, (n + UNIT) * BLOCK_N, BLOCK_N):
+                        at, inside = _places(m * BLOCK_M, column, columns, end, BLOCK_M, BLOCK_N)
+                        tl.store(to + at, tl.load(source + at, mask=inside, cache_modifier=".cg"), mask=inside)
+                    sent = shard * PARTS + m // tiles_part
+                    push = claimed(following_push)
+            if worked == 0:
+                sent = _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, WORLD, PARTS)
+                if sum_turn < 0:
+                    sum_turn = tl.atomic_add(queues + SUM_QUEUE, 1, sem="relaxed")
+                if sum_turn < sums:
+                    m, n = _own(sum_turn, tiles_shard, tiles_part, tiles_n, GROUP_M)
+                    part = m // tiles_part
+                    word = ready + (rank * tiles_shard + m) * tiles_n + n
+                    if tile >= tiles:
+                        wait_at_least(word, 1, stop, patience, site * WAIT_KINDS + WAIT_TILES, rank)
+                        if partials < part:
+                            for step in range(1, WORLD):
+                                source = (rank + step) % WORLD
+                                wait_at_least(signal_flag(flags, source, part, signals, WORLD), call + 1, stop, patience, site * WAIT_KINDS + WAIT_PARTIALS, source)
+                            partials = part
+                        worked = 1
+                    elif _is_there(word, 1):
+                        if partials < part:
+                            came = 1
+                            while (came > 0) & (came < WORLD):
+                                came = tl.where(_is_there(signal_flag(flags, (rank + came) % WORLD, part, signals, WORLD), call + 1), came + 1, 0)
+                            if came != 0:
+                                partials = part
+                        if partials >= part:
+                            worked = 1
+                    if worked != 0:
+                        sum_turn = -1
+                        tl.store(word, 0)
+                        if BROADCAST:
+                            for step in range(1, WORLD):
+                                credits = _credited(credits, (rank + step) % WORLD, flags, call, stop, patience, site)
+                        _sum_tile(
+                            product, out, extra0, extra1, staging, peer_data, stop, m, n, rank, rows, limit, columns, padded, scale,
+                            WORLD, BROADCAST, BLOCK_M, BLOCK_N, SLAB, EPILOGUE,
+                        )  # fmt: skip
+                        if BROADCAST:
+                            counter = queues + QUEUE_WORDS + WORLD * PARTS + part
+                            _signal_all(counter, _band_tiles(part, tiles_shard, tiles_part, tiles_n), peer_flags, rank, PARTS + part, signals, call + 1, stop, WORLD)
+            if BROADCAST and worked == 0:
+                if copy < 0:
+                    copy = tl.atomic_add(queues + COPY_QUEUE, 1, sem="relaxed")
+                if copy < copies:
+                    shard, m, n = arriving(copy, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
+                    flag = signal_flag(flags, shard, PARTS + m // tiles_part, signals, WORLD)
+                    if tile >= tiles:
+                        wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_RESULT, shard)
+                        worked = 1
+                    elif _is_there(flag, call + 1):
+                        worked = 1
+                    if worked != 0:
+                        copy = -1
+                        finished = staging + (WORLD + shard).to(tl.int64) * padded * columns
+                        _copy_tile(finished, out, extra0, extra1, m, n, shard * rows, rows, limit, columns, BLOCK_M, BLOCK_N, SLAB, EPILOGUE)
+        if worked == 0:
+            if tile < 0:
+                tile = tl.atomic_add(queues, 1, sem="relaxed")
+            if tile < tiles:
+                shard, m, n = _tile(tile, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
+                total = multiply_tile(a_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
+                # (A block that pushes claims when it has nothing to push: what it held others would wait for.)
+                following = claim(queues + tl.where(pushes_first, QUEUE_WORDS - 2, 0), THREADS)
+                store_tile(product_desc, shard * padded + m * BLOCK_M, n * BLOCK_N, total.to(out.dtype.element_ty), HALVES)
+                store_fence()
+                tl.debug_barrier()
+                unit = tl.where(shard == rank, n, n // UNIT * UNIT)
+                tl.atomic_add(ready + (shard * tiles_shard + m) * tiles_n + unit, 1, sem="release", scope="gpu")
+                tile = tl.where(pushes_first, -1, claimed(following))
+            elif (push >= pushes) & (sum_turn >= sums) & (copy >= copies):
+                busy = 0
+
+    tl.debug_barrier()
+    ended = tl.atomic_add(queues + 1, 1, sem="acq_rel")
+    if ended == tl.num_programs(0) - 1:
+        for queue in range(QUEUE_WORDS - 1):
+            tl.store(queues + queue, 0)
+        finish_call(calls, peer_flags, call, rank, WORLD)
