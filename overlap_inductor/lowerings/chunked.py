@@ -31,6 +31,7 @@ from overlap_inductor.torch_compat import blas
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.arrivals import receive_kernel
 from overlap_inductor.transports.arrivals import wait_kernel
+from overlap_inductor.transports.copy_engine import NEVER
 from overlap_inductor.transports.copy_engine import CopyEngine
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
@@ -65,7 +66,7 @@ def _check(a: torch.Tensor, matmuls: Sequence[VendorMatmul], pattern: str, rows:
 
 
 def _transport(parameters: ChunkedParameters) -> Transport:
-    return CopyEngine(parameters.turns_from) if parameters.transport == "copy_engine" else SmPush(parameters.pushers)
+    return CopyEngine(NEVER if parameters.turns_from is None else parameters.turns_from) if parameters.transport == "copy_engine" else SmPush(parameters.pushers)
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,14 @@ from overlap_inductor.transports.transfer import TRANSPORTS
 
 COPY_ENGINE_BYTES = 2 << 20
 """Bytes of a piece from which on copy engines are faster than SMs that push, which are missing from the matmul (2 H200s, also as one of 4 and of 8 ranks)."""
-TURNS_FROM = 6 << 20
-"""Bytes of a piece from which on waiting for a turn gains more than it costs: on 8 H200s nothing at 4 MiB, 12 % at 8, 20 % at 16."""
+TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
+"""Bytes of a piece from which on waiting for a turn gains more than it costs: on 8 H200s nothing at 4 MiB, 12 % at 8, 20 % at 16; in a gather, whose copies all begin at
+once and which waits for the first, it loses 7 % at 8 MiB and gains 10 % (the host in the loop) from 16 on."""
 TILE = 128, 256
 """Rows and columns that an SM multiplies at once."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4
-"""Bytes a peer of the smallest band of an all-reduce, and how many there are at most, where its size decides."""
+"""Bytes a peer of the smallest band of an all-reduce of up to 4 ranks, and how many there are at most, where its size decides. (8 H200s: of pieces of 4 to 32 MiB, bands
+of 16 were the fastest.)"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +45,7 @@ class ChunkedParameters:
         bands: of rows of an all-reduce; a band is reduced and handed round under the matmuls of the next. 0: as many as stay large.
         grain: a chunk or band begins at a multiple of so many rows of its shard: a tile of the vendor's matmul.
         pushers: blocks that push (``sm_push``).
-        turns_from: bytes of a piece from which on it waits until its receiver gets nothing else (``transports.copy_engine``).
+        turns_from: bytes of a piece from which on it waits until its receiver gets nothing else (``transports.copy_engine``). ``None``: by the pattern.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
         replays: a call that comes again is one launch of a CUDA graph (``transports.replay``).
     """
@@ -56,7 +58,7 @@ class ChunkedParameters:
     bands: int = 1
     grain: int = 128
     pushers: int = 16
-    turns_from: int = TURNS_FROM
+    turns_from: int | None = None
     min_rows: int = 0
     replays: bool = True
 
@@ -92,7 +94,8 @@ def fitted(pattern: str, world_size: int, rows: int, inner: int, columns: int, s
     sent, other = (inner, columns) if gathers else (columns, inner)
     shard_bytes = rows * sent * sent_itemsize
     if bands == 0:
-        bands = max(1, min(MOST_BANDS, shard_bytes // BAND_BYTES)) if pattern == "matmul_all_reduce" else 1
+        # (A band is a piece for each peer, and a piece has its fixed costs.)
+        bands = max(1, min(MOST_BANDS, 4 * shard_bytes // (max(world_size, 4) * BAND_BYTES))) if pattern == "matmul_all_reduce" else 1
     if p.chunks is None and not sizes:
         ratio = transfer_ratio(sent_itemsize, itemsize, other)
         tiles = -(-rows // TILE[0]) * -(-columns // TILE[1])
@@ -106,7 +109,8 @@ def fitted(pattern: str, world_size: int, rows: int, inner: int, columns: int, s
         raise UnsupportedError(f"chunks of {list(sizes)} shards are not the shards of {world_size - 1} peers")
     if transport == "auto":
         transport = "copy_engine" if shard_bytes >= bands * _most_parts(world_size, p) * COPY_ENGINE_BYTES else "sm_push"
-    return replace(p, sizes=sizes, bands=bands, transport=transport)
+    turns_from = (TURNS_FROM_GATHERED if gathers else TURNS_FROM) if p.turns_from is None else p.turns_from
+    return replace(p, sizes=sizes, bands=bands, transport=transport, turns_from=turns_from)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -87,9 +88,10 @@ def test_small_pieces_are_pushed_and_bands_stay_large() -> None:
     p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("matmul_all_reduce", "auto", 4)), 132)
     chosen = [chunked_plan.fitted("all_gather_matmul", 8, 64 * mb, 8192, 3584, 2, 2, p).transport for mb in (1, 3, 4, 16)]
     assert chosen == ["sm_push", "copy_engine", "copy_engine", "copy_engine"]
-    bands = [chunked_plan.fitted("matmul_all_reduce", 8, 64 * mb, 3584, 8192, 2, 2, p) for mb in (1, 8, 16, 64)]
+    bands = [chunked_plan.fitted("matmul_all_reduce", 8, 64 * mb, 3584, 8192, 2, 2, p) for mb in (1, 8, 16, 32, 64)]
     assert [(b.bands, b.sizes, b.transport) for b in bands] == [
         (1, (2, 2, 2, 1), "sm_push"),
+        (1, (2, 2, 2, 1), "copy_engine"),
         (1, (2, 2, 2, 1), "copy_engine"),
         (2, (1, 2, 2, 2), "copy_engine"),
         (4, (1, 2, 2, 2), "copy_engine"),
@@ -98,6 +100,13 @@ def test_small_pieces_are_pushed_and_bands_stay_large() -> None:
     assert gathers == [(2, 2, 3), (1, 1, 2, 3)], "a shard of few tiles is too little for a chunk"
     forced = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("all_gather_matmul", "copy_engine", 4)), 132)
     assert chunked_plan.fitted("all_gather_matmul", 8, 64, 8192, 3584, 2, 2, forced).transport == "copy_engine"
+
+
+def test_large_pieces_take_turns() -> None:
+    p = ChunkedParameters(132, "copy_engine")
+    gather, reduce = (chunked_plan.fitted(pattern, 8, 512, 8192, 3584, 2, 2, p).turns_from for pattern in ("all_gather_matmul", "matmul_all_reduce"))
+    assert gather is not None and reduce is not None and reduce < 8 << 20 < gather < 16 << 20
+    assert chunked_plan.fitted("all_gather_matmul", 8, 512, 8192, 3584, 2, 2, replace(p, turns_from=1)).turns_from == 1
 
 
 def test_an_all_reduce_sends_before_its_matmul_ends_and_the_next_band_begins_small() -> None:
