@@ -56,7 +56,7 @@ def fused_seconds(sizes: SiteSizes, machine: Machine) -> float:
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = machine.fused_exposed[_kind(sizes, matmul, wire)] * min(matmul, wire)
-    return max(matmul, wire) + exposed + sizes.legs * machine.fused_leg_seconds
+    return max(matmul, wire) + exposed + sizes.legs * max(machine.fused_leg_seconds, (sizes.world_size - 1) * machine.fused_leg_peer_seconds)
 
 
 def fused_pays(sizes: SiteSizes, machine: Machine) -> bool:
@@ -76,7 +76,7 @@ def chunked_seconds(sizes: SiteSizes, machine: Machine) -> float:
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = machine.chunked_exposed[_kind(sizes, matmul, wire)] * min(matmul, wire)
-    return max(matmul, wire) + exposed + sizes.legs * machine.chunked_leg_seconds
+    return max(matmul, wire) + exposed + sizes.legs * max(machine.chunked_leg_seconds, (sizes.world_size - 1) * machine.chunked_leg_peer_seconds)
 
 
 def chunked_pays(sizes: SiteSizes, machine: Machine) -> bool:

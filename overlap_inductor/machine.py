@@ -18,8 +18,8 @@ class Machine:
         step_seconds: fixed cost of one hop of a ring.
         overlapped_efficiency: rate of chunk matmuls while transfers run beside them, relative to one whole matmul alone.
         fused_exposed: part of the shorter of matmul and wire that a fused kernel leaves in sight, of a gather, a scatter, an all-reduce with a longer matmul, and one
-            with a longer wire; fused_leg_seconds: its fixed cost a leg.
-        chunked_exposed, chunked_leg_seconds, chunked_ranks: the same of vendor matmuls on chunks; chunked_host_seconds, chunked_peer_seconds: of the host, for the
+            with a longer wire; fused_leg_seconds: its fixed cost a leg, or fused_leg_peer_seconds for each peer where that is more.
+        chunked_exposed, chunked_leg_seconds, chunked_leg_peer_seconds, chunked_ranks: the same of vendor matmuls on chunks; chunked_host_seconds, chunked_peer_seconds: of the host, for the
             launches of a call, and of each peer's leg; chunked_replay_seconds: for all of them as one CUDA graph; chunked_least_gain_seconds: by which a call must be
             faster than ``keep``, since a model that waits for its host has nothing of less (a replay in chunks took a slow host some 100 us more than matmul and NCCL, in a model
             whose code was not in its caches).
@@ -36,15 +36,17 @@ class Machine:
     overlapped_efficiency: float
     fused_exposed: tuple[float, float, float, float] = (0.05, 0.12, 0.21, 0.31)
     fused_leg_seconds: float = 45e-6
-    fused_ranks: int = 4
+    fused_leg_peer_seconds: float = 10e-6
+    fused_ranks: int = 8
     fused_tiles: int = 200
     chunked_exposed: tuple[float, float, float, float] = (0.12, 0.1, 0.36, 0.25)
     chunked_leg_seconds: float = 30e-6
+    chunked_leg_peer_seconds: float = 8e-6
     chunked_host_seconds: float = 200e-6
     chunked_peer_seconds: float = 10e-6
     chunked_replay_seconds: float = 100e-6
     chunked_least_gain_seconds: float = 30e-6
-    chunked_ranks: int = 4
+    chunked_ranks: int = 8
     push_bytes: float = 3e11
     push_seconds: float = 8e-6
     push_leg_seconds: float = 4e-6
@@ -54,8 +56,7 @@ class Machine:
 
 _MACHINES = {
     "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93),
-    # Fused kernels: llama3-70b MLP on 4 H200s, 1024 to 16384 tokens (bench/results/fused.jsonl).
-    # Gathers by copies, and chunks: the same as one of 4 and of 8 ranks on 2 H200s (bench/results/mirrored.jsonl), and on 2 (bench/results/operators.jsonl).
+    # Fused kernels and chunks: llama3-70b MLP on 2, 4 and 8 H200s, 1024 to 16384 tokens (bench/results/operators.jsonl, fused.jsonl).
     # Small messages: 4 to 11 us at 1 to 128 rows of 8192 on 2 H200s (bench/results/small_message.jsonl).
     # One H200: dense bf16 780 TFLOP/s in large matmuls; NCCL send and receive about 300 GB/s each way on NVLink. NCCL's kernels take
     # SMs and memory bandwidth from the matmuls beside them: 0.75 is what the ring reached on 4 H200s (bench/results/ring_nccl.jsonl).
