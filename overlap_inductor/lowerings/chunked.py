@@ -203,7 +203,8 @@ def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch,
     # Where the rows of an all-reduce do not fall into equal shards, the last ones are of rows that nobody multiplies, sums of whatever lies there.
     product = torch.empty(shard_rows * launch.world_size, columns, dtype=dtype, device=a.device)
     reduces_all = pattern == "matmul_all_reduce"
-    out = torch.empty(len(product) if reduces_all else shard_rows, columns, dtype=dtype, device=a.device)
+    # (The rows of an all-reduce lie where they were multiplied: a peer's come back finished when it has got them, and the own ones are summed in place.)
+    out = product if reduces_all else torch.empty(shard_rows, columns, dtype=dtype, device=a.device)
     what, tensors = ("chunked", pattern, parameters, average, blas.switches(), matmul.fast), [a, product, out, *matmul.operands]
     launched(launch, what, tensors, lambda: _reduce_into(pattern, a, matmul, launch, parameters, average, product, out), parameters.replays)
     return out[:all_rows] if reduces_all and all_rows < len(out) else out

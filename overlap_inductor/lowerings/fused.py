@@ -163,7 +163,9 @@ def _reduce(
     rows = a.shape[0] if pattern == "matmul_all_reduce" else a.shape[0] // launch.world_size
     out = torch.empty(rows, b.shape[1], dtype=a.dtype, device=a.device)
     sent_from = product_rows(-(-a.shape[0] // launch.world_size), launch.world_size, parameters)
-    product = torch.empty(sent_from, b.shape[1], dtype=a.dtype, device=a.device) if sent_from else None
+    # (Where a shard is whole tiles, finished rows lie where they were multiplied: a peer's come when it has got them, the own ones are summed in place.)
+    in_place = sent_from == rows and pattern == "matmul_all_reduce"
+    product = (out if in_place else torch.empty(sent_from, b.shape[1], dtype=a.dtype, device=a.device)) if sent_from else None
 
     def start() -> None:
         key = key_of(pattern, a, [b], [bias], tail, parameters, average)
