@@ -36,6 +36,7 @@ from overlap_inductor.lowerings import fused
 from overlap_inductor.lowerings import fused_plan
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports.arena import TILE_BYTES
 from overlap_inductor.transports.arena import Slot
 from overlap_inductor.transports.faults import FaultRecord
 from overlap_inductor.transports.workspace import Launch
@@ -115,9 +116,10 @@ class Site:
         if len({size for _, size in bands}) > 1:
             raise ValueError(f"{len(bands)} bands of {self.rows} rows are not equal: what each source writes has no one distance")
         words = torch.zeros(1 + QUEUE_WORDS + 2 * self.world_size * SIGNALS, dtype=torch.int32, device="cuda")
+        tiles = torch.zeros(self.data.local.numel() // TILE_BYTES, dtype=torch.int32, device="cuda")
         slot = Slot(
             self.data.local.numel(), SIGNALS, mirrored(self.data, self.world_size, from_source * width * 2), mirrored(self.flags, self.world_size, SIGNALS * FLAG_WORDS),
-            words[:1], words[1:],
+            words[:1], words[1:], tiles,
         )  # fmt: skip
         launch = Launch(0, self.world_size, slot, self.faults, self.faults.number(pattern), PATIENCE_NS)
 

@@ -24,7 +24,8 @@ waits for nothing but a push before; so all sums are done, and then copies. Each
 all. Credits rest on the call before. All waits are bounded (``signals``).
 
 Memory ordering. A tile: bulk stores, ``store_fence``, a barrier, one thread's releasing add to a word of ``ready`` at GPU scope; whoever sends or sums it acquires
-that, clears the word, and loads past L1. To peers: ordinary stores, ``count_and_signal``. The workspace is written again after the credits that the last block gives; ``product``
+that, clears the word, and loads past L1. ``product`` may be ``out`` (all-reduce of whole tiles): a peer's finished tile is stored there behind its flag, which the peer sets
+when it has got this rank's, so that what was sent has been read; an own tile is summed by the threads that store it. To peers: ordinary stores, ``count_and_signal``. The workspace is written again after the credits that the last block gives; ``product``
 by the next call on the stream. CUDA graphs: the number of the call, which flags are compared with, is read from device memory and counted on by the last block.
 """
 
@@ -195,7 +196,7 @@ def matmul_push_reduce(
             are written; for a tile of the own shard, whether it is.
         out, rows, limit, staging, peer_data, peer_flags, flags, part_rows, signals, scale, EPILOGUE: as ``matmul_reduce``.
         queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + (WORLD + 1) * PARTS`` words, zero between calls: words 0 to 4 are tiles claimed, blocks that
-            have finished, pushes, sums and copies claimed, and behind ``QUEUE_WORDS`` tiles sent, to each rank and to all; one word).
+            have finished, pushes, sums and copies claimed, 6 what blocks that push claim in place of tiles, for nothing, and behind ``QUEUE_WORDS`` tiles sent, to each rank and to all; one word).
         SLAB: rows of a tile that are summed at once.
     """
     call = tl.load(calls)

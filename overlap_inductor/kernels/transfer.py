@@ -10,13 +10,14 @@ data, by whatever unit it reads: the boundary between kernels orders their proxi
 
 Forward progress. Every schedule launches its sends of a step before its waits of that step, on every rank in one order of steps, and a wait is for what peers
 send in this step or before; credits rest on the call before. So the earliest step that is unfinished anywhere never waits for a later one, also where all
-streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). A waiting block has one warp, and there is one a part: the GPU is never filled by them.
+streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). Within a send, a part waits for its turn
+only: for a part of lower number, of the same send of another rank. A waiting block has one warp, and there is one a part: the GPU is never filled by them.
 And what waits takes no shared memory: an SM's is divided anew only when nothing runs there, so that a kernel that wants
 some may not start on an SM where one waits that wants none. So what a wait rests on finds room. All waits are bounded (``signals``).
 
 CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes; no argument changes from replay to replay.
-In a graph sends and waits are branches without an order between them: they need two hardware queues, so that a call becomes a graph of its own only where there are
-(``transports.replay``). Where a user captures, that is the user's to see to; with one queue no such graph has hung (``tests.gpu.check_stress``, scenario ``graphs``).
+In a graph sends, waits for peers and waits for turns are branches without an order between them: they need as many hardware queues
+(``transports.replay``, ``transports.copy_engine``). Where a user captures, that is the user's to see to; with one queue no such graph has hung (``tests.gpu.check_stress``, scenario ``graphs``).
 """
 
 from __future__ import annotations
@@ -41,18 +42,22 @@ def _peer(rank, steps, WORLD: tl.constexpr):
     return (rank + steps + WORLD) % WORLD
 
 
+NOBODY = tl.constexpr(-(2**30))
+"""So many calls ago."""
+
+
 @triton.jit
 def announce(calls, announced, stop):
-    """``announced`` becomes the number of the call, unless a wait of the group was given up: what copy engines copy into flags from here on. Grid: one block."""
-    tl.store(announced, tl.load(calls) + tl.where(may_store(stop), 1, 0))
+    """``announced`` becomes the number of the call: what copy engines copy into flags from here on. Where a wait of the group was given up it becomes one that nobody
+    waits for, whatever call he is in: a rank that gave up may have calls queued, whose numbers are those that a peer waits for. Grid: one block."""
+    tl.store(announced, tl.load(calls) + tl.where(may_store(stop), 1, NOBODY))
 
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD: tl.constexpr):
     """Until every peer has finished the calls before this one. Grid: one block (it may wait beside a matmul, which loses the SM that it sits on).
 
-    ``announced`` (one word) becomes the number that this call's signals have, for copy engines to copy it into the peers' flags; and does not where a wait was
-    given up, so that nobody is told that something has come.
+    ``announced`` (one word): see ``announce``.
     """
     call = tl.load(calls)
     for step in range(1, WORLD):

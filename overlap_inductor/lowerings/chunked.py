@@ -8,13 +8,14 @@ Order of rows. Rows of the other ranks are multiplied from the own shard's end o
 run of these rows, some shards or parts of one (``chunk_sizes``); one that goes round the end of the tensor is two matmuls.
 
 The host launches for W ranks and C chunks (of each of B bands) about ``2 * W + 2 * C + 3`` things for a gather or a scatter with copy engines,
-``B * (3 * W + C + 5)`` for an all-reduce, and without the multiples of W with SMs that push; one CUDA graph where a call comes again (``transports.replay``).
+``B * (4 * W + C + 5)`` for an all-reduce, ``W`` or ``2 * B * W`` more where copies take turns, and without the multiples of W with SMs that push; one CUDA graph where a call comes again (``transports.replay``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from dataclasses import replace
 from itertools import pairwise
@@ -225,7 +226,7 @@ def _reduce_into(
     Bands in turn: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and handed round; then band ``i - 2`` is received.
     """
     b, bias = matmul.b, matmul.bias
-    lies = (b.stride(), b.data_ptr() % 16, None if bias is None else (bias.shape, bias.stride()))
+    lies = (a.stride(), a.data_ptr() % 16, b.stride(), b.data_ptr() % 16, None if bias is None else (bias.shape, bias.stride(), bias.data_ptr() % 16))
     key = ("chunked", pattern, a.shape, a.dtype, out.shape[1], out.dtype, lies, parameters, average)
     bands = launch.prepared.get(key)
     if bands is None:
@@ -250,7 +251,8 @@ def _reduce_into(
                 band.hand_round(out)
 
     with one_call(launch, side):
-        with side:
+        # (A matmul that waits in its blocks must find nothing before the copies that needs an SM.)
+        with side if bands[-1].multiply_and_add is None else nullcontext():
             credits()
         for i, band in enumerate(bands):
             for number, (ranges, send) in enumerate(band.chunks):

@@ -26,6 +26,7 @@ TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
 """Bytes of a piece from which on waiting for a turn gains more than it costs: on 8 H200s nothing at 4 MiB, 12 % at 8, 20 % at 16; in a gather, whose copies all begin at
 once and which waits for the first, it loses 7 % at 8 MiB and gains 10 % (the host in the loop) from 16 on."""
 SUM_TILES = 2**30
+"""Tiles of an own shard from which on one kernel multiplies it and adds what has come. It has not been measured yet: none."""
 TILE = 128, 256
 """Rows and columns that an SM multiplies at once."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4

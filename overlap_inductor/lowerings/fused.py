@@ -2,7 +2,7 @@
 
 Each function is the host's part of one kernel. At a site's first call with operands of some shapes and strides it checks what the kernel rests on, cuts the
 work into bands and pieces, and prepares the kernel; after that it launches (a CUDA graph where a call comes again, ``transports.replay``), waits for nothing on the
-device and allocates nothing there but its result. A group that has been aborted launches nothing more.
+device and allocates nothing there but its result, and what some of an all-reduce's blocks send from where that is another tensor. A group that has been aborted launches nothing more.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ MOST_WEIGHTS = 4
 
 
 def transports_of(pattern: str) -> tuple[str, ...]:
-    """What may move a pattern's bytes. Tiles leave from the matmul's epilogue, so an SM stores them."""
+    """What may move a pattern's bytes. Tiles leave from the matmul's epilogue, or from blocks beside it: an SM stores them."""
     return ("sm_push", "copy_engine") if pattern == "all_gather_matmul" else ("sm_push",)
 
 

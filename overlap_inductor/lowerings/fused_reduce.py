@@ -18,10 +18,10 @@ from overlap_inductor.lowerings.fused_launch import right_descriptor
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.lowerings.fused_plan import band_rows
 from overlap_inductor.lowerings.fused_plan import needed
-from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.workspace import Launch
 
+MOST_RANKS = 63
 SLAB = 32
 """Rows of a tile that a block which pushes moves at once."""
 
@@ -44,6 +44,8 @@ def prepare_reduce(
     columns = b.shape[1]
     if all_rows % world_size and not broadcast:
         raise UnsupportedError(f"{all_rows} rows do not fall into {world_size} equal shards")
+    if world_size > MOST_RANKS:
+        raise UnsupportedError(f"{world_size} ranks are more than the {MOST_RANKS} whose credits a block remembers")
     rows = -(-all_rows // world_size)
     part_rows = band_rows(rows, world_size, p)
     parts = -(-rows // part_rows)
@@ -61,8 +63,9 @@ def prepare_reduce(
     what = (32 * p.warps, p.halves, transposed, bias is not None, tail.function)
     if product is not None:
         stored = TensorDescriptor.from_tensor(product, [p.block_m, p.block_n // 2 if p.halves else p.block_n])
-        ready = symmetric.lasting_bytes(4 * (len(product) // p.block_m) * -(-columns // p.block_n), a.device).view(torch.int32).zero_()
-        fixed: tuple[Any, ...] = (ready, *memory, p.pushers, p.unit, broadcast, *tiles, min(p.block_m, SLAB), *what)
+        if (tiles_there := len(product) // p.block_m * -(-columns // p.block_n)) > slot.tiles.numel():
+            raise UnsupportedError(f"{tiles_there} tiles are multiplied, and the slot has words for {slot.tiles.numel()}")
+        fixed: tuple[Any, ...] = (slot.tiles, *memory, p.pushers, p.unit, broadcast, *tiles, min(p.block_m, SLAB), *what)
         # (The tensor comes twice: for the unit that stores, and for those that load.)
         kernel = PreparedKernel(matmul_push_reduce, p.blocks, (*operands, stored, product, *behind), fixed, num_warps=p.warps, num_stages=p.stages)
         return lambda a, b, product, *others: kernel(a, b, product, product, *others)

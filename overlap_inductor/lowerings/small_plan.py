@@ -47,14 +47,14 @@ def settings_for(world_size: int, rows: int, columns: int, itemsize: int) -> dic
     two_shot = rows * columns * itemsize * (world_size - 1) * (world_size - 2) > world_size * LEG_BYTES
     width = max(_power_of_two(columns), 256)
     # A block of two-shot holds a segment for each peer: with many, narrower ones and smaller blocks are sooner done (8 H200s: 2 us; with 4 GPUs 1 us later).
-    warps = 4 if two_shot and world_size > 4 and columns <= SHORT_ROW else 8
+    small_blocks = two_shot and world_size > 4 and columns <= SHORT_ROW
     # A thread stores 16 bytes: fewer columns than this leave some without.
-    narrowest = 32 * warps * 16 // itemsize
+    narrowest = 32 * (4 if small_blocks else 8) * 16 // itemsize
     units = -(-rows // world_size) if two_shot else max(rows, 1)
     segment = width
     while segment > narrowest and units * (width // segment) * 2 <= BLOCKS:
         segment //= 2
-    return {"two_shot": two_shot, "segment": segment, "warps": warps}
+    return {"two_shot": two_shot, "segment": segment, "warps": 4 if small_blocks and segment <= 2 * narrowest else 8}
 
 
 @functools.cache

@@ -59,8 +59,6 @@ def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def lasting_bytes(size: int, device: torch.device) -> torch.Tensor:
     """``size`` bytes as ``lasting``, of any value; also while a CUDA graph is captured."""
-    if device.type != "cuda":
-        return torch.empty(size, dtype=torch.int8, device=device)
     from torch.distributed import _symmetric_memory
 
     with torch.inference_mode(False):
@@ -73,9 +71,15 @@ def capturing() -> bool:
 
 
 @functools.cache
+def hardware_queues() -> int:
+    """Queues of the device that the streams of this process share. (CUDA reads that once, too; 8 is its own number.)"""
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return int(given) if given.isdecimal() and int(given) else 8
+
+
 def one_queue() -> bool:
-    """Whether all streams of this process share one queue of the device. (CUDA reads that once, too.)"""
-    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    """Whether all streams of this process share one queue of the device."""
+    return hardware_queues() == 1
 
 
 def stream_number(device: torch.device) -> int:

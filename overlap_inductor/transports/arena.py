@@ -28,6 +28,8 @@ from overlap_inductor.kernels.layout import QUEUE_WORDS
 from overlap_inductor.torch_compat import symmetric
 
 ALIGNMENT = 1024
+TILE_BYTES = 2048
+"""Of the smallest tile: 128 rows of 8 elements of two bytes."""
 SLOTS = 2
 """Slots that the sites of a graph take in turn."""
 CREDITS, HALVES = "credits", "halves"
@@ -64,6 +66,7 @@ class Slot:
         flags: int32; where which flag lies say ``credit_flag`` and ``signal_flag`` of ``kernels.signals``.
         calls: int32 ``[1]`` on the device: calls of this rank that have used the slot.
         queues: int32 on the device, zero between calls: what a kernel's blocks claim and count (``QUEUE_WORDS`` and one a peer and signal).
+        tiles: int32 on the device, zero between calls: what blocks tell each other of tiles, of which there are at most as many as in ``nbytes``.
     """
 
     nbytes: int
@@ -72,6 +75,7 @@ class Slot:
     flags: Buffer
     calls: torch.Tensor
     queues: torch.Tensor
+    tiles: torch.Tensor
     protocol: str = CREDITS
 
 
@@ -100,8 +104,12 @@ def _flag_words(world_size: int, signals: int) -> int:
     return world_size * (1 + signals) * FLAG_WORDS
 
 
+def _tile_words(nbytes: int) -> int:
+    return -(-nbytes // TILE_BYTES)
+
+
 def _slot_bytes(world_size: int, nbytes: int, signals: int) -> int:
-    return nbytes + _flag_words(world_size, signals) * 4
+    return nbytes + (_flag_words(world_size, signals) + _tile_words(nbytes)) * 4
 
 
 def _suffices(slot: Slot | None, request: Request) -> bool:
@@ -190,14 +198,16 @@ class WorkspaceArena:
             )
 
     def _new(self, nbytes: int, signals: int, protocol: str) -> Slot:
-        words = symmetric.lasting(torch.zeros(1 + QUEUE_WORDS + self.world_size * signals, dtype=torch.int32), self.device)
+        queue_words = QUEUE_WORDS + self.world_size * signals
+        words = symmetric.lasting(torch.zeros(1 + queue_words + _tile_words(nbytes), dtype=torch.int32), self.device)
         slot = Slot(
             nbytes,
             signals,
             self.allocate(nbytes, torch.uint8),
             self.allocate(_flag_words(self.world_size, signals), torch.int32),
             words[:1],
-            words[1:],
+            words[1 : 1 + queue_words],
+            words[1 + queue_words :],
             protocol,
         )
         self.slots.append(slot)

@@ -13,9 +13,10 @@ next call raises the error, since it has waited in vain by then, or been told; t
 What rests on later waits (``guarded``) has the word written anew behind them, which it is not where one was given up.
 
 Turns. Ranks send to the one next to them, then to the one behind that, and so on: so no two send to one at a time, as long as all are in step. Two that do get half a
-link each. Whoever was late is so twice as much then, and meets the next one; from a few microseconds, eight H200s fell to 200 GB/s each in six rounds, what
-senders get that choose at random, and that wait for whom they have chosen (58.6 % of a link: Karol, Hluchyj and Morgan, IEEE Trans. Comm. 35, 1987, section III). So a
-large piece waits until its receiver has got what comes before it in the order of all ranks (``kernels.transfer.wait_for_turn``): who is late stays as late as he was.
+link each. Whoever was late is so twice as much then, and meets the next one, until ranks send as if they chose at random and waited for whom they have chosen, which is
+58.6 % of a link (Karol, Hluchyj and Morgan, IEEE Trans. Comm. 35, 1987, section III): in 21 rounds eight H200s delivered 186 GB/s each in pieces of 4 MiB, 226 in ones of 8
+and 250 of 16, some 200 on several streams at once; only 14 rounds of 32 MiB were over before (343). So each large piece of a send but the first waits until its
+receiver has got what comes before it in the order of all ranks (``kernels.transfer.wait_for_turn``): who is late stays as late as he was (bench/results/turns.jsonl).
 A wait costs some 5 us, by which small pieces lose more than they gain. It takes room on an SM, for one warp and no shared memory: never where a kernel that has
 them all waits for the copies (schedule ``fused``); and with one hardware queue it would hold back the matmuls.
 """
@@ -42,6 +43,8 @@ from overlap_inductor.transports.workspace import Launch
 
 NEVER = 2**62
 """Bytes that no piece has."""
+QUEUES_FOR_TURNS = 3
+"""Of the device: for copies, for what waits for turns, and for what waits for peers. In a CUDA graph nothing but its edges orders these, and one that waits may hold up its queue."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def copies_with_flags(launch: Launch, transfer: Transfer, numbers: Sequence[int]
     copies may not leave."""
     word, start = announced(launch), copier(source.device.type)
     copies = [_copy(launch, transfer, number, source.element_size()) for number in numbers]
-    takes_turns = not symmetric.one_queue() and min(copy.nbytes for copy in copies) >= turns_from
+    takes_turns = symmetric.hardware_queues() >= QUEUES_FOR_TURNS and min(copy.nbytes for copy in copies) >= turns_from
     turns = [_turn(launch, transfer, *pair) if takes_turns else None for pair in pairwise(numbers)]
     number_of_call, word_bytes = word.data_ptr(), word.element_size()
     waiting = waiting_stream(source.device) if any(turns) else None

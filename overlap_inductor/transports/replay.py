@@ -17,8 +17,9 @@ a user captures; kernels, slots and fault memory outlive it. Everything has been
 graph may wait for are calls before this one, for which no peer needs this one. Graphs share the vendor's workspace, since calls of a rank run one after the other on
 its GPU (``transports.workspace``).
 
-Forward progress. Launched one by one, sends stand before waits in every queue of the device. In a graph there is no order but that of its edges, and its two branches
-run beside each other, which takes two queues: with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` nothing is replayed. (Copies of a graph are copy engines', those of flags, too:
+Forward progress. Launched one by one, sends stand before waits in every queue of the device. In a graph there is no order but that of its edges, and its branches
+run beside each other: two, which take two queues (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` nothing is replayed), or three where copies take turns (which they do with
+three queues and more). (Copies of a graph are copy engines', those of flags, too:
 ``tests.gpu.check_stress`` on driver 580.)
 
 Captures happen on a thread of their own, on streams that are nobody else's, with memory of a pool of their own: the vendor's library has a workspace for each thread

@@ -75,7 +75,7 @@ class Transport(Protocol):
     def prepare(self, launch: Launch, transfer: Transfer, numbers: range, source: torch.Tensor, guarded: bool = False) -> Send:
         """Make parts ``numbers`` ready for launching; ``source``: an example of what will be sent, contiguous at 16 bytes.
 
-        Receivers are told of each part when it has come, or of all at the end. Their credits have been awaited on the stream before a send is started.
+        Receivers are told of each part when it has come. Their credits have been awaited on the stream before a send is started.
         ``guarded``: what is sent rests on other waits of this call, too; where one was given up nobody is told.
         """
         ...

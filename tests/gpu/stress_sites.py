@@ -67,6 +67,8 @@ def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
     for transport in ("copy_engine", "sm_push"):
         for pattern in (GATHER, SCATTER, REDUCE):
             found.append(Variant("chunked", pattern, transport, {"transport": transport, "chunks": 3, "bands": 2 if pattern == REDUCE else 1}))
+    found += [Variant("chunked", p, "in turn", {"transport": "copy_engine", "bands": 2 if p == REDUCE else 1, "turns_from": 0}) for p in (GATHER, SCATTER, REDUCE)]
+    found.append(Variant("chunked", SCATTER, "summed in the matmul", {"transport": "copy_engine", "sum_tiles": 1}))
     found += [Variant("small_message", REDUCE, way, {"two_shot": way == "two_shot"}) for way in ("one_shot", "two_shot")]
     found += [Variant("wave_groups", p, "", {"free": [16]}) for p in (SCATTER, REDUCE)]
     if not replays:

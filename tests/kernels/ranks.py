@@ -82,7 +82,7 @@ class SharedWorkspace:
     def launch(self, rank: int, patience_ns: int = 1_000_000_000) -> Launch:
         world_size = self.data.shape[0]
         calls, queues = torch.zeros(1, dtype=torch.int32), torch.zeros(QUEUE_WORDS + world_size * self.signals, dtype=torch.int32)
-        slot = Slot(self.data.shape[1], self.signals, SharedBuffer(self.data, rank), SharedBuffer(self.flags, rank), calls, queues)
+        slot = Slot(self.data.shape[1], self.signals, SharedBuffer(self.data, rank), SharedBuffer(self.flags, rank), calls, queues, torch.zeros(self.data.shape[1] // 256, dtype=torch.int32))
         faults = FaultRecord("tp", range(world_size), self.fault[rank], stop_words(self.fault[rank]))
         return Launch(rank, world_size, slot, faults, faults.number("some site"), patience_ns)
 
@@ -101,4 +101,4 @@ def at_rest(slot: Slot) -> bool:
     """Whether what kernels count is zero again, as it must be between calls."""
     counted = slot.queues.clone()
     counted[ANNOUNCED] = 0
-    return not counted.any()
+    return not counted.any() and not slot.tiles.any()

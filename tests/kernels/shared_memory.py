@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from overlap_inductor.lowerings import fused_plan
 from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports import arena
 
 SMALL_TILES = {"block_m": 16, "block_n": 16, "block_k": 16, "group_m": 2, "warps": 4, "stages": 1}
 SMALL = {**SMALL_TILES, "pieces": 2, "pushers": 1, "parts": 2}
@@ -34,4 +35,9 @@ def use_shared_memory(folder: str) -> None:
 
     symmetric.allocate = allocate
     symmetric.why_no_symmetric_memory = reachable
-    fused_plan.TUNED, fused_plan.TUNED_FOR = dict.fromkeys(fused_plan.TUNED, SMALL), {}
+    # (Of tiles of 16 rows.)
+    arena.TILE_BYTES = 256
+    fused_plan.TUNED = dict.fromkeys(fused_plan.TUNED, SMALL)
+    # (As planned: only all-reduces of more than 2 ranks have blocks that push.)
+    own = {("matmul_reduce_scatter", ranks): {"pushers": 0} for ranks in (2, 3, 4)} | {("matmul_all_reduce", 2): {"pushers": 0}}
+    fused_plan.TUNED_FOR = own

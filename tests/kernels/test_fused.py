@@ -43,9 +43,10 @@ class Case:
     keep: bool = False
     copies_from: int = NEVER
     slices: int = 1
+    unit: int = 4
 
     def parameters(self, call: int) -> FusedParameters:
-        return FusedParameters(self.blocks, copies_from=self.copies_from, slices=self.slices, slices_tiles=2**20, slices_pushers=self.pushers, parts=self.parts + call, pieces=self.pieces + call, pushers=self.pushers, **SMALL_TILES)
+        return FusedParameters(self.blocks, copies_from=self.copies_from, slices=self.slices, slices_tiles=2**20, slices_pushers=self.pushers, parts=self.parts + call, pieces=self.pieces + call, pushers=self.pushers, unit=self.unit, **SMALL_TILES)
 
 
 CASES = {
@@ -73,6 +74,8 @@ CASES = {
         }.items()
         for pushers in (0, 1)
     },
+    "scatter, tiles pushed in twos": Case("matmul_reduce_scatter", 2, 24, 72, 32, parts=2, blocks=2, pushers=2, unit=2),
+    "all-reduce, tiles pushed in threes by all blocks": Case("matmul_all_reduce", 3, 40, 104, 32, parts=2, blocks=2, pushers=2, unit=3, bias=True),
 }
 
 
@@ -100,7 +103,7 @@ def test_agrees_with_fp64(name: str) -> None:
     a = torch.randn(CALLS, w, case.rows if gathers else all_rows, case.inner, generator=generator).half().share_memory_()
     b = torch.randn(w, case.columns, case.inner, generator=generator).half().share_memory_()
     out = shared(CALLS, w, case.rows if case.pattern == "matmul_reduce_scatter" else all_rows, case.columns, dtype=torch.float16, fill=float("nan"))
-    workspace = SharedWorkspace.of(w, 4 * all_rows * max(case.columns, case.inner), 2 * (case.parts + CALLS) * case.slices)
+    workspace = SharedWorkspace.of(w, 6 * all_rows * max(case.columns, case.inner), 2 * (case.parts + CALLS) * case.slices)
     run_ranks(w, _rank, workspace, a, b, out, case)
     for call in range(CALLS):
         for rank, expected in enumerate(exact(case.pattern, a[call], b, case.bias, case.average, case.rows)):
@@ -108,13 +111,17 @@ def test_agrees_with_fp64(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "what", "slices"),
-    [("all_gather_matmul", "rows", 1), ("all_gather_matmul", "rows", 2), ("matmul_reduce_scatter", "partial sums", 1), ("matmul_all_reduce", "partial sums", 1)],
+    ("pattern", "what", "slices", "pushers"),
+    [
+        ("all_gather_matmul", "rows", 1, 1),
+        ("all_gather_matmul", "rows", 2, 1),
+        *(("matmul_" + kind, "partial sums", 1, pushers) for kind in ("reduce_scatter", "all_reduce") for pushers in (0, 1)),
+    ],
 )
-def test_a_peer_that_never_comes(pattern: str, what: str, slices: int) -> None:
+def test_a_peer_that_never_comes(pattern: str, what: str, slices: int, pushers: int) -> None:
     """The kernel ends, all its blocks with it; the next call says which site waited for whom, and runs nothing."""
     launch = SharedWorkspace.of(3, 20_000, 4).launch(0, patience_ns=20_000)
-    a, b, p = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t(), FusedParameters(2, pieces=1, pushers=1, slices=slices, slices_tiles=99, **SMALL_TILES)
+    a, b, p = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t(), FusedParameters(2, pieces=1, pushers=pushers, slices=slices, slices_tiles=99, **SMALL_TILES)
     function = getattr(fused, pattern)
     function(a, b, launch, p)
     with pytest.raises(TransferError, match=f"site some site of group 'tp' waited in vain for {what} from rank 1: call 1 was wanted, 0 had come"):
@@ -146,3 +153,7 @@ def test_what_a_kernel_is_not_made_for_is_said() -> None:
         fused.all_gather_matmul(torch.zeros(64, 32).half(), b, launch, replace(p, parts=4))
     with pytest.raises(UnsupportedError, match="3 rows do not fall"):
         fused.matmul_reduce_scatter(a[:3], b, launch, p)
+    with pytest.raises(UnsupportedError, match="2 tiles are multiplied, and the slot has words for 1"):
+        fused.matmul_reduce_scatter(a, b, replace(launch, slot=replace(launch.slot, tiles=launch.slot.tiles[:1])), p)
+    with pytest.raises(UnsupportedError, match="64 ranks are more than the 63"):
+        fused.matmul_reduce_scatter(torch.zeros(64, 32).half(), b, replace(launch, world_size=64), p)

@@ -129,7 +129,7 @@ def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path
     text, machine, shared = _assembled(kernel, constants | others, (128, 256, 64), tmp_path, 4 if kernel is matmul_push_reduce else 3, types)
     assert "wgmma.mma_async" in text and "st.global.v4" in text and shared <= 227 * 1024
     loops = _multiplying(machine)
-    assert len(loops) >= (1 if kernel is matmul_sum else 2)
+    assert len(loops) >= {matmul_sum: 1, matmul_push_reduce: 2}.get(kernel, 3)
     assert not [line for loop in loops for line in loop if "LDL" in line or "STL" in line], "a loop over K keeps something on the stack"
     # A flag that each thread reads for itself may have come for some threads of a block only: they part, and meet at no barrier.
     assert "ld.volatile" not in text
@@ -159,11 +159,12 @@ SIGMOID_AND_RESIDUAL = (("full", "row"), (("sigmoid", "x"), ("mul", "t0", "e1"),
         pytest.param(all_gather_matmul, (SILU, None, SILU), 0, id="all_gather_matmul, activations of two of three weights"),
         pytest.param(all_gather_matmul, (SIGMOID_AND_RESIDUAL,), 40, id="all_gather_matmul, extra tensors"),
         pytest.param(matmul_reduce, (SIGMOID_AND_RESIDUAL,), 100, id="matmul_all_reduce, extra tensors"),
+        pytest.param(matmul_push_reduce, (SIGMOID_AND_RESIDUAL,), 100, id="matmul_push_reduce, extra tensors"),
     ],
 )
 def test_epilogues_stay_in_registers(kernel: Any, programs: tuple[Any, ...], words: int, tmp_path: Path) -> None:
     """The parameters that are planned. An op of a whole accumulator would take as many registers again: ``words`` may be kept on the stack, outside of loops over K."""
-    constants = {**GATHER, "PARTS": 4, "KEEP": False, "BIASES": 0} if kernel is all_gather_matmul else REDUCE | {"BROADCAST": True}
+    constants = {**GATHER, "PARTS": 4, "KEEP": False, "BIASES": 0} if kernel is all_gather_matmul else (REDUCE if kernel is matmul_reduce else {**PUSH_REDUCE, "BIAS": False}) | {"BROADCAST": True}
     types, others = _weights(len(programs), 256, halves=True) if kernel is all_gather_matmul else ({}, {})
     constants = constants | others | {"HALVES": True, "EPILOGUE": function_of(programs)}
     if SIGMOID_AND_RESIDUAL in programs:

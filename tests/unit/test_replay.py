@@ -30,9 +30,9 @@ from overlap_inductor.transports.replay import launched
 @pytest.fixture(autouse=True)
 def several_queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    symmetric.one_queue.cache_clear()
+    symmetric.hardware_queues.cache_clear()
     yield
-    symmetric.one_queue.cache_clear()
+    symmetric.hardware_queues.cache_clear()
 
 
 class Noted:
