@@ -170,7 +170,7 @@ def measure(site: Site, variants: dict[str, tuple[str, dict[str, Any]]], repeats
     known: dict[int, torch.Tensor] = {}
     alone = worst(statistics.median(timed({"matmul": site.matmul}, repeats)["matmul"]))
     for name, (schedule, settings) in variants.items():
-        settings = {**fused_plan.settings_for(site.pattern, "sm_push", site.world_size), **settings} if schedule == "fused" else settings
+        settings = {**fused_plan.settings_for(site.pattern, "sm_push"), **settings} if schedule == "fused" else settings
         try:
             run, bands = site.provider(schedule, settings)
         except ValueError as error:

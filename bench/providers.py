@@ -236,4 +236,4 @@ def providers(site: Site, names: Sequence[str], variants: Sequence[Variant], set
 def _planned(schedule: str, case: Case, transport: str) -> dict[str, Any]:
     """The settings that the plan would have."""
     found = schedule_named(schedule)
-    return found.plan.settings_for(case.pattern, transport, case.world_size) if isinstance(found, OneOpSchedule) else {}
+    return found.plan.settings_for(case.pattern, transport) if isinstance(found, OneOpSchedule) else {}

@@ -56,8 +56,7 @@ class Machine:
 
 _MACHINES = {
     "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93),
-    # Fused kernels and chunks: llama3-70b MLP on 2, 4 and 8 H200s, 1024 to 16384 tokens (bench/results/operators.jsonl, fused.jsonl); a fused all-reduce of more
-    # than 2 ranks has had another kernel since, which is faster (bench/results/mirrored.jsonl).
+    # Fused kernels and chunks: llama3-70b MLP on 2, 4 and 8 H200s, 1024 to 16384 tokens (bench/results/operators.jsonl, fused.jsonl).
     # Small messages: 4 to 11 us at 1 to 128 rows of 8192 on 2 H200s (bench/results/small_message.jsonl).
     # One H200: dense bf16 780 TFLOP/s in large matmuls; NCCL send and receive about 300 GB/s each way on NVLink. NCCL's kernels take
     # SMs and memory bandwidth from the matmuls beside them: 0.75 is what the ring reached on 4 H200s (bench/results/ring_nccl.jsonl).

@@ -80,7 +80,7 @@ def transports_of(pattern: str) -> tuple[str, ...]:
     return TRANSPORTS
 
 
-def settings_for(pattern: str, transport: str, world_size: int) -> dict[str, Any]:
+def settings_for(pattern: str, transport: str) -> dict[str, Any]:
     """The parameters of a pattern, for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
     return {"transport": transport, "bands": 0 if pattern == "matmul_all_reduce" else 1}
 

@@ -59,7 +59,7 @@ def transports_of(pattern: str) -> tuple[str, ...]:
     return ("nccl",)
 
 
-def settings_for(pattern: str, transport: str, world_size: int) -> dict[str, Any]:
+def settings_for(pattern: str, transport: str) -> dict[str, Any]:
     """Parameters for the plan: none, since what is tuned is measured at a site's first call."""
     return {}
 

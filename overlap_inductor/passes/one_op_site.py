@@ -52,7 +52,7 @@ class OpPlan(Protocol):
         """What may move a pattern's bytes."""
         ...
 
-    def settings_for(self, pattern: str, transport: str, world_size: int) -> dict[str, Any]:
+    def settings_for(self, pattern: str, transport: str) -> dict[str, Any]:
         """Parameters of the op, as they stand in the plan; ``transport`` as it was asked for."""
         ...
 
@@ -125,7 +125,7 @@ class OneOpSchedule:
 
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
         """From ``min_rows`` tokens on, and for a dynamic count up to those that workspace is planned for."""
-        settings = self.plan.settings_for(site.facts.pattern, config.transport, site.facts.collective.world_size) | ({"min_rows": min_rows} if min_rows else {})
+        settings = self.plan.settings_for(site.facts.pattern, config.transport) | ({"min_rows": min_rows} if min_rows else {})
         if config.replay == "off" and self.replays:
             settings["replays"] = False
         # (A schedule with several transports that are all allowed takes the one for the bytes of each call.)

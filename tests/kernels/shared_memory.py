@@ -37,7 +37,5 @@ def use_shared_memory(folder: str) -> None:
     symmetric.why_no_symmetric_memory = reachable
     # (Of tiles of 16 rows.)
     arena.TILE_BYTES = 256
-    fused_plan.TUNED = dict.fromkeys(fused_plan.TUNED, SMALL)
-    # (As planned: only all-reduces of more than 2 ranks have blocks that push.)
-    own = {("matmul_reduce_scatter", ranks): {"pushers": 0} for ranks in (2, 3, 4)} | {("matmul_all_reduce", 2): {"pushers": 0}}
-    fused_plan.TUNED_FOR = own
+    # (Reductions of both kernels.)
+    fused_plan.TUNED = {pattern: SMALL | ({"pushers": 0} if pattern == "matmul_reduce_scatter" else {}) for pattern in fused_plan.TUNED}

@@ -73,7 +73,7 @@ def test_bands_have_signals_of_their_own() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_what_is_planned_for_the_most_rows_serves_fewer(pattern: str, world_size: int) -> None:
     """Each size decides for itself in how many parts and bands it goes."""
-    p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for(pattern, "auto", 4)), 132)
+    p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for(pattern, "auto")), 132)
     nbytes, signals = chunked_plan.needed(pattern, world_size, 5000, 4096, 8192, 2, p)
     for rows in (1, 100, 129, 300, 1000, 2000, 5000):
         chosen = chunked_plan.fitted(pattern, world_size, rows, 4096, 8192, 2, 2, p)
@@ -85,7 +85,7 @@ def test_what_is_planned_for_the_most_rows_serves_fewer(pattern: str, world_size
 
 
 def test_small_pieces_are_pushed_and_bands_stay_large() -> None:
-    p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("matmul_all_reduce", "auto", 4)), 132)
+    p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("matmul_all_reduce", "auto")), 132)
     chosen = [chunked_plan.fitted("all_gather_matmul", 8, 64 * mb, 8192, 3584, 2, 2, p).transport for mb in (1, 3, 4, 16)]
     assert chosen == ["sm_push", "copy_engine", "copy_engine", "copy_engine"]
     bands = [chunked_plan.fitted("matmul_all_reduce", 8, 64 * mb, 3584, 8192, 2, 2, p) for mb in (1, 8, 16, 32, 64)]
@@ -98,7 +98,7 @@ def test_small_pieces_are_pushed_and_bands_stay_large() -> None:
     ]
     gathers = [chunked_plan.fitted("all_gather_matmul", 8, rows, 8192, 3584, 2, 2, p).sizes for rows in (256, 512)]
     assert gathers == [(2, 2, 3), (1, 1, 2, 3)], "a shard of few tiles is too little for a chunk"
-    forced = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("all_gather_matmul", "copy_engine", 4)), 132)
+    forced = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("all_gather_matmul", "copy_engine")), 132)
     assert chunked_plan.fitted("all_gather_matmul", 8, 64, 8192, 3584, 2, 2, forced).transport == "copy_engine"
 
 
