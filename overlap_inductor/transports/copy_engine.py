@@ -10,7 +10,7 @@ flag sees it (``tests.gpu.check_litmus``, "copy engine, copied flag").
 Nothing holds back a copy where the wait for leave before it was given up (a kernel's stores are masked then, ``kernels.signals.may_store``): only its signal is not given.
 After an abort every wait ends at once, so that calls that are queued by then copy, too; a peer that is still in the call before may find other rows there. Its
 next call raises the error, since it has waited in vain by then, or been told; the results of that one call are not to be relied on.
-What rests on later waits (``guarded``) has the word written anew behind them, which it is not where one was given up.
+What rests on later waits (``guarded``) has the word written anew behind them; where one was given up, to a number that nobody waits for, as after the wait for leave.
 
 Turns. Ranks send to the one next to them, then to the one behind that, and so on: so no two send to one at a time, as long as all are in step. Two that do get half a
 link each. Whoever was late is so twice as much then, and meets the next one, until ranks send as if they chose at random and waited for whom they have chosen, which is
