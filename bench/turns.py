@@ -23,7 +23,6 @@ from bench.timing import timed
 from overlap_inductor.kernels.layout import WAIT_PART
 from overlap_inductor.transports.arena import Request
 from overlap_inductor.transports.arrivals import wait_kernel
-from overlap_inductor.transports.copy_engine import NEVER
 from overlap_inductor.transports.copy_engine import CopyEngine
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
@@ -40,7 +39,7 @@ LIMIT = 1 << 34
 class Legs:
     """``LEGS`` transfers of shards of ``shard_rows`` rows, one behind the other on the side stream; with turns from ``turns_from`` bytes on."""
 
-    def __init__(self, shard_rows: int, turns_from: int, name: str) -> None:
+    def __init__(self, shard_rows: int, turns_from: int | None, name: str) -> None:
         group, self.device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
         self.world_size, self.shard_rows = group.size(), shard_rows
         self.source = torch.randn(self.world_size * shard_rows, WIDTH, device=self.device).bfloat16()
@@ -100,7 +99,7 @@ def main() -> None:
     product, beside = torch.empty_like(left), torch.cuda.Stream()
     found: list[dict[str, Any]] = []
     for megabytes in options.megabytes:
-        for name, turns_from in (("copy_engine", NEVER), ("copy_engine, in turn", 0)):
+        for name, turns_from in (("copy_engine", None), ("copy_engine, in turn", 0)):
             legs = Legs((megabytes << 20) // (2 * WIDTH), turns_from, f"{name} {megabytes}")
             if not legs.is_right():
                 raise SystemExit(f"{name} of {megabytes} MiB: what came is not what was sent")

@@ -41,14 +41,15 @@ from overlap_inductor.kernels.signals import WAIT_PARTIALS
 from overlap_inductor.kernels.signals import WAIT_RESULT
 from overlap_inductor.kernels.signals import WAIT_TILES
 from overlap_inductor.kernels.signals import count_and_signal
+from overlap_inductor.kernels.signals import count_and_signal_all
 from overlap_inductor.kernels.signals import credit_flag
 from overlap_inductor.kernels.signals import finish_call
 from overlap_inductor.kernels.signals import may_store
-from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import store_fence
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.kernels.tile_order import arriving
+from overlap_inductor.kernels.tile_order import band_tiles
 from overlap_inductor.kernels.tile_order import claim
 from overlap_inductor.kernels.tile_order import claimed
 from overlap_inductor.kernels.tile_order import departing
@@ -59,11 +60,8 @@ from overlap_inductor.kernels.tile_order import store_tile
 PUSH_QUEUE = tl.constexpr(2)
 SUM_QUEUE = tl.constexpr(3)
 COPY_QUEUE = tl.constexpr(4)
-
-
-@triton.jit
-def _band_tiles(band, tiles_shard, tiles_part, tiles_n):
-    return tl.maximum(tl.minimum(tiles_shard - band * tiles_part, tiles_part), 0) * tiles_n
+NOTHING_QUEUE = tl.constexpr(6)
+"""Words of ``queues``; the last is what blocks that push claim in place of tiles, for nothing."""
 
 
 @triton.jit
@@ -72,7 +70,7 @@ def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GRO
     whole = tiles_part * tiles_n * WORLD
     band = turn // whole
     rest = turn - band * whole
-    peers = _band_tiles(band, tiles_shard, tiles_part, tiles_n) * (WORLD - 1)
+    peers = band_tiles(band, tiles_shard, tiles_part, tiles_n) * (WORLD - 1)
     shard, m, n = departing(band * tiles_part * tiles_n * (WORLD - 1) + tl.minimum(rest, peers - 1), rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
     if rest >= peers:
         shard = rank
@@ -103,7 +101,7 @@ def _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, 
         shard = sent // PARTS
         part = sent % PARTS
         flag = signal_flag(tl.load(peer_flags + shard).to(tl.pointer_type(tl.int32)), rank, part, signals, WORLD)
-        count_and_signal(queues + QUEUE_WORDS + sent, _band_tiles(part, tiles_shard, tiles_part, units_n), flag, call + 1, stop)
+        count_and_signal(queues + QUEUE_WORDS + sent, band_tiles(part, tiles_shard, tiles_part, units_n), flag, call + 1, stop)
     return -1
 
 
@@ -160,18 +158,6 @@ def _copy_tile(finished, out, extra0, extra1, m, n, first_row, rows, limit, colu
 
 
 @triton.jit
-def _signal_all(counter, target, peer_flags, rank, index, signals, value, stop, WORLD: tl.constexpr):
-    """As ``count_and_signal``, of flag ``index`` of every peer."""
-    tl.debug_barrier()
-    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
-        tl.store(counter, 0)
-        if tl.atomic_add(stop, 0, sem="relaxed", scope="gpu") == 0:
-            for step in range(1, WORLD):
-                flag = tl.load(peer_flags + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
-                set_flag(signal_flag(flag, rank, index, signals, WORLD), value)
-
-
-@triton.jit
 def _credited(credits, peer, flags, call, stop, patience, site):
     """``credits``, a bit a peer that has ended the calls before, with that of ``peer``, once it has."""
     if ((credits >> peer) & 1) == 0:
@@ -196,7 +182,7 @@ def matmul_push_reduce(
             are written; for a tile of the own shard, whether it is.
         out, rows, limit, staging, peer_data, peer_flags, flags, part_rows, signals, scale, EPILOGUE: as ``matmul_reduce``.
         queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + (WORLD + 1) * PARTS`` words, zero between calls: words 0 to 4 are tiles claimed, blocks that
-            have finished, pushes, sums and copies claimed, 6 what blocks that push claim in place of tiles, for nothing, and behind ``QUEUE_WORDS`` tiles sent, to each rank and to all; one word).
+            have finished, pushes, sums and copies claimed, 6 is ``NOTHING_QUEUE``, and behind ``QUEUE_WORDS`` tiles sent, to each rank and to all; one word).
         SLAB: rows of a tile that are summed at once.
     """
     call = tl.load(calls)
@@ -289,7 +275,7 @@ def matmul_push_reduce(
                         )  # fmt: skip
                         if BROADCAST:
                             counter = queues + QUEUE_WORDS + WORLD * PARTS + part
-                            _signal_all(counter, _band_tiles(part, tiles_shard, tiles_part, tiles_n), peer_flags, rank, PARTS + part, signals, call + 1, stop, WORLD)
+                            count_and_signal_all(counter, band_tiles(part, tiles_shard, tiles_part, tiles_n), peer_flags, rank, PARTS + part, signals, call + 1, stop, WORLD)
             if BROADCAST and worked == 0:
                 if copy < 0:
                     copy = tl.atomic_add(queues + COPY_QUEUE, 1, sem="relaxed")
@@ -312,7 +298,7 @@ def matmul_push_reduce(
                 shard, m, n = _tile(tile, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
                 total = multiply_tile(a_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
                 # (A block that pushes claims when it has nothing to push: what it held others would wait for.)
-                following = claim(queues + tl.where(pushes_first, QUEUE_WORDS - 2, 0), THREADS)
+                following = claim(queues + tl.where(pushes_first, NOTHING_QUEUE, 0), THREADS)
                 store_tile(product_desc, shard * padded + m * BLOCK_M, n * BLOCK_N, total.to(out.dtype.element_ty), HALVES)
                 store_fence()
                 tl.debug_barrier()

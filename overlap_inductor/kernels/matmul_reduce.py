@@ -43,6 +43,7 @@ from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import store_fence
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.kernels.tile_order import arriving
+from overlap_inductor.kernels.tile_order import band_tiles
 from overlap_inductor.kernels.tile_order import claim
 from overlap_inductor.kernels.tile_order import claimed
 from overlap_inductor.kernels.tile_order import departing
@@ -59,11 +60,6 @@ SLEEPS = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _band_tiles(band, tiles_shard, tiles_part, tiles_n):
-    return tl.maximum(tl.minimum(tiles_shard - band * tiles_part, tiles_part), 0) * tiles_n
-
-
-@triton.jit
 def _turn(turn, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, PARTS: tl.constexpr, LAG: tl.constexpr, COPY_LAG: tl.constexpr, STEPS: tl.constexpr):
     """``(PEERS | OWN | COPY, turn among the tiles of that kind)`` of a turn in the kernel's queue. ``STEPS``: kinds that there are."""
     kind = -1
@@ -74,7 +70,7 @@ def _turn(turn, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, PARTS: tl
             band = slot - (0 if step == PEERS else LAG if step == OWN else LAG + COPY_LAG)
             if band >= 0 and band < PARTS:
                 sources = 1 if step == OWN else WORLD - 1
-                count = _band_tiles(band, tiles_shard, tiles_part, tiles_n) * sources
+                count = band_tiles(band, tiles_shard, tiles_part, tiles_n) * sources
                 here = (kind < 0) & (left < count)
                 inner = tl.where(here, band * tiles_part * tiles_n * sources + left, inner)
                 kind = tl.where(here, step, kind)
@@ -96,7 +92,7 @@ def _flush(pending, queues, peer_flags, stop, call, rank, rows, tiles_part, tile
         store_fence()
         shard = pending // PARTS
         part = pending % PARTS
-        target = _band_tiles(part, tiles_shard, tiles_part, tiles_n)
+        target = band_tiles(part, tiles_shard, tiles_part, tiles_n)
         if shard == rank:
             for step in range(1, WORLD):
                 peer = (rank + step) % WORLD

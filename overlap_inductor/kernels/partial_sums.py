@@ -10,9 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from overlap_inductor.kernels.signals import count_and_signal_all
 from overlap_inductor.kernels.signals import may_store
-from overlap_inductor.kernels.signals import set_flag
-from overlap_inductor.kernels.signals import signal_flag
 
 
 @triton.jit(do_not_specialize=["rank", "index", "signals", "vectors", "gathered"])
@@ -46,13 +45,7 @@ def sum_partials(
                 to = tl.multiple_of(tl.load(peer_data + (rank + step) % WORLD).to(out.dtype), 16) + (tl.cast(rank, tl.int64) * vectors + gathered) * VECTOR
                 tl.store(to + at, result, mask=allowed)
     if BROADCAST:
-        tl.debug_barrier()
-        if tl.atomic_add(queues, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-            tl.store(queues, 0)
-            if tl.atomic_add(stop, 0, sem="relaxed", scope="gpu") == 0:
-                for step in range(1, WORLD):
-                    flag = tl.load(peer_flags + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
-                    set_flag(signal_flag(flag, rank, index, signals, WORLD), tl.load(calls) + 1)
+        count_and_signal_all(queues, tl.num_programs(0), peer_flags, rank, index, signals, tl.load(calls) + 1, stop, WORLD)
 
 
 @triton.jit(do_not_specialize=["rank", "vectors"])

@@ -210,6 +210,18 @@ else:
 
 
 @triton.jit
+def count_and_signal_all(counter, target, peer_flags, rank, index, signals, value, stop, WORLD: tl.constexpr):
+    """As ``count_and_signal``, of flag ``index`` of this rank at every peer (``signal_flag``); ``peer_flags``: int64 ``[WORLD]``, the addresses of their flags."""
+    tl.debug_barrier()
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
+        tl.store(counter, 0)
+        if tl.atomic_add(stop, 0, sem="relaxed", scope="gpu") == 0:
+            for step in range(1, WORLD):
+                flag = tl.load(peer_flags + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
+                set_flag(signal_flag(flag, rank, index, signals, WORLD), value)
+
+
+@triton.jit
 def finish_call(calls, peer_flags, call, rank, WORLD: tl.constexpr):
     """Count the call, and let every peer write into this rank's workspace again. Run by one block, when nothing reads the workspace any more."""
     tl.store(calls, call + 1)

@@ -57,6 +57,12 @@ def grouped(turn, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def band_tiles(band, tiles_shard, tiles_part, tiles_n):
+    """Tiles of a band of a shard of ``tiles_shard`` rows of ``tiles_n`` tiles: ``tiles_part`` rows, or what is left of them."""
+    return tl.maximum(tl.minimum(tiles_shard - band * tiles_part, tiles_part), 0) * tiles_n
+
+
+@triton.jit
 def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
     """``(shard, m, n)`` of turn ``turn`` among the tiles of the other ranks' shards, in the order in which their rows come.
 

@@ -35,7 +35,6 @@ from overlap_inductor.torch_compat import blas
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.arrivals import receive_kernel
 from overlap_inductor.transports.arrivals import wait_kernel
-from overlap_inductor.transports.copy_engine import NEVER
 from overlap_inductor.transports.copy_engine import CopyEngine
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
@@ -70,7 +69,7 @@ def _check(a: torch.Tensor, matmuls: Sequence[VendorMatmul], pattern: str, rows:
 
 
 def _transport(parameters: ChunkedParameters) -> Transport:
-    return CopyEngine(NEVER if parameters.turns_from is None else parameters.turns_from) if parameters.transport == "copy_engine" else SmPush(parameters.pushers)
+    return CopyEngine(parameters.turns_from) if parameters.transport == "copy_engine" else SmPush(parameters.pushers)
 
 
 @dataclass(frozen=True)
@@ -289,7 +288,7 @@ def _prepare_reduce(
     parts = -(-rows // chunked_plan.part_rows_of(rows, world_size, p))
     sums = not reduces_all and p.chunks != 0 and sums_in_matmul(rows, a, matmul, launch, p, parts)
     # (What fills the GPU must not wait for copies that wait for a turn, for which they need an SM.)
-    p = replace(p, turns_from=NEVER) if sums else p
+    p = replace(p, turns_from=None) if sums else p
     made: list[_Band] = []
     index, results = 0, chunked_plan.result_signals(world_size, p)
     for number, (start, size) in enumerate(bands):

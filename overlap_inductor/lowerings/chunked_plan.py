@@ -67,7 +67,7 @@ class ChunkedParameters:
     replays: bool = True
 
     def __post_init__(self) -> None:
-        least = {"chunks": 0, "bands": 0, "grain": 1, "pushers": 1}
+        least = {"chunks": 0, "bands": 0, "grain": 1, "pushers": 1, "turns_from": 0, "sum_tiles": 1}
         wrong = [f"{name}={getattr(self, name)} (at least {limit})" for name, limit in least.items() if (getattr(self, name) or 0) < limit]
         if self.chunks is not None and self.sizes:
             wrong.append(f"chunks={self.chunks} beside sizes={list(self.sizes)} (one of both)")

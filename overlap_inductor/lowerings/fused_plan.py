@@ -61,6 +61,10 @@ class FusedParameters:
     min_rows: int = 0
     replays: bool = True
 
+    def __post_init__(self) -> None:
+        if self.unit < 1 or self.pushers < 0:
+            raise ValueError(f"parameters of schedule fused: unit={self.unit} (at least 1), pushers={self.pushers} (at least 0)")
+
 
 TUNED: Mapping[str, Mapping[str, Any]] = {
     "all_gather_matmul": {"parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4, "halves": True},

@@ -41,8 +41,6 @@ from overlap_inductor.transports.transfer import Send
 from overlap_inductor.transports.transfer import Transfer
 from overlap_inductor.transports.workspace import Launch
 
-NEVER = 2**62
-"""Bytes that no piece has."""
 QUEUES_FOR_TURNS = 3
 """Of the device: for copies, for what waits for turns, and for what waits for peers. In a CUDA graph nothing but its edges orders these, and one that waits may hold up its queue."""
 
@@ -70,9 +68,9 @@ def _copy(launch: Launch, transfer: Transfer, number: int, itemsize: int) -> _Co
 
 @dataclass(frozen=True)
 class CopyEngine:
-    """``turns_from``: bytes of a piece from which on it waits for its turn."""
+    """``turns_from``: bytes of a piece from which on it waits for its turn; ``None``: none does."""
 
-    turns_from: int
+    turns_from: int | None
 
     def prepare(self, launch: Launch, transfer: Transfer, numbers: range, source: torch.Tensor, guarded: bool = False) -> Send:
         """As ``Transport.prepare``. Receivers are told of every part."""
@@ -88,12 +86,12 @@ class CopyEngine:
         return announced_send
 
 
-def copies_with_flags(launch: Launch, transfer: Transfer, numbers: Sequence[int], source: torch.Tensor, turns_from: int = NEVER) -> Send:
-    """As ``Transport.prepare``, of parts ``numbers`` in that order. Below ``turns_from`` bytes nothing here needs room on an SM, which a kernel that waits for a peer's
-    copies may not leave."""
+def copies_with_flags(launch: Launch, transfer: Transfer, numbers: Sequence[int], source: torch.Tensor, turns_from: int | None = None) -> Send:
+    """As ``Transport.prepare``, of parts ``numbers`` in that order. Without turns (``CopyEngine``) nothing here needs room on an SM, which a kernel that waits for a
+    peer's copies may not leave."""
     word, start = announced(launch), copier(source.device.type)
     copies = [_copy(launch, transfer, number, source.element_size()) for number in numbers]
-    takes_turns = symmetric.hardware_queues() >= QUEUES_FOR_TURNS and min(copy.nbytes for copy in copies) >= turns_from
+    takes_turns = turns_from is not None and symmetric.hardware_queues() >= QUEUES_FOR_TURNS and min(copy.nbytes for copy in copies) >= turns_from
     turns = [_turn(launch, transfer, *pair) if takes_turns else None for pair in pairwise(numbers)]
     number_of_call, word_bytes = word.data_ptr(), word.element_size()
     waiting = waiting_stream(source.device) if any(turns) else None

@@ -10,6 +10,7 @@ import pytest
 
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.lowerings import chunked_plan
+from overlap_inductor.lowerings import fused_plan
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.transports.transfer import Transfer
 
@@ -125,6 +126,10 @@ def test_sizes_are_of_all_peers_shards() -> None:
 def test_a_bad_parameter_is_named() -> None:
     with pytest.raises(ValueError, match=r"chunks=-1 \(at least 0\)"):
         ChunkedParameters(132, chunks=-1)
+    with pytest.raises(ValueError, match=r"turns_from=-1 \(at least 0\)"):
+        ChunkedParameters(132, turns_from=-1)
+    with pytest.raises(ValueError, match=r"unit=0 \(at least 1\)"):
+        fused_plan.FusedParameters(132, unit=0)
     with pytest.raises(ValueError, match=r"chunks=2 beside sizes=\[1, 2\]"):
         ChunkedParameters(132, chunks=2, sizes=(1, 2))
     with pytest.raises(ValueError, match="transport='nccl'"):

@@ -262,7 +262,8 @@ def test_all_that_decides_a_chunked_call_is_in_its_key(calls: list[Call]) -> Non
     for average in (False, True):
         out = chunked.matmul_reduce_scatter(a, matmul(), LAUNCH, p, average)
         assert {t.data_ptr() for t in (a, b, bias, scale, other, out)} < {*calls[-1][1]} and len(calls[-1][1]) == 7, "the product, too"
-        chunked.matmul_all_reduce(a, matmul(), LAUNCH, p, average)
+        out = chunked.matmul_all_reduce(a, matmul(), LAUNCH, p, average)
+        assert {t.data_ptr() for t in (a, b, bias, scale, other, out)} == {*calls[-1][1]}, "summed in place"
     assert len({what for what, _ in calls}) == len(calls) == 7
 
 
@@ -282,6 +283,10 @@ def test_all_that_decides_a_fused_call_is_in_its_key(calls: list[Call]) -> None:
     # The product that blocks push from is another tensor at each call.
     out = fused.matmul_all_reduce(a, b, LAUNCH, pushed, bias)
     assert {t.data_ptr() for t in (a, b, bias, out)} < {*calls[-1][1]} and len(calls[-1][1]) == 5
+    # Whole tiles are summed and finished where they were multiplied.
+    a = torch.zeros(256, 8)
+    out = fused.matmul_all_reduce(a, b, LAUNCH, pushed, bias)
+    assert {t.data_ptr() for t in (a, b, bias, out)} == {*calls[-1][1]}
 
 
 def test_settings_of_the_vendors_library_make_another_call(calls: list[Call]) -> None:

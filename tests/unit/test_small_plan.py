@@ -24,6 +24,13 @@ def test_the_second_leg_pays_where_one_shot_sends_much_more(world_size: int, row
     assert settings_for(world_size, rows, 8192, 2)["two_shot"] is two_shot
 
 
+def test_two_legs_to_many_peers_go_in_narrow_segments_and_small_blocks() -> None:
+    """Small blocks hold no wide segments: rows of 5120 in many groups are not cut."""
+    assert settings_for(8, 16, 8192, 2) == {"two_shot": True, "segment": 1024, "warps": 4}
+    assert settings_for(4, 128, 8192, 2) == {"two_shot": True, "segment": 2048, "warps": 8}
+    assert settings_for(8, 513, 5120, 2)["warps"] == 8
+
+
 @given(st.integers(2, 16), st.integers(1, 600), st.integers(1, 2048).map(lambda n: 8 * n))
 def test_a_call_is_cut_so_that_a_block_can_wait_for_it(world_size: int, rows: int, columns: int) -> None:
     p = SmallParameters(**settings_for(world_size, rows, columns, 2))
