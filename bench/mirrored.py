@@ -158,7 +158,7 @@ DEFAULTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         **{f"chunked copy_engine c{c}": ("chunked", {"transport": "copy_engine", "chunks": c}) for c in (3, 7)},
     },
     "matmul_all_reduce": {
-        **{f"fused parts={n}": ("fused", {"parts": n, "parts_from": 0}) for n in (1, 2, 4)},
+        **{f"fused, {n} push": ("fused", {"pushers": n}) for n in (8, 12, 16, 24)},
         **{f"chunked copy_engine b{b}": ("chunked", {"transport": "copy_engine", "bands": b}) for b in (1, 2, 4)},
     },
 }

@@ -63,6 +63,14 @@ def band_tiles(band, tiles_shard, tiles_part, tiles_n):
 
 
 @triton.jit
+def own_tile(turn, tiles_shard, tiles_part, tiles_n, GROUP_M: tl.constexpr):
+    """``(m, n)`` of turn ``turn`` of the own shard's tiles, band after band."""
+    band = turn // (tiles_part * tiles_n)
+    m, n = grouped(turn - band * tiles_part * tiles_n, tl.minimum(tiles_shard - band * tiles_part, tiles_part), tiles_n, GROUP_M)
+    return band * tiles_part + m, n
+
+
+@triton.jit
 def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
     """``(shard, m, n)`` of turn ``turn`` among the tiles of the other ranks' shards, in the order in which their rows come.
 

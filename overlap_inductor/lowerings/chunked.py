@@ -15,9 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -28,8 +26,6 @@ from overlap_inductor.kernels.layout import WAIT_PARTIALS
 from overlap_inductor.kernels.partial_sums import sum_partials
 from overlap_inductor.lowerings import chunked_plan
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
-from overlap_inductor.lowerings.chunked_sum import prepare_sum
-from overlap_inductor.lowerings.chunked_sum import sums_in_matmul
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from overlap_inductor.torch_compat import blas
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
@@ -124,8 +120,9 @@ def _gather(
         launch.remember(key, call)
     credits, end, side = credit_kernel(launch), end_kernel(launch), side_stream(shard.device)
     with one_call(launch, side):
+        # (Not beside the matmul: a vendor's kernel that has the same SM for all its tiles ends as much later as something waits on one.)
+        credits()
         with side:
-            credits()
             call.send(shard)
         for matmul, out in zip(matmuls, outs, strict=True):
             matmul(shard, rank * rows, (rank + 1) * rows, out)
@@ -161,7 +158,6 @@ class _Band:
         chunks: rows of each matmul, and what sends the part of them that is other ranks'.
         own: rows of the own shard among all, multiplied last where they are in no chunk (``own_last``).
         add: sums ``(own rows of the product, their place ``finished`` in the result)``.
-        multiply_and_add: in place of the own rows' matmul and ``add``, of a scatter (``chunked_sum``).
         receive: copies the peers' finished rows into ``everyone``, the result's rows of the band, when they have come (all-reduce).
         hand_round: sends the result's finished rows where ``add`` has not.
     """
@@ -175,7 +171,6 @@ class _Band:
     add: PreparedKernel
     receive: Callable[[torch.Tensor], None] | None
     hand_round: Send | None
-    multiply_and_add: PreparedKernel | None = None
 
 
 def matmul_reduce_scatter(
@@ -224,9 +219,7 @@ def _reduce_into(
 
     Bands in turn: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and handed round; then band ``i - 2`` is received.
     """
-    b, bias = matmul.b, matmul.bias
-    lies = (a.stride(), a.data_ptr() % 16, b.stride(), b.data_ptr() % 16, None if bias is None else (bias.shape, bias.stride(), bias.data_ptr() % 16))
-    key = ("chunked", pattern, a.shape, a.dtype, out.shape[1], out.dtype, lies, parameters, average)
+    key = ("chunked", pattern, a.shape, a.dtype, out.shape[1], out.dtype, parameters, average)
     bands = launch.prepared.get(key)
     if bands is None:
         bands = _prepare_reduce(pattern, a, matmul, product, out, launch, parameters, average)
@@ -250,27 +243,24 @@ def _reduce_into(
                 band.hand_round(out)
 
     with one_call(launch, side):
-        # (A matmul that waits in its blocks must find nothing before the copies that needs an SM.)
-        with side if bands[-1].multiply_and_add is None else nullcontext():
-            credits()
         for i, band in enumerate(bands):
             for number, (ranges, send) in enumerate(band.chunks):
                 for rows in ranges:
                     multiply(*rows)
+                if i == number == 0:
+                    # (On this stream, as in a gather; by now the peers have come as far, too.)
+                    credits()
                 with side:
                     send(product)
                 if i and number == 0:
                     add_up(bands[i - 1])
-            if band.multiply_and_add is not None:
-                band.multiply_and_add(a, b, out, out if bias is None else bias)
-            elif band.own_last:
+            if band.own_last:
                 multiply(*band.own)
             if i > 1:
                 receive(bands[i - 2])
         if len(bands) > 1:
             receive(bands[-2])
-        if bands[-1].multiply_and_add is None:
-            add_up(bands[-1])
+        add_up(bands[-1])
         receive(bands[-1])
     end()
 
@@ -285,10 +275,6 @@ def _prepare_reduce(
     _check(a, [matmul], pattern, rows, launch, p)
     p = chunked_plan.fitted(pattern, world_size, rows, a.shape[1], out.shape[1], out.element_size(), a.element_size(), p)
     bands = chunked_plan.bands_of(rows, p) if reduces_all else [(0, rows)]
-    parts = -(-rows // chunked_plan.part_rows_of(rows, world_size, p))
-    sums = not reduces_all and p.chunks != 0 and sums_in_matmul(rows, a, matmul, launch, p, parts)
-    # (What fills the GPU must not wait for copies that wait for a turn, for which they need an SM.)
-    p = replace(p, turns_from=None) if sums else p
     made: list[_Band] = []
     index, results = 0, chunked_plan.result_signals(world_size, p)
     for number, (start, size) in enumerate(bands):
@@ -296,8 +282,7 @@ def _prepare_reduce(
         part_rows = chunked_plan.part_rows_of(size, world_size, p)
         transfer = Transfer(size, out.shape[1], part_rows, True, world_size * start, world_size * start, index)
         index += transfer.parts
-        band = _prepare_band(product, out, launch, p, transfer, average, results + number if reduces_all else None, last)
-        made.append(replace(band, multiply_and_add=prepare_sum(a, matmul, out, launch, transfer, average)) if sums else band)
+        made.append(_prepare_band(product, out, launch, p, transfer, average, results + number if reduces_all else None, last))
     return made
 
 

@@ -25,8 +25,6 @@ COPY_ENGINE_BYTES = 2 << 20
 TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
 """Bytes of a piece from which on waiting for a turn gains more than it costs: on 8 H200s nothing at 4 MiB, 12 % at 8, 20 % at 16; in a gather, whose copies all begin at
 once and which waits for the first, it loses 7 % at 8 MiB and gains 10 % (the host in the loop) from 16 on."""
-SUM_TILES = 2**30
-"""Tiles of an own shard from which on one kernel multiplies it and adds what has come. It has not been measured yet: none."""
 TILE = 128, 256
 """Rows and columns that an SM multiplies at once."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4
@@ -48,7 +46,6 @@ class ChunkedParameters:
         grain: a chunk or band begins at a multiple of so many rows of its shard: a tile of the vendor's matmul.
         pushers: blocks that push (``sm_push``).
         turns_from: bytes of a piece from which on it waits until its receiver gets nothing else (``transports.copy_engine``). ``None``: by the pattern.
-        sum_tiles: tiles of the own shard's matmul, of a reduce-scatter, from which on a kernel of this project multiplies it and adds what has come (``chunked_sum``).
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
         replays: a call that comes again is one launch of a CUDA graph (``transports.replay``).
     """
@@ -62,12 +59,11 @@ class ChunkedParameters:
     grain: int = 128
     pushers: int = 16
     turns_from: int | None = None
-    sum_tiles: int = SUM_TILES
     min_rows: int = 0
     replays: bool = True
 
     def __post_init__(self) -> None:
-        least = {"chunks": 0, "bands": 0, "grain": 1, "pushers": 1, "turns_from": 0, "sum_tiles": 1}
+        least = {"chunks": 0, "bands": 0, "grain": 1, "pushers": 1, "turns_from": 0}
         wrong = [f"{name}={getattr(self, name)} (at least {limit})" for name, limit in least.items() if (getattr(self, name) or 0) < limit]
         if self.chunks is not None and self.sizes:
             wrong.append(f"chunks={self.chunks} beside sizes={list(self.sizes)} (one of both)")

@@ -2,7 +2,7 @@
 
 Each function is the host's part of one kernel. At a site's first call with operands of some shapes and strides it checks what the kernel rests on, cuts the
 work into bands and pieces, and prepares the kernel; after that it launches (a CUDA graph where a call comes again, ``transports.replay``), waits for nothing on the
-device and allocates nothing there but its result, and what some of an all-reduce's blocks send from where that is another tensor. A group that has been aborted launches nothing more.
+device and allocates nothing there but its result, and what an all-reduce's blocks send from where that is another tensor. A group that has been aborted launches nothing more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from overlap_inductor.lowerings.fused_launch import key_of
 from overlap_inductor.lowerings.fused_plan import MOST_WEIGHTS
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.lowerings.fused_plan import slices_of
-from overlap_inductor.lowerings.fused_reduce import prepare_reduce
+from overlap_inductor.lowerings.fused_reduce import prepare_all_reduce
+from overlap_inductor.lowerings.fused_reduce import prepare_reduce_scatter
 from overlap_inductor.lowerings.fused_reduce import product_rows
 from overlap_inductor.transports.copy_engine import copies_with_flags
 from overlap_inductor.transports.credits import credit_kernel
@@ -133,7 +134,19 @@ def matmul_reduce_scatter(
     Raises:
         UnsupportedError, TransferError: as ``all_gather_matmul``.
     """
-    return _reduce("matmul_reduce_scatter", a, b, launch, parameters, bias, average, tail)
+    launch.faults.check()
+    out = torch.empty(a.shape[0] // launch.world_size, b.shape[1], dtype=a.dtype, device=a.device)
+
+    def start() -> None:
+        key = key_of("matmul_reduce_scatter", a, [b], [bias], tail, parameters, average)
+        kernel = launch.prepared.get(key)
+        if kernel is None:
+            kernel = prepare_reduce_scatter(a, b, out, launch, parameters, bias, average, tail)
+            launch.remember(key, kernel)
+        kernel(a, b, out, out if bias is None else bias, *tail.operands)
+
+    launched(launch, ("fused", "matmul_reduce_scatter", parameters, average, tail.epilogues), [a, b, out, bias, *tail.extras], start, parameters.replays)
+    return out
 
 
 def matmul_all_reduce(
@@ -146,34 +159,20 @@ def matmul_all_reduce(
     tail: Tail = NO_TAIL,
 ) -> torch.Tensor:
     """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, returns all rows ``[M, N]``; ``M`` need not be a multiple of the world size."""
-    return _reduce("matmul_all_reduce", a, b, launch, parameters, bias, average, tail)
-
-
-def _reduce(
-    pattern: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    launch: Launch,
-    parameters: FusedParameters,
-    bias: torch.Tensor | None,
-    average: bool,
-    tail: Tail,
-) -> torch.Tensor:
     launch.faults.check()
-    rows = a.shape[0] if pattern == "matmul_all_reduce" else a.shape[0] // launch.world_size
+    rows = a.shape[0]
     out = torch.empty(rows, b.shape[1], dtype=a.dtype, device=a.device)
-    sent_from = product_rows(-(-a.shape[0] // launch.world_size), launch.world_size, parameters)
+    sent_from = product_rows(-(-rows // launch.world_size), launch.world_size, parameters)
     # (Where a shard is whole tiles, finished rows lie where they were multiplied: a peer's come when it has got them, the own ones are summed in place.)
-    in_place = sent_from == rows and pattern == "matmul_all_reduce"
-    product = (out if in_place else torch.empty(sent_from, b.shape[1], dtype=a.dtype, device=a.device)) if sent_from else None
+    product = out if sent_from == rows else torch.empty(sent_from, b.shape[1], dtype=a.dtype, device=a.device)
 
     def start() -> None:
-        key = key_of(pattern, a, [b], [bias], tail, parameters, average)
+        key = key_of("matmul_all_reduce", a, [b], [bias], tail, parameters, average)
         kernel = launch.prepared.get(key)
         if kernel is None:
-            kernel = prepare_reduce(pattern, a, b, product, out, launch, parameters, bias, average, tail)
+            kernel = prepare_all_reduce(a, b, product, out, launch, parameters, bias, average, tail)
             launch.remember(key, kernel)
         kernel(a, b, product, out, out if bias is None else bias, *tail.operands)
 
-    launched(launch, ("fused", pattern, parameters, average, tail.epilogues), [a, b, product, out, bias, *tail.extras], start, parameters.replays)
+    launched(launch, ("fused", "matmul_all_reduce", parameters, average, tail.epilogues), [a, b, product, out, bias, *tail.extras], start, parameters.replays)
     return out

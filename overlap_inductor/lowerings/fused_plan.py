@@ -24,14 +24,14 @@ class FusedParameters:
     Attributes:
         blocks: grid, at best the number of SMs.
         copies_from: bytes of an all-gather's shard from which copy engines send it, not SMs.
-        parts: bands a shard, from ``parts_from`` rows of the whole matmul on; below one.
+        parts: bands a shard, from ``parts_from`` rows of the whole matmul on; below one. 0: as many as ranks.
         pieces: in which a band is pushed (all-gather).
-        pushers: blocks that push: before they multiply (all-gather); whenever something is ready (reductions: 0 for tiles that leave from their own block).
-        unit: tiles beside each other that are pushed at once (reductions).
+        pushers: blocks that push: before they multiply (all-gather); whenever something is ready (all-reduce; 0: by ``push_inner``).
+        push_inner: K for which one block pushes as fast as all multiply (all-reduce).
+        unit: tiles beside each other that are pushed at once (all-reduce).
         slices, slices_tiles, slices_pushers: slices along K in which a shard is pushed, by so many blocks, and a tile waits for it (all-gather), up to so many tiles;
             fewer of more tiles (``slices_of``). Numbers of the plan, not of the GPU: all ranks must cut alike.
-        lag, copy_lag: bands by which own tiles follow the peers', and copies those (all-reduce whose tiles leave from their own block).
-        stagger_ns: between the starts of neighbouring blocks (reductions whose tiles do).
+        stagger_ns: between the starts of neighbouring blocks (reduce-scatter).
         halves: tiles are stored in two halves, which leaves shared memory for one stage more.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
         replays: a call that comes again is one launch of a CUDA graph (``transports.replay``).
@@ -44,6 +44,7 @@ class FusedParameters:
     parts_from: int = 0
     pieces: int = 16
     pushers: int = 8
+    push_inner: int = 80_000
     unit: int = 4
     slices: int = 1
     slices_tiles: int = 0
@@ -54,28 +55,24 @@ class FusedParameters:
     group_m: int = 8
     warps: int = 8
     stages: int = 3
-    lag: int = 1
-    copy_lag: int = 2
     stagger_ns: int = 0
     halves: bool = False
     min_rows: int = 0
     replays: bool = True
 
     def __post_init__(self) -> None:
-        if self.unit < 1 or self.pushers < 0:
-            raise ValueError(f"parameters of schedule fused: unit={self.unit} (at least 1), pushers={self.pushers} (at least 0)")
+        least = {"parts": 0, "pushers": 0, "push_inner": 1, "unit": 1}
+        wrong = [f"{name}={getattr(self, name)} (at least {limit})" for name, limit in least.items() if getattr(self, name) < limit]
+        if wrong:
+            raise ValueError(f"parameters of schedule fused: {', '.join(wrong)}")
 
 
 TUNED: Mapping[str, Mapping[str, Any]] = {
     "all_gather_matmul": {"parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4, "halves": True},
-    "matmul_reduce_scatter": {"pushers": 0, "stagger_ns": 150, "stages": 4, "halves": True},
-    "matmul_all_reduce": {"pushers": 0, "parts": 2, "parts_from": 4096, "stagger_ns": 150, "stages": 4, "halves": True},
+    "matmul_reduce_scatter": {"stagger_ns": 150, "stages": 4, "halves": True},
+    "matmul_all_reduce": {"parts": 0, "pushers": 0, "stages": 4, "halves": True},
 }
-"""The best of what was tried on 2 and 4 H200s (bench/results/fused.jsonl), and as one of 4 and of 8 ranks on 2 (bench/results/mirrored.jsonl), by pattern.
-
-Reductions with blocks that push are in no plan yet: as one of 8 ranks they took an all-reduce of 8192 tokens from 1047 to 885 us (pushers 20, parts 8), on 4 ranks in a first
-form from 1493 to 1475; in their present form they have not been measured.
-"""
+"""The best of what was tried on 2, 4 and 8 H200s (bench/results/fused.jsonl, operators.jsonl), and as one of 4 and of 8 ranks on 2 (bench/results/mirrored.jsonl), by pattern."""
 
 
 MOST_WEIGHTS = 4
@@ -114,14 +111,19 @@ def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor],
 def band_rows(rows: int, world_size: int, parameters: FusedParameters) -> int:
     """Rows of a band of a shard of ``rows``: a multiple of the tile, so that no tile waits for two bands."""
     tiles = -(-rows // parameters.block_m)
-    parts = parameters.parts if world_size * rows >= parameters.parts_from else 1
+    parts = (parameters.parts or world_size) if world_size * rows >= parameters.parts_from else 1
     return -(-tiles // min(parts, tiles)) * parameters.block_m
+
+
+def pushers_of(inner: int, parameters: FusedParameters) -> int:
+    """Blocks of an all-reduce of operands of ``inner`` K that push: so many that they are as fast as the others multiply, which takes a tile as long as its K."""
+    return parameters.pushers or min(max(1, round(parameters.push_inner / inner)), parameters.blocks // 2 or 1)
 
 
 def needed(pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: FusedParameters) -> tuple[int, int]:
     """``(bytes, signals)`` that a call needs of its slot: ``rows`` of a shard, ``inner`` its K, ``columns`` its N."""
     # (The most of any fewer rows, too: what is planned for the largest count must serve all.)
-    parts = min(parameters.parts, -(-rows // parameters.block_m))
+    parts = min(parameters.parts or world_size, -(-rows // parameters.block_m))
     if pattern == "all_gather_matmul":
         return world_size * rows * inner * itemsize, parts * parameters.slices
     whole_rows = world_size * -(-rows // parameters.block_m) * parameters.block_m

@@ -1,16 +1,17 @@
-"""Schedule ``fused``: the kernel of a reduction, prepared."""
+"""Schedule ``fused``: the kernels of reductions, prepared."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from typing import NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from overlap_inductor.errors import UnsupportedError
-from overlap_inductor.kernels.matmul_push_reduce import matmul_push_reduce
-from overlap_inductor.kernels.matmul_reduce import matmul_reduce
+from overlap_inductor.kernels.matmul_all_reduce import matmul_all_reduce
+from overlap_inductor.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from overlap_inductor.lowerings.fused_launch import TILES_A_BATCH
 from overlap_inductor.lowerings.fused_launch import Tail
 from overlap_inductor.lowerings.fused_launch import check
@@ -18,6 +19,7 @@ from overlap_inductor.lowerings.fused_launch import right_descriptor
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.lowerings.fused_plan import band_rows
 from overlap_inductor.lowerings.fused_plan import needed
+from overlap_inductor.lowerings.fused_plan import pushers_of
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.workspace import Launch
 
@@ -26,11 +28,57 @@ SLAB = 32
 """Rows of a tile that a block which pushes moves at once."""
 
 
-def prepare_reduce(
-    pattern: str,
+class _Arguments(NamedTuple):
+    """What both kernels take: the matmul's operands, what follows it, memory and counts, the tile's shape, and what else is compiled in."""
+
+    operands: tuple[Any, ...]
+    behind: tuple[Any, ...]
+    memory: tuple[Any, ...]
+    tiles: tuple[int, ...]
+    compiled: tuple[Any, ...]
+
+
+def _arguments(
+    pattern: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, launch: Launch, p: FusedParameters, bias: torch.Tensor | None, average: bool, tail: Tail
+) -> _Arguments:
+    """Raises ``UnsupportedError`` where a kernel is not made for what it gets."""
+    world_size, slot, (all_rows, inner), columns = launch.world_size, launch.slot, a.shape, b.shape[1]
+    if world_size > MOST_RANKS:
+        raise UnsupportedError(f"{world_size} ranks are more than the {MOST_RANKS} whose credits a block remembers")
+    rows = -(-all_rows // world_size)
+    part_rows = band_rows(rows, world_size, p)
+    need = needed(pattern, world_size, rows, inner, columns, a.element_size(), p)
+    check(a, b, bias, need, launch)
+    tail.check([out])
+    right, transposed = right_descriptor(b, p.block_n, p.block_k)
+    memory = (
+        slot.data.local[: need[0]].view(a.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop, launch.patience_ns,
+        launch.site, launch.rank, rows, all_rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0, world_size, -(-rows // part_rows),
+    )  # fmt: skip
+    return _Arguments(
+        (TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), right),
+        (out, out if bias is None else bias, *tail.operands),
+        memory,
+        (p.block_m, p.block_n, p.block_k, p.group_m),
+        (32 * p.warps, p.halves, transposed, bias is not None, tail.function),
+    )
+
+
+def prepare_reduce_scatter(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, launch: Launch, p: FusedParameters, bias: torch.Tensor | None, average: bool, tail: Tail
+) -> Callable[..., None]:
+    """What launches ``(a, b, out, bias)`` and the extra tensors. Raises ``UnsupportedError``."""
+    if a.shape[0] % launch.world_size:
+        raise UnsupportedError(f"{a.shape[0]} rows do not fall into {launch.world_size} equal shards")
+    found = _arguments("matmul_reduce_scatter", a, b, out, launch, p, bias, average, tail)
+    fixed = (*found.memory, p.stagger_ns, *found.tiles, TILES_A_BATCH, *found.compiled)
+    return PreparedKernel(matmul_reduce_scatter, p.blocks, (*found.operands, *found.behind), fixed, scratch=a.device, num_warps=p.warps, num_stages=p.stages)
+
+
+def prepare_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,
-    product: torch.Tensor | None,
+    product: torch.Tensor,
     out: torch.Tensor,
     launch: Launch,
     p: FusedParameters,
@@ -38,42 +86,17 @@ def prepare_reduce(
     average: bool,
     tail: Tail,
 ) -> Callable[..., None]:
-    """What launches ``(a, b, product, out, bias)`` and the extra tensors; ``product``: where ``product_rows`` says so, else none."""
-    world_size, slot, broadcast = launch.world_size, launch.slot, pattern == "matmul_all_reduce"
-    all_rows, inner = a.shape
-    columns = b.shape[1]
-    if all_rows % world_size and not broadcast:
-        raise UnsupportedError(f"{all_rows} rows do not fall into {world_size} equal shards")
-    if world_size > MOST_RANKS:
-        raise UnsupportedError(f"{world_size} ranks are more than the {MOST_RANKS} whose credits a block remembers")
-    rows = -(-all_rows // world_size)
-    part_rows = band_rows(rows, world_size, p)
-    parts = -(-rows // part_rows)
-    need = needed(pattern, world_size, rows, inner, columns, a.element_size(), p)
-    check(a, b, bias, need, launch)
-    tail.check([out])
-    right, transposed = right_descriptor(b, p.block_n, p.block_k)
-    operands = (TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), right)
-    behind = (out, out if bias is None else bias, *tail.operands)
-    memory = (
-        slot.data.local[: need[0]].view(a.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop, launch.patience_ns,
-        launch.site, launch.rank, rows, all_rows, columns, inner, part_rows, slot.signals, 1.0 / world_size if average else 1.0, world_size, parts,
-    )  # fmt: skip
-    tiles = (p.block_m, p.block_n, p.block_k, p.group_m)
-    what = (32 * p.warps, p.halves, transposed, bias is not None, tail.function)
-    if product is not None:
-        stored = TensorDescriptor.from_tensor(product, [p.block_m, p.block_n // 2 if p.halves else p.block_n])
-        if (tiles_there := len(product) // p.block_m * -(-columns // p.block_n)) > slot.tiles.numel():
-            raise UnsupportedError(f"{tiles_there} tiles are multiplied, and the slot has words for {slot.tiles.numel()}")
-        fixed: tuple[Any, ...] = (slot.tiles, *memory, p.pushers, p.unit, broadcast, *tiles, min(p.block_m, SLAB), *what)
-        # (The tensor comes twice: for the unit that stores, and for those that load.)
-        kernel = PreparedKernel(matmul_push_reduce, p.blocks, (*operands, stored, product, *behind), fixed, num_warps=p.warps, num_stages=p.stages)
-        return lambda a, b, product, *others: kernel(a, b, product, product, *others)
-    fixed = (*memory, min(p.lag, parts) if broadcast else parts, p.copy_lag, broadcast, p.stagger_ns, *tiles, TILES_A_BATCH, *what)
-    alone = PreparedKernel(matmul_reduce, p.blocks, (*operands, *behind), fixed, scratch=a.device, num_warps=p.warps, num_stages=p.stages)
-    return lambda a, b, product, *others: alone(a, b, *others)
+    """What launches ``(a, b, product, out, bias)`` and the extra tensors; ``product [product_rows, N]``. Raises ``UnsupportedError``."""
+    found = _arguments("matmul_all_reduce", a, b, out, launch, p, bias, average, tail)
+    if (tiles := len(product) // p.block_m * -(-b.shape[1] // p.block_n)) > launch.slot.tiles.numel():
+        raise UnsupportedError(f"{tiles} tiles are multiplied, and the slot has words for {launch.slot.tiles.numel()}")
+    stored = TensorDescriptor.from_tensor(product, [p.block_m, p.block_n // 2 if p.halves else p.block_n])
+    fixed = (launch.slot.tiles, *found.memory, pushers_of(a.shape[1], p), p.unit, *found.tiles, min(p.block_m, SLAB), *found.compiled)
+    # (The tensor comes twice: for the unit that stores, and for those that load.)
+    kernel = PreparedKernel(matmul_all_reduce, p.blocks, (*found.operands, stored, product, *found.behind), fixed, num_warps=p.warps, num_stages=p.stages)
+    return lambda a, b, product, *others: kernel(a, b, product, product, *others)
 
 
 def product_rows(rows: int, world_size: int, p: FusedParameters) -> int:
-    """Rows of the product that blocks which push send from, 0 where tiles leave from their own block; ``rows`` of a shard."""
-    return world_size * -(-rows // p.block_m) * p.block_m if p.pushers else 0
+    """Rows of the product that an all-reduce's blocks send from; ``rows`` of a shard."""
+    return world_size * -(-rows // p.block_m) * p.block_m

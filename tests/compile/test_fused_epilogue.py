@@ -275,7 +275,7 @@ w: bfloat16[16, 40] = input
 full: bfloat16[24, 40] = input
 row: bfloat16[40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_reduce_scatter-bac31620", 20480, 1]]', 4096)
-fused_matmul_reduce_scatter_epilogue_default = overlap_inductor.fused_matmul_reduce_scatter_epilogue.default(agree_default, x, w, None, [full], '[{"extras": ["full"], "ops": [["add", "e0", "x"]]}]', '{"halves": true, "pushers": 0, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_reduce_scatter-bac31620')
+fused_matmul_reduce_scatter_epilogue_default = overlap_inductor.fused_matmul_reduce_scatter_epilogue.default(agree_default, x, w, None, [full], '[{"extras": ["full"], "ops": [["add", "e0", "x"]]}]', '{"halves": true, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_reduce_scatter-bac31620')
 getitem: bfloat16[24, 40] = <built-in function getitem>(fused_matmul_reduce_scatter_epilogue_default, 0)
 return [getitem]
 """)
@@ -289,7 +289,7 @@ w: bfloat16[16, 40] = input
 full: bfloat16[48, 40] = input
 row: bfloat16[40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_all_reduce-8f9bf24e", 40960, 2]]', 4096)
-fused_matmul_all_reduce_epilogue_default = overlap_inductor.fused_matmul_all_reduce_epilogue.default(agree_default, x, w, None, [row], '[{"extras": ["row"], "ops": [["relu", "x"], ["mul", "t0", "e0"]]}]', '{"halves": true, "parts": 2, "parts_from": 4096, "pushers": 0, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_all_reduce-8f9bf24e')
+fused_matmul_all_reduce_epilogue_default = overlap_inductor.fused_matmul_all_reduce_epilogue.default(agree_default, x, w, None, [row], '[{"extras": ["row"], "ops": [["relu", "x"], ["mul", "t0", "e0"]]}]', '{"halves": true, "parts": 0, "pushers": 0, "stages": 4}', 'sum', '0', 'matmul_all_reduce-8f9bf24e')
 getitem: bfloat16[48, 40] = <built-in function getitem>(fused_matmul_all_reduce_epilogue_default, 0)
 return [getitem]
 """)

@@ -207,7 +207,7 @@ def test_one_op_serves_few_and_many_tokens(monkeypatch: pytest.MonkeyPatch) -> N
         made = dynamic_site(8192)
         report = made.run(schedule="auto")
     (op,) = (n for n in made.graph.nodes if n.target is torch.ops.overlap_inductor.small_message_matmul_all_reduce.default)
-    assert op.args[-2] == "fused" and json.loads(op.args[-1])["parts"] == 2
+    assert op.args[-2] == "fused" and json.loads(op.args[-1])["pushers"] == 0
     (agree,) = (n for n in made.graph.nodes if n.target is torch.ops.overlap_inductor.agree.default)
     (site, *_, protocol), (same, *_) = json.loads(agree.args[3])
     assert site == same == report.sites[0].facts.id and protocol == "halves"
@@ -275,7 +275,7 @@ return [getitem_4, getitem_3, add_tensor]
 x: bfloat16[48, 16] = input
 w: bfloat16[16, 40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_reduce_scatter-bac31620", 20480, 1]]', 4096)
-fused_matmul_reduce_scatter_default = overlap_inductor.fused_matmul_reduce_scatter.default(agree_default, x, w, None, '{"halves": true, "pushers": 0, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_reduce_scatter-bac31620')
+fused_matmul_reduce_scatter_default = overlap_inductor.fused_matmul_reduce_scatter.default(agree_default, x, w, None, '{"halves": true, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_reduce_scatter-bac31620')
 getitem: bfloat16[24, 40] = <built-in function getitem>(fused_matmul_reduce_scatter_default, 0)
 return [getitem]
 """)
@@ -286,7 +286,7 @@ return [getitem]
 x: bfloat16[48, 16] = input
 w: bfloat16[16, 40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_all_reduce-8f9bf24e", 40960, 2]]', 4096)
-fused_matmul_all_reduce_default = overlap_inductor.fused_matmul_all_reduce.default(agree_default, x, w, None, '{"halves": true, "parts": 2, "parts_from": 4096, "pushers": 0, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_all_reduce-8f9bf24e')
+fused_matmul_all_reduce_default = overlap_inductor.fused_matmul_all_reduce.default(agree_default, x, w, None, '{"halves": true, "parts": 0, "pushers": 0, "stages": 4}', 'sum', '0', 'matmul_all_reduce-8f9bf24e')
 getitem: bfloat16[48, 40] = <built-in function getitem>(fused_matmul_all_reduce_default, 0)
 return [getitem]
 """)

@@ -36,8 +36,7 @@ def settings(pattern: str, world_size: int) -> list[dict[str, Any]]:
     if pattern == "matmul_all_reduce":
         chunks += [{"bands": 2}, {"chunks": 0, "bands": 4}, {"chunks": 1, "bands": 2}, {"chunks": 3, "bands": 3}]
     found = [{"transport": transport, **some} for transport in ("copy_engine", "sm_push") for some in chunks]
-    found += [{"transport": "copy_engine", "turns_from": 0, **some} for some in chunks[:2] + chunks[-2:]]
-    return [*found, {"transport": "copy_engine", "sum_tiles": 1}] if pattern == "matmul_reduce_scatter" else found
+    return found + [{"transport": "copy_engine", "turns_from": 0, **some} for some in chunks[:2] + chunks[-2:]]
 
 
 def site(pattern: str, tokens: int, some: dict[str, Any], rank: int, world_size: int) -> tuple[Callable[[], list[torch.Tensor]], list[torch.Tensor]]:

@@ -43,9 +43,9 @@ def _sites(w: int, tokens: int, hidden: int, wide: int) -> dict[str, tuple[Funct
             "all_gather_matmul",
         )
     found["scatter, scaled, residual"] = (
-        lambda y, a, r, s: r + reduce_scatter(y @ a, "sum", 0, g) * s, lambda y, a, r, s: r + (y @ a) * s, [y, down, own, row], "matmul_reduce",
+        lambda y, a, r, s: r + reduce_scatter(y @ a, "sum", 0, g) * s, lambda y, a, r, s: r + (y @ a) * s, [y, down, own, row], "matmul_reduce_scatter",
     )  # fmt: skip
-    found["all-reduce, residual"] = (lambda y, a, r: r + funcol.all_reduce(y @ a, "sum", g), lambda y, a, r: r + y @ a, [y, down, whole], "matmul_reduce")
+    found["all-reduce, residual"] = (lambda y, a, r: r + funcol.all_reduce(y @ a, "sum", g), lambda y, a, r: r + y @ a, [y, down, whole], "matmul_all_reduce")
     return found
 
 

@@ -61,14 +61,13 @@ def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
     (``transports.replay``)."""
     banded = {"parts": 2, "parts_from": 0}
     found = [Variant("fused", GATHER, "sm_push", {**fused_plan.TUNED[GATHER], **banded, "slices": 1})]
-    found += [Variant("fused", p, way, {**fused_plan.TUNED[p], **banded, "pushers": n}) for p in (SCATTER, REDUCE) for way, n in (("from its block", 0), ("pushed", 4))]
+    found += [Variant("fused", p, "", {**fused_plan.TUNED[p], **banded}) for p in (SCATTER, REDUCE)]
     found.append(Variant("fused", GATHER, "slices", {**fused_plan.TUNED[GATHER], "slices_tiles": fused_plan.NEVER}))
     found.append(Variant("fused", GATHER, "copy_engine", {**fused_plan.TUNED[GATHER], "copies_from": 0}))
     for transport in ("copy_engine", "sm_push"):
         for pattern in (GATHER, SCATTER, REDUCE):
             found.append(Variant("chunked", pattern, transport, {"transport": transport, "chunks": 3, "bands": 2 if pattern == REDUCE else 1}))
     found += [Variant("chunked", p, "in turn", {"transport": "copy_engine", "bands": 2 if p == REDUCE else 1, "turns_from": 0}) for p in (GATHER, SCATTER, REDUCE)]
-    found.append(Variant("chunked", SCATTER, "summed in the matmul", {"transport": "copy_engine", "sum_tiles": 1}))
     found += [Variant("small_message", REDUCE, way, {"two_shot": way == "two_shot"}) for way in ("one_shot", "two_shot")]
     found += [Variant("wave_groups", p, "", {"free": [16]}) for p in (SCATTER, REDUCE)]
     if not replays:

@@ -23,15 +23,14 @@ from tests.kernels.ranks import shared
 from tests.kernels.shared_memory import SMALL_TILES
 
 PARAMETERS = FusedParameters(1, pieces=1, pushers=1, **SMALL_TILES)
-FROM_ITS_BLOCK = replace(PARAMETERS, pushers=0)
 IMPATIENT_NS = 300_000
 PATTERNS = {"all_gather_matmul": ("rows", 16), "matmul_reduce_scatter": ("partial sums", 32), "matmul_all_reduce": ("partial sums", 32)}
-"""What is waited for, and rows of the left operand. (Scatters as planned: tiles leave from their own block; all-reduces have blocks that push.)"""
+"""What is waited for, and rows of the left operand."""
 
 
 def _call(pattern: str, launch: Launch) -> torch.Tensor:
     """One call on ones: the sum over 16 elements, or over 16 elements of both ranks."""
-    return getattr(fused, pattern)(torch.ones(PATTERNS[pattern][1], 16).half(), torch.ones(16, 16).half().t(), launch, FROM_ITS_BLOCK if pattern == "matmul_reduce_scatter" else PARAMETERS)
+    return getattr(fused, pattern)(torch.ones(PATTERNS[pattern][1], 16).half(), torch.ones(16, 16).half().t(), launch, PARAMETERS)
 
 
 def _first_call(pattern: str, launch: Launch) -> None:

@@ -61,20 +61,14 @@ CASES = {
     "gather along K": Case("all_gather_matmul", 2, 24, 32, 72, parts=2, blocks=2, pieces=2, slices=3),
     "gather along K, three ranks, bias, in rows, kept": Case("all_gather_matmul", 3, 40, 24, 40, blocks=2, pieces=3, slices=2, bias=True, in_rows=True, keep=True),
     "gather along K, more slices than columns, one block": Case("all_gather_matmul", 2, 16, 16, 24, slices=4),
-    **{
-        f"{name}, {'some blocks push' if pushers else 'each block sends'}": replace(case, pushers=pushers)
-        for name, case in {
-            "scatter, one block": Case("matmul_reduce_scatter", 2, 32, 32, 32),
-            "scatter, three ranks, bands": Case("matmul_reduce_scatter", 3, 48, 24, 32, parts=2, blocks=2),
-            "scatter, no multiples of a tile, average": Case("matmul_reduce_scatter", 2, 40, 24, 32, parts=2, blocks=3, average=True),
-            "scatter with bias, the right operand in rows": Case("matmul_reduce_scatter", 2, 24, 24, 40, blocks=2, bias=True, in_rows=True),
-            "all-reduce with bias": Case("matmul_all_reduce", 2, 32, 16, 32, bias=True),
-            "all-reduce": Case("matmul_all_reduce", 2, 32, 32, 32, parts=2),
-            "all-reduce, three ranks": Case("matmul_all_reduce", 3, 40, 24, 32, parts=2, blocks=2),
-        }.items()
-        for pushers in (0, 1)
-    },
-    "scatter, tiles pushed in twos": Case("matmul_reduce_scatter", 2, 24, 72, 32, parts=2, blocks=2, pushers=2, unit=2),
+    "scatter, one block": Case("matmul_reduce_scatter", 2, 32, 32, 32),
+    "scatter, three ranks, bands": Case("matmul_reduce_scatter", 3, 48, 24, 32, parts=2, blocks=2),
+    "scatter, no multiples of a tile, average": Case("matmul_reduce_scatter", 2, 40, 24, 32, parts=2, blocks=3, average=True),
+    "scatter with bias, the right operand in rows": Case("matmul_reduce_scatter", 2, 24, 24, 40, blocks=2, bias=True, in_rows=True),
+    "all-reduce with bias": Case("matmul_all_reduce", 2, 32, 16, 32, bias=True),
+    "all-reduce, average": Case("matmul_all_reduce", 2, 32, 32, 32, parts=2, average=True),
+    "all-reduce, three ranks, as many bands": Case("matmul_all_reduce", 3, 56, 24, 32, parts=0, blocks=2, pushers=0),
+    "all-reduce, tiles pushed in twos, the right operand in rows": Case("matmul_all_reduce", 2, 24, 72, 32, parts=2, blocks=2, pushers=2, unit=2, in_rows=True),
     "all-reduce, tiles pushed in threes by all blocks": Case("matmul_all_reduce", 3, 40, 104, 32, parts=2, blocks=2, pushers=2, unit=3, bias=True),
 }
 
@@ -115,7 +109,9 @@ def test_agrees_with_fp64(name: str) -> None:
     [
         ("all_gather_matmul", "rows", 1, 1),
         ("all_gather_matmul", "rows", 2, 1),
-        *(("matmul_" + kind, "partial sums", 1, pushers) for kind in ("reduce_scatter", "all_reduce") for pushers in (0, 1)),
+        ("matmul_reduce_scatter", "partial sums", 1, 1),
+        ("matmul_all_reduce", "partial sums", 1, 1),
+        ("matmul_all_reduce", "partial sums", 1, 0),
     ],
 )
 def test_a_peer_that_never_comes(pattern: str, what: str, slices: int, pushers: int) -> None:
@@ -154,6 +150,6 @@ def test_what_a_kernel_is_not_made_for_is_said() -> None:
     with pytest.raises(UnsupportedError, match="3 rows do not fall"):
         fused.matmul_reduce_scatter(a[:3], b, launch, p)
     with pytest.raises(UnsupportedError, match="2 tiles are multiplied, and the slot has words for 1"):
-        fused.matmul_reduce_scatter(a, b, replace(launch, slot=replace(launch.slot, tiles=launch.slot.tiles[:1])), p)
+        fused.matmul_all_reduce(a, b, replace(launch, slot=replace(launch.slot, tiles=launch.slot.tiles[:1])), p)
     with pytest.raises(UnsupportedError, match="64 ranks are more than the 63"):
         fused.matmul_reduce_scatter(torch.zeros(64, 32).half(), b, replace(launch, world_size=64), p)

@@ -39,9 +39,7 @@ def _small_variants(schedules: Sequence[str], replays: bool) -> list[stress_site
         "small_message": {"segment": 32, "warps": 4},
         "wave_groups": {**SMALL_TILES, "free": [1], "halves": False},
     }
-    found = [replace(v, fixed={**v.fixed, **fixed[v.schedule]}) for v in plain_variants(schedules, replays)]
-    # (Reductions whose tiles leave from their own block.)
-    return [replace(v, fixed={**v.fixed, "pushers": 0}) if v.way == "from its block" else v for v in found]
+    return [replace(v, fixed={**v.fixed, **fixed[v.schedule]}) for v in plain_variants(schedules, replays)]
 
 
 def _quick_variants(schedules: Sequence[str], replays: bool) -> list[stress_sites.Variant]:

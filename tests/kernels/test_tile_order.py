@@ -7,36 +7,59 @@ import torch
 import triton
 import triton.language as tl
 
-from overlap_inductor.kernels.matmul_reduce import _turn
+from overlap_inductor.kernels.matmul_all_reduce import _tile
+from overlap_inductor.kernels.tile_order import departing
+from overlap_inductor.kernels.tile_order import own_tile
 
-PEERS, OWN, COPY = range(3)
+RANK = 1
+SIZES = [(1, 1, 2), (5, 2, 3), (5, 3, 2), (4, 2, 3), (3, 1, 4)]
+"""Rows of tiles of a shard and of a band of it, ranks."""
+TILES_N, GROUP_M = 3, 2
 
 
 @triton.jit
-def _all_turns(out, count, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, PARTS: tl.constexpr, LAG: tl.constexpr, COPY_LAG: tl.constexpr, STEPS: tl.constexpr):
+def _all_turns(out, count, others, rank, tiles_shard, tiles_part, tiles_n, BANDS: tl.constexpr, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
     for turn in range(count):
-        kind, inner = _turn(turn, tiles_shard, tiles_part, tiles_n, WORLD, PARTS, LAG, COPY_LAG, STEPS)
-        tl.store(out + turn * 2, kind)
-        tl.store(out + turn * 2 + 1, inner)
+        if BANDS:
+            shard, m, n = _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
+        else:
+            shard, m, n = departing(tl.minimum(turn, others - 1), rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
+            if turn >= others:
+                shard = rank
+                m, n = own_tile(turn - others, tiles_shard, tiles_part, tiles_n, GROUP_M)
+        tl.store(out + turn * 3, shard)
+        tl.store(out + turn * 3 + 1, m)
+        tl.store(out + turn * 3 + 2, n)
 
 
-@pytest.mark.parametrize(
-    ("tiles_shard", "tiles_part", "world_size", "lag", "copy_lag", "steps"),
-    [(1, 1, 2, 1, 1, 3), (5, 2, 3, 2, 1, 3), (5, 3, 2, 1, 2, 3), (4, 2, 3, 1, 1, 2)],
-)
-def test_every_tile_once_and_behind_what_it_waits_for(tiles_shard: int, tiles_part: int, world_size: int, lag: int, copy_lag: int, steps: int) -> None:
-    tiles_n, parts = 2, -(-tiles_shard // tiles_part)
-    sources = {PEERS: world_size - 1, OWN: 1, **({COPY: world_size - 1} if steps == 3 else {})}
-    count = tiles_shard * tiles_n * sum(sources.values())
-    out = torch.full((count, 2), -1, dtype=torch.int32)
-    _all_turns[(1,)](out, count, tiles_shard, tiles_part, tiles_n, world_size, parts, min(lag, parts), copy_lag, steps)
+def _turns(tiles_shard: int, tiles_part: int, world_size: int, bands: bool) -> list[tuple[int, ...]]:
+    shard = tiles_shard * TILES_N
+    out = torch.full((shard * world_size, 3), -1, dtype=torch.int32)
+    _all_turns[(1,)](out, len(out), shard * (world_size - 1), RANK, tiles_shard, tiles_part, TILES_N, bands, world_size, GROUP_M)
     turns = [tuple(t) for t in out.tolist()]
-    assert sorted(turns) == sorted((kind, i) for kind, n in sources.items() for i in range(tiles_shard * tiles_n * n))
+    assert sorted(turns) == [(s, m, n) for s in range(world_size) for m in range(tiles_shard) for n in range(TILES_N)]
+    return turns
 
-    def band(kind: int, inner: int) -> int:
-        return inner // (tiles_part * tiles_n * sources[kind])
 
-    where = {(kind, b): [i for i, t in enumerate(turns) if t[0] == kind and band(*t) == b] for kind in sources for b in range(parts)}
-    for kind, before in ((OWN, PEERS), (COPY, OWN)):
-        for b in range(parts) if kind in sources else ():
-            assert min(where[kind, b]) > max(where[before, b]), (kind, b)
+@pytest.mark.parametrize(("tiles_shard", "tiles_part", "world_size"), SIZES)
+def test_a_scatter_multiplies_every_tile_once_and_its_own_last(tiles_shard: int, tiles_part: int, world_size: int) -> None:
+    turns = _turns(tiles_shard, tiles_part, world_size, bands=False)
+    assert [s == RANK for s, _, _ in turns] == sorted(s == RANK for s, _, _ in turns)
+    for mine in (False, True):
+        bands = [m // tiles_part for s, m, _ in turns if (s == RANK) == mine]
+        assert bands == sorted(bands)
+
+
+@pytest.mark.parametrize(("tiles_shard", "tiles_part", "world_size"), SIZES)
+def test_an_all_reduce_multiplies_every_tile_once_band_after_band(tiles_shard: int, tiles_part: int, world_size: int) -> None:
+    """In each band the peers' tiles before the own ones."""
+    order = [(m // tiles_part, s == RANK) for s, m, _ in _turns(tiles_shard, tiles_part, world_size, bands=True)]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize(("tiles_shard", "tiles_part", "world_size"), SIZES)
+def test_tiles_leave_for_all_ranks_alike(tiles_shard: int, tiles_part: int, world_size: int) -> None:
+    peers = [s for s, _, _ in _turns(tiles_shard, tiles_part, world_size, bands=False) if s != RANK]
+    for end in range(len(peers)):
+        counts = [peers[:end].count(s) for s in range(world_size) if s != RANK]
+        assert max(counts) - min(counts) <= 1

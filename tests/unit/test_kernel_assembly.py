@@ -17,9 +17,8 @@ from overlap_inductor.kernels import signals
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul
 from overlap_inductor.kernels.all_gather_matmul_slices import all_gather_matmul_slices
 from overlap_inductor.kernels.epilogue import function_of
-from overlap_inductor.kernels.matmul_push_reduce import matmul_push_reduce
-from overlap_inductor.kernels.matmul_reduce import matmul_reduce
-from overlap_inductor.kernels.matmul_sum import matmul_sum
+from overlap_inductor.kernels.matmul_all_reduce import matmul_all_reduce
+from overlap_inductor.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from overlap_inductor.kernels.wave_groups import matmul_in_groups
 from overlap_inductor.kernels.wave_groups import wait_for_group
 
@@ -106,8 +105,8 @@ def _multiplying(machine: str) -> list[list[str]]:
     return [lines[a:b] for a, b in zip(multiplies, multiplies[1:]) if b - a < 100]
 
 
-PUSH_REDUCE = {"WORLD": 8, "PARTS": 8, "PUSHERS": 12, "UNIT": 4, "SLAB": 32, "THREADS": 256, "HALVES": True, "TRANSPOSED": True, **NO_EPILOGUE}
-REDUCE = {"WORLD": 8, "PARTS": 2, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True, "BIAS": False, **NO_EPILOGUE}
+REDUCE = {"WORLD": 8, "PARTS": 8, "PUSHERS": 12, "UNIT": 4, "SLAB": 32, "THREADS": 256, "HALVES": True, "TRANSPOSED": True, **NO_EPILOGUE}
+SCATTER = {"WORLD": 8, "PARTS": 2, "STAGGER": 150, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True, "BIAS": False, **NO_EPILOGUE}
 
 
 @pytest.mark.parametrize(
@@ -116,20 +115,17 @@ REDUCE = {"WORLD": 8, "PARTS": 2, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BATC
         pytest.param(all_gather_matmul, {**GATHER, "KEEP": True, "HALVES": False, "BIASES": 1}, id="all_gather_matmul"),
         pytest.param(all_gather_matmul, {**GATHER, "SENDS": False, "KEEP": False, "HALVES": False, "BIASES": 1}, id="all_gather_matmul by copies"),
         pytest.param(all_gather_matmul_slices, {**SLICES, "KEEP": False, "HALVES": False, "BIASES": 1}, id="all_gather_matmul_slices"),
-        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 2, "LAG": 2, "COPY_LAG": 0, "STAGGER": 150, "BROADCAST": False, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True, **NO_EPILOGUE}, id="matmul_reduce_scatter"),
-        pytest.param(matmul_reduce, {"WORLD": 8, "PARTS": 4, "LAG": 1, "COPY_LAG": 2, "STAGGER": 150, "BROADCAST": True, "BATCH": 8, "THREADS": 256, "HALVES": False, "TRANSPOSED": True, "BIAS": True, **NO_EPILOGUE}, id="matmul_all_reduce"),
-        pytest.param(matmul_sum, {"WORLD": 8, "PARTS": 1, "TRANSPOSED": True, "BIAS": True}, id="matmul_sum"),
-        pytest.param(matmul_push_reduce, {**PUSH_REDUCE, "BROADCAST": True, "BIAS": True}, id="matmul_push_reduce, all-reduce"),
-        pytest.param(matmul_push_reduce, {**PUSH_REDUCE, "BROADCAST": False, "BIAS": False}, id="matmul_push_reduce, reduce-scatter"),
+        pytest.param(matmul_reduce_scatter, {**SCATTER, "HALVES": False, "BIAS": True}, id="matmul_reduce_scatter"),
+        pytest.param(matmul_all_reduce, {**REDUCE, "BIAS": True}, id="matmul_all_reduce"),
     ],
 )
 def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
     """The tile shape that pays on this chip. What goes to peers is stored in bulk or 16 bytes at a time; loops over K share their stages."""
     types, others = _weights(1, 256) if kernel in (all_gather_matmul, all_gather_matmul_slices) else ({}, {})
-    text, machine, shared = _assembled(kernel, constants | others, (128, 256, 64), tmp_path, 4 if kernel is matmul_push_reduce else 3, types)
+    text, machine, shared = _assembled(kernel, constants | others, (128, 256, 64), tmp_path, 4 if kernel is matmul_all_reduce else 3, types)
     assert "wgmma.mma_async" in text and "st.global.v4" in text and shared <= 227 * 1024
     loops = _multiplying(machine)
-    assert len(loops) >= {matmul_sum: 1, matmul_push_reduce: 2}.get(kernel, 3)
+    assert len(loops) >= (2 if kernel is matmul_all_reduce else 3)
     assert not [line for loop in loops for line in loop if "LDL" in line or "STL" in line], "a loop over K keeps something on the stack"
     # A flag that each thread reads for itself may have come for some threads of a block only: they part, and meet at no barrier.
     assert "ld.volatile" not in text
@@ -158,13 +154,13 @@ SIGMOID_AND_RESIDUAL = (("full", "row"), (("sigmoid", "x"), ("mul", "t0", "e1"),
     [
         pytest.param(all_gather_matmul, (SILU, None, SILU), 0, id="all_gather_matmul, activations of two of three weights"),
         pytest.param(all_gather_matmul, (SIGMOID_AND_RESIDUAL,), 40, id="all_gather_matmul, extra tensors"),
-        pytest.param(matmul_reduce, (SIGMOID_AND_RESIDUAL,), 100, id="matmul_all_reduce, extra tensors"),
-        pytest.param(matmul_push_reduce, (SIGMOID_AND_RESIDUAL,), 100, id="matmul_push_reduce, extra tensors"),
+        pytest.param(matmul_reduce_scatter, (SIGMOID_AND_RESIDUAL,), 100, id="matmul_reduce_scatter, extra tensors"),
+        pytest.param(matmul_all_reduce, (SIGMOID_AND_RESIDUAL,), 100, id="matmul_all_reduce, extra tensors"),
     ],
 )
 def test_epilogues_stay_in_registers(kernel: Any, programs: tuple[Any, ...], words: int, tmp_path: Path) -> None:
     """The parameters that are planned. An op of a whole accumulator would take as many registers again: ``words`` may be kept on the stack, outside of loops over K."""
-    constants = {**GATHER, "PARTS": 4, "KEEP": False, "BIASES": 0} if kernel is all_gather_matmul else (REDUCE if kernel is matmul_reduce else {**PUSH_REDUCE, "BIAS": False}) | {"BROADCAST": True}
+    constants = {**GATHER, "PARTS": 4, "KEEP": False, "BIASES": 0} if kernel is all_gather_matmul else SCATTER if kernel is matmul_reduce_scatter else {**REDUCE, "BIAS": False}
     types, others = _weights(len(programs), 256, halves=True) if kernel is all_gather_matmul else ({}, {})
     constants = constants | others | {"HALVES": True, "EPILOGUE": function_of(programs)}
     if SIGMOID_AND_RESIDUAL in programs:

@@ -269,23 +269,21 @@ def test_all_that_decides_a_chunked_call_is_in_its_key(calls: list[Call]) -> Non
 
 def test_all_that_decides_a_fused_call_is_in_its_key(calls: list[Call]) -> None:
     a, b, bias, extra = (torch.zeros(s) for s in ((8, 8), (8, 8), (8,), (1,)))
-    p, q, pushed = (FusedParameters(2, pushers=n) for n in (0, 0, 1))
+    p, q = FusedParameters(2), FusedParameters(2)
     tails = [Tail(), Tail((Epilogue(("scalar",), (("mul", "x", "e0"),)),), [extra]), Tail((Epilogue(("scalar",), (("add", "x", "e0"),)),), [extra])]
     for tail in tails:
         for keep in (False, True):
             (out,) = fused.all_gather_matmuls(a, [b], LAUNCH, p, [bias], keep, tail)
             assert {t.data_ptr() for t in (a, b, bias, out, *tail.extras)} == {*calls[-1][1]}
-            for reduced in (fused.matmul_reduce_scatter, fused.matmul_all_reduce):
-                out = reduced(a, b, LAUNCH, p, bias, keep, tail)
-                assert {None, *(t.data_ptr() for t in (a, b, bias, out, *tail.extras))} == {*calls[-1][1]}
+            out = fused.matmul_reduce_scatter(a, b, LAUNCH, p, bias, keep, tail)
+            assert {t.data_ptr() for t in (a, b, bias, out, *tail.extras)} == {*calls[-1][1]}
+            out = fused.matmul_all_reduce(a, b, LAUNCH, p, bias, keep, tail)
+            assert {t.data_ptr() for t in (a, b, bias, out, *tail.extras)} < {*calls[-1][1]} and len(calls[-1][1]) == 5 + len(tail.extras), "the product, too"
     fused.all_gather_matmuls(a, [b], LAUNCH, q, [bias])
     assert len({what for what, _ in calls}) == len(calls) == 19
-    # The product that blocks push from is another tensor at each call.
-    out = fused.matmul_all_reduce(a, b, LAUNCH, pushed, bias)
-    assert {t.data_ptr() for t in (a, b, bias, out)} < {*calls[-1][1]} and len(calls[-1][1]) == 5
     # Whole tiles are summed and finished where they were multiplied.
     a = torch.zeros(256, 8)
-    out = fused.matmul_all_reduce(a, b, LAUNCH, pushed, bias)
+    out = fused.matmul_all_reduce(a, b, LAUNCH, p, bias)
     assert {t.data_ptr() for t in (a, b, bias, out)} == {*calls[-1][1]}
 
 

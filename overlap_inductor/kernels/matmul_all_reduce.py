@@ -1,13 +1,13 @@
-"""Schedule ``fused``: ``reduce_scatter(a @ b)`` and ``all_reduce(a @ b)`` in one persistent kernel, some of whose blocks send what the others multiply.
+"""Schedule ``fused``: ``all_reduce(a @ b)`` in one persistent kernel, some of whose blocks send what the others multiply.
 
-A tile that leaves from its own block's epilogue holds up that block's next loads for as long as the link takes (``matmul_reduce``): the matmul and the link take turns on
-an SM, and of two legs hardly one is hidden. Here a tile goes to this rank's ``product``, in the collective's dtype, and is sent from there. Four kinds of work, each
-with a queue of its own, in the order of bands: ::
+A tile that leaves from its own block's epilogue holds up that block's next loads for as long as the link takes (``matmul_reduce_scatter``): the matmul and the link take
+turns on an SM, and of two legs hardly one is hidden. Here a tile goes to this rank's ``product``, in the collective's dtype, and is sent from there. Four kinds of work,
+each with a queue of its own, in the order of bands: ::
 
     tile    multiply a tile of all ranks' rows into ``product``; of a band those of the peers' shards first, the own last
     push    copy ``UNIT`` tiles beside each other of a peer's shard from ``product`` to that peer's workspace: at any time as many to each (``departing``)
-    sum     a tile of the own shard: what has come for it and the own product, in fp32, rounded once, into ``out``, and (all-reduce) to all peers
-    copy    a tile of a peer's shard that is finished: from the workspace into ``out`` (all-reduce)
+    sum     a tile of the own shard: what has come for it and the own product, in fp32, rounded once, into ``out`` and to all peers
+    copy    a tile of a peer's shard that is finished: from the workspace into ``out``
 
 The first ``PUSHERS`` blocks do what is ready of ``push``, ``sum`` and ``copy``, in this order, and multiply a tile where nothing is; the others multiply, and do as
 those when all tiles are taken. Eight SMs that store to all peers at once fill a GPU's links (8 H200s, ``bench/results/turns.jsonl``). ::
@@ -24,7 +24,7 @@ waits for nothing but a push before; so all sums are done, and then copies. Each
 all. Credits rest on the call before. All waits are bounded (``signals``).
 
 Memory ordering. A tile: bulk stores, ``store_fence``, a barrier, one thread's releasing add to a word of ``ready`` at GPU scope; whoever sends or sums it acquires
-that, clears the word, and loads past L1. ``product`` may be ``out`` (all-reduce of whole tiles): a peer's finished tile is stored there behind its flag, which the peer sets
+that, clears the word, and loads past L1. ``product`` may be ``out`` (shards of whole tiles): a peer's finished tile is stored there behind its flag, which the peer sets
 when it has got this rank's, so that what was sent has been read; an own tile is summed by the threads that store it. To peers: ordinary stores, ``count_and_signal``. The workspace is written again after the credits that the last block gives; ``product``
 by the next call on the stream. CUDA graphs: the number of the call, which flags are compared with, is read from device memory and counted on by the last block.
 """
@@ -53,8 +53,8 @@ from overlap_inductor.kernels.tile_order import band_tiles
 from overlap_inductor.kernels.tile_order import claim
 from overlap_inductor.kernels.tile_order import claimed
 from overlap_inductor.kernels.tile_order import departing
-from overlap_inductor.kernels.tile_order import grouped
 from overlap_inductor.kernels.tile_order import multiply_tile
+from overlap_inductor.kernels.tile_order import own_tile
 from overlap_inductor.kernels.tile_order import store_tile
 
 PUSH_QUEUE = tl.constexpr(2)
@@ -74,16 +74,8 @@ def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GRO
     shard, m, n = departing(band * tiles_part * tiles_n * (WORLD - 1) + tl.minimum(rest, peers - 1), rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
     if rest >= peers:
         shard = rank
-        m, n = _own(band * tiles_part * tiles_n + rest - peers, tiles_shard, tiles_part, tiles_n, GROUP_M)
+        m, n = own_tile(band * tiles_part * tiles_n + rest - peers, tiles_shard, tiles_part, tiles_n, GROUP_M)
     return shard, m, n
-
-
-@triton.jit
-def _own(turn, tiles_shard, tiles_part, tiles_n, GROUP_M: tl.constexpr):
-    """``(m, n)`` of turn ``turn`` of the own shard's tiles."""
-    band = turn // (tiles_part * tiles_n)
-    m, n = grouped(turn - band * tiles_part * tiles_n, tl.minimum(tiles_shard - band * tiles_part, tiles_part), tiles_n, GROUP_M)
-    return band * tiles_part + m, n
 
 
 @triton.jit
@@ -115,13 +107,13 @@ def _places(row, column, columns, limit, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 @triton.jit
 def _sum_tile(
     product, out, extra0, extra1, staging, peer_data, stop, m, n, rank, rows, limit, columns, padded, scale,
-    WORLD: tl.constexpr, BROADCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr, EPILOGUE: tl.constexpr,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
-    """Sum tile ``(m, n)`` of the own shard, and store it into ``out`` and, with ``BROADCAST``, into every peer's workspace."""
+    """Sum tile ``(m, n)`` of the own shard, and store it into ``out`` and into every peer's workspace."""
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_n = at_n < columns
     allowed = inside_n & may_store(stop)
-    first_row = rank * rows if BROADCAST else 0
+    first_row = rank * rows
     for first in range(m * BLOCK_M, m * BLOCK_M + BLOCK_M, SLAB):
         at_m = first + tl.arange(0, SLAB)
         inside_m = (at_m < rows) & (rank * rows + at_m < limit)
@@ -136,10 +128,9 @@ def _sum_tile(
         if EPILOGUE is not None:
             own = EPILOGUE(result.to(tl.float32), 0, first_row + at_m, inside_m, at_n, columns, extra0, extra1).to(result.dtype)
         tl.store(out + tl.cast(first_row, tl.int64) * columns + at, own, mask=inside)
-        if BROADCAST:
-            for step in tl.static_range(1, WORLD):
-                to = tl.multiple_of(tl.load(peer_data + (rank + step) % WORLD).to(out.dtype), 16)
-                tl.store(to + (WORLD + rank).to(tl.int64) * padded * columns + at, result, mask=inside_m[:, None] & allowed[None, :])
+        for step in tl.static_range(1, WORLD):
+            to = tl.multiple_of(tl.load(peer_data + (rank + step) % WORLD).to(out.dtype), 16)
+            tl.store(to + (WORLD + rank).to(tl.int64) * padded * columns + at, result, mask=inside_m[:, None] & allowed[None, :])
 
 
 @triton.jit
@@ -166,10 +157,10 @@ def _credited(credits, peer, flags, call, stop, patience, site):
 
 
 @triton.jit(do_not_specialize=["rank", "site", "rows", "limit"])
-def matmul_push_reduce(
+def matmul_all_reduce(
     a_desc, b_desc, product_desc, product, out, bias, extra0, extra1, ready, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
     site, rank, rows, limit, columns, inner, part_rows, signals, scale,
-    WORLD: tl.constexpr, PARTS: tl.constexpr, PUSHERS: tl.constexpr, UNIT: tl.constexpr, BROADCAST: tl.constexpr,
+    WORLD: tl.constexpr, PARTS: tl.constexpr, PUSHERS: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SLAB: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of blocks, at best one an SM.
@@ -180,7 +171,10 @@ def matmul_push_reduce(
             with ``HALVES``.
         ready: int32, a word for each tile of ``product`` in the order of its rows, zero between calls: for the first tile of ``UNIT`` of a peer's shard, how many of these
             are written; for a tile of the own shard, whether it is.
-        out, rows, limit, staging, peer_data, peer_flags, flags, part_rows, signals, scale, EPILOGUE: as ``matmul_reduce``.
+        out: this rank's result, all shards ``[limit, columns]``. rows, limit: rows of a shard, and of all shards together; the last shards may be short.
+        staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, what has come from each source, and behind it the same of finished shards.
+        flags: ``signal_flag(s, i)``: the call whose band ``i`` has come from source ``s``; ``signal_flag(s, PARTS + i)``: the call whose finished band ``i`` has.
+        peer_data, peer_flags, part_rows, signals, scale, EPILOGUE: as ``matmul_reduce_scatter``.
         queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + (WORLD + 1) * PARTS`` words, zero between calls: words 0 to 4 are tiles claimed, blocks that
             have finished, pushes, sums and copies claimed, 6 is ``NOTHING_QUEUE``, and behind ``QUEUE_WORDS`` tiles sent, to each rank and to all; one word).
         SLAB: rows of a tile that are summed at once.
@@ -194,12 +188,12 @@ def matmul_push_reduce(
     sums = tiles_shard * tiles_n
     pushes = tiles_shard * units_n * (WORLD - 1)
     tiles = sums * WORLD
-    copies = sums * (WORLD - 1) if BROADCAST else 0
+    copies = sums * (WORLD - 1)
     pushes_first = tl.program_id(0) < PUSHERS
     tile = -1
     push = -1
     sum_turn = -1
-    copy = -1 if BROADCAST else 0
+    copy = -1
     partials = -1
     sent = -1
     credits = tl.cast(0, tl.int64)
@@ -243,7 +237,7 @@ def matmul_push_reduce(
                 if sum_turn < 0:
                     sum_turn = tl.atomic_add(queues + SUM_QUEUE, 1, sem="relaxed")
                 if sum_turn < sums:
-                    m, n = _own(sum_turn, tiles_shard, tiles_part, tiles_n, GROUP_M)
+                    m, n = own_tile(sum_turn, tiles_shard, tiles_part, tiles_n, GROUP_M)
                     part = m // tiles_part
                     word = ready + (rank * tiles_shard + m) * tiles_n + n
                     if tile >= tiles:
@@ -266,17 +260,15 @@ def matmul_push_reduce(
                     if worked != 0:
                         sum_turn = -1
                         tl.store(word, 0)
-                        if BROADCAST:
-                            for step in range(1, WORLD):
-                                credits = _credited(credits, (rank + step) % WORLD, flags, call, stop, patience, site)
+                        for step in range(1, WORLD):
+                            credits = _credited(credits, (rank + step) % WORLD, flags, call, stop, patience, site)
                         _sum_tile(
                             product, out, extra0, extra1, staging, peer_data, stop, m, n, rank, rows, limit, columns, padded, scale,
-                            WORLD, BROADCAST, BLOCK_M, BLOCK_N, SLAB, EPILOGUE,
+                            WORLD, BLOCK_M, BLOCK_N, SLAB, EPILOGUE,
                         )  # fmt: skip
-                        if BROADCAST:
-                            counter = queues + QUEUE_WORDS + WORLD * PARTS + part
-                            count_and_signal_all(counter, band_tiles(part, tiles_shard, tiles_part, tiles_n), peer_flags, rank, PARTS + part, signals, call + 1, stop, WORLD)
-            if BROADCAST and worked == 0:
+                        counter = queues + QUEUE_WORDS + WORLD * PARTS + part
+                        count_and_signal_all(counter, band_tiles(part, tiles_shard, tiles_part, tiles_n), peer_flags, rank, PARTS + part, signals, call + 1, stop, WORLD)
+            if worked == 0:
                 if copy < 0:
                     copy = tl.atomic_add(queues + COPY_QUEUE, 1, sem="relaxed")
                 if copy < copies:
