@@ -25,7 +25,7 @@ SLEEP_MS = 3.0
 """As long as nothing is known of the host's time."""
 LEAST_SLEEP_MS = 1.0
 REST_MS = 50.0
-"""Behind 10 ms a matmul in a row ran at 1467 MHz on an H200, behind 60 at 1553, as with the host hidden (bench/results/clocks.md)."""
+"""Behind 10 ms a matmul in a row ran at 1467 MHz on an H200, behind 60 at 1553, as with the host hidden (``bench.clocks``)."""
 LOOP_MS = 8.0
 CALLS_IN_LOOP = 4, 40
 """At least and at most."""
@@ -69,14 +69,19 @@ class Clock:
             torch.cuda.synchronize()
         # Behind the sleep: clocks differ, so that GPUs that sleep equally long come tens of microseconds apart.
         dist.all_reduce(self.marker)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if not sleep_ms:
             call()
-        start.record()
+        start = self.mark()
         host = self._host(call, calls)
-        end.record()
+        end = self.mark()
         torch.cuda.synchronize()
         return start.elapsed_time(end) * 1e3 / calls, host
+
+    def mark(self) -> torch.cuda.Event:
+        """Where a sample begins, or ends."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _host(self, call: Call, calls: int) -> float:
         begin = time.perf_counter()

@@ -1,0 +1,137 @@
+"""At what clock the GPUs run what the other benches time, and how long it would take at the highest: is a provider slower in a row because of what it waits for, or hotter?
+
+    torchrun --nproc-per-node 4 -m bench.clocks --patterns all_gather_matmul --tokens 8192 --schedules chunked fused/copy_engine --out rows.jsonl
+
+A matmul of large matrices takes a GPU to its power limit, and its clock falls with what ran before it; a GPU that multiplies all the time falls further than one that waits for
+NCCL between two matmuls. Three ways to run: ``single`` (one call, the host hidden), ``row`` (so many calls behind each other, the host hidden), ``compiled`` (as many in compiled
+graphs, the host in the loop). A kernel before and one behind a sample store each SM's cycles and the time (``%clock64``, ``%globaltimer``). One JSON row a provider and way:
+median of the repeats; of the time the maximum over ranks, of the clock the minimum. Results are compared with fp32 first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+from bench import rows
+from bench.operators import KINDS
+from bench.operators import NAMES
+from bench.operators import PATTERNS
+from bench.providers import chosen
+from bench.providers import providers
+from bench.shapes import Case
+from bench.site import TOLERANCE
+from bench.site import Site
+from bench.timing import Call
+from bench.timing import Clock
+from bench.timing import worst
+
+CALLS = 8
+"""In a row."""
+BLOCKS_AN_SM = 4
+"""That every SM has run one."""
+
+
+@triton.jit
+def _stamp(out):
+    """Store ``(cycles, nanoseconds)`` of the SM that a block runs on into row ``%smid`` of ``out [SMs, 2]``. Blocks of one SM store about the same."""
+    cycles = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l,r", [0], dtype=tl.int64, is_pure=False, pack=1)
+    now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [0], dtype=tl.int64, is_pure=False, pack=1)
+    sm = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
+    tl.store(out + sm * 2, cycles)
+    tl.store(out + sm * 2 + 1, now)
+
+
+class StampedClock(Clock):
+    """A clock that knows how fast the GPU's own ran: ``mhz`` of the last sample, the median of the SMs."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.stamps = torch.zeros(2, self.sms, 2, dtype=torch.int64, device=device)
+        self._next = 0
+
+    def mark(self) -> torch.cuda.Event:
+        event = super().mark()
+        _stamp[(self.sms * BLOCKS_AN_SM,)](self.stamps[self._next], num_warps=1)
+        self._next = 1 - self._next
+        return event
+
+    @property
+    def mhz(self) -> float:
+        begin, end = self.stamps.double()
+        both = (begin[:, 1] > 0) & (end[:, 1] > 0)
+        cycles, nanoseconds = (end - begin)[both].unbind(1)
+        return float((cycles / nanoseconds).median() * 1e3)
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.clocks", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--schedules", nargs="+", default=["fused", "chunked/copy_engine"], choices=[*KINDS, *NAMES], metavar="SCHEDULE")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=rows.RESULTS / "clocks.jsonl")
+    return parser.parse_args(arguments)
+
+
+def measured(case: Case, names: Sequence[str], clock: StampedClock, repeats: int) -> list[dict[str, Any]]:
+    """A row for each way and provider, and for the matmul alone. All ranks together. Raises ``ValueError`` where a result is wrong."""
+    site = Site(case, clock.device)
+    expected, names = site.expected(), chosen(names, [], case, clock.device)
+    hidden, compiled = (providers(site, names, [], setting, {}) for setting in ("hidden", "compiled"))
+    for provider in [*hidden, *compiled]:
+        (error,) = worst([site.error(provider.call(), expected)])
+        if error > TOLERANCE[case.result]:
+            raise ValueError(f"{provider.name} is wrong for {case}: off by {error:.3g} of the largest element")
+    found = []
+    for way, some, calls in (("single", hidden, 1), ("row", hidden, CALLS), ("compiled", compiled, CALLS)):
+        timed: dict[str, Call] = {p.name: p.call for p in some} | {"matmul": site.matmul}
+        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in timed}
+        for _ in range(repeats + 2):
+            for name, call in timed.items():
+                us, _ = clock.sample(call, calls, 0.0 if way == "compiled" else 1.0 + calls)
+                samples[name].append((us, clock.mhz))
+        for name, pairs in samples.items():
+            # (The first two count for nothing.)
+            us, slowest = worst([statistics.median(us for us, _ in pairs[2:]), -statistics.median(mhz for _, mhz in pairs[2:])])
+            found.append({"pattern": case.pattern, "tokens": case.tokens, "way": way, "provider": name, "median_us": round(us, 1), "mhz": round(-slowest), "repeats": repeats})
+    return found
+
+
+@torch.no_grad()
+def main(arguments: Sequence[str] | None = None) -> None:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    options = parsed(arguments)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", device_id=device)
+    symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+    torch.manual_seed(dist.get_rank())
+    clock, where = StampedClock(device), rows.environment(device)
+    highest = torch.cuda.get_device_properties(device).clock_rate // 1000
+    for pattern in options.patterns:
+        for tokens in options.tokens:
+            case = Case("llama3-70b-mlp", pattern, tokens, dist.get_world_size(), "bfloat16")
+            found = measured(case, ["keep", *options.schedules], clock, options.repeats)
+            if dist.get_rank() == 0:
+                rows.append(options.out, [{**row, "world_size": case.world_size, "highest_mhz": highest, **where} for row in found])
+                for row in found:
+                    print(pattern, tokens, row["way"], row["provider"], row["median_us"], "us", row["mhz"], "MHz", round(row["median_us"] * row["mhz"] / highest), f"us at {highest}", flush=True)
+            torch._dynamo.reset()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
