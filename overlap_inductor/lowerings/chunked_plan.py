@@ -102,7 +102,7 @@ def fitted(pattern: str, world_size: int, rows: int, inner: int, columns: int, s
         sizes = gather_sizes(world_size - 1, ratio, tiles / p.sms) if gathers else scatter_sizes(world_size - 1, ratio)
         if pattern == "matmul_all_reduce":
             # (Its second leg follows the first: whatever leaves early is handed round early.)
-            sizes = sizes if len(sizes) > 1 else even_sizes(world_size - 1, 2)
+            sizes = tuple(sorted(sizes, reverse=True)) if len(sizes) > 1 else even_sizes(world_size - 1, 2)
             # The band before is summed behind a band's first matmul; and only the last band's last transfer shows.
             sizes = sizes if bands == 1 else sizes[::-1]
     if sizes and sum(sizes) != world_size - 1:
