@@ -92,7 +92,8 @@ def _overview(rows: Sequence[dict[str, Any]]) -> str:
         # (Of a provider measured in a later run, the standards are that run's; of a case, those of the last run of ``keep``.)
         standard = of.get("keep", same[0])
         bounds = [f"{standard[k]:.0f}" for k in ("matmul_us", "collective_us", "sum_us", "bound_us")]
-        best = max((row for row in same if row["provider"] != "keep"), key=lambda row: row["speedup"], default=None)
+        # (A schedule with other parameters is none that a user gets.)
+        best = max((row for row in same if row["provider"] != "keep" and " " not in row["provider"]), key=lambda row: row["speedup"], default=None)
         last = ["-"] * 4 if best is None else [best["provider"], *(f"{best[k]:.2f}" for k in ("speedup", "ratio", "efficiency"))]
         lines.append(_line(pattern, tokens, *bounds, *(_cell(of.get(name), best) for name in names), *last))
     return "\n".join(lines) + "\n"

@@ -87,11 +87,11 @@ def _is_there(flag, target):
 
 
 @triton.jit
-def _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, WORLD: tl.constexpr, PARTS: tl.constexpr):
-    """Count a push whose stores have been started: number ``sent`` is ``shard * PARTS + band``. Returns that none is left to count."""
+def _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, parts, WORLD: tl.constexpr):
+    """Count a push whose stores have been started: number ``sent`` is ``shard * parts + band``. Returns that none is left to count."""
     if sent >= 0:
-        shard = sent // PARTS
-        part = sent % PARTS
+        shard = sent // parts
+        part = sent % parts
         flag = signal_flag(tl.load(peer_flags + shard).to(tl.pointer_type(tl.int32)), rank, part, signals, WORLD)
         count_and_signal(queues + QUEUE_WORDS + sent, band_tiles(part, tiles_shard, tiles_part, units_n), flag, call + 1, stop)
     return -1
@@ -156,11 +156,11 @@ def _credited(credits, peer, flags, call, stop, patience, site):
     return credits | (tl.cast(1, tl.int64) << peer)
 
 
-@triton.jit(do_not_specialize=["rank", "site", "rows", "limit"])
+@triton.jit(do_not_specialize=["rank", "site", "rows", "limit", "parts"])
 def matmul_all_reduce(
     a_desc, b_desc, product_desc, product, out, bias, extra0, extra1, ready, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
-    site, rank, rows, limit, columns, inner, part_rows, signals, scale,
-    WORLD: tl.constexpr, PARTS: tl.constexpr, PUSHERS: tl.constexpr, UNIT: tl.constexpr,
+    site, rank, rows, limit, columns, inner, part_rows, parts, signals, scale,
+    WORLD: tl.constexpr, PUSHERS: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SLAB: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of blocks, at best one an SM.
@@ -173,9 +173,10 @@ def matmul_all_reduce(
             are written; for a tile of the own shard, whether it is.
         out: this rank's result, all shards ``[limit, columns]``. rows, limit: rows of a shard, and of all shards together; the last shards may be short.
         staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, what has come from each source, and behind it the same of finished shards.
-        flags: ``signal_flag(s, i)``: the call whose band ``i`` has come from source ``s``; ``signal_flag(s, PARTS + i)``: the call whose finished band ``i`` has.
+        flags: ``signal_flag(s, i)``: the call whose band ``i`` has come from source ``s``; ``signal_flag(s, parts + i)``: the call whose finished band ``i`` has.
+        parts: bands of a shard. (Not compiled in: with dynamic sizes there may be any number.)
         peer_data, peer_flags, part_rows, signals, scale, EPILOGUE: as ``matmul_reduce_scatter``.
-        queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + (WORLD + 1) * PARTS`` words, zero between calls: words 0 to 4 are tiles claimed, blocks that
+        queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + (WORLD + 1) * parts`` words, zero between calls: words 0 to 4 are tiles claimed, blocks that
             have finished, pushes, sums and copies claimed, 6 is ``NOTHING_QUEUE``, and behind ``QUEUE_WORDS`` tiles sent, to each rank and to all; one word).
         SLAB: rows of a tile that are summed at once.
     """
@@ -211,7 +212,7 @@ def matmul_all_reduce(
                 if _is_there(word, wanted):
                     worked = 1
                 elif tile >= tiles:
-                    sent = _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, WORLD, PARTS)
+                    sent = _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, parts, WORLD)
                     wait_at_least(word, wanted, stop, patience, site * WAIT_KINDS + WAIT_TILES, rank)
                     worked = 1
                 if worked != 0:
@@ -225,15 +226,15 @@ def matmul_all_reduce(
                     at, inside = _places(m * BLOCK_M, n * BLOCK_N, columns, end, BLOCK_M, BLOCK_N)
                     moved = tl.load(source + at, mask=inside, cache_modifier=".cg")
                     # (What was sent before has had the time of a claim, a look and a load to arrive: counting it waits for that.)
-                    sent = _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, WORLD, PARTS)
+                    sent = _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, parts, WORLD)
                     tl.store(to + at, moved, mask=inside)
                     for column in range((n + 1) * BLOCK_N, (n + UNIT) * BLOCK_N, BLOCK_N):
                         at, inside = _places(m * BLOCK_M, column, columns, end, BLOCK_M, BLOCK_N)
                         tl.store(to + at, tl.load(source + at, mask=inside, cache_modifier=".cg"), mask=inside)
-                    sent = shard * PARTS + m // tiles_part
+                    sent = shard * parts + m // tiles_part
                     push = claimed(following_push)
             if worked == 0:
-                sent = _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, WORLD, PARTS)
+                sent = _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, parts, WORLD)
                 if sum_turn < 0:
                     sum_turn = tl.atomic_add(queues + SUM_QUEUE, 1, sem="relaxed")
                 if sum_turn < sums:
@@ -266,14 +267,14 @@ def matmul_all_reduce(
                             product, out, extra0, extra1, staging, peer_data, stop, m, n, rank, rows, limit, columns, padded, scale,
                             WORLD, BLOCK_M, BLOCK_N, SLAB, EPILOGUE,
                         )  # fmt: skip
-                        counter = queues + QUEUE_WORDS + WORLD * PARTS + part
-                        count_and_signal_all(counter, band_tiles(part, tiles_shard, tiles_part, tiles_n), peer_flags, rank, PARTS + part, signals, call + 1, stop, WORLD)
+                        counter = queues + QUEUE_WORDS + WORLD * parts + part
+                        count_and_signal_all(counter, band_tiles(part, tiles_shard, tiles_part, tiles_n), peer_flags, rank, parts + part, signals, call + 1, stop, WORLD)
             if worked == 0:
                 if copy < 0:
                     copy = tl.atomic_add(queues + COPY_QUEUE, 1, sem="relaxed")
                 if copy < copies:
                     shard, m, n = arriving(copy, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
-                    flag = signal_flag(flags, shard, PARTS + m // tiles_part, signals, WORLD)
+                    flag = signal_flag(flags, shard, parts + m // tiles_part, signals, WORLD)
                     if tile >= tiles:
                         wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_RESULT, shard)
                         worked = 1

@@ -1,6 +1,6 @@
 """Schedule ``fused``: ``reduce_scatter(a @ b)`` in one persistent kernel; every tile leaves from its epilogue.
 
-A rank's rows of the product belong to the ranks in equal shards, and a shard is cut into ``PARTS`` bands. A tile of another rank's shard goes
+A rank's rows of the product belong to the ranks in equal shards, and a shard is cut into ``parts`` bands. A tile of another rank's shard goes
 to that rank's workspace when it is summed over K, in the collective's dtype; a tile of the own shard is summed in fp32 with what has come for
 it, and rounded once (``preserve``). All tiles of the peers' shards come first, band after band, as many to each peer at any time (``departing``); then the own ones.
 
@@ -48,6 +48,17 @@ SLEEPS = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
+def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
+    """``(shard, m, n)`` of turn ``turn``: the peers' shards, then the own."""
+    others = tiles_shard * tiles_n * (WORLD - 1)
+    shard, m, n = departing(tl.minimum(turn, others - 1), rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
+    if turn >= others:
+        shard = rank
+        m, n = own_tile(turn - others, tiles_shard, tiles_part, tiles_n, GROUP_M)
+    return shard, m, n
+
+
+@triton.jit
 def _stagger(nanoseconds):
     """Sleep, so that blocks that have equal tiles do not send them at one moment."""
     if SLEEPS:
@@ -55,40 +66,40 @@ def _stagger(nanoseconds):
 
 
 @triton.jit
-def _flush(pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, WORLD: tl.constexpr, PARTS: tl.constexpr):
-    """Count a tile whose bulk stores have been started: number ``pending`` is ``shard * PARTS + band``. Returns that none is left to count."""
+def _flush(pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, parts, WORLD: tl.constexpr):
+    """Count a tile whose bulk stores have been started: number ``pending`` is ``shard * parts + band``. Returns that none is left to count."""
     if pending >= 0:
         store_fence()
-        shard = pending // PARTS
-        part = pending % PARTS
+        shard = pending // parts
+        part = pending % parts
         flag = tl.load(peer_flags + shard).to(tl.pointer_type(tl.int32))
         target = band_tiles(part, tiles_shard, tiles_part, tiles_n)
         count_and_signal(queues + QUEUE_WORDS + pending, target, signal_flag(flag, rank, part, signals, WORLD), call + 1, stop)
     return -1
 
 
-@triton.jit(do_not_specialize=["rank", "site", "rows", "limit"])
+@triton.jit(do_not_specialize=["rank", "site", "rows", "parts"])
 def matmul_reduce_scatter(
     a_desc, b_desc, out, bias, extra0, extra1, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
-    site, rank, rows, limit, columns, inner, part_rows, signals, scale,
-    WORLD: tl.constexpr, PARTS: tl.constexpr, STAGGER: tl.constexpr,
+    site, rank, rows, columns, inner, part_rows, parts, signals, scale,
+    WORLD: tl.constexpr, STAGGER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of blocks, at best one an SM.
 
     Args:
-        a_desc: ``[limit, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; b_desc, bias, TRANSPOSED, BIAS: see
+        a_desc: ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; b_desc, bias, TRANSPOSED, BIAS: see
             ``multiply_tile``.
         out: this rank's result: its shard ``[rows, columns]``.
-        rows, limit: rows of a shard, and of all shards together: ``WORLD * rows``.
+        rows: of a shard.
         EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``: of the reduced result, on this rank. What is sent is without it.
         staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, what has come from each source, where ``padded`` is
             ``rows`` in whole tiles.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
         flags: ``signal_flag(s, i)``: the call whose band ``i`` has come from source ``s``.
-        queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + WORLD * PARTS`` words, zero between calls: tiles claimed, blocks
+        queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + WORLD * parts`` words, zero between calls: tiles claimed, blocks
             that have finished, and behind ``QUEUE_WORDS`` tiles stored; one word). site: number under which a fault record names the site.
-        part_rows: rows of a band, a multiple of ``BLOCK_M``. scale: what the sum is multiplied with (1, or ``1 / WORLD`` for an average).
+        part_rows: rows of a band, a multiple of ``BLOCK_M``; parts: bands of a shard. scale: what the sum is multiplied with (1, or ``1 / WORLD`` for an average).
         BATCH: tiles after which a block waits for its last store to leave shared memory.
     """
     STORE_N: tl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
@@ -97,7 +108,6 @@ def matmul_reduce_scatter(
     tiles_shard = tl.cdiv(rows, BLOCK_M)
     tiles_part = part_rows // BLOCK_M
     padded = tiles_shard * BLOCK_M
-    others = tiles_shard * tiles_n * (WORLD - 1)
     everything = tiles_shard * tiles_n * WORLD
     peers = ()
     for ahead in tl.static_range(1, WORLD):
@@ -112,16 +122,14 @@ def matmul_reduce_scatter(
     while turn < everything:
         for _ in range(BATCH):
             if turn < everything:
-                shard, m, n = departing(tl.minimum(turn, others - 1), rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
-                if turn >= others:
-                    shard = rank
-                    m, n = own_tile(turn - others, tiles_shard, tiles_part, tiles_n, GROUP_M)
-                    # The last tile of a band would be counted a whole matmul later, or never where this block waits for the peers.
-                    pending = _flush(pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, WORLD, PARTS)
+                shard, m, n = _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
+                if shard == rank:
+                    # (The last tile of a band would be counted a whole matmul later.)
+                    pending = _flush(pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, parts, WORLD)
                 part = m // tiles_part
                 total = multiply_tile(a_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
                 following = claim(queues, THREADS)
-                pending = _flush(pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, WORLD, PARTS)
+                pending = _flush(pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, parts, WORLD)
                 if shard == rank:
                     if seen != part:
                         for step in range(1, WORLD):
@@ -148,9 +156,9 @@ def matmul_reduce_scatter(
                     for ahead in tl.static_range(1, WORLD):
                         if shard == (rank + ahead) % WORLD:
                             store_tile(peers[ahead - 1], row + m * BLOCK_M, n * BLOCK_N, partial, HALVES)
-                    pending = shard * PARTS + part
+                    pending = shard * parts + part
                 turn = claimed(following)
-    _flush(pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, WORLD, PARTS)
+    _flush(pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, parts, WORLD)
 
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 1, 1, sem="acq_rel")

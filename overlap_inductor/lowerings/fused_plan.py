@@ -27,7 +27,8 @@ class FusedParameters:
         parts: bands a shard, from ``parts_from`` rows of the whole matmul on; below one. 0: as many as ranks.
         pieces: in which a band is pushed (all-gather).
         pushers: blocks that push: before they multiply (all-gather); whenever something is ready (all-reduce; 0: by ``push_inner``).
-        push_inner: K for which one block pushes as fast as all multiply (all-reduce).
+        push_inner: K for which one block pushes as fast as all multiply (all-reduce). The best of those tried were 6 to 8 blocks for K = 14336, 10 to 12 for 7168 and 20 to 24
+            for 3584 (2 and 4 H200s, one of 8).
         unit: tiles beside each other that are pushed at once (all-reduce).
         slices, slices_tiles, slices_pushers: slices along K in which a shard is pushed, by so many blocks, and a tile waits for it (all-gather), up to so many tiles;
             fewer of more tiles (``slices_of``). Numbers of the plan, not of the GPU: all ranks must cut alike.
@@ -72,7 +73,7 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
     "matmul_reduce_scatter": {"stagger_ns": 150, "stages": 4, "halves": True},
     "matmul_all_reduce": {"parts": 0, "pushers": 0, "stages": 4, "halves": True},
 }
-"""The best of what was tried on 2, 4 and 8 H200s (bench/results/fused.jsonl, operators.jsonl), and as one of 4 and of 8 ranks on 2 (bench/results/mirrored.jsonl), by pattern."""
+"""The best of what was tried on 2 and 4 H200s (bench/results/fused.jsonl, operators.jsonl), and as one of 4 and of 8 ranks on 2 (bench/results/mirrored.jsonl), by pattern."""
 
 
 MOST_WEIGHTS = 4

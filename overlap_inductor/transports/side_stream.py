@@ -28,9 +28,10 @@ class SideStream:
         self._stream = own_stream(device, priority=-1)
         self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._current = self._stream
+        self._used = False
 
     def __enter__(self) -> None:
-        self._current = torch.cuda.current_stream(self._stream.device)
+        self._current, self._used = torch.cuda.current_stream(self._stream.device), True
         self._forked.record(self._current)
         self._stream.wait_event(self._forked)
         torch.cuda.set_stream(self._stream)
@@ -39,7 +40,10 @@ class SideStream:
         torch.cuda.set_stream(self._current)
 
     def join(self) -> None:
-        """The current stream goes on when all that was launched here is done."""
+        """The current stream goes on when all that was launched here is done. (Nothing, where it has not been entered since: in a capture this stream would be foreign.)"""
+        if not self._used:
+            return
+        self._used = False
         self._done.record(self._stream)
         torch.cuda.current_stream(self._stream.device).wait_event(self._done)
 

@@ -62,6 +62,8 @@ def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
     banded = {"parts": 2, "parts_from": 0}
     found = [Variant("fused", GATHER, "sm_push", {**fused_plan.TUNED[GATHER], **banded, "slices": 1})]
     found += [Variant("fused", p, "", {**fused_plan.TUNED[p], **banded}) for p in (SCATTER, REDUCE)]
+    # (By their K, half of the blocks of these small sites push.)
+    found.append(Variant("fused", REDUCE, "few push", {**fused_plan.TUNED[REDUCE], "parts": 0, "pushers": 4}))
     found.append(Variant("fused", GATHER, "slices", {**fused_plan.TUNED[GATHER], "slices_tiles": fused_plan.NEVER}))
     found.append(Variant("fused", GATHER, "copy_engine", {**fused_plan.TUNED[GATHER], "copies_from": 0}))
     for transport in ("copy_engine", "sm_push"):

@@ -11,6 +11,7 @@ import torch
 
 from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.lowerings import fused
 from overlap_inductor.lowerings.fused_plan import NEVER
 from overlap_inductor.lowerings.fused_plan import FusedParameters
@@ -123,6 +124,21 @@ def test_a_peer_that_never_comes(pattern: str, what: str, slices: int, pushers: 
     with pytest.raises(TransferError, match=f"site some site of group 'tp' waited in vain for {what} from rank 1: call 1 was wanted, 0 had come"):
         function(a, b, launch, p)
     assert launch.slot.calls.tolist() == [1]
+
+
+@pytest.mark.parametrize("pattern", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_nothing_is_written_without_leave(pattern: str) -> None:
+    """A peer that is still in the call before, whose rows have come all the same (from a faster one, say): its workspace stays as it is."""
+    workspace = SharedWorkspace.of(2, 20_000, 4)
+    launch = workspace.launch(0, patience_ns=20_000)
+    launch.slot.calls.fill_(1)
+    workspace.flags[0, 2 * FLAG_WORDS :] = 2
+    function = getattr(fused, pattern)
+    a, b, p = torch.zeros(32, 32).half(), torch.zeros(16, 32).half().t(), FusedParameters(2, pieces=1, pushers=1, **SMALL_TILES)
+    function(a, b, launch, p)
+    with pytest.raises(TransferError, match="waited in vain for leave to write into the workspace of rank 1: call 1 was wanted, 0 had come"):
+        function(a, b, launch, p)
+    assert (workspace.data[1] == 0x7E).all() and not workspace.flags[1, 2 * FLAG_WORDS :].any(), "rows, and what tells of them"
 
 
 def test_an_aborted_group_runs_nothing() -> None:

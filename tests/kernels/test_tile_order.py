@@ -7,9 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from overlap_inductor.kernels.matmul_all_reduce import _tile
-from overlap_inductor.kernels.tile_order import departing
-from overlap_inductor.kernels.tile_order import own_tile
+from overlap_inductor.kernels import matmul_all_reduce
+from overlap_inductor.kernels import matmul_reduce_scatter
+
+in_bands, own_last = matmul_all_reduce._tile, matmul_reduce_scatter._tile
 
 RANK = 1
 SIZES = [(1, 1, 2), (5, 2, 3), (5, 3, 2), (4, 2, 3), (3, 1, 4)]
@@ -18,15 +19,12 @@ TILES_N, GROUP_M = 3, 2
 
 
 @triton.jit
-def _all_turns(out, count, others, rank, tiles_shard, tiles_part, tiles_n, BANDS: tl.constexpr, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
+def _all_turns(out, count, rank, tiles_shard, tiles_part, tiles_n, BANDS: tl.constexpr, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
     for turn in range(count):
         if BANDS:
-            shard, m, n = _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
+            shard, m, n = in_bands(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
         else:
-            shard, m, n = departing(tl.minimum(turn, others - 1), rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
-            if turn >= others:
-                shard = rank
-                m, n = own_tile(turn - others, tiles_shard, tiles_part, tiles_n, GROUP_M)
+            shard, m, n = own_last(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
         tl.store(out + turn * 3, shard)
         tl.store(out + turn * 3 + 1, m)
         tl.store(out + turn * 3 + 2, n)
@@ -35,7 +33,7 @@ def _all_turns(out, count, others, rank, tiles_shard, tiles_part, tiles_n, BANDS
 def _turns(tiles_shard: int, tiles_part: int, world_size: int, bands: bool) -> list[tuple[int, ...]]:
     shard = tiles_shard * TILES_N
     out = torch.full((shard * world_size, 3), -1, dtype=torch.int32)
-    _all_turns[(1,)](out, len(out), shard * (world_size - 1), RANK, tiles_shard, tiles_part, TILES_N, bands, world_size, GROUP_M)
+    _all_turns[(1,)](out, len(out), RANK, tiles_shard, tiles_part, TILES_N, bands, world_size, GROUP_M)
     turns = [tuple(t) for t in out.tolist()]
     assert sorted(turns) == [(s, m, n) for s in range(world_size) for m in range(tiles_shard) for n in range(TILES_N)]
     return turns

@@ -105,8 +105,8 @@ def _multiplying(machine: str) -> list[list[str]]:
     return [lines[a:b] for a, b in zip(multiplies, multiplies[1:]) if b - a < 100]
 
 
-REDUCE = {"WORLD": 8, "PARTS": 8, "PUSHERS": 12, "UNIT": 4, "SLAB": 32, "THREADS": 256, "HALVES": True, "TRANSPOSED": True, **NO_EPILOGUE}
-SCATTER = {"WORLD": 8, "PARTS": 2, "STAGGER": 150, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True, "BIAS": False, **NO_EPILOGUE}
+REDUCE = {"WORLD": 8, "PUSHERS": 12, "UNIT": 4, "SLAB": 32, "THREADS": 256, "HALVES": True, "TRANSPOSED": True, **NO_EPILOGUE}
+SCATTER = {"WORLD": 8, "STAGGER": 150, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True, "BIAS": False, **NO_EPILOGUE}
 
 
 @pytest.mark.parametrize(
@@ -188,6 +188,23 @@ def test_a_matmul_in_groups_stores_in_bulk_and_counts_behind_a_fence(transposed:
     multiplies = [i for i, line in enumerate(lines) if "HGMMA" in line]
     loop = lines[multiplies[0] : multiplies[-1]]
     assert len(loop) < 200 and not [line for line in loop if "LDL" in line or "STL" in line], "the loop over K keeps something on the stack"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants", "counts"),
+    [
+        pytest.param(matmul_all_reduce, {**REDUCE, "BIAS": False}, r"atom\.global\.gpu\.release\.add", id="all-reduce"),
+        pytest.param(matmul_reduce_scatter, {**SCATTER, "HALVES": True}, r"atom\.global\.gpu\.acq_rel\.add", id="reduce-scatter"),
+    ],
+)
+def test_a_tile_is_counted_when_its_bulk_stores_are_done(kernel: Any, constants: dict[str, Any], counts: str, tmp_path: Path) -> None:
+    """The fence between bulk stores and whoever loads them, and a barrier, before the one thread's release: where a tile's stores are counted."""
+    text, _, _ = _assembled(kernel, constants, (128, 256, 64), tmp_path, 4, {})
+    events = re.findall(rf"bar\.sync|fence\.proxy\.async\.global|cp\.async\.bulk\.wait_group 0|{counts}", text)
+    counted = [i for i, event in enumerate(events) if event.startswith("atom")]
+    fenced = [i for i in counted if events[max(0, i - 3) : i] == ["cp.async.bulk.wait_group 0", "fence.proxy.async.global", "bar.sync"]]
+    # (The last add that acquires and releases is that of blocks that have ended.)
+    assert fenced and fenced == (counted if kernel is matmul_all_reduce else counted[:-1]), events
 
 
 def test_a_waiting_kernel_fits_beside_a_matmul() -> None:
