@@ -34,7 +34,7 @@ class Machine:
     step_seconds: float
     collective_seconds: float
     overlapped_efficiency: float
-    fused_exposed: tuple[float, float, float, float] = (0.05, 0.12, 0.21, 0.31)
+    fused_exposed: tuple[float, float, float, float] = (0.05, 0.12, 0.16, 0.15)
     fused_leg_seconds: float = 45e-6
     fused_leg_peer_seconds: float = 10e-6
     fused_ranks: int = 8
