@@ -18,7 +18,7 @@ class Machine:
         step_seconds: fixed cost of one hop of a ring.
         overlapped_efficiency: rate of chunk matmuls while transfers run beside them, relative to one whole matmul alone.
         fused_exposed: part of the shorter of matmul and wire that a fused kernel leaves in sight, of a gather, a scatter, an all-reduce with a longer matmul, and one
-            with a longer wire; fused_leg_seconds: its fixed cost a leg, or fused_leg_peer_seconds for each peer where that is more.
+            with a longer wire (of an all-reduce as one of 8 ranks on 2 GPUs, and a tenth for contention: not measured on 8); fused_leg_seconds: its fixed cost a leg, or fused_leg_peer_seconds for each peer where that is more.
         chunked_exposed, chunked_leg_seconds, chunked_leg_peer_seconds, chunked_ranks: the same of vendor matmuls on chunks; chunked_host_seconds, chunked_peer_seconds: of the host, for the
             launches of a call, and of each peer's leg; chunked_replay_seconds: for all of them as one CUDA graph; chunked_least_gain_seconds: by which a call must be
             faster than ``keep``, since a model that waits for its host has nothing of less (a replay in chunks took a slow host some 100 us more than matmul and NCCL, in a model

@@ -149,6 +149,46 @@ def test_a_peer_that_never_comes(pattern: str, what: str, peer: int) -> None:
     assert launch.slot.calls.tolist() == [1]
 
 
+class _Side:
+    """A side stream that says when it is the current one."""
+
+    inside = False
+
+    def __enter__(self) -> None:
+        self.inside = True
+
+    def __exit__(self, *_: object) -> None:
+        self.inside = False
+
+    def join(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("pattern", "before"), [(GATHER, 0), (SCATTER, 1), (REDUCE, 1)])
+def test_leave_is_awaited_on_the_stream_of_the_matmuls(monkeypatch: pytest.MonkeyPatch, pattern: str, before: int) -> None:
+    """Once a call: before a gather's first matmul, behind a reduction's, and before anything is sent. (Beside a vendor's matmul it would wait for an SM until that ends.)"""
+    launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
+    a, b = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t()
+    plain = chunked._transport(SMALL)
+
+    class Matmul(VendorMatmul):
+        def __call__(self, *arguments: object) -> None:
+            events.append("matmul")
+            super().__call__(*arguments)  # type: ignore[arg-type]
+
+    class Transport:
+        def prepare(self, *arguments: object, **keywords: object) -> object:
+            send = plain.prepare(*arguments, **keywords)  # type: ignore[arg-type]
+            return lambda source: (events.append("send" if side.inside else "send on the stream of the matmuls"), send(source))
+
+    monkeypatch.setattr(chunked, "side_stream", lambda device: side)
+    monkeypatch.setattr(chunked, "_transport", lambda parameters: Transport())
+    monkeypatch.setattr(chunked, "credit_kernel", lambda launch: lambda: events.append("beside the matmuls" if side.inside else "leave"))
+    matmul = Matmul(b)
+    getattr(chunked, pattern)(a, [matmul] if pattern == GATHER else matmul, launch, SMALL)
+    assert events[: before + 2] == [*["matmul"] * before, "leave", "send"] and events.count("leave") == 1, events
+
+
 @pytest.mark.parametrize(("queues", "what"), [("", "another receiver to get its rows from rank 2"), ("2", "rows from rank 1")])
 def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, what: str) -> None:
     """The second receiver's rows wait for those that it gets first, from rank 2; not where the device has too few queues for what waits."""

@@ -1,0 +1,59 @@
+"""The stream beside the current one: who waits for whom. Streams and events are stood in for, as there are none without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap_inductor.transports import side_stream
+from overlap_inductor.transports.side_stream import SideStream
+
+CUDA = torch.device("cuda", 0)
+
+
+class _Stream:
+    device = CUDA
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self.said = name, said
+
+    def wait_event(self, event: _Event) -> None:
+        self.said.append(f"{self.name} waits for {event.of}")
+
+
+class _Event:
+    of = ""
+
+    def record(self, stream: _Stream) -> None:
+        self.of = stream.name
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    current = [_Stream("current", found)]
+    monkeypatch.setattr(side_stream, "own_stream", lambda device, priority: _Stream("side", found))
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
+    return found
+
+
+def test_streams_part_and_are_one_again(said: list[str]) -> None:
+    side = SideStream(CUDA)
+    with side:
+        assert torch.cuda.current_stream(CUDA) is side._stream
+    side.join()
+    assert said == ["side waits for current", "current waits for side"]
+
+
+def test_a_stream_that_was_not_entered_is_not_waited_for(said: list[str]) -> None:
+    """What failed before it was is said, not that a foreign stream is waited for in a capture."""
+    side = SideStream(CUDA)
+    side.join()
+    assert said == []
+    with side:
+        pass
+    side.join()
+    side.join()
+    assert said == ["side waits for current", "current waits for side"]
