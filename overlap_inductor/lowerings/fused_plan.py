@@ -27,7 +27,7 @@ class FusedParameters:
         parts: bands a shard, from ``parts_from`` rows of the whole matmul on; below one. 0: as many as ranks.
         pieces: in which a band is pushed (all-gather).
         pushers: blocks that push: before they multiply (all-gather); whenever something is ready (all-reduce; 0: by ``push_inner``).
-        push_inner: K for which one block pushes as fast as all multiply (all-reduce). The best of those tried were 6 to 8 blocks for K = 14336, 10 to 12 for 7168 and 20 to 24
+        push_inner: K for which one block pushes as fast as all multiply (all-reduce). The best of those tried were 4 to 8 blocks for K = 14336, 10 to 12 for 7168 and 20 to 24
             for 3584 (2 and 4 H200s, one of 8).
         unit: tiles beside each other that are pushed at once (all-reduce).
         slices, slices_tiles, slices_pushers: slices along K in which a shard is pushed, by so many blocks, and a tile waits for it (all-gather), up to so many tiles;
