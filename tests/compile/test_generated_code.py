@@ -27,6 +27,7 @@ EVENTS = {
     "exchange_wait.default(": "wait",
     "extern_kernels.mm(": "mm",
     "extern_kernels.addmm(": "mm",
+    "extern_kernels.bias_addmm(": "mm",  # (autotuning takes it where it was faster just then)
     "cpp_fused": "pointwise",
 }
 
