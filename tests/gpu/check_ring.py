@@ -31,6 +31,8 @@ from tests.numerics.test_agreement import _cases
 from tests.numerics.test_agreement import _tuple
 from tests.numerics.test_agreement import all_reduce
 
+MLP_TOKENS, HEAD_TOKENS = (2048, 8192, 16384), (512, 1024, 2048, 4096)
+
 
 def check(rank: int, world_size: int, names: list[str], fields: dict[str, Any], dtype: torch.dtype, dynamic: bool) -> list[str]:
     """Problems found on this rank."""
@@ -85,22 +87,23 @@ def _time(functions: dict[str, Callable[[], Any]], repeats: int = 15) -> dict[st
 
 
 def bench(world_size: int) -> list[dict[str, Any]]:
-    """Rows for the MLP of llama3-70b (hidden 8192, ffn 28672), bf16."""
+    """Rows for the MLP of llama3-70b (hidden 8192, ffn 28672) and its head (128256 words), bf16."""
     g = dist.group.WORLD
     rows = []
-    patterns: dict[str, tuple[Any, Callable[[int], list[tuple[int, ...]]]]] = {
-        "all_gather_matmul": (lambda x, a: all_gather(x, 0, g) @ a, lambda m: [(m // world_size, 8192), (8192, 28672 // world_size)]),
-        "matmul_reduce_scatter": (lambda x, a: reduce_scatter(x @ a, "sum", 0, g), lambda m: [(m, 28672 // world_size), (28672 // world_size, 8192)]),
-        "matmul_all_reduce": (lambda x, a: all_reduce(x @ a, "sum", g), lambda m: [(m, 28672 // world_size), (28672 // world_size, 8192)]),
+    patterns: dict[str, tuple[Any, Callable[[int], list[tuple[int, ...]]], tuple[int, ...]]] = {
+        "all_gather_matmul": (lambda x, a: all_gather(x, 0, g) @ a, lambda m: [(m // world_size, 8192), (8192, 28672 // world_size)], MLP_TOKENS),
+        "matmul_reduce_scatter": (lambda x, a: reduce_scatter(x @ a, "sum", 0, g), lambda m: [(m, 28672 // world_size), (28672 // world_size, 8192)], MLP_TOKENS),
+        "matmul_all_reduce": (lambda x, a: all_reduce(x @ a, "sum", g), lambda m: [(m, 28672 // world_size), (28672 // world_size, 8192)], MLP_TOKENS),
+        "matmul_all_gather": (lambda x, a: all_gather(x @ a, 1, g), lambda m: [(m, 8192), (8192, 128256 // world_size)], HEAD_TOKENS),
     }
-    for pattern, (function, shapes) in patterns.items():
-        for tokens in (2048, 8192, 16384):
+    for pattern, (function, shapes, token_counts) in patterns.items():
+        for tokens in token_counts:
             inputs = [torch.randn(s, device="cuda", dtype=torch.bfloat16) / 32 for s in shapes(tokens)]
             torch._dynamo.reset()
             plain = torch.compile(function)
             reference = plain(*inputs)
             providers = {"keep": lambda plain=plain, inputs=inputs: plain(*inputs)}
-            for parts in (1, 2):
+            for parts in (1, 2, 4):
                 with overlap_inductor.overlap(schedule="ring", sub_chunks=parts):
                     # A compiled function is cached by its code, so each provider gets code of its own.
                     namespace = {"f": function}
@@ -119,7 +122,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.gpu.check_ring")
     parser.add_argument("--share", default="0/1", metavar="I/N", help="every N-th pattern, from the I-th on")
     parser.add_argument("--all", action="store_true", help="with a node budget of one, too: looping ops")
-    parser.add_argument("--bench", action="store_true", help="time llama3-70b shapes")
+    parser.add_argument("--bench", action="store_true", help="time llama3-70b shapes, MLP and head")
     return parser.parse_args()
 
 
