@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.tables import SETTING_WORDS
+from bench.tables import as_planned
 from bench.tables import groups
 from bench.tables import provider_names
 from bench.tables import row_efficiency
@@ -45,9 +46,9 @@ FIGURES = {"speedup": "speed-up over keep", "ratio": "time / max(matmul, collect
 
 def operators(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
     """Speed-up, and ratio to the bound, against tokens, of rows of ``bench.operators``: of each kind of machine, shape and dtype two files in ``folder``, with a panel for each
-    setting and pattern and a line for each provider."""
+    setting and pattern and a line for each provider. (Schedules with other parameters stand in the tables only.)"""
     return [
-        _against_tokens(same, figure, folder) for same in groups(rows, "gpu", "world_size", "shape", "dtype").values() for figure in FIGURES
+        _against_tokens(same, figure, folder) for same in groups(as_planned(rows), "gpu", "world_size", "shape", "dtype").values() for figure in FIGURES
     ]
 
 

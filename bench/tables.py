@@ -58,6 +58,11 @@ def provider_names(rows: Iterable[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(["keep", *(row["provider"] for row in rows)]))
 
 
+def as_planned(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of what a user gets: of no schedule with other parameters (``--set``)."""
+    return [row for row in rows if " " not in row["provider"]]
+
+
 def heading(row: dict[str, Any]) -> str:
     """What a table's rows have in common."""
     return f"{row['world_size']} x {row['gpu']}, {row['shape']}, {row['dtype']}, {SETTING_WORDS[row['setting']]}"
@@ -66,7 +71,8 @@ def heading(row: dict[str, Any]) -> str:
 def operators(rows: Sequence[dict[str, Any]], details: bool = False) -> str:
     """Rows of ``bench.operators`` as tables, one for each kind of machine, shape and setting: microseconds, the speed-up over ``keep`` of the same run in brackets.
 
-    ``best``: the fastest of what is not ``keep``, with its speed-up, ratio to ``max`` (the bound) and overlap efficiency. ``details``: behind each, every row by itself.
+    ``best``: the fastest of what is not ``keep``, with its speed-up, ratio to ``max`` (the bound) and overlap efficiency. ``details``: behind each, every row by itself, those
+    of schedules with other parameters, too.
     """
     parts = []
     for same in groups(rows, "gpu", "world_size", "shape", "dtype", "setting").values():
@@ -85,6 +91,7 @@ def _header(*cells: str) -> list[str]:
 
 
 def _overview(rows: Sequence[dict[str, Any]]) -> str:
+    rows = as_planned(rows)
     names = provider_names(rows)
     lines = _header("pattern", "tokens", "matmul", "collective", "sum", "max", *names, "best", "speed-up", "ratio", "efficiency")
     for (pattern, tokens), same in groups(_in_order(rows), "pattern", "tokens").items():
@@ -92,8 +99,7 @@ def _overview(rows: Sequence[dict[str, Any]]) -> str:
         # (Of a provider measured in a later run, the standards are that run's; of a case, those of the last run of ``keep``.)
         standard = of.get("keep", same[0])
         bounds = [f"{standard[k]:.0f}" for k in ("matmul_us", "collective_us", "sum_us", "bound_us")]
-        # (A schedule with other parameters is none that a user gets.)
-        best = max((row for row in same if row["provider"] != "keep" and " " not in row["provider"]), key=lambda row: row["speedup"], default=None)
+        best = max((row for row in same if row["provider"] != "keep"), key=lambda row: row["speedup"], default=None)
         last = ["-"] * 4 if best is None else [best["provider"], *(f"{best[k]:.2f}" for k in ("speedup", "ratio", "efficiency"))]
         lines.append(_line(pattern, tokens, *bounds, *(_cell(of.get(name), best) for name in names), *last))
     return "\n".join(lines) + "\n"

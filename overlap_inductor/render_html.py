@@ -55,6 +55,7 @@ def _head(report: OverlapReport) -> str:
     lines += [f"world size {report.world_size}", f"mode {report.mode}"]
     if report.plan_hash:
         lines.append(f"plan {report.plan_hash}")
+    lines += words.memory(report)
     facts = escape(" \u00b7 ".join(lines))
     return f'<h1>Graph {escape(report.graph)}, {escape(report.phase)}</h1><div class="quiet">{facts}</div>'
 

@@ -39,6 +39,7 @@ def _header(report: OverlapReport) -> list[str]:
         lines.append("mode report: the graph was left as it was; the plan below is what mode on would run")
     if report.plan_hash:
         lines.append(f"plan {report.plan_hash} (equal on every rank)")
+    lines += words.memory(report)
     return lines
 
 

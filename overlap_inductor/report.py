@@ -50,6 +50,7 @@ class OverlapReport:
         phase: ``forward`` | ``backward`` | ``inference``.
         before / after: the FX graph's readable code before and after the pass.
         plan_hash: identity of the plan; ranks compare it before they move data. Empty where nothing is overlapped.
+        workspaces: symmetric memory that the graph's sites hold on each rank: ``{"ranks", "bytes"}`` of each group with any.
         notices: things the user should know that belong to no site (another pass took the sites, a limit was hit...).
     """
 
@@ -65,6 +66,7 @@ class OverlapReport:
     before: str = ""
     after: str = ""
     plan_hash: str = ""
+    workspaces: list[dict[str, Any]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
     def counters(self) -> Counter[str]:
@@ -92,6 +94,7 @@ class OverlapReport:
             "world_size": self.world_size,
             "config": self.config,
             "plan_hash": self.plan_hash,
+            "workspaces": self.workspaces,
             "notices": self.notices,
             "sites": [s.to_dict() for s in self.sites],
             "near_misses": [m.to_dict() for m in self.near_misses],

@@ -73,6 +73,12 @@ def size_in_bytes(value: int | str) -> str:
     return f"{number:.1f} GiB"
 
 
+def memory(report: OverlapReport) -> list[str]:
+    """``symmetric memory: 96.0 MiB on each of 8 ranks, of at most 4.0 GiB a group``, a line for each group."""
+    most = size_in_bytes(report.config["workspace_limit"] << 20) if report.workspaces else ""
+    return [f"symmetric memory: {size_in_bytes(held['bytes'])} on each of {count(len(held['ranks']), 'rank')}, of at most {most} a group" for held in report.workspaces]
+
+
 def collective(value: Collective) -> str:
     """``all_reduce(sum) of 16.0 MiB bf16 over 8 ranks (tp)``."""
     operation = f"{value.kind}({value.reduce_op})" if value.reduce_op else value.kind

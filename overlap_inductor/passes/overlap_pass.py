@@ -69,6 +69,7 @@ def run_overlap_pass(
 def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, graph_id: str, refusal: str | None) -> OverlapReport:
     failed: dict[str, Reason] = {}
     plan_hash, before = "", ""
+    workspaces: list[dict[str, Any]] = []
     while True:
         found = SiteFinder(graph, phase).run()
         sites = found.sites
@@ -77,6 +78,8 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, graph_
         if not chosen or config.mode not in ("on", "strict"):
             break
         plan_hash, plan = plan_text(chosen, config)
+        # (Behind the rewrite the sites' nodes are gone.)
+        workspaces = planner.workspace_bytes(chosen)
         failures = rewrite_or_restore(graph, chosen, plan, config.workspace_limit)
         if not failures:
             break
@@ -97,6 +100,7 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, graph_
         before=before,
         after=readable(graph) if before else "",
         plan_hash=plan_hash if chosen and config.mode in ("on", "strict") else "",
+        workspaces=workspaces if chosen else [],
         notices=notices,
     )
 

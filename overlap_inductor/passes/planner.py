@@ -122,6 +122,12 @@ def fit_workspace(sites: list[OverlapSite], config: OverlapConfig) -> None:
             member[0].decision = Decision("refused" if source == "forced" else "kept", source, [PlanPiece("keep")], [Reason("workspace", text)])
 
 
+def workspace_bytes(sites: list[OverlapSite]) -> list[dict[str, Any]]:
+    """What ``sites`` hold together of symmetric memory on each rank: ``{"ranks", "bytes"}`` of each group with any, in graph order."""
+    members = ((m[0][0].facts.collective, [r for _, r in m]) for m in _requests(sites).values())
+    return [{"ranks": list(c.ranks), "bytes": planned_bytes(requests, SLOTS, c.world_size)} for c, requests in members]
+
+
 def workspace(sites: list[OverlapSite]) -> dict[str, list[list[Any]]]:
     """``{group: [[site, bytes, signals]]}`` of the sites that need some, in graph order; a protocol other than credits stands behind them."""
     return {group: [_numbers(r) for _, r in members] for group, members in _requests(sites).items()}

@@ -14,8 +14,13 @@ from torch import fx
 
 from overlap_inductor.machine import machine_for
 from overlap_inductor.passes import site_sizes
+from overlap_inductor.render_html import render_html
+from overlap_inductor.render_text import render_text
 from overlap_inductor.report import OverlapReport
 from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports.arena import SLOTS
+from overlap_inductor.transports.arena import Request
+from overlap_inductor.transports.arena import planned_bytes
 from tests.fake_group import fake_group
 from tests.hand_graph import HandGraph
 from tests.hand_graph import aten
@@ -177,6 +182,19 @@ def test_the_plan_asks_for_workspace() -> None:
         with fake_group(2):
             made = site()
             assert workspace_of(made.run(schedule="fused"), made) == {"0": [numbers]}
+
+
+def test_the_report_says_what_memory_the_sites_hold() -> None:
+    with fake_group(2):
+        report = scatter_site().run(schedule="fused")
+        kept = scatter_site().run(schedule="keep")
+        planned = scatter_site().run(schedule="fused", mode="report")
+    request = Request(report.sites[0].facts.id, 256 * 40 * 2, 1)
+    held = planned_bytes([request], SLOTS, 2)
+    assert report.workspaces == [{"ranks": [0, 1], "bytes": held}] and held > request.nbytes and kept.workspaces == planned.workspaces == []
+    line = f"symmetric memory: {held / 1024:.1f} KiB on each of 2 ranks, of at most 4.0 GiB a group"
+    assert line in render_text(report).splitlines() and line in render_html(report)
+    assert OverlapReport.from_json(report.to_json(graphs=True)).workspaces == report.workspaces
 
 
 def dynamic_site(rows: int = 48) -> HandGraph:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench import plots
 from bench import rows
 from bench import tables
 from bench.operators import cases
@@ -109,6 +110,16 @@ def test_tables_show_all_providers_and_mark_the_best() -> None:
         "| all_gather_matmul | 4096 | 600 | 190 | 790 | 600 | 790 | **640 (1.23)** | 645 (1.23, fused) | - | fused/sm_push | 1.23 | 1.07 | 0.79 |",
     ]
     assert details.splitlines()[5] == "| all_gather_matmul | 1024 | ring/p2p | 900.0 | 895.0 | 910.0 | 0.67 | 1.50 | -0.58 | 22 | 4.0 |"
+
+
+def test_other_parameters_stand_in_the_details_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = some_rows(**{"fused parts=2": 500.0})
+    overview, details = tables.operators(found, details=True).split("\n\n")[1:]
+    assert "parts=2" not in overview and "| fused/sm_push | 1.23 |" in overview and "| fused parts=2 | 500.0 |" in details
+    drawn: list[str] = []
+    monkeypatch.setattr(plots, "_against_tokens", lambda rows, figure, folder: drawn.extend(row["provider"] for row in rows) or folder)
+    plots.operators(found, tmp_path)
+    assert set(drawn) == {"keep", "fused/sm_push", "auto"}
 
 
 def test_the_last_row_of_a_provider_counts_and_older_forms_are_left_alone(tmp_path: Path) -> None:
