@@ -3,6 +3,7 @@ launcher would end all ranks when one dies); one JSON row a scenario. ``found``:
 
     python -m tests.gpu.check_faults [--ranks 2] [--late 15] [--only killed skipped]
     python -m tests.gpu.check_faults --late 60 --only late
+    python -m tests.gpu.check_faults --only killed skipped --schedule chunked --pattern matmul_all_reduce
 
 The last rank is the one that fails. Ranks of all scenarios import and compile at one time, and then wait for their turn.
 """
@@ -28,7 +29,11 @@ ABORTED, KILLED = -6, -9
 SLACK_SECONDS = 5.0
 """What an error may come later than its time, and what a bare process may take to multiply on a GPU."""
 START_SECONDS = 90.0
-WAITED = r"site \S+ of group '\S+' waited in vain for partial sums from rank {last}: call 4 was wanted, 3 had come"
+WAITED = r"site \S+ of group '\S+' waited in vain for [a-z -]+ rank {last}: call 4 was wanted, 3 had come"
+SCHEDULES = ("fused", "chunked", "small_message")
+"""Those whose own kernels wait for peers. (The collectives of ``wave_groups`` and the hops of ``ring`` are the group's backend's, and so are their timeouts.)"""
+
+PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 @dataclass(frozen=True)
@@ -60,14 +65,15 @@ def expected(late: float) -> dict[str, Expected]:
 class Job:
     """The processes of one scenario. They pass ``prepare`` and ``go`` when files of these names appear in its folder."""
 
-    def __init__(self, scenario: str, ranks: int, folder: Path, late: float) -> None:
+    def __init__(self, scenario: str, arguments: argparse.Namespace, folder: Path, ranks: int | None = None) -> None:
         self.folder = folder / scenario
         self.folder.mkdir()
-        self.ranks = ranks
+        self.kind = {"schedule": arguments.schedule, "pattern": arguments.pattern}
+        self.ranks = ranks = ranks or arguments.ranks
         self.logs = [self.folder / f"rank_{rank}.log" for rank in range(ranks)]
         # No workers that compile: they would outlive a rank that is killed.
         environment = {**rank_environment("cuda"), "LOCAL_WORLD_SIZE": str(ranks), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        command = [sys.executable, "-m", fault_scenarios.__name__, scenario, str(ranks), str(self.folder), str(late)]
+        command = [sys.executable, "-m", fault_scenarios.__name__, scenario, str(ranks), str(self.folder), str(arguments.late), arguments.schedule, arguments.pattern]
         self.processes = []
         for rank, path in enumerate(self.logs):
             with path.open("w") as log:
@@ -130,7 +136,7 @@ def play(name: str, job: Job, probe: Job | None, want: Expected) -> dict[str, ob
     statuses = job.wait_end(want.after + 30)
     seconds = time.monotonic() - start
     found, problems = judge(job, want, statuses, seconds)
-    row: dict[str, object] = {"scenario": name, "ranks": job.ranks, "seconds": round(seconds, 1), "found": found}
+    row: dict[str, object] = {"scenario": name, **job.kind, "ranks": job.ranks, "seconds": round(seconds, 1), "found": found}
     if probe is not None:
         probe.begin("prepare")
         ended = probe.wait_end(30)
@@ -148,15 +154,18 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--late", type=float, default=15.0, help="seconds by which the late peer is late")
     parser.add_argument("--only", nargs="*", help="names of scenarios; all of them without")
+    parser.add_argument("--schedule", default="fused", choices=SCHEDULES)
+    parser.add_argument("--pattern", choices=PATTERNS, help="matmul_reduce_scatter without, or matmul_all_reduce of small_message")
     arguments = parser.parse_args()
+    arguments.pattern = arguments.pattern or ("matmul_all_reduce" if arguments.schedule == "small_message" else "matmul_reduce_scatter")
     scenarios = {name: want for name, want in expected(arguments.late).items() if name == "well" or not arguments.only or name in arguments.only}
     failed = 0
     jobs: dict[str, Job] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name in scenarios:
-                jobs[name] = Job(name, arguments.ranks, Path(folder), arguments.late)
-            probes = {name: Job(f"probe_{name}", 1, Path(folder), arguments.late) for name, want in scenarios.items() if want.probed}
+                jobs[name] = Job(name, arguments, Path(folder))
+            probes = {name: Job(f"probe_{name}", arguments, Path(folder), ranks=1) for name, want in scenarios.items() if want.probed}
             jobs |= {f"probe {name}": probe for name, probe in probes.items()}
             # The first one alone: the others find its code in the caches, so that no rank is long behind the other.
             jobs["well"].begin("prepare")

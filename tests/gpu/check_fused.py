@@ -96,24 +96,30 @@ def against_fp64(
     return problems
 
 
-def three_patterns(world_size: int, tokens: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
-    """An MLP of hidden 2048 as its parts: functions and inputs."""
+ALL_PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+PATTERNS_OF = {"wave_groups": ALL_PATTERNS[1:], "small_message": ALL_PATTERNS[2:]}
+"""Of schedules that do not serve all three."""
+
+
+def patterns_of(schedule: str, world_size: int, tokens: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
+    """An MLP of hidden 2048 as those of its parts that a schedule serves: functions and inputs."""
     g, rows = dist.group.WORLD, tokens // world_size
     up, down = (torch.randn(1024, 2048, device="cuda").bfloat16() / 32 for _ in range(2))
     x, y = torch.randn(rows, 2048, device="cuda").bfloat16(), torch.randn(tokens, 1024, device="cuda").bfloat16()
-    return {
+    made = {
         "all_gather_matmul": (lambda x, a: all_gather(x, 0, g) @ a.t(), [x, up]),
         "matmul_reduce_scatter": (lambda y, a: reduce_scatter(y @ a, "sum", 0, g), [y, down]),
         "matmul_all_reduce": (lambda y, a: funcol.all_reduce(y @ a, "sum", g), [y, down]),
     }
+    return {name: made[name] for name in PATTERNS_OF.get(schedule, ALL_PATTERNS)}
 
 
 def stress(schedule: str, rank: int, world_size: int, calls: int) -> dict[str, int]:
-    """Calls of three patterns and two sizes in turn, each rank late at random; every result must be bit for bit the first one."""
+    """Calls of all patterns and two sizes in turn, each rank late at random; every result must be bit for bit the first one."""
     sites = []
     for tokens in (512, 1000 // world_size * world_size):
         torch._dynamo.reset()
-        for name, (function, inputs) in three_patterns(world_size, tokens).items():
+        for name, (function, inputs) in patterns_of(schedule, world_size, tokens).items():
             compiled = compiled_as(schedule, function)
             first = compiled(*inputs)
             assert (first.float() - function(*inputs).float()).abs().max() < 2e-2 * first.float().abs().max(), f"{name} {tokens}"
@@ -124,14 +130,14 @@ def stress(schedule: str, rank: int, world_size: int, calls: int) -> dict[str, i
 def graphs(schedule: str, world_size: int, count: int) -> dict[str, int]:
     """Two captured graphs alive, replayed in turn and mixed with eager calls."""
     torch._dynamo.reset()
-    calls = {name: functools.partial(compiled_as(schedule, function), *inputs) for name, (function, inputs) in three_patterns(world_size, 512).items()}
+    calls = {name: functools.partial(compiled_as(schedule, function), *inputs) for name, (function, inputs) in patterns_of(schedule, world_size, 512).items()}
     return replays([(name, call, call()) for name, call in calls.items()], count)
 
 
 def reduce_overhead(schedule: str, world_size: int) -> dict[str, int]:
     """``mode="reduce-overhead"``: Inductor's own graphs."""
     wrong = 0
-    for function, inputs in three_patterns(world_size, 512).values():
+    for function, inputs in patterns_of(schedule, world_size, 512).values():
         torch._dynamo.reset()
         compiled = compiled_as(schedule, function, mode="reduce-overhead")
         expected = function(*inputs).float()
@@ -142,8 +148,9 @@ def reduce_overhead(schedule: str, world_size: int) -> dict[str, int]:
 
 
 def host_cost(schedule: str, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of the host beside the queue of a GPU that is busy: the op alone, and the compiled function with it and as it stood."""
-    return {name: _host_cost(schedule, name, function, inputs) for name, (function, inputs) in three_patterns(world_size, 512).items()}
+    """Microseconds of the host beside the queue of a GPU that is busy: the op alone, the compiled function with it and as it stood; and an allocation, of which an op has
+    two and more, for how fast the host is."""
+    return {name: _host_cost(schedule, name, function, inputs) for name, (function, inputs) in patterns_of(schedule, world_size, 512).items()}
 
 
 def _host_cost(schedule: str, name: str, function: Callable[..., Any], inputs: list[torch.Tensor]) -> dict[str, float]:
@@ -160,7 +167,7 @@ def _host_cost(schedule: str, name: str, function: Callable[..., Any], inputs: l
         chain, last = torch.zeros(1, dtype=torch.uint8, device="cuda"), (site.collective.group_name, site.id)
         a, b = inputs
         arguments = (chain, a, [b.t()], [None], False, settings, *last) if name == "all_gather_matmul" else (chain, a, b, None, settings, "sum", *last)
-        return {"op": host_us(lambda: op(*arguments)), schedule: host_us(lambda: overlapped(*inputs)), "keep": host_us(lambda: keep(*inputs))}
+        return {"op": host_us(lambda: op(*arguments)), schedule: host_us(lambda: overlapped(*inputs)), "keep": host_us(lambda: keep(*inputs)), "torch.empty": host_us(lambda: torch.empty_like(a))}
 
 
 def main() -> int:

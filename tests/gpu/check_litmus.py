@@ -4,7 +4,7 @@
 
 Message passing: block b of the even rank writes a round's number all over a tile in its partner's memory and signals; block b of the partner
 waits, counts the words that are not that number, and acknowledges. One JSON row a way, written by rank 0; wrong words fail the run where the
-ordering is claimed to hold.
+ordering is claimed to hold. Then the same inside one GPU, for tiles that one block stores and another one sends. What was found: ``bench/results/litmus.jsonl``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from overlap_inductor.kernels.group_signals import signal_ranks
+from overlap_inductor.kernels.group_signals import wait_for_all
+from overlap_inductor.kernels.signals import add_flag
 from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import load_fence
 from overlap_inductor.kernels.signals import set_flag
@@ -31,6 +34,8 @@ from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
 
 ROWS, COLUMNS, BLOCKS = 64, 128, 64
+WORDS, ACKNOWLEDGED = 128, 64
+"""Of a block: flags at words 0 and 32, an acknowledgement at 64, what is added to at 96."""
 PATIENCE_NS = 5_000_000_000
 
 
@@ -42,17 +47,17 @@ def write_rounds(peer, peer_desc, acknowledged, peer_flags, stop, first, rounds,
     for i in range(first, first + rounds):
         tile = tl.full((R, C), 0, tl.int32) + i
         if way == "unordered":
-            tl.store(peer_flags + block * 64, i)
+            tl.store(peer_flags + block * 128, i)
             tl.store(peer + block * R * C + offsets, tile)
         elif way == "ordinary":
             tl.store(peer + block * R * C + offsets, tile)
-            set_flag(peer_flags + block * 64, i)
+            set_flag(peer_flags + block * 128, i)
         else:
             peer_desc.store([block * R, 0], tile)
             if way == "bulk":
                 store_fence()
-            set_flag(peer_flags + block * 64, i)
-        wait_at_least(acknowledged + block * 64 + 32, i, stop, patience, 1, 0)
+            set_flag(peer_flags + block * 128, i)
+        wait_at_least(acknowledged + block * 128 + 64, i, stop, patience, 1, 0)
 
 
 @triton.jit
@@ -63,26 +68,68 @@ def write_halves(peer, acknowledged, peer_flags, counters, stop, first, rounds, 
     offsets = rows[:, None] * C + tl.arange(0, C)[None, :]
     for i in range(first, first + rounds):
         tl.store(peer + block * R * C + offsets, tl.full((R // 2, C), 0, tl.int32) + i)
-        count_and_signal(counters + block, 2, peer_flags + block * 64, i, stop)
-        wait_at_least(acknowledged + block * 64 + 32, i, stop, patience, 1, 0)
+        count_and_signal(counters + block, 2, peer_flags + block * 128, i, stop)
+        wait_at_least(acknowledged + block * 128 + 64, i, stop, patience, 1, 0)
+
+
+@triton.jit
+def write_halves_each(peer, acknowledged, peer_flags, table, stop, first, rounds, patience, rank, added: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Two blocks store half a tile each and signal for themselves: by adding to one flag, or a flag each, by threads side by side (``signal_ranks``)."""
+    block, half = tl.program_id(0) // 2, tl.program_id(0) % 2
+    rows = half * (R // 2) + tl.arange(0, R // 2)
+    offsets = rows[:, None] * C + tl.arange(0, C)[None, :]
+    for i in range(first, first + rounds):
+        tl.store(peer + block * R * C + offsets, tl.full((R // 2, C), 0, tl.int32) + i)
+        if added:
+            add_flag(peer_flags + block * 128 + 96, 1)
+        else:
+            signal_ranks(table, block * 128 + half * 32, i, rank, 2)
+        wait_at_least(acknowledged + block * 128 + 64, i, stop, patience, 1, 0)
+
+
+@triton.jit
+def send_inside(mine, desc, flags, wrong, stop, first, rounds, patience, fence: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """One GPU: an even block stores a tile in bulk and adds, at the GPU's scope; the odd one behind it acquires and loads past L1, as blocks of an all-reduce that push."""
+    block = tl.program_id(0) // 2
+    offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
+    bad = tl.full((), 0, tl.int32)
+    for i in range(first, first + rounds):
+        if tl.program_id(0) % 2 == 0:
+            desc.store([block * R, 0], tl.full((R, C), 0, tl.int32) + i)
+            if fence:
+                store_fence()
+            tl.debug_barrier()
+            tl.atomic_add(flags + block * 128, 1, sem="release", scope="gpu")
+            wait_at_least(flags + block * 128 + 64, i, stop, patience, 4, 0)
+        else:
+            wait_at_least(flags + block * 128, i, stop, patience, 5, 0)
+            bad += tl.sum((tl.load(mine + block * R * C + offsets, cache_modifier=".cg") != i).to(tl.int32))
+            set_flag(flags + block * 128 + 64, i)
+    if tl.program_id(0) % 2 == 1:
+        tl.store(wrong + block, bad)
 
 
 @triton.jit
 def read_rounds(mine, desc, flags, peer_flags, wrong, stop, first, rounds, patience, way: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """``way``: ordinary | bulk | bulk without fence."""
+    """``way``: ordinary | bulk | bulk without fence | added (two have added to the flag, as often) | both flags (``wait_for_all``)."""
     block = tl.program_id(0)
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     bad = tl.full((), 0, tl.int32)
     for i in range(first, first + rounds):
-        wait_at_least(flags + block * 64, i, stop, patience, 2, 0)
-        if way == "ordinary":
+        if way == "added":
+            wait_at_least(flags + block * 128 + 96, 2 * (i - first + 1), stop, patience, 2, 0)
+        elif way == "both flags":
+            wait_for_all(flags + block * 128, i, 1, 2, 128, -1, stop, patience, 2, 0)
+        else:
+            wait_at_least(flags + block * 128, i, stop, patience, 2, 0)
+        if way == "ordinary" or way == "added" or way == "both flags":
             tile = tl.load(mine + block * R * C + offsets)
         else:
             if way == "bulk":
                 load_fence()
             tile = desc.load([block * R, 0])
         bad += tl.sum((tile != i).to(tl.int32))
-        set_flag(peer_flags + block * 64 + 32, i)
+        set_flag(peer_flags + block * 128 + 64, i)
     tl.store(wrong + block, bad)
 
 
@@ -101,6 +148,8 @@ WAYS = [  # (what the writer does, what the reader does, whether the kernels res
     ("unordered", "ordinary", False),
     ("two blocks", "ordinary", True),
     ("two blocks", "bulk", True),
+    ("two blocks, each adds", "added", True),
+    ("two blocks, a flag each", "both flags", True),
     ("bulk", "ordinary", True),
     ("bulk without fence", "ordinary", False),
     ("ordinary", "bulk", True),
@@ -121,15 +170,16 @@ class Litmus:
         self.reads = rank % 2 == 1
         shape = (BLOCKS * ROWS, COLUMNS)
         self.data = symmetric_memory.empty(shape, dtype=torch.int32, device="cuda").zero_()
-        self.flags = symmetric_memory.empty(BLOCKS * 64, dtype=torch.int32, device="cuda").zero_()
+        self.flags = symmetric_memory.empty(BLOCKS * WORDS, dtype=torch.int32, device="cuda").zero_()
         handles = [symmetric_memory.rendezvous(t, dist.group.WORLD) for t in (self.data, self.flags)]
         other = self.partner if self.partner < world_size else rank
         self.peer = handles[0].get_buffer(other, shape, torch.int32)
-        self.peer_flags = handles[1].get_buffer(other, (BLOCKS * 64,), torch.int32)
+        self.peer_flags = handles[1].get_buffer(other, (BLOCKS * WORDS,), torch.int32)
         self.handles = handles
         self.faults = FaultRecord.of("litmus", range(world_size), self.data.device)
         self.counters = torch.zeros(BLOCKS, dtype=torch.int32, device="cuda")
         self.wrong = torch.zeros(BLOCKS, dtype=torch.int32, device="cuda")
+        self.table = torch.tensor([self.flags.data_ptr(), self.peer_flags.data_ptr()], dtype=torch.int64, device="cuda")
         self.descriptors = [TensorDescriptor.from_tensor(t, [ROWS, COLUMNS]) for t in (self.data, self.peer)]
         self.next = 1
 
@@ -137,6 +187,10 @@ class Litmus:
         if way == "two blocks":
             arguments = (self.peer, self.flags, self.peer_flags, self.counters, self.faults.stop, self.next, rounds, PATIENCE_NS)
             write_halves[(2 * BLOCKS,)](*arguments, ROWS, COLUMNS, num_warps=4)
+            return
+        if way.startswith("two blocks, "):
+            arguments = (self.peer, self.flags, self.peer_flags, self.table, self.faults.stop, self.next, rounds, PATIENCE_NS)
+            write_halves_each[(2 * BLOCKS,)](*arguments, 0, "adds" in way, ROWS, COLUMNS, num_warps=4)
             return
         if not way.startswith("copy engine"):
             arguments = (self.peer, self.descriptors[1], self.flags, self.peer_flags, self.faults.stop, self.next, rounds, PATIENCE_NS)
@@ -148,15 +202,15 @@ class Litmus:
             word = source.view(-1)[:1]
             self.peer.copy_(source)
             for block in range(BLOCKS):
-                flag = self.peer_flags[block * 64 : block * 64 + 1]
+                flag = self.peer_flags[block * WORDS : block * WORDS + 1]
                 if way == "copy engine, copied flag":
                     flag.copy_(word, non_blocking=True)
                 elif way == "copy engine, flag by a kernel":
                     give[(1,)](flag, i, num_warps=1)
                 else:
-                    torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(self.peer_flags.view(torch.uint32), block * 64, i)
+                    torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(self.peer_flags.view(torch.uint32), block * WORDS, i)
             for block in range(BLOCKS):
-                wait_for[(1,)](self.flags[block * 64 + 32 :], i, self.faults.stop, PATIENCE_NS, num_warps=1)
+                wait_for[(1,)](self.flags[block * WORDS + ACKNOWLEDGED :], i, self.faults.stop, PATIENCE_NS, num_warps=1)
 
     def read(self, way: str, rounds: int) -> None:
         arguments = (self.data, self.descriptors[0], self.flags, self.peer_flags, self.wrong, self.faults.stop, self.next, rounds, PATIENCE_NS)
@@ -181,6 +235,18 @@ class Litmus:
         return {"writer": writer, "reader": reader, "rounds": rounds, "wrong_words": int(wrong[0]), "faults": int(wrong[1]), "words": rounds * BLOCKS * ROWS * COLUMNS}
 
 
+def inside_one_gpu(litmus: Litmus, fence: bool, rounds: int) -> dict[str, Any]:
+    """Rows as ``Litmus.run``'s, of blocks of one GPU, on every rank by itself."""
+    flags = torch.zeros(BLOCKS * WORDS, dtype=torch.int32, device="cuda")
+    for amount in (0, rounds):
+        send_inside[(2 * BLOCKS,)](litmus.data, litmus.descriptors[0], flags, litmus.wrong, litmus.faults.stop, 1, amount, PATIENCE_NS, fence, ROWS, COLUMNS, num_warps=4)
+        torch.cuda.synchronize()
+    wrong = torch.tensor([int(litmus.wrong.sum()), int(litmus.faults.record[0])], device="cuda")
+    dist.all_reduce(wrong)
+    ways = {"writer": "bulk" if fence else "bulk without fence", "reader": "another block of the GPU, past L1"}
+    return {**ways, "rounds": rounds, "wrong_words": int(wrong[0]), "faults": int(wrong[1]), "words": rounds * BLOCKS * ROWS * COLUMNS * dist.get_world_size()}
+
+
 def fault_is_recorded(litmus: Litmus) -> dict[str, Any]:
     """A signal that never comes: the wait ends when its patience does, and says which it was."""
     faults = FaultRecord.of("litmus", range(2), litmus.data.device)
@@ -196,14 +262,21 @@ def fault_is_recorded(litmus: Litmus) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=20000)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--copied-rounds", type=int, default=2000, help="of copies on a stream")
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
     rank, world_size = start_rank()
     litmus = Litmus(rank, world_size)
     failed = 0
     for writer, reader, claimed in WAYS:
-        row = litmus.run(writer, reader, min(rounds, 300) if writer.startswith("copy engine") else rounds)
+        row = litmus.run(writer, reader, min(rounds, arguments.copied_rounds) if writer.startswith("copy engine") else rounds)
         row["claimed"] = claimed
         failed += bool(row["faults"]) or (claimed and bool(row["wrong_words"]))
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+    for fence in (True, False):
+        row = {**inside_one_gpu(litmus, fence, rounds), "claimed": fence}
+        failed += bool(row["faults"]) or (fence and bool(row["wrong_words"]))
         if rank == 0:
             print(json.dumps(row), flush=True)
     row = fault_is_recorded(litmus)

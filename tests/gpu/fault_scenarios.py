@@ -1,4 +1,4 @@
-"""What one rank does in a scenario of ``tests.gpu.check_faults``, which starts it: ``<scenario> <ranks> <folder> <late> <rank>``."""
+"""What one rank does in a scenario of ``tests.gpu.check_faults``, which starts it: ``<scenario> <ranks> <folder> <late> <schedule> <pattern> <rank>``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +21,14 @@ import torch.distributed as dist
 from overlap_inductor.errors import TransferError
 from overlap_inductor.transports import watchdog
 from overlap_inductor.transports.workspace import workspace_of
+from tests.fake_group import all_gather
+from tests.fake_group import all_reduce
 from tests.fake_group import reduce_scatter
 from tests.gpu.check_fused import compiled_as
 from tests.gpu.ranks import device
 
 TIMEOUT_SECONDS = 6.0
-"""Timeout of the group whose sites are fused: the patience of their kernels."""
+"""Timeout of the group whose site is overlapped: the patience of its kernels."""
 GRACE_SECONDS = 3.0
 PATIENT_SECONDS = 60.0
 CALLS = 3
@@ -33,21 +36,35 @@ CALLS = 3
 ROWS, INNER, COLUMNS = 128, 1024, 512
 
 
-class Site:
-    """A fused ``reduce_scatter(x @ w)`` over a group of its own, whose timeout is ``seconds``; called once."""
+@dataclass(frozen=True)
+class Kind:
+    """A site's schedule, and what its matmul is beside."""
 
-    def __init__(self, seconds: float, rank: int, world_size: int) -> None:
+    schedule: str
+    pattern: str
+
+    def function(self, group: dist.ProcessGroup, world_size: int) -> tuple[Callable[..., torch.Tensor], tuple[tuple[int, int], ...]]:
+        """The site over ``group``, and the shapes of its operands."""
+        shapes = (ROWS * world_size, INNER), (INNER, COLUMNS)
+        if self.pattern == "all_gather_matmul":
+            return lambda x, w: all_gather(x, 0, group) @ w, ((ROWS, INNER), shapes[1])
+        if self.pattern == "matmul_reduce_scatter":
+            return lambda x, w: reduce_scatter(x @ w, "sum", 0, group), shapes
+        return lambda x, w: all_reduce(x @ w, "sum", group), shapes
+
+
+class Site:
+    """A site of ``kind`` over a group of its own, whose timeout is ``seconds``; called once."""
+
+    def __init__(self, kind: Kind, seconds: float, rank: int, world_size: int) -> None:
         self.group = group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
         generator = torch.Generator().manual_seed(rank)
-        shapes = (ROWS * world_size, INNER), (INNER, COLUMNS)
+        function, shapes = kind.function(group, world_size)
         self.inputs = [torch.randn(shape, generator=generator).to(device(), torch.float16) for shape in shapes]
-
-        def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            return reduce_scatter(x @ w, "sum", 0, group)
 
         self.plain = function(*self.inputs).float()
         torch._dynamo.reset()
-        self.compiled = compiled_as("fused", function)
+        self.compiled = compiled_as(kind.schedule, function)
         dist.barrier()
         self.calls(1)
 
@@ -74,6 +91,7 @@ class Rank:
     world_size: int
     folder: Path
     lateness: float
+    kind: Kind
     site: Site
 
     @property
@@ -156,7 +174,7 @@ class Rank:
             self.await_error()
         dist.barrier()
         dist.destroy_process_group(self.site.group)
-        self.site = Site(TIMEOUT_SECONDS, self.rank, self.world_size)
+        self.site = Site(self.kind, TIMEOUT_SECONDS, self.rank, self.world_size)
         self.site.calls(CALLS)
         time.sleep(GRACE_SECONDS + 1)
 
@@ -192,7 +210,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-def main(scenario: str, ranks: str, folder_name: str, late: str, number: str) -> int:
+def main(scenario: str, ranks: str, folder_name: str, late: str, schedule: str, pattern: str, number: str) -> int:
     rank, world_size, folder = int(number), int(ranks), Path(folder_name)
     watchdog.GRACE_SECONDS = GRACE_SECONDS
     # An aborted process need not write its memory to disk.
@@ -204,7 +222,8 @@ def main(scenario: str, ranks: str, folder_name: str, late: str, number: str) ->
     start_rank(rank, world_size, folder)
     # A peer that is late is late within the patience; the kernel that is aborted has a long one.
     patience = {"late": float(late) + 15, "aborted": PATIENT_SECONDS, "well": PATIENT_SECONDS}.get(scenario, TIMEOUT_SECONDS)
-    here = Rank(rank, world_size, folder, float(late), Site(patience, rank, world_size))
+    kind = Kind(schedule, pattern)
+    here = Rank(rank, world_size, folder, float(late), kind, Site(kind, patience, rank, world_size))
     dist.barrier()
     (folder / f"ready_{rank}").touch()
     wait_for(folder / "go")

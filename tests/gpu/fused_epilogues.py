@@ -94,6 +94,7 @@ def kernel_counts(compiled_as: Compile, rank: int, world_size: int) -> dict[str,
             with overlap_inductor.overlap(mode="off"), torch._inductor.config.patch(max_autotune_gemm_backends="TRITON", autotune_in_subproc=False):
                 template = torch.compile(plain, mode="max-autotune-no-cudagraphs")
                 found[name]["max_autotune"] = kernels(functools.partial(template, *alone))
+            assert len(found[name]["fused"]) <= len(found[name]["max_autotune"]), f"{name}: more kernels than max-autotune's: {found[name]}"
         dist.barrier()
     return found
 

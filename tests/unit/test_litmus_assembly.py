@@ -16,11 +16,13 @@ from tests.gpu import check_litmus as litmus  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has no assembler")
 
-WRITERS = sorted({writer for writer, _, _ in litmus.WAYS if not writer.startswith("copy engine") and writer != "two blocks"})
+WRITERS = sorted({writer for writer, _, _ in litmus.WAYS if not writer.startswith("copy engine") and not writer.startswith("two blocks")})
 READERS = sorted({reader for _, reader, _ in litmus.WAYS})
 KERNELS: list[tuple[Any, dict[str, Any]]] = [
     *((litmus.write_rounds, {"way": way}) for way in WRITERS),
     *((litmus.read_rounds, {"way": way}) for way in READERS),
+    *((litmus.write_halves_each, {"added": added}) for added in (True, False)),
+    *((litmus.send_inside, {"fence": fence}) for fence in (True, False)),
     *((kernel, {}) for kernel in (litmus.write_halves, litmus.wait_for, litmus.give)),
 ]
 
@@ -30,7 +32,7 @@ def test_a_litmus_kernel_can_be_assembled(kernel: Any, chosen: dict[str, Any]) -
     names = kernel.arg_names
     constants = {name: value for name, value in {**chosen, "R": litmus.ROWS, "C": litmus.COLUMNS}.items() if name in names}
     pointers = ("peer", "mine", "acknowledged", "flags", "peer_flags", "counters", "stop", "wrong", "flag")
-    types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(("desc", "peer_desc"), f"tensordesc<i32[{litmus.ROWS}, {litmus.COLUMNS}]>") | {"patience": "i64"}
+    types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(("desc", "peer_desc"), f"tensordesc<i32[{litmus.ROWS}, {litmus.COLUMNS}]>") | {"patience": "i64", "table": "*i64"}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()})
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["cubin"]
