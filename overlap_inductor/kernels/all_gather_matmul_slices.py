@@ -4,11 +4,12 @@ Where nearly every tile is of a peer's rows and there is one for each SM, a kern
 Here shards come slice after slice of their columns, and a tile goes on with each slice of K when it is there: the transfer hides under the tile itself. A
 wait drains the pipeline of loads, so that this does not pay where there are several waves.
 
-The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, the first slice to all peers before the second (``push.push_slice``), and then multiply.
+The ``PUSHERS`` blocks that begin first, whichever they are (each takes a ticket), store this rank's shard into the peers' workspace, the first slice to all peers before
+the second (``push.push_slice``), and then multiply.
 
-Forward progress. Blocks begin in the order of their numbers, so where a block that is no pusher runs, all pushers run or have ended. A pusher waits for credits
+Forward progress. Where a block runs that is no pusher, all tickets of pushers are taken, by blocks that run or have ended. A pusher waits for credits
 only, which rest on the call before; it multiplies when every piece of its rank is claimed. So whatever a rank's tiles wait for, its shard
-leaves, with one resident block (the first) as with all. All waits are bounded (``signals``).
+leaves, with one resident block as with all. All waits are bounded (``signals``).
 
 Memory ordering, CUDA graphs: as in ``all_gather_matmul``; a slice has a flag of its own, and each wait for one has its ``load_fence``.
 """

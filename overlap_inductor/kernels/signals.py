@@ -9,6 +9,11 @@ A wait is one thread's ``ld.acquire.sys`` until the value is there and then ``ba
 are written out, because Triton 3.6 puts none around atomics. This covers ordinary loads and stores. Loads and stores by the bulk copy unit
 belong to another proxy: ``store_fence`` goes between bulk stores and their signal, ``load_fence`` between a wait and bulk loads.
 
+What Triton makes of a descriptor's store, compiled for this GPU: the tile to shared memory, ``fence.proxy.async.shared::cta``, a barrier, one thread's bulk store,
+``commit_group`` and, in 3.6 and 3.7, ``wait_group.read 0``: that shared memory has been read, not that anything is written. (3.8 and 3.9 wait for that, too.) No version puts
+a fence of the proxies behind it, so that a release that follows orders none of it: ``store_fence`` waits for the group and has that fence. 3.9 makes a ``red`` of an atomic whose
+result nobody reads, and puts a barrier of its own before every atomic.
+
 Forward progress. A wait ends: with the value; with the group's abort word set; or when its patience is over, which it records and then sets
 the abort word itself. After that every wait of the kernel returns at once and the kernel runs to its end, with data that the host rejects
 because of the record. Nothing branches on the outcome, so no thread of a block is missing at a later barrier.

@@ -10,8 +10,9 @@ last block of a row does it (one-shot), or the blocks of the next group do (two-
 
 Forward progress. A block stores what its peers wait for before it waits itself, and waits for units of blocks with its own number or lower ones, in
 two-shot for sums that wait for partial rows of no higher ones. Take the lowest number whose block has not ended on some rank: blocks start in the order of their
-numbers, so it runs or has ended on every rank, has stored its partial rows, then sums, and ends. So one resident block on each rank is enough. All waits
-are bounded (``signals``).
+numbers, so it runs or has ended on every rank, has stored its partial rows, then sums, and ends. So one resident block on each rank is enough. (CUDA does not
+promise that order, GPUs keep it, and scans rest on it as this does: Merrill and Garland, decoupled look-back, 2016. Where all blocks are resident at once, as in decode,
+nothing rests on it. A ticket would cost a round trip to L2 in a kernel of 5 us.) All waits are bounded (``signals``).
 
 Why two halves of the workspace suffice, without credits (``transports.arena.HALVES``). Call ``n`` writes into half ``n % 2``. Rank ``r`` begins call ``n`` when its
 call ``n - 1`` has ended, kernels of a slot running one after the other; in that call a block of ``r`` has waited for a signal of each peer (in two-shot
