@@ -24,7 +24,8 @@ class Machine:
             faster than ``keep``, since a model that waits for its host has nothing of less (a replay in chunks took a slow host some 100 us more than matmul and NCCL, in a model
             whose code was not in its caches).
         push_bytes: B/s each way that SMs store to peers; push_seconds: fixed cost of a small all-reduce; push_leg_seconds: of its second leg.
-        wave_efficiency: rate of matmul and collective beside each other in groups of waves; wave_groups: groups that a call is cut into.
+        wave_efficiency: rate of matmul and collective beside each other in groups of waves; wave_groups: groups that a call is cut into; wave_ranks: largest group in which
+            that was measured.
         fused_ranks: largest group in which that was measured; fused_tiles: tiles from which on a fused kernel is worth a thought.
     """
 
@@ -52,7 +53,10 @@ class Machine:
     push_leg_seconds: float = 2e-6
     wave_efficiency: float = 0.85
     wave_groups: int = 4
+    wave_ranks: int = 0
 
+
+WITHOUT_PEERS = "cuda without peer access"
 
 _MACHINES = {
     "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93),
@@ -61,9 +65,12 @@ _MACHINES = {
     # One H200: dense bf16 780 TFLOP/s in large matmuls; NCCL send and receive about 300 GB/s each way on NVLink. NCCL's kernels take
     # SMs and memory bandwidth from the matmuls beside them: 0.75 is what the ring reached on 4 H200s (bench/results/ring_nccl.jsonl).
     "cuda": Machine("cuda", {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15}, 3e11, 20e-6, 30e-6, 0.75),
+    # GPUs of one machine that do not reach each other's memory. Two H200s with NCCL_P2P_DISABLE=1, 4096 to 16384 tokens: 25 to 29 GB/s through the host's memory;
+    # groups of waves 1.34 to 1.54 times as fast as the plain graph, the ring 0.82 to 0.98 (bench/results/operators_without_peers.jsonl).
+    WITHOUT_PEERS: Machine(WITHOUT_PEERS, {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15}, 2.8e10, 20e-6, 30e-6, 0.3, wave_efficiency=0.95, wave_ranks=2),
 }
 
 
 def machine_for(device_type: str) -> Machine:
-    """The shipped profile of a device type; an unknown accelerator is taken for a CPU, which overlaps only large sites."""
+    """The shipped profile of a device type, or of GPUs ``WITHOUT_PEERS``; an unknown accelerator is taken for a CPU, which overlaps only large sites."""
     return _MACHINES.get(device_type, _MACHINES["cpu"])

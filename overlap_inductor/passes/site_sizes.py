@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from overlap_inductor import cost_model
+from overlap_inductor.machine import WITHOUT_PEERS
 from overlap_inductor.machine import Machine
 from overlap_inductor.machine import machine_for
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
+from overlap_inductor.torch_compat import symmetric
 
 
 def tokens(site: OverlapSite) -> Any:
@@ -48,4 +50,5 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
 
 def machine_of(site: OverlapSite) -> Machine:
     """The machine that the site runs on."""
-    return machine_for(tools.value(site.collectives[0].input).device.type)
+    device = tools.value(site.collectives[0].input).device
+    return machine_for(WITHOUT_PEERS if symmetric.without_peers(site.facts.collective.ranks, device) else device.type)

@@ -112,6 +112,12 @@ def why_no_kernels(device: torch.device) -> str | None:
     return None
 
 
+def _machines(ranks: tuple[int, ...]) -> int:
+    """Machines on which the ranks lie."""
+    _, _, local, _ = reach()
+    return len({rank // local for rank in ranks})  # type: ignore[operator]
+
+
 def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str | None:
     """Why kernels of this group cannot reach the peers' memory, from what every rank of the group knows alike; or ``None``."""
     reason = why_no_kernels(device)
@@ -120,10 +126,15 @@ def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str
     _, _, local, cut_off = reach()
     if torch.cuda.device_count() < len(ranks):
         return f"this process sees {torch.cuda.device_count()} of the {len(ranks)} GPUs"
-    machines = {rank // local for rank in ranks}  # type: ignore[operator]
-    if len(machines) > 1:
-        return f"its ranks lie on {len(machines)} machines ({local} ranks each)"
+    if (machines := _machines(ranks)) > 1:
+        return f"its ranks lie on {machines} machines ({local} ranks each)"
     return f"this GPU cannot reach the memory of GPUs {cut_off}" if cut_off else None
+
+
+def without_peers(ranks: tuple[int, ...], device: torch.device) -> bool:
+    """Whether the group's GPUs lie in one machine and do not reach each other's memory, so that collectives go through the host's."""
+    facts = reach()
+    return why_no_kernels(device) is None and bool(facts and facts[3]) and _machines(ranks) == 1
 
 
 def write_value_on_stream(flags: torch.Tensor, index: int, value: int) -> None:

@@ -131,6 +131,26 @@ def test_what_a_schedule_does_not_compute_is_refused_with_its_reason(schedule: s
     assert site.decision.reasons[0].code == "schedule_not_available" and text in site.decision.reasons[0].text
 
 
+@pytest.mark.parametrize(("pattern", "schedule"), [("scatter", "wave_groups"), ("reduce", "wave_groups"), ("gather", "keep")])
+def test_auto_takes_groups_of_waves_where_peers_are_out_of_reach(monkeypatch: pytest.MonkeyPatch, pattern: str, schedule: str) -> None:
+    """And no ring, which was slower than the plain graph there."""
+    monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: "this GPU cannot reach the memory of GPUs (1,)")
+    monkeypatch.setattr(symmetric, "reach", lambda: ((9, 0), 2, 2, (1,)))
+    with fake_group(2):
+        made = HandGraph()
+        x, w = made.input(4096, 14336, name="x", dtype=BF16), made.input(14336, 8192, name="w", dtype=BF16)
+        (site,) = made.output(made.mm(made.gather(x), w) if pattern == "gather" else getattr(made, pattern)(made.mm(x, w))).run(schedule="auto").sites
+    assert [p.schedule for p in site.decision.plan] == [schedule], site.decision
+
+
+def test_peers_are_out_of_reach_in_one_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several machines have a link of their own, of which nothing is known."""
+    device = torch.device("cuda", 0)
+    for facts, expected in ((((9, 0), 2, 2, (1,)), True), (((9, 0), 2, 2, ()), False), (((9, 0), 1, 1, (1,)), False), ((), False)):
+        monkeypatch.setattr(symmetric, "reach", lambda facts=facts: facts)
+        assert symmetric.without_peers((0, 1), device) is expected, facts
+
+
 def test_auto_takes_small_messages_for_few_tokens_and_kernels_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
     chosen = {}

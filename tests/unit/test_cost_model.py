@@ -8,6 +8,7 @@ import pytest
 
 from overlap_inductor import cost_model
 from overlap_inductor.cost_model import SiteSizes
+from overlap_inductor.machine import WITHOUT_PEERS
 from overlap_inductor.machine import Machine
 from overlap_inductor.machine import machine_for
 
@@ -181,6 +182,25 @@ def test_the_better_of_fused_and_chunked_is_taken_or_nearly(pattern: str, world_
         sizes = mlp(pattern, tokens, world_size)
         taken = fused if cost_model.fused_seconds(sizes, machine) < cost_model.chunked_seconds(sizes, machine) else chunked
         assert taken <= 1.035 * min(fused, chunked), tokens
+
+
+WITHOUT_PEERS_MEASURED = {  # 2 H200s, NCCL_P2P_DISABLE=1: tokens: (keep, groups of waves) in microseconds
+    "matmul_reduce_scatter": {4096: (2538, 1842), 8192: (5119, 3453), 16384: (10239, 6665)},
+    "matmul_all_reduce": {4096: (3508, 2616), 8192: (7011, 4933), 16384: (14094, 9811)},
+}
+
+
+@pytest.mark.parametrize("pattern", WITHOUT_PEERS_MEASURED)
+def test_groups_of_waves_pay_where_peers_are_out_of_reach(pattern: str) -> None:
+    """(Of two legs each goes faster: 29 GB/s where one has 25.) The ring lost there, and is not taken."""
+    machine = machine_for(WITHOUT_PEERS)
+    for tokens, (keep, groups) in WITHOUT_PEERS_MEASURED[pattern].items():
+        sizes = mlp(pattern, tokens, 2)
+        assert 0.93 * groups < cost_model.wave_seconds(sizes, machine) * 1e6 < 1.2 * groups
+        assert cost_model.matmul_seconds(sizes, machine) + cost_model.collective_seconds(sizes, machine) == pytest.approx(keep * 1e-6, rel=0.1)
+        assert cost_model.wave_pays(sizes, machine) and not cost_model.wave_pays(sizes, machine_for("cuda"))
+        assert not cost_model.ring_pays(sizes, machine, 4)
+    assert cost_model.wave_seconds(sizes, machine) < cost_model.wave_seconds(sizes, dataclasses.replace(machine, wave_efficiency=0.85))
 
 
 def test_small_messages_pay_for_few_rows_only() -> None:
