@@ -43,6 +43,10 @@ def define(schema: str, implementation: object, fake: object, layout: torch.Tag 
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)  # type: ignore[arg-type]
 
 
+FLEXIBLE = torch.Tag.flexible_layout
+"""Of ops whose lowerings read any layout: what their inputs are held to would be compared, and a comparison of symbolic strides is a guard."""
+
+
 def _group_rank(group_name: str) -> int:
     return resolve_group(group_name).rank()
 
@@ -277,6 +281,7 @@ define(
     "take(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt length, str group_name) -> Tensor",
     _take,
     _take_fake,
+    FLEXIBLE,
 )
 
 
@@ -289,7 +294,15 @@ def _narrow_fake(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Te
 
 
 # A slice with symbolic bounds that are known to lie inside; its lowering is a view that asks nothing (``aten.slice`` guards its clamps).
-define("narrow(Tensor x, int dim, SymInt start, SymInt length) -> Tensor", _narrow, _narrow_fake)
+define("narrow(Tensor x, int dim, SymInt start, SymInt length) -> Tensor", _narrow, _narrow_fake, FLEXIBLE)
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+# A slice of symbolic size brought together, for a reshape; its lowering is one copy (Inductor asks a strided view whether it can be reshaped without one, and each answer guards).
+define("packed(Tensor x) -> Tensor", _packed, lambda x: x.new_empty(x.shape), FLEXIBLE)
 
 
 def _after(piece: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -297,7 +310,7 @@ def _after(piece: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
 
 
 # Orders the matmul that made ``piece`` behind ``token``; its lowering is ``piece`` itself and a scheduling edge.
-define("after(Tensor piece, Tensor token) -> Tensor", _after, lambda piece, token: torch.empty_like(piece))
+define("after(Tensor piece, Tensor token) -> Tensor", _after, lambda piece, token: torch.empty_like(piece), FLEXIBLE)
 
 
 def assembled_index(
@@ -345,6 +358,7 @@ define(
     "assemble(Tensor[] pieces, SymInt[] shape, int dim, SymInt chunk, int[] shifts, SymInt[] starts, str group_name) -> Tensor",
     _assemble,
     _assemble_fake,
+    FLEXIBLE,
 )
 
 __all__ = ["NAMESPACE", "assembled_index", "define", "library"]

@@ -63,6 +63,8 @@ class StepEmitter:
         have = tools.shape(x)
         if len(have) == len(shape) and all(same_size(a, b) for a, b in zip(have, shape, strict=True)):
             return x
+        if x.target in (overlap.take.default, overlap.narrow.default) and _strided(have, x.args[1]):
+            x = self.call(overlap.packed.default, x)
         return self.call(aten.reshape.default, x, list(shape))
 
     def contiguous(self, x: fx.Node) -> fx.Node:
@@ -123,6 +125,11 @@ class Block:
     @classmethod
     def whole(cls, sharded: ShardedDim) -> Block:
         return cls(0, sharded.chunk, 0, sharded.outer)
+
+
+def _strided(shape: Sequence[Size], dim: Any) -> bool:
+    """Whether a slice along ``dim``, of ``shape``, has sizes that are not known and may have gaps: what would be asked of it to reshape it must not become a guard."""
+    return any(not isinstance(s, int) for s in shape) and any(not isinstance(s, int) or s != 1 for s in shape[:dim])
 
 
 def part_count(size: Size, parts: int) -> int:

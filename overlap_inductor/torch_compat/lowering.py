@@ -1,4 +1,4 @@
-"""Inductor lowerings of ``take``, ``assemble``, ``narrow`` and ``after``: views and scheduling edges, without copies.
+"""Inductor lowerings of ``take``, ``assemble``, ``narrow`` and ``after``: views and scheduling edges, without copies; and of ``packed``, which is one.
 
 The rank is a symbol of the generated code (``u0 = torch.ops.overlap_inductor.group_rank.default('tp')``), made at lowering time. A
 rank-rotated slice is then a ``ReinterpretView`` with a symbolic offset, which Inductor's own matmuls and pointwise kernels read in place,
@@ -98,6 +98,10 @@ def _narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
     return ir.TensorBox(ir.SliceView.create(data, dim, start, start + length, clamp=False))
 
 
+def _packed(x: Any) -> Any:
+    return ir.ExternKernel.copy_input(x)
+
+
 def _after(piece: Any, token: Any) -> Any:
     """``piece`` itself; the kernel that computes it is scheduled after the one that computes ``token``.
 
@@ -187,6 +191,7 @@ def register_lowerings() -> None:
     for op, function in (
         (ops.take.default, _take),
         (ops.narrow.default, _narrow),
+        (ops.packed.default, _packed),
         (ops.after.default, _after),
         (ops.gather_step.default, _gather_step),
         (ops.assemble.default, _assemble),

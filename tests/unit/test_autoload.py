@@ -170,3 +170,17 @@ def test_the_log_name_is_known(installed: Path) -> None:
     )
     got = value(code, installed, OVERLAP_INDUCTOR="1", TORCH_LOGS="+overlap_inductor")
     assert got == {"known": True, "level": 10}
+
+
+@pytest.mark.parametrize("first", ["overlap_inductor.torch_compat.pass_slot", "overlap_inductor.torch_compat.probe", "overlap_inductor.install", "torch._inductor.config"])
+def test_whatever_module_is_imported_first_the_pass_is_in_the_slot(installed: Path, first: str) -> None:
+    """Also where one of our own is what imports Inductor's configuration, in the middle of its body."""
+    code = f"import torch, importlib; importlib.import_module({first!r})\nfrom overlap_inductor.torch_compat import probe\nprint(int(probe.config_in_slot() is not None))"
+    done = run(code, installed, OVERLAP_INDUCTOR="1")
+    assert done.returncode == 0 and done.stdout.split() == ["1"] and "could not be switched on" not in done.stderr, done.stderr
+
+
+def test_the_doctor_finds_the_pass_where_the_environment_asks_for_it(installed: Path) -> None:
+    done = run("import sys, torch; from overlap_inductor.cli import main; main(['doctor', '--json'])", installed, OVERLAP_INDUCTOR="1")
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["by environment"]["value"] == "requested on, effective on: the pass is in Inductor's slot", checks["by environment"]
