@@ -20,6 +20,7 @@ import copy
 import hashlib
 import json
 import logging
+from collections import Counter
 from typing import Any
 
 import torch
@@ -166,20 +167,32 @@ def _copy(source: fx.Graph, target: fx.Graph) -> None:
 
 
 def plan_text(chosen: list[OverlapSite], config: OverlapConfig) -> tuple[str, str]:
-    """``(hash, JSON text)`` of what the ranks must agree on: versions, configuration, and a digest of every site's plan."""
+    """``(hash, JSON text)`` of what the ranks must agree on: versions, configuration, how many sites of each kind there are (so that an error can say what differs), and a
+    digest of every site's facts and plan."""
+    kinds = [_kind(s) for s in chosen]
     sites = [
-        [s.facts.id, s.facts.pattern, [str(m) for m in s.facts.matmuls], [[p.schedule, p.transport, _agreed(p.parameters)] for p in s.decision.plan]]  # type: ignore[union-attr]
-        for s in chosen
+        [s.facts.id, kind, [str(m) for m in s.facts.matmuls], [[p.schedule, p.transport, _agreed(p.parameters)] for p in s.decision.plan]]  # type: ignore[union-attr]
+        for s, kind in zip(chosen, kinds, strict=True)
     ]
     digest = hashlib.sha256(json.dumps(sites, sort_keys=True).encode()).hexdigest()[:16]
     plan = {
         "overlap_inductor": __version__,
         "torch": torch.__version__,
         "config": {k: list(v) if isinstance(v, tuple) else v for k, v in config.cache_key()},
-        "sites": len(chosen),
+        "sites": dict(Counter(kinds)),
         "plan": digest,
     }
     return digest, json.dumps(plan, sort_keys=True)
+
+
+def _kind(site: OverlapSite) -> str:
+    """What a site is and how it is overlapped, in words that are the same on all ranks (groups of other ranks have other ranks and names)."""
+    c = site.facts.collective
+    operation = f"{c.kind}({c.reduce_op})" if c.reduce_op else c.kind
+    where = f" on dim {c.dim}" if c.dim is not None else ""
+    matmuls = ", ".join(f"{m.kind} {m.m}x{m.n}x{m.k} {m.dtype}" for m in site.facts.matmuls)
+    how = "; ".join(p.schedule if p.transport is None else f"{p.schedule}/{p.transport}" for p in site.decision.plan)  # type: ignore[union-attr]
+    return f"{site.facts.pattern} of {matmuls} and {operation}{where} of {c.dtype} over {c.world_size} ranks by {how}"
 
 
 def _agreed(parameters: dict[str, Any]) -> dict[str, Any]:

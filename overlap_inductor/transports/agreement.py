@@ -4,7 +4,7 @@ A pass never communicates (a cache hit on one rank would leave the others waitin
 run: every rank publishes its plan under a key in the group's store and reads the others', with a deadline. Ranks first run the
 graphs of a group in the same order, so the n-th plan published by one rank is compared with the n-th of the others.
 
-A plan is a JSON object; its top-level keys (version, torch, configuration, sites, digest) are what the error names.
+A plan is a JSON object; its top-level keys (version, torch, configuration, how many sites of each kind, digest) are what the error names.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def _difference(peer: int, mine: str, other: str | None, group: dist.ProcessGrou
     parts = []
     for key in keys:
         x, y = a.get(key), b.get(key)
-        if isinstance(x, dict) and isinstance(y, dict):
+        if key == "sites":
+            parts += [f"{x.get(k, 0)} sites here and {y.get(k, 0)} there are {k}" for k in sorted(x.keys() | y.keys()) if x.get(k) != y.get(k)]
+        elif isinstance(x, dict) and isinstance(y, dict):
             parts += [f"{k} is {x.get(k)!r} here and {y.get(k)!r} there" for k in sorted(x.keys() | y.keys()) if x.get(k) != y.get(k)]
         else:
             parts.append(f"{key} is {x!r} here and {y!r} there")

@@ -18,6 +18,7 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report import OverlapReport
 from tests.fake_group import all_gather
 from tests.fake_group import all_reduce
+from tests.fake_group import reduce_scatter
 from tests.numerics.interpreted import interpreted
 from tests.numerics.ranks import run_ranks
 
@@ -64,7 +65,7 @@ def _disagree(rank: int, world_size: int, fields: list[dict[str, Any]]) -> tuple
         ([{}, {"ring_direction": "bidirectional"}, {}], "ring_direction is"),
         ([{"step_node_budget": 1}, {}, {}], "step_node_budget is"),
     ],
-    ids=["sub-chunks", "direction", "plan"],
+    ids=["sub-chunks", "direction", "budget"],
 )
 def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
     """Ranks that send pieces of different sizes to each other: a hang, or a wrong number. Every rank must hear who differs, and in what."""
@@ -73,6 +74,33 @@ def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
         assert kind == "AgreementError" and words in text, f"rank {rank}: {kind} {text}"
         others = [r for r in range(3) if r != rank] if rank == odd else [odd]
         assert [r for r in range(3) if f"rank {r}: " in text] == others
+
+
+def _other_model(rank: int, world_size: int, other: str) -> tuple[str, str, float]:
+    """Rank 1's model does something else at the same place, with the same sizes."""
+    group = _group()
+    functions: dict[str, Callable[..., torch.Tensor]] = {
+        "sum": lambda x, w: reduce_scatter(x @ w, "sum", 0, group),
+        "avg": lambda x, w: reduce_scatter(x @ w, "avg", 0, group),
+        "all-reduce": lambda x, w: all_reduce(x @ w, "sum", group),
+        "cast": lambda x, w: reduce_scatter((x @ w).bfloat16(), "sum", 0, group).float(),
+    }
+    backend = interpreted(OverlapConfig(schedule="ring", agreement_timeout=3), [])
+    compiled = torch.compile(functions[other if rank else "sum"], backend=backend, dynamic=False)
+    return _outcome(lambda: compiled(*_inputs(rank)))
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ("avg", r"1 sites here and 0 there are matmul_reduce_scatter of mm 4x8x16 float32 and reduce_scatter\(sum\)"),
+        ("all-reduce", "0 sites here and 1 there are matmul_all_reduce of mm 4x8x16 float32"),
+        ("cast", "of bfloat16 over 2 ranks by ring/p2p"),
+    ],
+)
+def test_what_differs_between_two_models_is_named_and_no_data_moves(other: str, named: str) -> None:
+    here, _ = run_ranks(2, _other_model, other)
+    assert here[0] == "AgreementError" and re.search(named, here[1]), here[1]
 
 
 def _other_version(rank: int, world_size: int) -> tuple[str, str, float]:
