@@ -15,7 +15,7 @@ OFF = ("", "0", "off")
 
 _cancel: list[Callable[[], None]] = []
 _SLOT = "overlap_inductor.torch_compat.pass_slot"
-_postponed: list[bool] = []
+
 
 
 def autoload() -> None:
@@ -40,23 +40,18 @@ def _wait() -> None:
 
 def _enable() -> None:
     if getattr(getattr(sys.modules.get(_SLOT), "__spec__", None), "_initializing", False):
-        # (That module is the first to import Inductor's configuration, and we are in the middle of its body: its last line comes back here.)
-        _postponed.append(True)
-        return
-    _enable_now()
+        from overlap_inductor.import_hook import postpone
+
+        # (That module is the first to import Inductor's configuration, and we are in the middle of its body.)
+        postpone(lambda: _try(_enable_now))
+    else:
+        _enable_now()
 
 
 def _enable_now() -> None:
     from overlap_inductor.install import enable_from_environment
 
     enable_from_environment()
-
-
-def resume() -> None:
-    """Do what had to wait for the end of the module that calls this."""
-    if _postponed:
-        _postponed.clear()
-        _try(_enable_now)
 
 
 def _try(step: Callable[[], None]) -> None:

@@ -57,3 +57,17 @@ def when_imported(name: str, callback: Callable[[], None]) -> Callable[[], None]
     waiting = _Waiting(name, callback)
     sys.meta_path.insert(0, waiting)
     return waiting.cancel
+
+
+_postponed: list[Callable[[], None]] = []
+
+
+def postpone(callback: Callable[[], None]) -> None:
+    """Call ``callback`` at the next ``resume``: the last line of a module of ours in whose body it was to run."""
+    _postponed.append(callback)
+
+
+def resume() -> None:
+    """Do what has been postponed, once."""
+    while _postponed:
+        _postponed.pop(0)()

@@ -16,7 +16,7 @@ import torch
 from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass
 
-from overlap_inductor import autoload
+from overlap_inductor import import_hook
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.torch_compat import compile_scope
 
@@ -179,4 +179,4 @@ def _name(one: Any) -> str:
     return getattr(one, "__qualname__", None) or type(one).__qualname__
 
 
-autoload.resume()
+import_hook.resume()
