@@ -204,14 +204,12 @@ def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool
     torch._inductor.config.force_disable_caches = True
     problems = []
     config = OverlapConfig(schedule="ring", **fields)
-    everywhere: dict[str, Callable[..., Any]] = {
+    functions: dict[str, Callable[..., Any]] = {
         "gather": lambda x, a, b: all_gather(x, 0, g) @ a,
         "all-reduce": lambda x, a, b: all_reduce(x @ a, "sum", g),
         "all-reduce of what has a bias": lambda x, a, b: all_reduce(torch.addmm(b, x, a), "sum", g),
         "gathered output": lambda x, a, b: all_gather(x @ a, 1, g),
         "scatter": lambda x, a, b: reduce_scatter(x.repeat(g.size(), 1) @ a, "sum", 0, g),
-    }
-    interpreted_only: dict[str, Callable[..., Any]] = {
         "gather the contracted dim": lambda x, a, b: all_gather(x, 1, g) @ a.repeat(g.size(), 1),
         "gather columns on the right": lambda x, a, b: a.t() @ all_gather(x * 3, 0, g).t(),
         "gather sequence, batch 2": lambda x, a, b: all_gather(torch.stack([x, x + 1]), 1, g) @ a,
@@ -220,7 +218,7 @@ def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool
     }
     generator = torch.Generator().manual_seed(rank)
     weight, bias = torch.randn(16, 8, generator=generator), torch.randn(8, generator=generator)
-    for name, function in (everywhere if generated else everywhere | interpreted_only).items():
+    for name, function in functions.items():
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         reports: list[OverlapReport] = []
