@@ -1,10 +1,10 @@
-"""The looping ops of ``overlap_inductor::``: one functional op a site, running the ring in a loop of its own.
+"""The looping ops of ``overlap_inductor::``: one functional op a site, running the ring in a loop of its own. Gathers: ``looping_gather``.
 
 They serve graphs whose unrolled steps would exceed the node budget (80 layers, 1024 ranks), and token counts that are too small for a
 ring at run time (``min_rows``): below it the plain collective and matmul run, decided by the token count that all ranks share. A chunk's
 matmul is the vendor's, so nothing is fused into it; that is the price of a bounded graph.
 
-Shapes (W ranks, this rank's view): ``shard [m, K]``, ``rhs [K, N]``, ``lhs [W*m, K]``. All ops return the chain's next token last.
+Shapes (W ranks, this rank's view): ``rhs [K, N]``, ``lhs [W*m, K]``. All ops return the chain's next token last.
 """
 
 from __future__ import annotations
@@ -23,80 +23,13 @@ from overlap_inductor.transports import routes
 Tensors = list[torch.Tensor]
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
-    if bias is None:
-        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-    return torch.addmm(bias, a, b) if out is None else torch.addmm(bias, a, b, out=out)
-
-
 def _sum_of_products(
     lhs: Sequence[torch.Tensor], rhs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], rows: slice
 ) -> torch.Tensor:
-    total = _product(lhs[0][rows], rhs[0], biases[0])
+    total = reference.product(lhs[0][rows], rhs[0], biases[0])
     for a, b, bias in zip(lhs[1:], rhs[1:], biases[1:], strict=True):
-        total = total + _product(a[rows], b, bias)
+        total = total + reference.product(a[rows], b, bias)
     return total
-
-
-def _all_gather_matmul(
-    chain: torch.Tensor,
-    shard: torch.Tensor,
-    rhs: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    parts: int,
-    min_rows: int,
-    route: str,
-    group_name: str,
-    site: str,
-) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
-    group = resolve_group(group_name)
-    world_size, rank, rows = group.size(), group.rank(), shard.shape[0]
-    if world_size * rows < min_rows:
-        gathered, outs = reference.all_gather_matmul(shard, rhs, biases, group)
-        return outs, gathered, chain.new_empty(1)
-    width = shard.shape[1]
-    gathered = shard.new_empty(world_size * rows, width)
-    gathered[rank * rows : (rank + 1) * rows].copy_(shard)
-    cuts = routes.bounds(rows, parts)
-    outs = [shard.new_empty(world_size * rows, b.shape[1]) for b in rhs]
-
-    def multiply(slot: int, start: int, stop: int) -> None:
-        where = slice(slot * rows + start, slot * rows + stop)
-        for b, bias, out in zip(rhs, biases, outs, strict=True):
-            _product(gathered[where], b, bias, out[where])
-
-    exchange = p2p.open_exchange(gathered, [c * width for c in cuts], route, group, site)
-    if exchange is None:
-        return outs, gathered, chain.new_empty(1)
-    for index in range(min(parts, exchange.hop_count)):
-        exchange.post(index)
-    multiply(rank, 0, rows)
-    for step, distances in enumerate(routes.distances(route, world_size)):
-        for part in range(parts):
-            hop = step * parts + part
-            exchange.wait(hop)
-            if hop + parts < exchange.hop_count:
-                exchange.post(hop + parts)
-            for distance in distances:
-                multiply((rank + distance) % world_size, cuts[part], cuts[part + 1])
-    p2p.close_exchange(gathered, group)
-    return outs, gathered, chain.new_empty(1)
-
-
-def _all_gather_matmul_fake(
-    chain: torch.Tensor, shard: torch.Tensor, rhs: Tensors, biases: object, parts: int, floor: int, route: str, group_name: str, site: str
-) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
-    rows = resolve_group(group_name).size() * shard.shape[0]
-    outs = [shard.new_empty(rows, b.shape[1]) for b in rhs]
-    return outs, shard.new_empty(rows, shard.shape[1]), chain.new_empty(1)
-
-
-define(
-    "all_gather_matmul(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, int parts, SymInt min_rows, str route, "
-    "str group_name, str site) -> (Tensor[], Tensor, Tensor)",
-    _all_gather_matmul,
-    _all_gather_matmul_fake,
-)
 
 
 def _partials(
@@ -255,7 +188,7 @@ def _matmul_all_gather(
     cuts = routes.bounds(rows, parts)
     exchange = p2p.open_exchange(gathered, [c * width for c in cuts], "broadcast", group, site)
     for band in range(parts):
-        piece = _product(lhs[cuts[band] : cuts[band + 1]], rhs, bias)
+        piece = reference.product(lhs[cuts[band] : cuts[band + 1]], rhs, bias)
         if exchange is not None:
             exchange.piece(group.rank(), band).copy_(piece.view(-1))
             exchange.post(band)

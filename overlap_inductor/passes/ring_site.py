@@ -11,6 +11,7 @@ from overlap_inductor import cost_model
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import looping
+from overlap_inductor.passes import looping_gather
 from overlap_inductor.passes import ring_gather
 from overlap_inductor.passes import ring_reduce
 from overlap_inductor.passes.site_nodes import GatherNodes
@@ -51,7 +52,7 @@ class RingSchedule:
         threshold = _break_even(site, config)
         if threshold is None:
             return None
-        if not looping.chooses_at_run_time(site):
+        if not _chooses_at_run_time(site):
             return Reason("dynamic_shape", f"the ring pays from about {threshold} tokens on, and this site has no op that can choose at run time")
         parameters = {**_parameters(site, config), "min_rows": threshold}
         return [PlanPiece("keep", None, (0, threshold - 1)), PlanPiece(self.name, "p2p", (threshold, None), parameters)]
@@ -107,14 +108,7 @@ def _unrolled(emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any
 def _looping(emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
     parts, floor, nodes, pattern = parameters["sub_chunks"], parameters.get("min_rows", 0), site.nodes, site.facts.pattern
     if isinstance(nodes, GatherNodes):
-
-        def gather(shard: fx.Node, rhs: list[fx.Node], biases: list[fx.Node | None], used: bool) -> tuple[fx.Node, fx.Node | None, fx.Node]:
-            op = looping.overlap.all_gather_matmul.default
-            out = emit.communicate(op, emit.chain, shard, rhs, biases, parts, floor, parameters["route"], emit.group_name, emit.site)
-            results, gathered, chain = (emit.call(looping.getitem, out, i) for i in range(3))
-            return results, gathered, chain
-
-        return looping.rewrite_gather(emit, nodes, gather)
+        return looping_gather.rewrite(emit, nodes, parts, floor, parameters["route"])
 
     def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
         if pattern == "matmul_all_gather":
@@ -141,6 +135,15 @@ def unrolled_nodes(site: OverlapSite) -> int:
     return 8 + world_size * parts * (3 + 2 * region) + legs * parts * 6
 
 
+def _loopable(site: OverlapSite) -> bool:
+    """Whether a looping op computes this site."""
+    return looping_gather.forms_of(site.nodes) is not None if isinstance(site.nodes, GatherNodes) else looping.loopable(site)
+
+
+def _chooses_at_run_time(site: OverlapSite) -> bool:
+    return looping_gather.chooses_at_run_time(site.nodes) if isinstance(site.nodes, GatherNodes) else looping.chooses_at_run_time(site)
+
+
 def fit_budget(sites: list[OverlapSite], budget: int) -> None:
     """Unroll whole classes of like sites while their nodes fit the graph's budget; the others become looping ops, or are kept."""
     classes: dict[str, list[OverlapSite]] = {}
@@ -162,7 +165,7 @@ def fit_budget(sites: list[OverlapSite], budget: int) -> None:
 def _set_unrolled(site: OverlapSite, unroll: bool, cost: int) -> None:
     decision = site.decision
     assert decision is not None
-    if not unroll and not looping.loopable(site):
+    if not unroll and not _loopable(site):
         text = f"its class of sites would add about {cost} nodes, more than is left of the graph's budget, and no looping op computes it"
         site.decision = Decision("refused", decision.source, [PlanPiece("keep")], [Reason("too_many_steps", text)])
         return

@@ -102,8 +102,6 @@ STATIC_ONLY = {
     "scatter uneven blocks of rows",
 }
 WITHOUT_LOOPING_OP = {
-    "gather the contracted dim",
-    "dgrad and wgrad on one gather",
     "cast and activation behind the gather",
     "bmm",
     "scatter a sum of matmuls with bias",
