@@ -112,7 +112,7 @@ def _as_it_stood(form: Form, gathered: torch.Tensor, other: torch.Tensor, bias: 
         left = gathered.t() if form.transposed else gathered
     else:
         slices = gathered.view(world_size, rows, width)
-        left = slices.transpose(0, 1).reshape(rows, -1) if form.contracted else slices.transpose(1, 2).reshape(-1, rows)
+        left = slices.transpose(0, 1).reshape(rows, world_size * width) if form.contracted else slices.transpose(1, 2).reshape(world_size * width, rows)
     a, b = (other, left.t()) if form.operand == "rhs" else (left, other)
     return reference.product(a, b, bias)
 

@@ -14,6 +14,8 @@ from overlap_inductor.passes import looping
 from overlap_inductor.passes import looping_gather
 from overlap_inductor.passes import ring_gather
 from overlap_inductor.passes import ring_reduce
+from overlap_inductor.passes.placement import between
+from overlap_inductor.passes.site_nodes import GatherConsumer
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.passes.site_schedule import Replaced
@@ -120,6 +122,12 @@ def _looping(emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]
     return looping.rewrite_reduce(emit, nodes, reduce)
 
 
+def _nodes_a_piece(consumer: GatherConsumer) -> int:
+    """The matmul and a view or two; of a split contraction the other operand is cut, and what is narrower than the sum is widened."""
+    narrow = consumer.role == "K" and tools.dtype(consumer.matmul.node).itemsize < 4
+    return {"M": 2, "N": 3, "K": 4, "B": 3}[consumer.role] + (2 if narrow else 0)
+
+
 def unrolled_nodes(site: OverlapSite) -> int:
     """About how many FX nodes the site's unrolled steps take."""
     assert site.decision is not None
@@ -127,10 +135,12 @@ def unrolled_nodes(site: OverlapSite) -> int:
     parts, world_size = piece.parameters["sub_chunks"], site.facts.collective.world_size
     if isinstance(site.nodes, GatherNodes):
         hops = routes.hop_count(piece.parameters["route"], world_size, parts)
-        return 4 + (hops + 1) * (2 + 4 * len(site.matmuls) + len(site.nodes.epilogue.nodes))
+        computed = sum(n not in site.nodes.through and tools.is_pointwise(n) for n in between(site.nodes)) + len(site.nodes.epilogue.nodes)
+        return 4 + hops + ((world_size - 1) * parts + 1) * (2 + sum(map(_nodes_a_piece, site.nodes.consumers)) + computed)
     region = max(len(site.nodes.layouts) - len(site.nodes.through), 1)
     if site.facts.pattern == "matmul_all_gather":
         return 4 + parts * (2 + region)
+    region += len(site.nodes.leaves) - 1
     legs = 2 if site.facts.collective.kind == "all_reduce" else 1
     return 8 + world_size * parts * (3 + 2 * region) + legs * parts * 6
 
@@ -145,30 +155,24 @@ def _chooses_at_run_time(site: OverlapSite) -> bool:
 
 
 def fit_budget(sites: list[OverlapSite], budget: int) -> None:
-    """Unroll whole classes of like sites while their nodes fit the graph's budget; the others become looping ops, or are kept."""
-    classes: dict[str, list[OverlapSite]] = {}
-    for site in sites:
-        if site.decision.moving.schedule != "ring":  # type: ignore[union-attr]
+    """Unroll rings in graph order while their nodes fit the graph's ``budget``; the others become looping ops.
+
+    Those that no looping op computes come first, since they would be kept: their decision is replaced where even that does not help. Reads what
+    all ranks know alike, so all ranks unroll the same sites.
+    """
+    rings = [s for s in sites if s.decision.moving.schedule == "ring"]  # type: ignore[union-attr]
+    loopable = {s.facts.id: _loopable(s) for s in rings}
+    left = budget
+    for site in sorted(rings, key=lambda s: loopable[s.facts.id]):
+        decision, cost = site.decision, unrolled_nodes(site)
+        assert decision is not None
+        dynamic = any("min_rows" in p.parameters for p in decision.plan)
+        unroll = cost <= left and not dynamic
+        if not unroll and not loopable[site.facts.id]:
+            text = f"its steps would add about {cost} nodes, {left} are left of the graph's budget of {budget}, and no looping op computes it"
+            site.decision = Decision("refused", decision.source, [PlanPiece("keep")], [Reason("too_many_steps", text)])
             continue
-        facts = site.facts
-        key = repr((facts.pattern, facts.matmuls, facts.collective, [p.parameters for p in site.decision.plan]))  # type: ignore[union-attr]
-        classes.setdefault(key, []).append(site)
-    for members in sorted(classes.values(), key=lambda ms: sum(map(unrolled_nodes, ms))):
-        cost = sum(map(unrolled_nodes, members))
-        dynamic = any("min_rows" in p.parameters for p in members[0].decision.plan)  # type: ignore[union-attr]
-        unroll = cost <= budget and not dynamic
-        budget -= cost if unroll else 0
-        for site in members:
-            _set_unrolled(site, unroll, cost)
-
-
-def _set_unrolled(site: OverlapSite, unroll: bool, cost: int) -> None:
-    decision = site.decision
-    assert decision is not None
-    if not unroll and not _loopable(site):
-        text = f"its class of sites would add about {cost} nodes, more than is left of the graph's budget, and no looping op computes it"
-        site.decision = Decision("refused", decision.source, [PlanPiece("keep")], [Reason("too_many_steps", text)])
-        return
-    for piece in decision.plan:
-        if piece.schedule == "ring":
-            piece.parameters["unrolled"] = unroll
+        left -= cost if unroll else 0
+        for piece in decision.plan:
+            if piece.schedule == "ring":
+                piece.parameters["unrolled"] = unroll
