@@ -72,11 +72,14 @@ def _rows_and_width(consumer: GatherConsumer) -> list[Any]:
 
 def only_views(node: fx.Node, nodes: GatherNodes) -> bool:
     """Whether ``node`` is the gathered tensor in another shape and order, with nothing computed on it."""
-    while node is not nodes.collective.wait:
-        if node not in nodes.through and not tools.is_bitcast(node):
-            return False
+    return behind_views(node, nodes) is nodes.collective.wait
+
+
+def behind_views(node: fx.Node, nodes: GatherNodes) -> fx.Node:
+    """What ``node`` is in another shape and order: the gathered tensor, or what was computed on it."""
+    while node is not nodes.collective.wait and (node in nodes.through or tools.is_bitcast(node)):
         node = nodes.through.get(node, node.args[0])  # type: ignore[arg-type]
-    return True
+    return node
 
 
 def _reduces_rows(pattern: str, nodes: ReduceNodes) -> bool:

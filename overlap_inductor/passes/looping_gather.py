@@ -16,8 +16,10 @@ from overlap_inductor.lowerings.looping_gather import Form
 from overlap_inductor.lowerings.looping_gather import texts
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import looping
+from overlap_inductor.passes import ring_gather
 from overlap_inductor.passes.layouts import ShardedDim
 from overlap_inductor.passes.layouts import same_size
+from overlap_inductor.passes.placement import between
 from overlap_inductor.passes.site_nodes import GatherConsumer
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.steps import StepEmitter
@@ -30,7 +32,7 @@ def forms_of(nodes: GatherNodes) -> list[Form] | None:
     """How each matmul reads the slices, or ``None`` where the op does not compute this site."""
     if len({tools.dtype(c.operand_node) for c in nodes.consumers}) > 1:
         return None
-    if not all(_is_plain(c) and looping.only_views(c.operand_node, nodes) for c in nodes.consumers):
+    if not all(map(_is_plain, nodes.consumers)) or not _gathers_operand(nodes):
         return None
     for _, shape in _readings(nodes.consumers[0], nodes):
         found = [next((f for f, seen in _readings(c, nodes) if _same(seen, shape)), None) for c in nodes.consumers]
@@ -44,6 +46,20 @@ def _is_plain(consumer: GatherConsumer) -> bool:
         return False
     bias = consumer.matmul.bias
     return bias is None or len(tools.shape(bias)) == 1 and consumer.role != "N"
+
+
+def _gathers_operand(nodes: GatherNodes) -> bool:
+    """Whether what the matmuls read can be gathered: the gathered tensor itself, or one that is computed on it, element by element and for nothing else.
+
+    Then the shards are computed on before they travel; never where that makes them longer.
+    """
+    (operand, *others) = {looping.behind_views(c.operand_node, nodes) for c in nodes.consumers}
+    wait = nodes.collective.wait
+    if others or operand is wait:
+        return not others
+    members = {wait, *between(nodes)}
+    users = {user for member in members for user in member.users}
+    return users <= members | {c.matmul.node for c in nodes.consumers} and tools.dtype(operand).itemsize <= tools.dtype(wait).itemsize
 
 
 def _readings(consumer: GatherConsumer, nodes: GatherNodes) -> list[tuple[Form, list[Any]]]:
@@ -74,7 +90,9 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route
         raise RuntimeError("the site was planned as one looping op, which does not compute it any more")
     first = nodes.consumers[0]
     shape = next(seen for form, seen in _readings(first, nodes) if form == forms[0])
-    shard = emit.reshape(looping.as_bits_of(emit, nodes.collective.input, tools.dtype(first.operand_node)), shape)
+    operand = looping.behind_views(first.operand_node, nodes)
+    computed = ring_gather.evaluate(emit, nodes, operand, nodes.collective.input, {})
+    shard = emit.reshape(looping.as_bits_of(emit, computed, tools.dtype(first.operand_node)), shape)
     others = [_in_ranks_order(emit, c) for c in nodes.consumers]
     biases = [c.matmul.bias for c in nodes.consumers]
     op = overlap.all_gather_matmul.default
@@ -85,7 +103,7 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route
         result = emit.call(looping.getitem, results, i)
         dim = {"M": 0, "N": 1}.get(consumer.role)
         replaced[consumer.matmul.node] = result if dim is None else emit.contiguous(_in_place(emit, result, dim, consumer.sharded, from_ranks=True))
-    return chain, replaced | looping.gathered_as(emit, nodes, gathered)
+    return chain, replaced | looping.gathered_as(emit, nodes, gathered) if operand is nodes.collective.wait else replaced
 
 
 def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:

@@ -104,3 +104,24 @@ def test_a_dynamic_token_count_is_compared_where_tokens_are_contracted() -> None
             y = made.call(aten.full.default, [size, 2**7], 1.0, dtype=torch.float32)
             (site,) = made.output(made.mm(left, y)).run(schedule="auto").sites
             assert (site.decision.status, [r.code for r in site.decision.reasons]) == (status, [] if transposed else ["dynamic_shape"]), site.decision
+
+
+@pytest.mark.parametrize(("kind", "status"), [("activation", "overlapped"), ("narrowed", "overlapped"), ("widened", "refused"), ("read elsewhere", "refused")])
+def test_pointwise_ops_before_the_matmul_are_of_the_shards(kind: str, status: str) -> None:
+    """What travels then is their result: never more bytes than before, and nobody else may want the gathered tensor."""
+    convert = torch.ops.prims.convert_element_type.default
+    with fake_group(2):
+        made = HandGraph()
+        dtype = {"widened": torch.bfloat16, "narrowed": torch.float32}.get(kind)
+        gathered = made.gather(made.input(4, 16, dtype=dtype or torch.float32))
+        if dtype is None:
+            operand, weight = made.call(aten.relu.default, gathered), made.input(16, 8, name="w")
+        else:
+            other = torch.float32 if kind == "widened" else torch.bfloat16
+            operand, weight = made.call(convert, gathered, other), made.input(16, 8, dtype=other, name="w")
+        y = made.mm(operand, weight)
+        report = made.output(y, *([operand] if kind == "read elsewhere" else [])).run(step_node_budget=1)
+    assert [f[2] for f in facts(report)] == [status] and report.notices == []
+    if status == "overlapped":
+        line = next(line for line in report.after.splitlines() if "relu" in line or "convert_element_type" in line)
+        assert "[4, 16]" in line and "_c10d_functional" not in report.after

@@ -113,7 +113,6 @@ STATIC_ONLY = {
     "scatter uneven blocks of rows",
 }
 WITHOUT_LOOPING_OP = {
-    "cast and activation behind the gather",
     "bmm",
     "scatter a sum of matmuls with bias",
     "all-reduce of a result plus one",
@@ -176,6 +175,7 @@ LOOPING_GATHERS = [
     "the contracted dim of either side, with bias",
     "gathered columns as rows, and contracted",
     "gather columns on the right",
+    "cast and activation behind the gather",
 ]
 
 
