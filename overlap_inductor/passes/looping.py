@@ -83,6 +83,11 @@ def behind_views(node: fx.Node, nodes: GatherNodes) -> fx.Node:
 
 
 def _reduces_rows(pattern: str, nodes: ReduceNodes) -> bool:
+    return reduced_in_rows(pattern, nodes) and is_sum(nodes, [c.input for c in nodes.collectives])
+
+
+def reduced_in_rows(pattern: str, nodes: ReduceNodes) -> bool:
+    """Whether what each rank gets is rows of the matmuls' result (or columns, without a bias), in its own order of elements."""
     sharded = nodes.sharded
     in_order = sharded.dim == 0 and isinstance(sharded.outer, int) and sharded.outer == 1
     if pattern != "matmul_reduce_scatter" and not in_order:
@@ -91,14 +96,14 @@ def _reduces_rows(pattern: str, nodes: ReduceNodes) -> bool:
         return False
     target = nodes.layouts[nodes.collectives[0].input].without_rank()
     same = nodes.leaf_layout.without_rank().same_elements(target)
-    return same and _is_sum(nodes) and (pattern != "matmul_all_gather" or len(nodes.leaves) == 1)
+    return same and (pattern != "matmul_all_gather" or len(nodes.leaves) == 1)
 
 
-def _is_sum(nodes: ReduceNodes) -> bool:
-    """Whether what is reduced is the sum of the matmuls, each once, and nothing else: no scalar added, no factor, no other op."""
+def is_sum(nodes: ReduceNodes, terms: list[fx.Node]) -> bool:
+    """Whether ``terms`` together are the sum of the matmuls, each once, and nothing else: no scalar added, no factor, no other op."""
     leaves = [m.node for m in nodes.leaves]
     found: list[fx.Node] = []
-    pending: list[Any] = [c.input for c in nodes.collectives]
+    pending: list[Any] = list(terms)
     while pending:
         node = pending.pop()
         if node in leaves:
@@ -157,7 +162,8 @@ def rewrite_reduce(emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall) -> t
     columns = nodes.sharded.dim == 1
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
     lhs = [rows_in_place(emit, emit.whole_chunks(a, 0, nodes.sharded), nodes.sharded, from_ranks=False) for a, _ in pairs]
-    out = call(lhs, [b for _, b in pairs], [m.bias for m in nodes.leaves], nodes.collectives[0].reduce_op or "sum")
+    biases = [m.bias if m.bias is None or len(tools.shape(m.bias)) == 1 else rows_in_place(emit, m.bias, nodes.sharded, from_ranks=False) for m in nodes.leaves]
+    out = call(lhs, [b for _, b in pairs], biases, nodes.collectives[0].reduce_op or "sum")
     result, chain = (emit.call(getitem, out, i) for i in range(2))
     result = emit.contiguous(transposed(emit, result)) if columns else result
     return chain, reduced(nodes, emit.reshape(result, tools.shape(nodes.collectives[0].node)))

@@ -12,6 +12,7 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import looping
 from overlap_inductor.passes import looping_gather
+from overlap_inductor.passes import looping_reduce
 from overlap_inductor.passes import ring_gather
 from overlap_inductor.passes import ring_reduce
 from overlap_inductor.passes.placement import between
@@ -108,18 +109,10 @@ def _unrolled(emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any
 
 
 def _looping(emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
-    parts, floor, nodes, pattern = parameters["sub_chunks"], parameters.get("min_rows", 0), site.nodes, site.facts.pattern
-    if isinstance(nodes, GatherNodes):
-        return looping_gather.rewrite(emit, nodes, parts, floor, parameters["route"])
-
-    def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
-        if pattern == "matmul_all_gather":
-            op = looping.overlap.matmul_all_gather.default
-            return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], parts, floor, emit.group_name, emit.site)
-        op = getattr(looping.overlap, pattern).default
-        return emit.communicate(op, emit.chain, lhs, rhs, biases, parts, floor, reduce_op, emit.group_name, emit.site)
-
-    return looping.rewrite_reduce(emit, nodes, reduce)
+    parts, floor = parameters["sub_chunks"], parameters.get("min_rows", 0)
+    if isinstance(site.nodes, GatherNodes):
+        return looping_gather.rewrite(emit, site.nodes, parts, floor, parameters["route"])
+    return looping_reduce.rewrite(emit, site, parts, floor)
 
 
 def _nodes_a_piece(consumer: GatherConsumer) -> int:
@@ -147,11 +140,13 @@ def unrolled_nodes(site: OverlapSite) -> int:
 
 def _loopable(site: OverlapSite) -> bool:
     """Whether a looping op computes this site."""
-    return looping_gather.forms_of(site.nodes) is not None if isinstance(site.nodes, GatherNodes) else looping.loopable(site)
+    return looping_gather.forms_of(site.nodes) is not None if isinstance(site.nodes, GatherNodes) else looping_reduce.computes(site.facts.pattern, site.nodes)
 
 
 def _chooses_at_run_time(site: OverlapSite) -> bool:
-    return looping_gather.chooses_at_run_time(site.nodes) if isinstance(site.nodes, GatherNodes) else looping.chooses_at_run_time(site)
+    if isinstance(site.nodes, GatherNodes):
+        return looping_gather.chooses_at_run_time(site.nodes)
+    return looping_reduce.chooses_at_run_time(site.facts.pattern, site.nodes)
 
 
 def fit_budget(sites: list[OverlapSite], budget: int) -> None:

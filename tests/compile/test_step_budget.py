@@ -125,3 +125,30 @@ def test_pointwise_ops_before_the_matmul_are_of_the_shards(kind: str, status: st
     if status == "overlapped":
         line = next(line for line in report.after.splitlines() if "relu" in line or "convert_element_type" in line)
         assert "[4, 16]" in line and "_c10d_functional" not in report.after
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [("another result added", "overlapped"), ("cast", "overlapped"), ("cast twice", "refused"), ("each cast", "refused"), ("one row added", "refused")],
+)
+def test_what_looping_reductions_compute_behind_the_matmul(kind: str, status: str) -> None:
+    """A sum as Inductor writes it, one matmul the bias of the other, and one change of dtype; what is left out would be a wrong number."""
+
+    def convert(x: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
+        return made.call(torch.ops.prims.convert_element_type.default, x, dtype)
+
+    with fake_group(2):
+        made = HandGraph()
+        x, w, v = made.input(8, 16), made.input(16, 6, name="w"), made.input(16, 6, name="v")
+        y = made.mm(x, w)
+        terms = {
+            "another result added": lambda: made.call(aten.addmm.default, y, x, v),
+            "cast": lambda: convert(y, torch.bfloat16),
+            "cast twice": lambda: convert(convert(y, torch.bfloat16), torch.float32),
+            "each cast": lambda: made.call(aten.add.Tensor, convert(y, torch.bfloat16), convert(made.mm(x, v), torch.bfloat16)),
+            "one row added": lambda: made.call(aten.addmm.default, made.input(1, 6, name="row"), x, w),
+        }
+        report = made.output(made.scatter(terms[kind]())).run(step_node_budget=1)
+    assert [f[2] for f in facts(report)] == [status] and report.notices == []
+    if status == "overlapped":
+        assert f"torch.{'bfloat16' if kind == 'cast' else 'float32'}, 'sum'" in report.after
