@@ -4,6 +4,7 @@ import overlap_inductor.lowerings.chunked_ops
 import overlap_inductor.lowerings.chunked_scaled_ops
 import overlap_inductor.lowerings.fused_ops
 import overlap_inductor.lowerings.looping
+import overlap_inductor.lowerings.looping_gather
 import overlap_inductor.lowerings.ops
 import overlap_inductor.lowerings.small_ops
 import overlap_inductor.lowerings.wave_ops  # noqa: F401

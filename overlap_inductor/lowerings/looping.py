@@ -1,10 +1,11 @@
-"""The looping ops of ``overlap_inductor::``: one functional op a site, running the ring in a loop of its own.
+"""The looping ops of ``overlap_inductor::``: one functional op a site, running the ring in a loop of its own. Gathers: ``looping_gather``.
 
 They serve graphs whose unrolled steps would exceed the node budget (80 layers, 1024 ranks), and token counts that are too small for a
 ring at run time (``min_rows``): below it the plain collective and matmul run, decided by the token count that all ranks share. A chunk's
 matmul is the vendor's, so nothing is fused into it; that is the price of a bounded graph.
 
-Shapes (W ranks, this rank's view): ``shard [m, K]``, ``rhs [K, N]``, ``lhs [W*m, K]``. All ops return the chain's next token last.
+Shapes (W ranks, this rank's view): ``rhs [K, N]``, ``lhs [W*m, K]``; a bias is ``[N]`` or ``[W*m, N]``. What is summed is
+sent, and reduced, as ``dtype``. All ops return the chain's next token last.
 """
 
 from __future__ import annotations
@@ -23,80 +24,17 @@ from overlap_inductor.transports import routes
 Tensors = list[torch.Tensor]
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
-    if bias is None:
-        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-    return torch.addmm(bias, a, b) if out is None else torch.addmm(bias, a, b, out=out)
+def _cut(bias: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    return bias[rows] if bias is not None and bias.dim() == 2 else bias
 
 
 def _sum_of_products(
-    lhs: Sequence[torch.Tensor], rhs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], rows: slice
+    lhs: Sequence[torch.Tensor], rhs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], rows: slice, dtype: torch.dtype
 ) -> torch.Tensor:
-    total = _product(lhs[0][rows], rhs[0], biases[0])
+    total = reference.product(lhs[0][rows], rhs[0], _cut(biases[0], rows))
     for a, b, bias in zip(lhs[1:], rhs[1:], biases[1:], strict=True):
-        total = total + _product(a[rows], b, bias)
-    return total
-
-
-def _all_gather_matmul(
-    chain: torch.Tensor,
-    shard: torch.Tensor,
-    rhs: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    parts: int,
-    min_rows: int,
-    route: str,
-    group_name: str,
-    site: str,
-) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
-    group = resolve_group(group_name)
-    world_size, rank, rows = group.size(), group.rank(), shard.shape[0]
-    if world_size * rows < min_rows:
-        gathered, outs = reference.all_gather_matmul(shard, rhs, biases, group)
-        return outs, gathered, chain.new_empty(1)
-    width = shard.shape[1]
-    gathered = shard.new_empty(world_size * rows, width)
-    gathered[rank * rows : (rank + 1) * rows].copy_(shard)
-    cuts = routes.bounds(rows, parts)
-    outs = [shard.new_empty(world_size * rows, b.shape[1]) for b in rhs]
-
-    def multiply(slot: int, start: int, stop: int) -> None:
-        where = slice(slot * rows + start, slot * rows + stop)
-        for b, bias, out in zip(rhs, biases, outs, strict=True):
-            _product(gathered[where], b, bias, out[where])
-
-    exchange = p2p.open_exchange(gathered, [c * width for c in cuts], route, group, site)
-    if exchange is None:
-        return outs, gathered, chain.new_empty(1)
-    for index in range(min(parts, exchange.hop_count)):
-        exchange.post(index)
-    multiply(rank, 0, rows)
-    for step, distances in enumerate(routes.distances(route, world_size)):
-        for part in range(parts):
-            hop = step * parts + part
-            exchange.wait(hop)
-            if hop + parts < exchange.hop_count:
-                exchange.post(hop + parts)
-            for distance in distances:
-                multiply((rank + distance) % world_size, cuts[part], cuts[part + 1])
-    p2p.close_exchange(gathered, group)
-    return outs, gathered, chain.new_empty(1)
-
-
-def _all_gather_matmul_fake(
-    chain: torch.Tensor, shard: torch.Tensor, rhs: Tensors, biases: object, parts: int, floor: int, route: str, group_name: str, site: str
-) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
-    rows = resolve_group(group_name).size() * shard.shape[0]
-    outs = [shard.new_empty(rows, b.shape[1]) for b in rhs]
-    return outs, shard.new_empty(rows, shard.shape[1]), chain.new_empty(1)
-
-
-define(
-    "all_gather_matmul(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, int parts, SymInt min_rows, str route, "
-    "str group_name, str site) -> (Tensor[], Tensor, Tensor)",
-    _all_gather_matmul,
-    _all_gather_matmul_fake,
-)
+        total = total + reference.product(a[rows], b, _cut(bias, rows))
+    return total.to(dtype)
 
 
 def _partials(
@@ -105,6 +43,7 @@ def _partials(
     biases: Sequence[torch.Tensor | None],
     cuts: Sequence[int],
     bands: Sequence[int],
+    dtype: torch.dtype,
     exchange: p2p.Exchange | None,
     group: dist.ProcessGroup,
 ) -> Tensors:
@@ -115,11 +54,11 @@ def _partials(
     for step in range(world_size - 1):
         slot = (rank + 1 + step) % world_size
         for band in bands:
-            piece = _sum_of_products(lhs, rhs, biases, slice(slot * rows + cuts[band], slot * rows + cuts[band + 1]))
+            piece = _sum_of_products(lhs, rhs, biases, slice(slot * rows + cuts[band], slot * rows + cuts[band + 1]), dtype)
             if exchange is not None:
                 exchange.post(step * parts + band, piece.view(-1))
             sent.append(piece)
-    own = [_sum_of_products(lhs, rhs, biases, slice(rank * rows + cuts[b], rank * rows + cuts[b + 1])) for b in bands]
+    own = [_sum_of_products(lhs, rhs, biases, slice(rank * rows + cuts[b], rank * rows + cuts[b + 1]), dtype) for b in bands]
     return [*sent, *own]
 
 
@@ -138,6 +77,7 @@ def _matmul_reduce_scatter(
     biases: Sequence[torch.Tensor | None],
     parts: int,
     min_rows: int,
+    dtype: torch.dtype,
     reduce_op: str,
     group_name: str,
     site: str,
@@ -145,12 +85,13 @@ def _matmul_reduce_scatter(
     group = resolve_group(group_name)
     world_size, total_rows, width = group.size(), lhs[0].shape[0], rhs[0].shape[1]
     if total_rows < min_rows:
-        return reference.matmul_reduce_scatter(lhs, rhs, biases, reduce_op, group), chain.new_empty(1)
+        whole = _sum_of_products(lhs, rhs, biases, slice(None), dtype)
+        return reference.reduced("matmul_reduce_scatter", whole, reduce_op, group), chain.new_empty(1)
     rows = total_rows // world_size
     cuts = routes.bounds(rows, parts)
-    buffer = lhs[0].new_empty(world_size - 1, rows * width)
+    buffer = lhs[0].new_empty(world_size - 1, rows * width, dtype=dtype)
     exchange = p2p.open_exchange(buffer, [c * width for c in cuts], "owner", group, site)
-    pieces = _partials(lhs, rhs, biases, cuts, range(parts), exchange, group)
+    pieces = _partials(lhs, rhs, biases, cuts, range(parts), dtype, exchange, group)
     own = torch.cat(pieces[-parts:])
     if exchange is not None:
         for hop in range(exchange.hop_count):
@@ -160,15 +101,15 @@ def _matmul_reduce_scatter(
 
 
 def _matmul_reduce_scatter_fake(
-    chain: torch.Tensor, lhs: Tensors, rhs: Tensors, biases: object, parts: int, floor: int, reduce_op: str, group_name: str, site: str
+    chain: torch.Tensor, lhs: Tensors, rhs: Tensors, biases: object, parts: int, floor: int, dtype: torch.dtype, reduce_op: str, group_name: str, site: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = lhs[0].shape[0] // resolve_group(group_name).size()
-    return lhs[0].new_empty(rows, rhs[0].shape[1]), chain.new_empty(1)
+    return lhs[0].new_empty(rows, rhs[0].shape[1], dtype=dtype), chain.new_empty(1)
 
 
 define(
     "matmul_reduce_scatter(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, int parts, SymInt min_rows, "
-    "str reduce_op, str group_name, str site) -> (Tensor, Tensor)",
+    "ScalarType dtype, str reduce_op, str group_name, str site) -> (Tensor, Tensor)",
     _matmul_reduce_scatter,
     _matmul_reduce_scatter_fake,
 )
@@ -181,6 +122,7 @@ def _matmul_all_reduce(
     biases: Sequence[torch.Tensor | None],
     parts: int,
     min_rows: int,
+    dtype: torch.dtype,
     reduce_op: str,
     group_name: str,
     site: str,
@@ -188,12 +130,13 @@ def _matmul_all_reduce(
     group = resolve_group(group_name)
     world_size, rank, total_rows, width = group.size(), group.rank(), lhs[0].shape[0], rhs[0].shape[1]
     if total_rows < min_rows:
-        return reference.matmul_all_reduce(lhs, rhs, biases, reduce_op, group), chain.new_empty(1)
+        whole = _sum_of_products(lhs, rhs, biases, slice(None), dtype)
+        return reference.reduced("matmul_all_reduce", whole, reduce_op, group), chain.new_empty(1)
     rows = total_rows // world_size
     cuts = routes.bounds(rows, parts)
     bounds = [c * width for c in cuts]
-    buffer = lhs[0].new_empty(world_size - 1, rows * width)
-    result = lhs[0].new_empty(total_rows, width)
+    buffer = lhs[0].new_empty(world_size - 1, rows * width, dtype=dtype)
+    result = lhs[0].new_empty(total_rows, width, dtype=dtype)
     scatter = p2p.open_exchange(buffer, bounds, "owner", group, site)
     back = p2p.open_exchange(result, bounds, "broadcast", group, site)
     alive: list[Tensors] = []
@@ -208,13 +151,13 @@ def _matmul_all_reduce(
         back.post(band)
 
     for band in range(parts):
-        alive.append(_partials(lhs, rhs, biases, cuts, [band], scatter, group))
+        alive.append(_partials(lhs, rhs, biases, cuts, [band], dtype, scatter, group))
         if band:
             give_back(band - 1, alive[band - 1][-1])
     give_back(parts - 1, alive[-1][-1])
     body = world_size * rows
     if body < total_rows:
-        left = _sum_of_products(lhs, rhs, biases, slice(body, total_rows))
+        left = _sum_of_products(lhs, rhs, biases, slice(body, total_rows), dtype)
         dist.all_reduce(left, group=group)
         result[body:] = left / world_size if reduce_op == "avg" else left
     if scatter is not None and back is not None:
@@ -225,12 +168,14 @@ def _matmul_all_reduce(
     return result, chain.new_empty(1)
 
 
-def _full_fake(chain: torch.Tensor, lhs: Tensors, rhs: Tensors, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return lhs[0].new_empty(lhs[0].shape[0], rhs[0].shape[1]), chain.new_empty(1)
+def _full_fake(
+    chain: torch.Tensor, lhs: Tensors, rhs: Tensors, biases: object, parts: int, floor: int, dtype: torch.dtype, *args: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return lhs[0].new_empty(lhs[0].shape[0], rhs[0].shape[1], dtype=dtype), chain.new_empty(1)
 
 
 define(
-    "matmul_all_reduce(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, int parts, SymInt min_rows, str reduce_op, "
+    "matmul_all_reduce(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, int parts, SymInt min_rows, ScalarType dtype, str reduce_op, "
     "str group_name, str site) -> (Tensor, Tensor)",
     _matmul_all_reduce,
     _full_fake,
@@ -244,18 +189,20 @@ def _matmul_all_gather(
     bias: torch.Tensor | None,
     parts: int,
     min_rows: int,
+    dtype: torch.dtype,
     group_name: str,
     site: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = resolve_group(group_name)
     rows, width = lhs.shape[0], rhs.shape[1]
+    gathered = lhs.new_empty(group.size() * rows, width, dtype=dtype)
     if rows < min_rows:
-        return reference.matmul_all_gather(lhs, rhs, bias, group), chain.new_empty(1)
-    gathered = lhs.new_empty(group.size() * rows, width)
+        dist.all_gather_into_tensor(gathered, _sum_of_products([lhs], [rhs], [bias], slice(None), dtype), group=group)
+        return gathered, chain.new_empty(1)
     cuts = routes.bounds(rows, parts)
     exchange = p2p.open_exchange(gathered, [c * width for c in cuts], "broadcast", group, site)
     for band in range(parts):
-        piece = _product(lhs[cuts[band] : cuts[band + 1]], rhs, bias)
+        piece = _sum_of_products([lhs], [rhs], [bias], slice(cuts[band], cuts[band + 1]), dtype)
         if exchange is not None:
             exchange.piece(group.rank(), band).copy_(piece.view(-1))
             exchange.post(band)
@@ -267,14 +214,14 @@ def _matmul_all_gather(
 
 
 def _matmul_all_gather_fake(
-    chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: object, parts: int, floor: int, group_name: str, site: str
+    chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: object, parts: int, floor: int, dtype: torch.dtype, group_name: str, site: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return lhs.new_empty(resolve_group(group_name).size() * lhs.shape[0], rhs.shape[1]), chain.new_empty(1)
+    return lhs.new_empty(resolve_group(group_name).size() * lhs.shape[0], rhs.shape[1], dtype=dtype), chain.new_empty(1)
 
 
 define(
-    "matmul_all_gather(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, int parts, SymInt min_rows, str group_name, str site) "
-    "-> (Tensor, Tensor)",
+    "matmul_all_gather(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, int parts, SymInt min_rows, ScalarType dtype, "
+    "str group_name, str site) -> (Tensor, Tensor)",
     _matmul_all_gather,
     _matmul_all_gather_fake,
 )

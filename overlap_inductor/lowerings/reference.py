@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 
-def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``a [M, K] @ b [K, N] + bias`` by the vendor's matmul."""
-    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``a [M, K] @ b [K, N] + bias`` by the vendor's matmul, into ``out [M, N]`` where it is given."""
+    return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
 
 
 def _sum_of_products(

@@ -1,9 +1,9 @@
 """A site as one op: which sites such ops compute, and how operands and results are laid out for them.
 
-The ops of ``lowerings.looping`` and of the schedules that are one op a site (``lowerings.fused_ops`` ...) cut plain 2-D matmuls along leading rows in the ranks' order. Rows that lie otherwise are
+The ops of ``lowerings.looping`` (reductions) and of the schedules that are one op a site (``lowerings.fused_ops`` ...) cut plain 2-D matmuls along leading rows in the ranks' order. Rows that lie otherwise are
 brought there: ``[outer, rank, chunk]`` (a gather or scatter of an inner dim) by a permute of the result or of the left operand, and a cut along
 columns by computing the transposed product, which the vendor's matmul does without a copy (a fused kernel copies its left operand). A cut
-along the contracted dim has no such op.
+along the contracted dim is computed by the ring's op alone (``looping_gather``).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _gathers_rows(consumer: GatherConsumer, nodes: GatherNodes) -> bool:
     if consumer.role not in ("M", "N") or consumer.trimmed is not None or (consumer.role == "N" and consumer.matmul.bias is not None):
         return False
     rows_first = consumer.layout if consumer.role == "M" else consumer.layout.permute([1, 0])
-    return nodes.raw.without_rank().same_elements(rows_first.without_rank()) and _only_views(consumer.operand_node, nodes)
+    return nodes.raw.without_rank().same_elements(rows_first.without_rank()) and only_views(consumer.operand_node, nodes)
 
 
 def _one_shape(consumers: list[GatherConsumer]) -> bool:
@@ -70,15 +70,24 @@ def _rows_and_width(consumer: GatherConsumer) -> list[Any]:
     return shape if consumer.role == "M" else shape[::-1]
 
 
-def _only_views(node: fx.Node, nodes: GatherNodes) -> bool:
-    while node is not nodes.collective.wait:
-        if node not in nodes.through and not tools.is_bitcast(node):
-            return False
+def only_views(node: fx.Node, nodes: GatherNodes) -> bool:
+    """Whether ``node`` is the gathered tensor in another shape and order, with nothing computed on it."""
+    return behind_views(node, nodes) is nodes.collective.wait
+
+
+def behind_views(node: fx.Node, nodes: GatherNodes) -> fx.Node:
+    """What ``node`` is in another shape and order: the gathered tensor, or what was computed on it."""
+    while node is not nodes.collective.wait and (node in nodes.through or tools.is_bitcast(node)):
         node = nodes.through.get(node, node.args[0])  # type: ignore[arg-type]
-    return True
+    return node
 
 
 def _reduces_rows(pattern: str, nodes: ReduceNodes) -> bool:
+    return reduced_in_rows(pattern, nodes) and is_sum(nodes, [c.input for c in nodes.collectives])
+
+
+def reduced_in_rows(pattern: str, nodes: ReduceNodes) -> bool:
+    """Whether what each rank gets is rows of the matmuls' result (or columns, without a bias), in its own order of elements."""
     sharded = nodes.sharded
     in_order = sharded.dim == 0 and isinstance(sharded.outer, int) and sharded.outer == 1
     if pattern != "matmul_reduce_scatter" and not in_order:
@@ -87,14 +96,14 @@ def _reduces_rows(pattern: str, nodes: ReduceNodes) -> bool:
         return False
     target = nodes.layouts[nodes.collectives[0].input].without_rank()
     same = nodes.leaf_layout.without_rank().same_elements(target)
-    return same and _is_sum(nodes) and (pattern != "matmul_all_gather" or len(nodes.leaves) == 1)
+    return same and (pattern != "matmul_all_gather" or len(nodes.leaves) == 1)
 
 
-def _is_sum(nodes: ReduceNodes) -> bool:
-    """Whether what is reduced is the sum of the matmuls, each once, and nothing else: no scalar added, no factor, no other op."""
+def is_sum(nodes: ReduceNodes, terms: list[fx.Node]) -> bool:
+    """Whether ``terms`` together are the sum of the matmuls, each once, and nothing else: no scalar added, no factor, no other op."""
     leaves = [m.node for m in nodes.leaves]
     found: list[fx.Node] = []
-    pending: list[Any] = [c.input for c in nodes.collectives]
+    pending: list[Any] = list(terms)
     while pending:
         node = pending.pop()
         if node in leaves:
@@ -132,17 +141,20 @@ def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, call: GatherCall) -> t
     """``(next token of the chain, what replaces which node)``, each in the shape and strides of what it replaces."""
     first = nodes.consumers[0]
     rows, inner = _rows_and_width(first)
-    shard = emit.reshape(_as_bits_of(emit, nodes.collective.input, tools.dtype(first.operand_node)), [rows // emit.world_size, inner])
-    rhs = [c.matmul.rhs if c.role == "M" else _transposed(emit, c.matmul.lhs) for c in nodes.consumers]
+    shard = emit.reshape(as_bits_of(emit, nodes.collective.input, tools.dtype(first.operand_node)), [rows // emit.world_size, inner])
+    rhs = [c.matmul.rhs if c.role == "M" else transposed(emit, c.matmul.lhs) for c in nodes.consumers]
     results, gathered, chain = call(shard, rhs, [c.matmul.bias for c in nodes.consumers], gathered_used(nodes))
     replaced = {}
     for i, consumer in enumerate(nodes.consumers):
         result = rows_in_place(emit, emit.call(getitem, results, i), consumer.sharded, from_ranks=True)
-        replaced[consumer.matmul.node] = result if consumer.role == "M" else emit.contiguous(_transposed(emit, result))
-    if gathered is not None:
-        whole = _as_bits_of(emit, emit.reshape(gathered, tools.shape(nodes.collective.node)), tools.dtype(nodes.collective.node))
-        replaced |= {nodes.collective.wait: whole, nodes.collective.node: whole}
-    return chain, replaced
+        replaced[consumer.matmul.node] = result if consumer.role == "M" else emit.contiguous(transposed(emit, result))
+    return chain, replaced if gathered is None else replaced | gathered_as(emit, nodes, gathered)
+
+
+def gathered_as(emit: StepEmitter, nodes: GatherNodes, gathered: fx.Node) -> dict[fx.Node, fx.Node]:
+    """What ``gathered``, a matrix of all shards in the ranks' order, replaces."""
+    whole = as_bits_of(emit, emit.reshape(gathered, tools.shape(nodes.collective.node)), tools.dtype(nodes.collective.node))
+    return {nodes.collective.wait: whole, nodes.collective.node: whole}
 
 
 def rewrite_reduce(emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
@@ -150,9 +162,10 @@ def rewrite_reduce(emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall) -> t
     columns = nodes.sharded.dim == 1
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
     lhs = [rows_in_place(emit, emit.whole_chunks(a, 0, nodes.sharded), nodes.sharded, from_ranks=False) for a, _ in pairs]
-    out = call(lhs, [b for _, b in pairs], [m.bias for m in nodes.leaves], nodes.collectives[0].reduce_op or "sum")
+    biases = [m.bias if m.bias is None or len(tools.shape(m.bias)) == 1 else rows_in_place(emit, m.bias, nodes.sharded, from_ranks=False) for m in nodes.leaves]
+    out = call(lhs, [b for _, b in pairs], biases, nodes.collectives[0].reduce_op or "sum")
     result, chain = (emit.call(getitem, out, i) for i in range(2))
-    result = emit.contiguous(_transposed(emit, result)) if columns else result
+    result = emit.contiguous(transposed(emit, result)) if columns else result
     return chain, reduced(nodes, emit.reshape(result, tools.shape(nodes.collectives[0].node)))
 
 
@@ -167,18 +180,19 @@ def reduced(nodes: ReduceNodes, result: fx.Node) -> dict[fx.Node, fx.Node]:
 
 def _operands(emit: StepEmitter, matmul: MatmulNode, columns: bool) -> tuple[fx.Node, fx.Node]:
     if columns:
-        return _transposed(emit, matmul.rhs), _transposed(emit, matmul.lhs)
+        return transposed(emit, matmul.rhs), transposed(emit, matmul.lhs)
     return matmul.lhs, matmul.rhs
 
 
-def _as_bits_of(emit: StepEmitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+def as_bits_of(emit: StepEmitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
     """``x``, or its bits as numbers of ``dtype`` (fp8 that travels as bytes)."""
     if tools.is_bitcast(x) and tools.dtype(x.args[0]) == dtype:  # type: ignore[arg-type]
         return x.args[0]  # type: ignore[return-value]
     return x if tools.dtype(x) == dtype else emit.call(aten.view.dtype, x, dtype)
 
 
-def _transposed(emit: StepEmitter, x: fx.Node) -> fx.Node:
+def transposed(emit: StepEmitter, x: fx.Node) -> fx.Node:
+    """``x`` with its two dims swapped (a view)."""
     return emit.call(aten.permute.default, x, [1, 0])
 
 

@@ -237,18 +237,18 @@ def _annotate_new(emit: StepEmitter, node: fx.Node) -> None:
     emit.annotate(node)
 
 
-def _evaluate(emit: StepEmitter, nodes: GatherNodes, node: fx.Node, piece: fx.Node, done: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The pointwise ops between gather and operand, on one slice in the collective's own layout."""
+def evaluate(emit: StepEmitter, nodes: GatherNodes, node: fx.Node, piece: fx.Node, done: dict[fx.Node, fx.Node]) -> fx.Node:
+    """``node``, between gather and operand, computed anew of one slice ``piece`` in the collective's own layout: its pointwise ops, views left out."""
     if node is nodes.collective.wait:
         return piece
     if node not in done:
         if node in nodes.through:
-            done[node] = _evaluate(emit, nodes, nodes.through[node], piece, done)
+            done[node] = evaluate(emit, nodes, nodes.through[node], piece, done)
         elif tools.is_scalar_like(node) and node.op != "call_function" or not tools.is_pointwise(node):
             return node
         else:
             done[node] = emit.annotate(
-                emit.graph.node_copy(node, lambda n: _evaluate(emit, nodes, n, piece, done) if tools.is_tensor(n) else n)
+                emit.graph.node_copy(node, lambda n: evaluate(emit, nodes, n, piece, done) if tools.is_tensor(n) else n)
             )
     return done[node]
 
@@ -275,7 +275,7 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tu
         done: dict[fx.Node, fx.Node] = {}
         sizes = {id(lead): length} if lead is not None else {}
         for target in consumers:
-            operand = _evaluate(emit, nodes, target.consumer.operand_node, raw, done)
+            operand = evaluate(emit, nodes, target.consumer.operand_node, raw, done)
             operand = emit.convert(operand, flat_layout, target.consumer.layout.without_rank(), sizes)
             target.multiply(operand, shift, part, start, length)
         epilogue.compute()
@@ -306,4 +306,4 @@ def _rest(shard: fx.Node, lead: Atom | None) -> Size:
     return inner
 
 
-__all__ = ["can_cut", "leading_atom", "rewrite"]
+__all__ = ["can_cut", "evaluate", "leading_atom", "rewrite"]

@@ -11,8 +11,12 @@ from overlap_inductor import cost_model
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import looping
+from overlap_inductor.passes import looping_gather
+from overlap_inductor.passes import looping_reduce
 from overlap_inductor.passes import ring_gather
 from overlap_inductor.passes import ring_reduce
+from overlap_inductor.passes.placement import between
+from overlap_inductor.passes.site_nodes import GatherConsumer
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.passes.site_schedule import Replaced
@@ -51,7 +55,7 @@ class RingSchedule:
         threshold = _break_even(site, config)
         if threshold is None:
             return None
-        if not looping.chooses_at_run_time(site):
+        if not _chooses_at_run_time(site):
             return Reason("dynamic_shape", f"the ring pays from about {threshold} tokens on, and this site has no op that can choose at run time")
         parameters = {**_parameters(site, config), "min_rows": threshold}
         return [PlanPiece("keep", None, (0, threshold - 1)), PlanPiece(self.name, "p2p", (threshold, None), parameters)]
@@ -105,25 +109,16 @@ def _unrolled(emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any
 
 
 def _looping(emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
-    parts, floor, nodes, pattern = parameters["sub_chunks"], parameters.get("min_rows", 0), site.nodes, site.facts.pattern
-    if isinstance(nodes, GatherNodes):
+    parts, floor = parameters["sub_chunks"], parameters.get("min_rows", 0)
+    if isinstance(site.nodes, GatherNodes):
+        return looping_gather.rewrite(emit, site.nodes, parts, floor, parameters["route"])
+    return looping_reduce.rewrite(emit, site, parts, floor)
 
-        def gather(shard: fx.Node, rhs: list[fx.Node], biases: list[fx.Node | None], used: bool) -> tuple[fx.Node, fx.Node | None, fx.Node]:
-            op = looping.overlap.all_gather_matmul.default
-            out = emit.communicate(op, emit.chain, shard, rhs, biases, parts, floor, parameters["route"], emit.group_name, emit.site)
-            results, gathered, chain = (emit.call(looping.getitem, out, i) for i in range(3))
-            return results, gathered, chain
 
-        return looping.rewrite_gather(emit, nodes, gather)
-
-    def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
-        if pattern == "matmul_all_gather":
-            op = looping.overlap.matmul_all_gather.default
-            return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], parts, floor, emit.group_name, emit.site)
-        op = getattr(looping.overlap, pattern).default
-        return emit.communicate(op, emit.chain, lhs, rhs, biases, parts, floor, reduce_op, emit.group_name, emit.site)
-
-    return looping.rewrite_reduce(emit, nodes, reduce)
+def _nodes_a_piece(consumer: GatherConsumer) -> int:
+    """The matmul and a view or two; of a split contraction the other operand is cut, and what is narrower than the sum is widened."""
+    narrow = consumer.role == "K" and tools.dtype(consumer.matmul.node).itemsize < 4
+    return {"M": 2, "N": 3, "K": 4, "B": 3}[consumer.role] + (2 if narrow else 0)
 
 
 def unrolled_nodes(site: OverlapSite) -> int:
@@ -133,39 +128,46 @@ def unrolled_nodes(site: OverlapSite) -> int:
     parts, world_size = piece.parameters["sub_chunks"], site.facts.collective.world_size
     if isinstance(site.nodes, GatherNodes):
         hops = routes.hop_count(piece.parameters["route"], world_size, parts)
-        return 4 + (hops + 1) * (2 + 4 * len(site.matmuls) + len(site.nodes.epilogue.nodes))
+        computed = sum(n not in site.nodes.through and tools.is_pointwise(n) for n in between(site.nodes)) + len(site.nodes.epilogue.nodes)
+        return 4 + hops + ((world_size - 1) * parts + 1) * (2 + sum(map(_nodes_a_piece, site.nodes.consumers)) + computed)
     region = max(len(site.nodes.layouts) - len(site.nodes.through), 1)
     if site.facts.pattern == "matmul_all_gather":
         return 4 + parts * (2 + region)
+    region += len(site.nodes.leaves) - 1
     legs = 2 if site.facts.collective.kind == "all_reduce" else 1
     return 8 + world_size * parts * (3 + 2 * region) + legs * parts * 6
 
 
+def _loopable(site: OverlapSite) -> bool:
+    """Whether a looping op computes this site."""
+    return looping_gather.forms_of(site.nodes) is not None if isinstance(site.nodes, GatherNodes) else looping_reduce.computes(site.facts.pattern, site.nodes)
+
+
+def _chooses_at_run_time(site: OverlapSite) -> bool:
+    if isinstance(site.nodes, GatherNodes):
+        return looping_gather.chooses_at_run_time(site.nodes)
+    return looping_reduce.chooses_at_run_time(site.facts.pattern, site.nodes)
+
+
 def fit_budget(sites: list[OverlapSite], budget: int) -> None:
-    """Unroll whole classes of like sites while their nodes fit the graph's budget; the others become looping ops, or are kept."""
-    classes: dict[str, list[OverlapSite]] = {}
-    for site in sites:
-        if site.decision.moving.schedule != "ring":  # type: ignore[union-attr]
+    """Unroll rings in graph order while their nodes fit the graph's ``budget``; the others become looping ops.
+
+    Those that no looping op computes come first, since they would be kept: their decision is replaced where even that does not help. Reads what
+    all ranks know alike, so all ranks unroll the same sites.
+    """
+    rings = [s for s in sites if s.decision.moving.schedule == "ring"]  # type: ignore[union-attr]
+    loopable = {s.facts.id: _loopable(s) for s in rings}
+    left = budget
+    for site in sorted(rings, key=lambda s: loopable[s.facts.id]):
+        decision, cost = site.decision, unrolled_nodes(site)
+        assert decision is not None
+        dynamic = any("min_rows" in p.parameters for p in decision.plan)
+        unroll = cost <= left and not dynamic
+        if not unroll and not loopable[site.facts.id]:
+            text = f"its steps would add about {cost} nodes, {left} are left of the graph's budget of {budget}, and no looping op computes it"
+            site.decision = Decision("refused", decision.source, [PlanPiece("keep")], [Reason("too_many_steps", text)])
             continue
-        facts = site.facts
-        key = repr((facts.pattern, facts.matmuls, facts.collective, [p.parameters for p in site.decision.plan]))  # type: ignore[union-attr]
-        classes.setdefault(key, []).append(site)
-    for members in sorted(classes.values(), key=lambda ms: sum(map(unrolled_nodes, ms))):
-        cost = sum(map(unrolled_nodes, members))
-        dynamic = any("min_rows" in p.parameters for p in members[0].decision.plan)  # type: ignore[union-attr]
-        unroll = cost <= budget and not dynamic
-        budget -= cost if unroll else 0
-        for site in members:
-            _set_unrolled(site, unroll, cost)
-
-
-def _set_unrolled(site: OverlapSite, unroll: bool, cost: int) -> None:
-    decision = site.decision
-    assert decision is not None
-    if not unroll and not looping.loopable(site):
-        text = f"its class of sites would add about {cost} nodes, more than is left of the graph's budget, and no looping op computes it"
-        site.decision = Decision("refused", decision.source, [PlanPiece("keep")], [Reason("too_many_steps", text)])
-        return
-    for piece in decision.plan:
-        if piece.schedule == "ring":
-            piece.parameters["unrolled"] = unroll
+        left -= cost if unroll else 0
+        for piece in decision.plan:
+            if piece.schedule == "ring":
+                piece.parameters["unrolled"] = unroll

@@ -351,7 +351,7 @@ x: float32[2, 4, 16] = input
 w: float32[16, 8] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu)
 reshape_default_1: float32[8, 16] = aten.reshape.default(x, [8, 16])
-all_gather_matmul_default = overlap_inductor.all_gather_matmul.default(agree_default, reshape_default_1, [w], [None], 2, 0, 'ring', '0', 'all_gather_matmul-8b086b7f')
+all_gather_matmul_default = overlap_inductor.all_gather_matmul.default(agree_default, reshape_default_1, [w], [None], 'lhs M', 2, 0, 'ring', '0', 'all_gather_matmul-8b086b7f')
 getitem = <built-in function getitem>(all_gather_matmul_default, 0)
 getitem_3: float32[16, 8] = <built-in function getitem>(getitem, 0)
 return [getitem_3]

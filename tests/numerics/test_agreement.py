@@ -48,6 +48,17 @@ def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, .
         "gather sequence, batch 2": (lambda x, a: all_gather(x, 1, g) @ a, [(2, s, 16), (16, 12)], 1),
         "gather the contracted dim": (lambda x, a: all_gather(x, 1, g) @ a, [(s, 8), (8 * w, 12)], 1),
         "dgrad and wgrad on one gather": (lambda x, y, a: (lambda z: (z @ a, z.t() @ y))(all_gather(x, 0, g)), [(s, 8), (s * w, 9), (8, 4)], 1),
+        "dgrad and wgrads of either side, batch 2": (
+            lambda x, y, a: (lambda z: (z @ a, z.t() @ y, y.t() @ z))(all_gather(x, 1, g).reshape(-1, 8)),
+            [(2, s, 8), (2 * s * w, 9), (8, 4)],
+            1,
+        ),
+        "the contracted dim of either side, with bias": (
+            lambda x, a, b, c: (lambda z: (torch.addmm(c, z, a), b @ z.t()))(all_gather(x, 1, g)),
+            [(s, 8), (8 * w, 12), (5, 8 * w), (12,)],
+            1,
+        ),
+        "gathered columns as rows, and contracted": (lambda x, y, a: (lambda z: (z.t() @ y, z @ a))(all_gather(x, 1, g)), [(s, 8), (s, 9), (8 * w, 5)], 1),
         "gather columns on the right": (lambda x, a: (a * 2) @ all_gather(x * 3, 0, g).t(), [(s, 8), (5, 8)], 1),
         "cast and activation behind the gather": (lambda x, a: torch.nn.functional.silu(all_gather(x, 0, g) * 2) @ a, [(s, 8), (8, 5)], 1),
         "bmm": (lambda x, a: torch.bmm(all_gather(x, 1, g), a), [(3, s, 8), (3, 8, 5)], 1),
@@ -68,6 +79,12 @@ def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, .
             [(s * w, 8), (8, 5), (8, 5), (5,)],
             1,
         ),
+        "scatter a sum of matmuls over a sequence, in fp64": (
+            lambda x, a, b: reduce_scatter((x @ a + x @ b).double(), "sum", 1, g),
+            [(2, s * w, 8), (8, 5), (8, 5)],
+            1,
+        ),
+        "all-reduce in fp64 of rows that are no multiple of the ranks": (lambda x, a: all_reduce((x @ a).double(), "avg", g), [(s * w + 1, 8), (8, 5)], 1),
         "scatter the last dim": (lambda x, a: reduce_scatter(x @ a, "sum", 1, g), [(7, 8), (8, s * w)], 1),
         "all-reduce": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(s * w, 8), (8, 5)], 1),
         "all-reduce of a result plus one": (lambda x, a: all_reduce(x @ a + 1, "sum", g), [(s * w, 8), (8, 5)], 1),
@@ -102,11 +119,7 @@ STATIC_ONLY = {
     "scatter uneven blocks of rows",
 }
 WITHOUT_LOOPING_OP = {
-    "gather the contracted dim",
-    "dgrad and wgrad on one gather",
-    "cast and activation behind the gather",
     "bmm",
-    "scatter a sum of matmuls with bias",
     "all-reduce of a result plus one",
 }
 
@@ -160,11 +173,24 @@ GENERATED = [
 ]
 
 
+LOOPING_GATHERS = [
+    "gather rows, two matmuls, one with bias, gathered used",
+    "gather the contracted dim",
+    "dgrad and wgrads of either side, batch 2",
+    "the contracted dim of either side, with bias",
+    "gathered columns as rows, and contracted",
+    "gather columns on the right",
+    "cast and activation behind the gather",
+]
+
+
 EVEN_RING = [
     "gather rows, two matmuls, one with bias, gathered used",
     "gather sequence, batch 2",
     "gather the contracted dim",
     "dgrad and wgrad on one gather",
+    "dgrad and wgrads of either side, batch 2",
+    "the contracted dim of either side, with bias",
     "gather columns on the right",
     "bmm",
     "scatter sequence, batch 2",
@@ -184,9 +210,20 @@ EVEN_RING = [
         (3, {}, torch.bfloat16, None, False),
         (3, {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, torch.float32, None, False),
         (3, {"step_node_budget": 1}, torch.float32, None, False),
+        (2, {"step_node_budget": 1}, torch.bfloat16, LOOPING_GATHERS, True),
+        (4, {"step_node_budget": 1, "ring_direction": "bidirectional"}, torch.bfloat16, LOOPING_GATHERS, False),
         (4, {"ring_direction": "bidirectional", "sub_chunks": 3}, torch.bfloat16, EVEN_RING, False),
     ],
-    ids=["2 ranks", "2 ranks, generated code", "3 ranks, bf16", "3 ranks, hop rounding, bidirectional", "3 ranks, looping ops", "4 ranks"],
+    ids=[
+        "2 ranks",
+        "2 ranks, generated code",
+        "3 ranks, bf16",
+        "3 ranks, hop rounding, bidirectional",
+        "3 ranks, looping ops",
+        "2 ranks, looping gathers, generated code",
+        "4 ranks, looping gathers, bf16",
+        "4 ranks",
+    ],
 )
 def test_every_pattern_agrees_with_fp64(
     world_size: int, fields: dict[str, Any], dtype: torch.dtype, names: list[str] | None, generated: bool

@@ -67,6 +67,7 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
         sub_chunks=st.integers(1, 4),
         direction=st.sampled_from(["unidirectional", "bidirectional"]),
         numerics=st.sampled_from(["preserve", "allow_hop_rounding"]),
+        step_node_budget=st.sampled_from([4000, 1]),
     )
     def check(layer: str, dim: int, batch: int, rows: int, k: int, n: int, dtype: torch.dtype, **fields: Any) -> None:
         nonlocal count

@@ -166,8 +166,8 @@ def _() -> OverlapReport:
 @case("too_many_steps", "refused")
 def _() -> OverlapReport:
     made = HandGraph()
-    joined = made.gather_on(made.input(4, 8), 1)
-    return made.output(made.mm(joined, weight(made))).run(step_node_budget=1)
+    joined = made.gather_on(made.input(3, 4, 8), 1)
+    return made.output(made.call(aten.bmm.default, joined, made.input(3, 8, 5, name="w"))).run(step_node_budget=1)
 
 
 def bf16_site(made: HandGraph) -> HandGraph:

@@ -1,0 +1,123 @@
+"""A gather as the looping op of ``lowerings.looping_gather``: which sites it computes, and how their operands and results are laid out for it.
+
+The op sees a shard as one matrix in the collective's own order, and each matmul's operand as a row or a column of such matrices, one a rank,
+as they are or transposed. Ranks that lie inside a dim (``[outer, rank, chunk]``) are brought in front by a permute of the result's rows or, where
+the dim is contracted, of the other operand's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.lowerings.looping_gather import Form
+from overlap_inductor.lowerings.looping_gather import texts
+from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes import looping
+from overlap_inductor.passes import ring_gather
+from overlap_inductor.passes.layouts import ShardedDim
+from overlap_inductor.passes.layouts import same_size
+from overlap_inductor.passes.placement import between
+from overlap_inductor.passes.site_nodes import GatherConsumer
+from overlap_inductor.passes.site_nodes import GatherNodes
+from overlap_inductor.passes.steps import StepEmitter
+
+aten = torch.ops.aten
+overlap = torch.ops.overlap_inductor
+
+
+def forms_of(nodes: GatherNodes) -> list[Form] | None:
+    """How each matmul reads the slices, or ``None`` where the op does not compute this site."""
+    if len({tools.dtype(c.operand_node) for c in nodes.consumers}) > 1:
+        return None
+    if not all(map(_is_plain, nodes.consumers)) or not _gathers_operand(nodes):
+        return None
+    for _, shape in _readings(nodes.consumers[0], nodes):
+        found = [next((f for f, seen in _readings(c, nodes) if _same(seen, shape)), None) for c in nodes.consumers]
+        if None not in found:
+            return found  # type: ignore[return-value]
+    return None
+
+
+def _is_plain(consumer: GatherConsumer) -> bool:
+    if consumer.matmul.kind not in looping.PLAIN or consumer.trimmed is not None or consumer.role not in ("M", "N", "K"):
+        return False
+    bias = consumer.matmul.bias
+    return bias is None or len(tools.shape(bias)) == 1 and consumer.role != "N"
+
+
+def _gathers_operand(nodes: GatherNodes) -> bool:
+    """Whether what the matmuls read can be gathered: the gathered tensor itself, or one that is computed on it, element by element and for nothing else.
+
+    Then the shards are computed on before they travel; never where that makes them longer.
+    """
+    (operand, *others) = {looping.behind_views(c.operand_node, nodes) for c in nodes.consumers}
+    wait = nodes.collective.wait
+    if others or operand is wait:
+        return not others
+    members = {wait, *between(nodes)}
+    users = {user for member in members for user in member.users}
+    return users <= members | {c.matmul.node for c in nodes.consumers} and tools.dtype(operand).itemsize <= tools.dtype(wait).itemsize
+
+
+def _readings(consumer: GatherConsumer, nodes: GatherNodes) -> list[tuple[Form, list[Any]]]:
+    """Forms in which the consumer's operand is made of shards, each with the matrix ``[m, k]`` that a shard is then (two, where one has a single row)."""
+    left = consumer.layout if consumer.operand == "lhs" else consumer.layout.permute([1, 0])
+    found = []
+    for transposed in (False, True):
+        slices = (left.permute([1, 0]) if transposed else left).without_rank()
+        if nodes.raw.without_rank().same_elements(slices):
+            found.append((Form(consumer.operand, consumer.role, transposed), slices.shape()))
+    return found
+
+
+def _same(mine: list[Any], theirs: list[Any]) -> bool:
+    return all(same_size(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def chooses_at_run_time(nodes: GatherNodes) -> bool:
+    """Whether the op can also tell from a shard's rows how many tokens there are, to run the plain collective where they are few."""
+    forms = forms_of(nodes)
+    return forms is not None and all(f.transposed == f.contracted for f in forms)
+
+
+def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route: str) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """``(next token of the chain, what replaces which node)``, each in the shape and strides of what it replaces."""
+    forms = forms_of(nodes)
+    if forms is None:
+        raise RuntimeError("the site was planned as one looping op, which does not compute it any more")
+    first = nodes.consumers[0]
+    shape = next(seen for form, seen in _readings(first, nodes) if form == forms[0])
+    operand = looping.behind_views(first.operand_node, nodes)
+    computed = ring_gather.evaluate(emit, nodes, operand, nodes.collective.input, {})
+    shard = emit.reshape(looping.as_bits_of(emit, computed, tools.dtype(first.operand_node)), shape)
+    others = [_in_ranks_order(emit, c) for c in nodes.consumers]
+    biases = [c.matmul.bias for c in nodes.consumers]
+    op = overlap.all_gather_matmul.default
+    out = emit.communicate(op, emit.chain, shard, others, biases, texts(forms), parts, floor, route, emit.group_name, emit.site)
+    results, gathered, chain = (emit.call(looping.getitem, out, i) for i in range(3))
+    replaced = {}
+    for i, consumer in enumerate(nodes.consumers):
+        result = emit.call(looping.getitem, results, i)
+        dim = {"M": 0, "N": 1}.get(consumer.role)
+        replaced[consumer.matmul.node] = result if dim is None else emit.contiguous(_in_place(emit, result, dim, consumer.sharded, from_ranks=True))
+    return chain, replaced | looping.gathered_as(emit, nodes, gathered) if operand is nodes.collective.wait else replaced
+
+
+def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:
+    """The matmul's other operand, the rows that meet the gathered ones in the ranks' order."""
+    if consumer.role != "K":
+        return consumer.other_node
+    return _in_place(emit, consumer.other_node, 0 if consumer.operand == "lhs" else 1, consumer.sharded, from_ranks=False)
+
+
+def _in_place(emit: StepEmitter, x: fx.Node, dim: int, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
+    """``x`` with the indices of ``dim`` brought from the ranks' order into the tensor's, or the other way."""
+    if isinstance(sharded.outer, int) and sharded.outer == 1:
+        return x
+    if dim == 0:
+        return looping.rows_in_place(emit, x, sharded, from_ranks)
+    turned = looping.rows_in_place(emit, looping.transposed(emit, x), sharded, from_ranks)
+    return looping.transposed(emit, turned)

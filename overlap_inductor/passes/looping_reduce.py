@@ -1,0 +1,66 @@
+"""A reduction, or a gathered output, as one of the looping ops of ``lowerings.looping``: which sites they compute.
+
+Beyond what all ops do that are one a site (``looping``), these add a bias of the result's own shape (Inductor writes ``x @ a + y @ b`` as one matmul that
+is the other's bias) and reduce in another dtype than the matmuls'.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes import looping
+from overlap_inductor.passes.layouts import same_size
+from overlap_inductor.passes.matmuls import MatmulNode
+from overlap_inductor.passes.site_nodes import OverlapSite
+from overlap_inductor.passes.site_nodes import ReduceNodes
+from overlap_inductor.passes.steps import StepEmitter
+
+overlap = torch.ops.overlap_inductor
+
+
+def computes(pattern: str, nodes: ReduceNodes) -> bool:
+    """Whether a looping op computes this site."""
+    if any(m.kind not in looping.PLAIN or not _bias_fits(m) for m in nodes.leaves):
+        return False
+    terms = [c.input for c in nodes.collectives]
+    if len(terms) == 1:
+        terms = [_before_cast(terms[0], nodes)]
+    return looping.reduced_in_rows(pattern, nodes) and looping.is_sum(nodes, terms)
+
+
+def _bias_fits(matmul: MatmulNode) -> bool:
+    if matmul.bias is None or len(tools.shape(matmul.bias)) == 1:
+        return True
+    mine, wanted = tools.shape(matmul.bias), tools.shape(matmul.node)
+    return len(mine) == len(wanted) and all(same_size(a, b) for a, b in zip(mine, wanted, strict=True))
+
+
+def _before_cast(node: fx.Node, nodes: ReduceNodes) -> fx.Node:
+    """``node`` before its last change of dtype, if that is all that was done to the matmuls' sum (two could round twice)."""
+    cast = node
+    while cast in nodes.through:
+        cast = nodes.through[cast]
+    is_cast = tools.is_cast(cast) and not tools.is_bitcast(cast)
+    return cast.args[0] if is_cast else node  # type: ignore[return-value]
+
+
+def chooses_at_run_time(pattern: str, nodes: ReduceNodes) -> bool:
+    """Whether the op can also tell from its rows how many tokens there are, to run the plain collective where they are few."""
+    return computes(pattern, nodes) and nodes.sharded.dim == 0
+
+
+def rewrite(emit: StepEmitter, site: OverlapSite, parts: int, floor: int) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """``(next token of the chain, what replaces which node)``; the result has the collective's shape and is contiguous."""
+    nodes, pattern = site.nodes, site.facts.pattern
+    assert isinstance(nodes, ReduceNodes)
+    dtype, where = tools.dtype(nodes.collectives[0].input), (emit.group_name, emit.site)
+
+    def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
+        if pattern == "matmul_all_gather":
+            return emit.communicate(overlap.matmul_all_gather.default, emit.chain, lhs[0], rhs[0], biases[0], parts, floor, dtype, *where)
+        op = getattr(overlap, pattern).default
+        return emit.communicate(op, emit.chain, lhs, rhs, biases, parts, floor, dtype, reduce_op, *where)
+
+    return looping.rewrite_reduce(emit, nodes, reduce)

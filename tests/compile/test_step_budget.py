@@ -1,0 +1,154 @@
+"""The budget of unrolled steps: which sites of a graph are unrolled, which become looping ops, and how large the graph gets."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from overlap_inductor.report import OverlapReport
+from tests.compile.readings import facts
+from tests.fake_group import fake_group
+from tests.hand_graph import HandGraph
+from tests.hand_graph import aten
+
+BUDGET = 4000
+OP_NODES = 10
+"""A looping op with its views, results and token."""
+
+
+def backward(layers: int) -> HandGraph:
+    """Layers of a backward graph: dgrad and wgrad on one gathered gradient, and the next layer's scattered one."""
+    made = HandGraph()
+    gradient = made.input(4, 16, name="g")
+    saved = [[made.input(*s, name=f"{n}{i}") for n, s in (("w", (16, 8)), ("v", (8, 16)), ("a", (4 * made.world_size, 8)))] for i in range(layers)]
+    wgrads = []
+    for w, v, a in saved:
+        gathered = made.gather(gradient)
+        wgrads.append(made.mm(made.call(aten.permute.default, gathered, [1, 0]), a))
+        gradient = made.scatter(made.mm(made.mm(gathered, w), v))
+    return made.output(gradient, *wgrads)
+
+
+def unrolled(report: OverlapReport) -> list[bool]:
+    return [s.decision.moving.parameters["unrolled"] for s in report.sites]
+
+
+@pytest.mark.parametrize(("world_size", "layers"), [(8, 80), (64, 80), (1024, 80)])
+def test_eighty_layers_stay_within_the_budget(world_size: int, layers: int) -> None:
+    """No site is lost where steps do not fit, and neither nodes nor the pass's time grow with the world size."""
+    with fake_group(world_size, 1):
+        made = backward(layers)
+        before = len(made.graph.nodes)
+        start = time.process_time()
+        report = made.run(is_inference=False)
+        seconds = time.process_time() - start
+        added = len(made.graph.nodes) - before
+    expected = [("all_gather_matmul", ["mm K", "mm M"], "overlapped"), ("matmul_reduce_scatter", ["mm M"], "overlapped")]
+    assert facts(report) == expected * layers and report.notices == []
+    assert added <= BUDGET + OP_NODES * 2 * layers and seconds < 60
+    chosen = unrolled(report)
+    assert any(chosen) == (world_size < 1024) and not all(chosen)
+    # The first ones; what a larger site leaves of the budget may hold a smaller one behind it.
+    gathers = chosen[::2]
+    assert gathers == sorted(gathers, reverse=True)
+    assert report.after.count("overlap_inductor.all_gather_matmul.default(") == gathers.count(False)
+    assert report.after.count("overlap_inductor.matmul_reduce_scatter.default(") == chosen[1::2].count(False)
+
+
+def test_all_ranks_unroll_the_same_sites() -> None:
+    texts = []
+    for rank in (0, 5):
+        with fake_group(8, rank):
+            report = backward(20).run(is_inference=False)
+            texts.append((report.plan_hash, report.after, unrolled(report)))
+    assert texts[0] == texts[1] and True in texts[0][2] and False in texts[0][2]
+
+
+@pytest.mark.parametrize("budget", [220, 4000])
+def test_a_site_without_a_looping_op_is_served_first(budget: int) -> None:
+    """Behind sites that a looping op can have, it would be refused."""
+    with fake_group(4):
+        made = HandGraph()
+        outs = [made.mm(made.gather(made.input(4, 16, name=f"x{i}")), made.input(16, 8, name=f"w{i}")) for i in range(4)]
+        outs.append(made.call(aten.bmm.default, made.gather_on(made.input(3, 4, 16, name="y"), 1), made.input(3, 16, 8, name="v")))
+        report = made.output(*outs).run(step_node_budget=budget)
+    assert [f[2] for f in facts(report)] == ["overlapped"] * 5
+    assert unrolled(report) == ([True, True, False, False, True] if budget == 220 else [True] * 5)
+
+
+def test_dgrad_and_wgrad_in_one_looping_op() -> None:
+    """One ring for both matmuls; the gathered tensor itself is still there for another reader."""
+    with fake_group(2):
+        made = HandGraph()
+        gathered = made.gather(made.input(4, 16))
+        wgrad = made.mm(made.call(aten.permute.default, gathered, [1, 0]), made.input(8, 6, name="a"))
+        left = made.mm(made.input(5, 8, name="l"), gathered)
+        dgrad = made.mm(gathered, made.input(16, 8, name="w"))
+        report = made.output(wgrad, dgrad, left, made.call(aten.add.Tensor, gathered, 1)).run(step_node_budget=1)
+    (line,) = [line for line in report.after.splitlines() if "overlap_inductor.all_gather_matmul.default(" in line]
+    assert "[a, l, w], [None, None, None], 'lhs K transposed, rhs K transposed, lhs M'" in line
+    assert "_c10d_functional" not in report.after and "permute" not in report.after
+
+
+def test_a_dynamic_token_count_is_compared_where_tokens_are_contracted() -> None:
+    """The op counts a shard's rows: tokens for dgrad and wgrad, not where the contracted dim is gathered on its columns."""
+    with fake_group(2):
+        for transposed, status in ((True, "overlapped"), (False, "kept")):
+            made = HandGraph()
+            x = made.input(2**13, 2**10, dynamic=(0,)) if transposed else made.input(2**10, 2**13, dynamic=(1,))
+            gathered = made.gather(x) if transposed else made.gather_on(x, 1)
+            size = gathered.meta["val"].shape[0 if transposed else 1]
+            left = made.call(aten.permute.default, gathered, [1, 0]) if transposed else gathered
+            y = made.call(aten.full.default, [size, 2**7], 1.0, dtype=torch.float32)
+            (site,) = made.output(made.mm(left, y)).run(schedule="auto").sites
+            assert (site.decision.status, [r.code for r in site.decision.reasons]) == (status, [] if transposed else ["dynamic_shape"]), site.decision
+
+
+@pytest.mark.parametrize(("kind", "status"), [("activation", "overlapped"), ("narrowed", "overlapped"), ("widened", "refused"), ("read elsewhere", "refused")])
+def test_pointwise_ops_before_the_matmul_are_of_the_shards(kind: str, status: str) -> None:
+    """What travels then is their result: never more bytes than before, and nobody else may want the gathered tensor."""
+    convert = torch.ops.prims.convert_element_type.default
+    with fake_group(2):
+        made = HandGraph()
+        dtype = {"widened": torch.bfloat16, "narrowed": torch.float32}.get(kind)
+        gathered = made.gather(made.input(4, 16, dtype=dtype or torch.float32))
+        if dtype is None:
+            operand, weight = made.call(aten.relu.default, gathered), made.input(16, 8, name="w")
+        else:
+            other = torch.float32 if kind == "widened" else torch.bfloat16
+            operand, weight = made.call(convert, gathered, other), made.input(16, 8, dtype=other, name="w")
+        y = made.mm(operand, weight)
+        report = made.output(y, *([operand] if kind == "read elsewhere" else [])).run(step_node_budget=1)
+    assert [f[2] for f in facts(report)] == [status] and report.notices == []
+    if status == "overlapped":
+        line = next(line for line in report.after.splitlines() if "relu" in line or "convert_element_type" in line)
+        assert "[4, 16]" in line and "_c10d_functional" not in report.after
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [("another result added", "overlapped"), ("cast", "overlapped"), ("cast twice", "refused"), ("each cast", "refused"), ("one row added", "refused")],
+)
+def test_what_looping_reductions_compute_behind_the_matmul(kind: str, status: str) -> None:
+    """A sum as Inductor writes it, one matmul the bias of the other, and one change of dtype; what is left out would be a wrong number."""
+
+    def convert(x: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
+        return made.call(torch.ops.prims.convert_element_type.default, x, dtype)
+
+    with fake_group(2):
+        made = HandGraph()
+        x, w, v = made.input(8, 16), made.input(16, 6, name="w"), made.input(16, 6, name="v")
+        y = made.mm(x, w)
+        terms = {
+            "another result added": lambda: made.call(aten.addmm.default, y, x, v),
+            "cast": lambda: convert(y, torch.bfloat16),
+            "cast twice": lambda: convert(convert(y, torch.bfloat16), torch.float32),
+            "each cast": lambda: made.call(aten.add.Tensor, convert(y, torch.bfloat16), convert(made.mm(x, v), torch.bfloat16)),
+            "one row added": lambda: made.call(aten.addmm.default, made.input(1, 6, name="row"), x, w),
+        }
+        report = made.output(made.scatter(terms[kind]())).run(step_node_budget=1)
+    assert [f[2] for f in facts(report)] == [status] and report.notices == []
+    if status == "overlapped":
+        assert f"torch.{'bfloat16' if kind == 'cast' else 'float32'}, 'sum'" in report.after
