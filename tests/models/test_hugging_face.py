@@ -15,6 +15,7 @@ from tests.graph_text import waste
 from tests.models import hugging_face
 from tests.models.hugging_face import LAYERS
 from tests.numerics.interpreted import interpreted
+from tests.numerics.ranks import compile_anew
 from tests.numerics.ranks import run_ranks
 
 REDUCE, HEAD = "matmul_all_reduce", "matmul_all_gather"
@@ -46,7 +47,7 @@ def problems(rank: int, world_size: int, family: str, folder: str, trains: bool,
     model = hugging_face.load(family, folder, device)
     reference = hugging_face.whole(family, folder, device)
     ids = hugging_face.ids(device)
-    torch._inductor.config.force_disable_caches = True
+    compile_anew()
     reports: list[OverlapReport] = []
     reporting.forget_reports()
     torch._dynamo.utils.counters.clear()
