@@ -88,8 +88,8 @@ def _run(compiled: Any, model: Any, reference: Any, ids: torch.Tensor, trains: b
 
 @pytest.mark.parametrize(
     ("family", "trains", "generated"),
-    [("llama", True, True), ("starcoder2", False, False), ("cohere", False, False), ("olmo2", True, False)],
-    ids=["llama, trained, generated code", "starcoder2", "cohere", "olmo2, trained"],
+    [("llama", True, True), ("starcoder2", False, True), ("cohere", False, False), ("olmo2", True, False)],
+    ids=["llama, trained, generated code", "starcoder2, generated code", "cohere", "olmo2, trained"],
 )
 def test_family(family: str, trains: bool, generated: bool, tmp_path: Path) -> None:
     """A spelling of a plan that is no longer seen through, a site counted twice, a wrong slice of logits or gradients."""

@@ -171,9 +171,23 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], dtype: torch.dtyp
 
 GENERATED = [
     "gather rows, two matmuls, one with bias, gathered used",
+    "gather sequence, batch 1",
+    "gather the contracted dim",
+    "dgrad and wgrad on one gather",
+    "gather columns on the right",
+    "bmm",
+    "baddbmm of gathered rows",
     "gated MLP of a sequence, its halves kept",
     "scatter sequence, batch 2",
+    "scatter a sum of matmuls with bias",
+    "scatter the last dim",
+    "all-reduce of a result plus one",
+    "all-reduce of a baddbmm",
+    "scatter an average over a sequence",
     "all-reduce, rows no multiple of the ranks",
+    "two all-reduces added",
+    "scatter uneven columns",
+    "gathered output",
 ]
 
 
