@@ -10,6 +10,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.tensor
 import torch.nn.functional as F
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from tests.fake_group import all_gather
 from tests.fake_group import all_reduce
@@ -68,6 +71,48 @@ def uneven(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return all_gather(F.pad(x, (0, 0, 0, 1)), 0, world())[:rows] @ w
 
 
+def dynamic(x: torch.Tensor, *dims: int) -> torch.Tensor:
+    for dim in dims:
+        torch._dynamo.mark_dynamic(x, dim)
+    return x
+
+
+def unbacked(x: torch.Tensor, dim: int) -> torch.Tensor:
+    torch._dynamo.decorators.mark_unbacked(x, dim)
+    return x
+
+
+def in_slices(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Gathered on dim 1 as it is written where the pieces' sizes are not known."""
+    gathered, rows = all_gather(x, 0, world()), x.shape[0]
+    return torch.cat([gathered[i * rows : (i + 1) * rows] for i in range(world().size())], 1) @ w
+
+
+FP8 = torch.float8_e4m3fn
+
+
+def fp8_weight(ranks: int = 2) -> torch.Tensor:
+    return torch.randn(16 * ranks, 32).to(FP8).t()
+
+
+def one_scale(ranks: int = 2) -> torch.Tensor:
+    return torch.tensor(0.5)
+
+
+def as_bytes(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return all_gather(x.view(torch.uint8), dim, world()).view(FP8)
+
+
+def scaled(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch._scaled_mm(x, w, a, b, out_dtype=torch.bfloat16)
+
+
+def scattered_and_saved(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The collective is an output beside its wait."""
+    started = torch.ops._c10d_functional.reduce_scatter_tensor(x @ w, "sum", world().size(), world().group_name)
+    return started, torch.ops._c10d_functional.wait_tensor(started)
+
+
 def in_place_gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     out = torch.empty(world().size() * x.shape[0], 16)
     dist.all_gather_into_tensor(out, x)
@@ -92,7 +137,33 @@ SPELLINGS: dict[str, tuple[Function, tuple[Make, ...], tuple[str, int | None, li
     "B": (lambda x, w: all_gather(x, 1, world()) @ w, (x3, weight), (GATHER, 1, ["mm M"])),
     "B on the hidden dim": (lambda x, w: all_gather(x, 2, world()) @ w, (x3, tall_weight), (GATHER, 2, ["mm K"])),
     "C": (lambda x, w: all_gather(x, 1, world()) @ w, (batch_of_one, weight), (GATHER, 0, ["mm M"])),
+    "D": (in_slices, (x3, weight), (GATHER, 1, ["mm M"])),
     "E": (uneven, (x2, weight), (GATHER, 0, ["mm M"])),
+    "F": (
+        lambda x, w, a, b: scaled(as_bytes(x, 0), w, a, b),
+        (lambda ranks=2: torch.randn(16, 32).to(FP8), fp8_weight, one_scale, one_scale),
+        (GATHER, 0, ["scaled_mm M"]),
+    ),
+    "F of a sequence, scales of rows": (
+        lambda x, w, a, b: scaled(as_bytes(x, 1).flatten(0, 1), w, a, b),
+        (
+            lambda ranks=2: torch.randn(2, 16, 32).to(FP8),
+            fp8_weight,
+            lambda ranks=2: torch.rand(2 * 16 * ranks, 1),
+            lambda ranks=2: torch.rand(1, 16 * ranks),
+        ),
+        (GATHER, 1, ["scaled_mm M"]),
+    ),
+    "F before a scatter, scales of rows": (
+        lambda x, w, a, b: reduce_scatter(scaled(x, w, a, b), "sum", 0, world()),
+        (
+            lambda ranks=2: torch.randn(16 * ranks, 32).to(FP8),
+            fp8_weight,
+            lambda ranks=2: torch.rand(16 * ranks, 1),
+            lambda ranks=2: torch.rand(1, 16 * ranks),
+        ),
+        (SCATTER, 0, ["scaled_mm M"]),
+    ),
     "G": (lambda x, w: reduce_scatter(x @ w, "sum", 0, world()), (x2, weight), (SCATTER, 0, ["mm M"])),
     "G of three dims": (lambda x, w: reduce_scatter(x @ w, "sum", 0, world()), (lambda ranks=2: torch.randn(ranks, 4, 16), weight), (SCATTER, 0, ["mm M"])),
     "G flattened": (lambda x, w: reduce_scatter((x @ w).flatten(0, 1), "sum", 0, world()), (x3, weight), (SCATTER, 0, ["mm M"])),
@@ -104,6 +175,7 @@ SPELLINGS: dict[str, tuple[Function, tuple[Make, ...], tuple[str, int | None, li
         (SCATTER, 0, ["mm M"]),
     ),
     "H average": (lambda x, w: reduce_scatter(x @ w, "avg", 0, world()), (x2, weight), (SCATTER, 0, ["mm M"])),
+    "I": (scattered_and_saved, (x2, weight), (SCATTER, 0, ["mm M"])),
     "J": (lambda x, w: all_reduce(x @ w, "sum", world()), (x2, weight), (REDUCE, None, ["mm M"])),
     "J of three dims": (lambda x, w: all_reduce(x @ w, "sum", world()), (x3, weight), (REDUCE, None, ["mm M"])),
     "M addmm before a reduction": (
@@ -121,12 +193,28 @@ SPELLINGS: dict[str, tuple[Function, tuple[Make, ...], tuple[str, int | None, li
         (x2, weight, bias),
         (REDUCE, None, ["mm M"]),
     ),
+    "M as a product of symbols, gather": (
+        lambda x, w: all_gather(x, 1, world()) @ w,
+        (lambda ranks=2: dynamic(x3(ranks), 0, 1), weight),
+        (GATHER, 1, ["mm M"]),
+    ),
+    "M as a product of symbols, all-reduce": (
+        lambda x, w: all_reduce(x @ w, "sum", world()),
+        (lambda ranks=2: dynamic(x3(ranks), 0, 1), weight),
+        (REDUCE, None, ["mm M"]),
+    ),
     "N": (one_gather_two_matmuls, (x3, weight, narrow_weight), (GATHER, 1, ["mm M", "mm M"])),
     "P all_gather_into_tensor": (in_place_gather, (x2, weight), (GATHER, 0, ["mm M"])),
     "P reduce_scatter_tensor": (in_place_scatter, (x2, weight), (SCATTER, 0, ["mm M"])),
     "P all_reduce": (in_place_reduce, (x2, weight), (REDUCE, None, ["mm M"])),
 }
 
+# Found, or at least reported, and left as they stood.
+KEPT: dict[str, tuple[Function, tuple[Make, ...]]] = {
+    "D of unbacked sizes": (lambda x, w: all_gather(x, 0, world()) @ w, (lambda ranks=2: unbacked(x2(ranks), 0), weight)),
+    "D of unbacked sizes on dim 1": (lambda x, w: all_gather(x, 1, world()) @ w, (lambda ranks=2: unbacked(x3(ranks), 0), weight)),
+    "K": (lambda x, w: torch.ops._dtensor.shard_dim_alltoall(x @ w, 0, 1, world().group_name), (x2, weight)),
+}
 
 
 class GatherTokens(torch.autograd.Function):
@@ -139,6 +227,15 @@ class GatherTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return reduce_scatter(grad.contiguous(), "sum", 0, world())
+
+
+def matmuls_saved() -> Any:
+    """Selective checkpointing: what matmuls computed is kept for backward, all else is computed there again."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 class ScatterTokens(torch.autograd.Function):
@@ -173,6 +270,9 @@ STRUCTURES: dict[str, tuple[Function, tuple[Make, ...]]] = {
     "one gather feeds matmuls of every kind": (of_every_kind, (x2, weight, bias, lambda w: torch.randn(5, 16))),
     "gathered tensor used elsewhere": (used_elsewhere, (x2, weight)),
     "input of the gather is an output": (lambda x, w: ((y := x.relu()), all_gather(y, 0, world()) @ w), (x2, weight)),
+    "input of the reduction is an output": (lambda x, w: ((y := x @ w), all_reduce(y, "sum", world())), (x2, weight)),
+    "gathered on the right, computed, contracted": (lambda x, v, a: a @ all_gather(x @ v, 0, world()), (x2, narrow_weight, lambda w: torch.randn(5, 2 * w * w))),
+    "gathered on the right, computed, kept": (lambda x, v, q: q @ all_gather(x @ v, 0, world()).t(), (x2, narrow_weight, lambda w: torch.randn(5, 6))),
     "gathered on the right, contracted": (lambda x, a: a @ all_gather(x, 0, world()), (x2, lambda w: torch.randn(5, 2 * w * w))),
     "gathered on the right, kept": (lambda x, a: a @ all_gather(x, 0, world()).t(), (x2, lambda w: torch.randn(5, 16))),
     "a sum of matmuls into one scatter": (
@@ -197,4 +297,12 @@ STRUCTURES: dict[str, tuple[Function, tuple[Make, ...]]] = {
     ),
     "column-wise layer, trained": (lambda x, w: (GatherTokens.apply(x) @ w).relu(), (x2, weight)),
     "row-wise layer, trained": (lambda x, w: ScatterTokens.apply(x.relu() @ w).relu(), (x2, weight)),
+    "row-wise layer, matmuls saved, trained": (
+        lambda x, w: checkpoint(lambda x, w: ScatterTokens.apply(x.relu() @ w).sin(), x, w, use_reentrant=False, context_fn=matmuls_saved),
+        (x2, weight),
+    ),
+    "column-wise layer, matmuls saved, trained": (
+        lambda x, w: checkpoint(lambda x, w: (GatherTokens.apply(x.relu()) @ w).sin(), x, w, use_reentrant=False, context_fn=matmuls_saved),
+        (x2, weight),
+    ),
 }

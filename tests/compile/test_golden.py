@@ -1,7 +1,7 @@
 """Golden texts: report, graph before and graph after of every spelling and structure, the same on every rank of every world.
 
 The files in ``golden/`` are for the torch version below; EXPECTTEST_ACCEPT=1 writes them anew (read the difference). Whole graphs stand
-there for two ranks, reports for more; on every torch version the text must be the same on all ranks.
+there for two ranks (of a gather and a scatter for more, too), reports for more; on every torch version the text must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from overlap_inductor.render_text import render_text
 from overlap_inductor.report import OverlapReport
+from tests.compile.spellings import KEPT
 from tests.compile.spellings import SPELLINGS
 from tests.compile.spellings import STRUCTURES
 from tests.compile.spellings import Function
@@ -25,7 +26,13 @@ from tests.graph_text import waste
 
 GOLDEN = Path(__file__).parent / "golden"
 TORCH = "2.13"
-ROWS: dict[str, tuple[Function, tuple[Make, ...]]] = {**{f"row {k}": v[:2] for k, v in SPELLINGS.items()}, **STRUCTURES}
+ROWS: dict[str, tuple[Function, tuple[Make, ...]]] = {
+    **{f"row {k}": v[:2] for k, v in SPELLINGS.items()},
+    **{f"row {k}": v for k, v in KEPT.items()},
+    **STRUCTURES,
+}
+WHOLE = {"row A", "row G"}
+"""Rows whose graphs stand there for every world."""
 
 
 def reports(row: str, world_size: int, rank: int) -> list[OverlapReport]:
@@ -55,7 +62,7 @@ def test_golden(row: str) -> None:
     sections = []
     for world_size in (2, 3, 8, 64) if pinned else (2, 8):
         ranks = {0, world_size // 2, world_size - 1} if world_size < 64 else {0, world_size - 1}
-        texts = {text(reports(row, world_size, rank), graphs=world_size == 2) for rank in sorted(ranks)}
+        texts = {text(reports(row, world_size, rank), graphs=world_size == 2 or row in WHOLE) for rank in sorted(ranks)}
         assert len(texts) == 1, f"{world_size} ranks have {len(texts)} texts"
         sections.append(f"==== {world_size} ranks\n{texts.pop()}")
     if not pinned:

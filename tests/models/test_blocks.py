@@ -15,6 +15,7 @@ from tests.graph_text import waste
 from tests.models import dtensor_block
 from tests.models.dtensor_block import Variant
 from tests.numerics.interpreted import interpreted
+from tests.numerics.ranks import compile_anew
 from tests.numerics.ranks import run_ranks
 
 # {checkpointing: {phase: (sites found, sites overlapped)}}. A block has two gathers and two scatters; backward has as many, and with
@@ -40,15 +41,33 @@ def variants(by_hand: bool, checkpointing: str) -> list[Variant]:
     return [Variant(*rest, checkpointing, by_hand) for rest in layouts]
 
 
-def problems(rank: int, world_size: int, by_hand: bool, checkpointing: str, device: str = "cpu") -> list[str]:
-    """What is wrong on this rank, over all layouts; the rewritten graphs are interpreted."""
+# Sequence first and batch first, batch 2; and of the block by hand what is computed again in backward.
+GENERATED = {
+    (False, "none"): [Variant(0, 2, True, "none"), Variant(1, 2, False, "none")],
+    (True, "full"): [Variant(0, 2, True, "full", True)],
+    (True, "selective"): [Variant(1, 2, False, "selective", True)],
+}
+
+
+def problems(rank: int, world_size: int, by_hand: bool, checkpointing: str, device: str = "cpu", generated: bool = False) -> list[str]:
+    """What is wrong on this rank, over all layouts; ``generated`` runs Inductor's code (of two layouts), else the rewritten graphs are interpreted."""
+    import overlap_inductor
+    from overlap_inductor import reporting
+
+    compile_anew()
     mesh = dist.init_device_mesh(device, (world_size,), mesh_dim_names=("tp",))
     found = []
-    for variant in variants(by_hand, checkpointing):
+    for variant in GENERATED[by_hand, checkpointing] if generated else variants(by_hand, checkpointing):
         torch._dynamo.reset()
+        reporting.forget_reports()
         reports: list[OverlapReport] = []
-        backend = interpreted(OverlapConfig(schedule="ring"), reports)
-        error, where = dtensor_block.largest_error(mesh, variant, lambda m, backend=backend: torch.compile(m, backend=backend, fullgraph=True))
+        if generated:
+            with overlap_inductor.overlap(schedule="ring"):
+                error, where = dtensor_block.largest_error(mesh, variant, lambda m: torch.compile(m, fullgraph=True))
+            reports = reporting.all_reports()
+        else:
+            backend = interpreted(OverlapConfig(schedule="ring"), reports)
+            error, where = dtensor_block.largest_error(mesh, variant, lambda m, backend=backend: torch.compile(m, backend=backend, fullgraph=True))
         if not error < 1e-5:
             found.append(f"{variant}: {where} is off by {error:.2g}")
         found += [f"{variant}: {text}" for r in reports for text in waste(r)]
@@ -66,4 +85,11 @@ def test_block(by_hand: bool, checkpointing: str) -> None:
     if checkpointing != "none" and not by_hand and TORCH in ((2, 12), (2, 13)):
         pytest.skip("these torch versions take the DeviceMesh for a saved tensor under checkpointing and fail without overlap too")
     for rank, found in enumerate(run_ranks(2, problems, by_hand, checkpointing)):
+        assert not found, f"rank {rank}: {found}"
+
+
+@pytest.mark.parametrize(("by_hand", "checkpointing"), GENERATED, ids=[f"{'by hand' if h else 'dtensor'}-{c}" for h, c in GENERATED])
+def test_block_in_generated_code(by_hand: bool, checkpointing: str) -> None:
+    """What only Inductor's code does: a buffer written over before the last hop has read it, forward or backward."""
+    for rank, found in enumerate(run_ranks(2, problems, by_hand, checkpointing, "cpu", True)):
         assert not found, f"rank {rank}: {found}"

@@ -16,6 +16,12 @@ import torch.multiprocessing as mp
 PRELOADED = ["torch._inductor.compile_fx", "torch._inductor.fx_passes.post_grad", "torch.distributed.tensor", "torch.testing", "hypothesis"]
 
 
+def compile_anew() -> None:
+    """Every compile runs the passes. (``force_disable_caches`` would also build the probes of vector instructions, and each kernel, once a rank.)"""
+    torch._inductor.config.fx_graph_cache = False
+    torch._functorch.config.enable_autograd_cache = False
+
+
 def _free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

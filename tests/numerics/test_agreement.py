@@ -17,6 +17,7 @@ from overlap_inductor.report import OverlapReport
 from tests.fake_group import all_gather
 from tests.fake_group import reduce_scatter
 from tests.numerics.interpreted import interpreted
+from tests.numerics.ranks import compile_anew
 from tests.numerics.ranks import run_ranks
 
 all_reduce = funcol.all_reduce
@@ -62,6 +63,12 @@ def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, .
         "gather columns on the right": (lambda x, a: (a * 2) @ all_gather(x * 3, 0, g).t(), [(s, 8), (5, 8)], 1),
         "cast and activation behind the gather": (lambda x, a: torch.nn.functional.silu(all_gather(x, 0, g) * 2) @ a, [(s, 8), (8, 5)], 1),
         "bmm": (lambda x, a: torch.bmm(all_gather(x, 1, g), a), [(3, s, 8), (3, 8, 5)], 1),
+        "baddbmm of gathered rows": (
+            lambda x, a, c: torch.baddbmm(c, all_gather(x, 1, g), a),
+            [(3, s, 8), (3, 8, 5), (3, 1, 5)],
+            1,
+        ),
+        "baddbmm of a gathered contracted dim": (lambda x, a, c: torch.baddbmm(c, all_gather(x, 2, g), a), [(3, s, 8), (3, 8 * w, 5), (3, s, 5)], 1),
         "gated MLP, piece by piece": (
             lambda x, a, b, c: (lambda z: torch.nn.functional.silu(torch.addmm(c, z, a)) * (z @ b))(all_gather(x, 0, g)),
             [(s, 8), (8, 5), (8, 5), (5,)],
@@ -88,6 +95,12 @@ def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, .
         "scatter the last dim": (lambda x, a: reduce_scatter(x @ a, "sum", 1, g), [(7, 8), (8, s * w)], 1),
         "all-reduce": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(s * w, 8), (8, 5)], 1),
         "all-reduce of a result plus one": (lambda x, a: all_reduce(x @ a + 1, "sum", g), [(s * w, 8), (8, 5)], 1),
+        "scatter a baddbmm's rows": (lambda x, a, c: reduce_scatter(torch.baddbmm(c, x, a), "sum", 1, g), [(3, s * w, 8), (3, 8, 5), (3, s * w, 5)], 1),
+        "all-reduce of a baddbmm": (
+            lambda x, a, c: all_reduce(torch.baddbmm(c, x, a), "sum", g),
+            [(3, s * w, 8), (3, 8, 5), (3, 1, 5)],
+            1,
+        ),
         "scatter an average over a sequence": (lambda x, a: reduce_scatter(x @ a, "avg", 1, g), [(2, s * w, 8), (8, 5)], 1),
         "all-reduce, rows no multiple of the ranks": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(1, s * w + 1, 8), (8, 5)], 1),
         "two all-reduces added": (lambda x, a, b: all_reduce(x @ a, "sum", g) + all_reduce(x @ b, "sum", g), [(s, 8), (8, 5), (8, 5)], 1),
@@ -120,6 +133,10 @@ STATIC_ONLY = {
 }
 WITHOUT_LOOPING_OP = {
     "bmm",
+    "baddbmm of gathered rows",
+    "baddbmm of a gathered contracted dim",
+    "scatter a baddbmm's rows",
+    "all-reduce of a baddbmm",
     "all-reduce of a result plus one",
 }
 
@@ -134,7 +151,7 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], dtype: torch.dtyp
 
     problems = []
     config = OverlapConfig(schedule="ring", **fields)
-    torch._inductor.config.force_disable_caches = True
+    compile_anew()
     for name in names or _cases(world_size, 4):
         reports: list[OverlapReport] = []
         # (Shards of one row cost as much time as any; one of the settings sees them.)
@@ -167,9 +184,23 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], dtype: torch.dtyp
 
 GENERATED = [
     "gather rows, two matmuls, one with bias, gathered used",
+    "gather sequence, batch 1",
+    "gather the contracted dim",
+    "dgrad and wgrad on one gather",
+    "gather columns on the right",
+    "bmm",
+    "baddbmm of gathered rows",
     "gated MLP of a sequence, its halves kept",
     "scatter sequence, batch 2",
+    "scatter a sum of matmuls with bias",
+    "scatter the last dim",
+    "all-reduce of a result plus one",
+    "all-reduce of a baddbmm",
+    "scatter an average over a sequence",
     "all-reduce, rows no multiple of the ranks",
+    "two all-reduces added",
+    "scatter uneven columns",
+    "gathered output",
 ]
 
 
@@ -193,6 +224,8 @@ EVEN_RING = [
     "the contracted dim of either side, with bias",
     "gather columns on the right",
     "bmm",
+    "baddbmm of a gathered contracted dim",
+    "all-reduce of a baddbmm",
     "scatter sequence, batch 2",
     "scatter the last dim",
     "scatter an uneven sequence, batch 2, shards empty",
@@ -238,7 +271,7 @@ def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool
     import overlap_inductor
 
     g = dist.group.WORLD
-    torch._inductor.config.force_disable_caches = True
+    compile_anew()
     problems = []
     config = OverlapConfig(schedule="ring", **fields)
     functions: dict[str, Callable[..., Any]] = {

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.fake_group import all_gather
 from tests.fake_group import reduce_scatter
+from tests.numerics.ranks import compile_anew
 from tests.numerics.ranks import run_ranks
 
 Span = tuple[float, float]
@@ -24,7 +25,7 @@ def _trace(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
         "gather": lambda x, w: all_gather(x[:64], 0, group) @ w,
         "scatter": lambda x, w: reduce_scatter(x @ w, "sum", 0, group),
     }
-    torch._inductor.config.force_disable_caches = True
+    compile_anew()
     found = {}
     for name, function in functions.items():
         inputs = torch.randn(64 * world_size, 64), torch.randn(64, 64)

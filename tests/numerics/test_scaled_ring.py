@@ -1,0 +1,93 @@
+"""fp8 sites (``_scaled_mm``) by schedule ``ring``, by gloo in several processes, against fp64 of the dequantised operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_inductor
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report import OverlapReport
+from tests.fake_group import reduce_scatter
+from tests.kernels import scaled_sites
+from tests.kernels.scaled_sites import Input
+from tests.kernels.scaled_sites import gather_bytes
+from tests.kernels.scaled_sites import multiply
+from tests.numerics.interpreted import interpreted
+from tests.numerics.ranks import compile_anew
+from tests.numerics.ranks import run_ranks
+from tests.numerics.test_agreement import _tuple
+
+Case = tuple[Callable[..., Any], list[Input], int]
+
+
+def _cases(world_size: int) -> dict[str, Case]:
+    """``name: (function, inputs, sites that must be overlapped)``: those of schedule ``chunked``, and sites of several matmuls, each with scales of its own."""
+    g, w, s = dist.group.WORLD, world_size, 24
+    one, columns = ("scale", ()), ("scale", (1, 48))
+    several: dict[str, Case] = {
+        "gather rows, two matmuls, tensor-wise": (
+            lambda x, v, a, b, u, c, d: (lambda y: (multiply(y, v.t(), a, b), multiply(y, u.t(), c, d)))(gather_bytes(x, 0, g)),
+            [("fp8", (s, 32)), ("fp8", (48, 32)), one, one, ("fp8", (16, 32)), one, one],
+            1,
+        ),
+        "gather rows, two matmuls, row-wise": (
+            lambda x, v, a, b, u, c, d: (lambda y: (multiply(y, v.t(), a, b), multiply(y, u.t(), c, d)))(gather_bytes(x, 0, g)),
+            [("fp8", (s, 32)), ("fp8", (48, 32)), ("scale", (s * w, 1)), columns, ("fp8", (16, 32)), ("scale", (s * w, 1)), ("scale", (1, 16))],
+            1,
+        ),
+        "scatter a sum of matmuls, one row-wise": (
+            lambda x, v, a, b, y, u, c, d: reduce_scatter(multiply(x, v.t(), a, b) + multiply(y, u.t(), c, d), "sum", 0, g),
+            [("fp8", (s * w, 32)), ("fp8", (48, 32)), one, one, ("fp8", (s * w, 16)), ("fp8", (48, 16)), ("scale", (s * w, 1)), columns],
+            1,
+        ),
+    }
+    return scaled_sites.cases(world_size) | several
+
+
+def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool) -> list[str]:
+    """Problems found on this rank; ``generated`` runs Inductor's code, else the rewritten graph is interpreted."""
+    compile_anew()
+    problems = []
+    for name in names or _cases(world_size):
+        torch._dynamo.reset()
+        function, inputs, expected = _cases(world_size)[name]
+        tensors = scaled_sites.made(inputs, torch.Generator().manual_seed(7 + rank))
+        exact = _tuple(function(*(t.double() for t in tensors)))
+        reports: list[OverlapReport] = []
+        if generated:
+            with overlap_inductor.overlap(schedule="ring", **fields):
+                found = _tuple(torch.compile(function)(*tensors))
+            reports = [r for r in [overlap_inductor.last_report()] if r is not None]
+        else:
+            found = _tuple(torch.compile(function, backend=interpreted(OverlapConfig(schedule="ring", **fields), reports), dynamic=False)(*tensors))
+        for e, f in zip(exact, found, strict=True):
+            # fp8 and bf16 make less; scales differ from one another by more.
+            if f.shape != e.shape or not (f.double() - e).abs().max() <= 2e-2 * e.abs().max():
+                problems.append(f"{name}: off by {(f.double() - e).abs().max():.3g} of {e.abs().max():.3g}")
+        schedules = [p.schedule for r in reports for site in r.sites for p in site.decision.plan]
+        if schedules != ["ring"] * expected:
+            problems.append(f"{name}: {schedules}, {[(m.reason.code, m.reason.text) for r in reports for m in r.near_misses]}")
+    return problems
+
+
+GENERATED = ["gather rows, two matmuls, row-wise", "scatter a sum of matmuls, one row-wise", "all-reduce, tensor-wise"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fields", "names", "generated"),
+    [
+        (2, {}, None, False),
+        (2, {}, GENERATED, True),
+        (3, {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, None, False),
+    ],
+    ids=["2 ranks", "2 ranks, generated code", "3 ranks, hop rounding, bidirectional"],
+)
+def test_every_pattern_agrees_with_fp64(world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool) -> None:
+    """A scale of rows that is not cut with them, or a matmul that takes another one's scale."""
+    for rank, problems in enumerate(run_ranks(world_size, _check, fields, names, generated, timeout=400)):
+        assert not problems, f"rank {rank}: {problems}"
