@@ -71,16 +71,6 @@ def matmul_all_reduce(
     return reduced("matmul_all_reduce", _sum_of_products(lhs, rhs, biases), reduce_op, group)
 
 
-def matmul_all_gather(
-    lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Every rank's ``lhs [M, K] @ rhs [K, n] + bias``, stacked in rank order: ``[W*M, n]``."""
-    own = product(lhs, rhs, bias)
-    gathered = own.new_empty(group.size() * own.shape[0], own.shape[1])
-    dist.all_gather_into_tensor(gathered, own, group=group)
-    return gathered
-
-
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The RMSNorm of each row of ``x [M, N]`` in fp32, rounded to its dtype, times ``weight [N]``: as Llama's."""
     wide = x.float()

@@ -55,7 +55,7 @@ def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, .
             1,
         ),
         "the contracted dim of either side, with bias": (
-            lambda x, a, b, c: (lambda z: (torch.addmm(c, z, a), b @ z.t()))(all_gather(x, 1, g)),
+            lambda x, a, b, c: (lambda z: (torch.addmm(c, z, a), b @ z.t()))(all_gather(x * 3, 1, g)),
             [(s, 8), (8 * w, 12), (5, 8 * w), (12,)],
             1,
         ),
