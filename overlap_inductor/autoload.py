@@ -8,13 +8,11 @@ variables say is looked at (and complained about) by the first compile.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 
 OFF = ("", "0", "off")
 
 _cancel: list[Callable[[], None]] = []
-_SLOT = "overlap_inductor.torch_compat.pass_slot"
 
 
 
@@ -39,16 +37,6 @@ def _wait() -> None:
 
 
 def _enable() -> None:
-    if getattr(getattr(sys.modules.get(_SLOT), "__spec__", None), "_initializing", False):
-        from overlap_inductor.import_hook import postpone
-
-        # (That module is the first to import Inductor's configuration, and we are in the middle of its body.)
-        postpone(lambda: _try(_enable_now))
-    else:
-        _enable_now()
-
-
-def _enable_now() -> None:
     from overlap_inductor.install import enable_from_environment
 
     enable_from_environment()

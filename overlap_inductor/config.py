@@ -87,7 +87,7 @@ class OverlapConfig:
     """S: into how many pieces each shard is cut. What can be hidden is bounded by ``1 - 1 / (world_size * S)``."""
 
     step_node_budget: int = _key(4000)
-    """FX nodes that unrolled steps may add to one graph: sites in graph order while it lasts; those beyond it become one looping op each."""
+    """FX nodes that unrolled steps may add to one graph: sites in graph order, each that still fits; the others become one looping op each."""
 
     workspace_limit: int = _key(4096)
     """MiB of symmetric memory a rank that one group's sites may hold; sites beyond it are kept."""

@@ -15,6 +15,17 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+_NEEDED = "overlap_inductor.torch_compat.pass_slot"
+"""What our callbacks need, and what may itself be the first to import what they wait for: they wait for the end of its body, then."""
+_postponed: list[Callable[[], None]] = []
+
+
+def _run(callback: Callable[[], None]) -> None:
+    if getattr(getattr(sys.modules.get(_NEEDED), "__spec__", None), "_initializing", False):
+        _postponed.append(callback)
+    else:
+        callback()
+
 
 class _Waiting(MetaPathFinder):
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
@@ -26,7 +37,7 @@ class _Waiting(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self.name:
             return None
-        self.cancel()  # first, so that the search below does not find this finder again
+        sys.meta_path.remove(self)  # first, so that the search below does not find this finder again
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             return spec
@@ -35,7 +46,7 @@ class _Waiting(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            self.callback()
+            _run(self.callback)
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -43,6 +54,8 @@ class _Waiting(MetaPathFinder):
     def cancel(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
+        if self.callback in _postponed:
+            _postponed.remove(self.callback)
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> Callable[[], None]:
@@ -52,22 +65,14 @@ def when_imported(name: str, callback: Callable[[], None]) -> Callable[[], None]
     """
     if name in sys.modules:
         importlib.import_module(name)  # another thread may be in the middle of its body: wait for the end of it
-        callback()
+        _run(callback)
         return lambda: None
     waiting = _Waiting(name, callback)
     sys.meta_path.insert(0, waiting)
     return waiting.cancel
 
 
-_postponed: list[Callable[[], None]] = []
-
-
-def postpone(callback: Callable[[], None]) -> None:
-    """Call ``callback`` at the next ``resume``: the last line of a module of ours in whose body it was to run."""
-    _postponed.append(callback)
-
-
 def resume() -> None:
-    """Do what has been postponed, once."""
+    """Do what has been postponed, once: the last line of the module that it waits for."""
     while _postponed:
         _postponed.pop(0)()

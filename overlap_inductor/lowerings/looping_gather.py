@@ -152,7 +152,11 @@ def _all_gather_matmul(
         for index in range(min(parts, exchange.hop_count)):
             exchange.post(index)
     multiply(rank, 0, rows)
-    if exchange is not None:
+    if exchange is None:
+        # (Nothing to send: shards without elements, whose products are zeros or the bias all the same.)
+        for distance in range(1, world_size):
+            multiply((rank + distance) % world_size, 0, rows)
+    else:
         for step, distances in enumerate(routes.distances(route, world_size)):
             for part in range(parts):
                 hop = step * parts + part

@@ -192,7 +192,7 @@ def _kind(site: OverlapSite) -> str:
     where = f" on dim {c.dim}" if c.dim is not None else ""
     matmuls = ", ".join(f"{m.kind} {m.m}x{m.n}x{m.k} {m.dtype}" for m in site.facts.matmuls)
     how = "; ".join(p.schedule if p.transport is None else f"{p.schedule}/{p.transport}" for p in site.decision.plan)  # type: ignore[union-attr]
-    return f"{site.facts.pattern} of {matmuls} and {operation}{where} of {c.dtype} over {c.world_size} ranks by {how}"
+    return f"{site.facts.pattern} of {matmuls} and {operation}{where} of {c.dtype} by {how}"
 
 
 def _agreed(parameters: dict[str, Any]) -> dict[str, Any]:

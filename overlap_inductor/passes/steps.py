@@ -63,7 +63,7 @@ class StepEmitter:
         have = tools.shape(x)
         if len(have) == len(shape) and all(same_size(a, b) for a, b in zip(have, shape, strict=True)):
             return x
-        if x.target in (overlap.take.default, overlap.narrow.default) and _strided(have, x.args[1]):
+        if any(not isinstance(s, int) for s in have) and _slice_with_gaps(x):
             x = self.call(overlap.packed.default, x)
         return self.call(aten.reshape.default, x, list(shape))
 
@@ -127,9 +127,16 @@ class Block:
         return cls(0, sharded.chunk, 0, sharded.outer)
 
 
-def _strided(shape: Sequence[Size], dim: Any) -> bool:
-    """Whether a slice along ``dim``, of ``shape``, has sizes that are not known and may have gaps: what would be asked of it to reshape it must not become a guard."""
-    return any(not isinstance(s, int) for s in shape) and any(not isinstance(s, int) or s != 1 for s in shape[:dim])
+def _slice_with_gaps(x: fx.Node) -> bool:
+    """Whether ``x`` is a slice of ours, or a slice of one, that may have gaps: what would be asked of symbolic sizes to reshape it must not become a guard."""
+    ours = (overlap.take.default, overlap.narrow.default)
+    cut, gaps = False, False
+    while x.target in (*ours, aten.slice.Tensor):
+        dim: Any = x.args[1] if len(x.args) > 1 else 0
+        cut |= x.target in ours
+        gaps |= any(not isinstance(s, int) or s != 1 for s in tools.shape(x)[:dim])
+        x = x.args[0]  # type: ignore[assignment]
+    return cut and gaps
 
 
 def part_count(size: Size, parts: int) -> int:

@@ -96,10 +96,13 @@ def reach() -> tuple[object, ...]:
     """What decides whether kernels may reach other GPUs of this machine: capability, GPUs and ranks of the machine, GPUs out of reach. For the cache key, too."""
     if not torch.cuda.is_initialized():
         return ()
-    here = torch.cuda.current_device()
+    return _reach(torch.cuda.current_device(), int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())))
+
+
+@functools.cache
+def _reach(here: int, local: int) -> tuple[object, ...]:
     cut_off = tuple(d for d in range(torch.cuda.device_count()) if d != here and not torch.cuda.can_device_access_peer(here, d))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
-    return torch.cuda.get_device_capability(), torch.cuda.device_count(), local, cut_off
+    return torch.cuda.get_device_capability(here), torch.cuda.device_count(), local, cut_off
 
 
 def why_no_kernels(device: torch.device) -> str | None:
@@ -132,9 +135,19 @@ def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str
 
 
 def without_peers(ranks: tuple[int, ...], device: torch.device) -> bool:
-    """Whether the group's GPUs lie in one machine and do not reach each other's memory, so that collectives go through the host's."""
+    """Whether the group's GPUs lie in one machine and none reaches another's memory, so that collectives go through the host's. The same on every rank: rank ``r`` is taken
+    to have the GPU of its place in the machine."""
     facts = reach()
-    return why_no_kernels(device) is None and bool(facts and facts[3]) and _machines(ranks) == 1
+    if why_no_kernels(device) is not None or not facts or _machines(ranks) != 1:
+        return False
+    _, count, local, _ = facts
+    gpus = tuple(sorted(rank % local for rank in ranks))  # type: ignore[operator]
+    return gpus[-1] < count and _all_cut_off(gpus)  # type: ignore[operator]
+
+
+@functools.cache
+def _all_cut_off(gpus: tuple[int, ...]) -> bool:
+    return not any(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
 
 
 def write_value_on_stream(flags: torch.Tensor, index: int, value: int) -> None:

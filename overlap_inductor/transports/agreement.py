@@ -114,7 +114,7 @@ def _difference(peer: int, mine: str, other: str | None, group: dist.ProcessGrou
     parts = []
     for key in keys:
         x, y = a.get(key), b.get(key)
-        if key == "sites":
+        if key == "sites" and isinstance(x, dict) and isinstance(y, dict):
             parts += [f"{x.get(k, 0)} sites here and {y.get(k, 0)} there are {k}" for k in sorted(x.keys() | y.keys()) if x.get(k) != y.get(k)]
         elif isinstance(x, dict) and isinstance(y, dict):
             parts += [f"{k} is {x.get(k)!r} here and {y.get(k)!r} there" for k in sorted(x.keys() | y.keys()) if x.get(k) != y.get(k)]

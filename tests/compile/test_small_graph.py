@@ -136,6 +136,7 @@ def test_auto_takes_groups_of_waves_where_peers_are_out_of_reach(monkeypatch: py
     """And no ring, which was slower than the plain graph there."""
     monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: "this GPU cannot reach the memory of GPUs (1,)")
     monkeypatch.setattr(symmetric, "reach", lambda: ((9, 0), 2, 2, (1,)))
+    monkeypatch.setattr(symmetric, "_all_cut_off", lambda gpus: gpus == (0, 1))
     with fake_group(2):
         made = HandGraph()
         x, w = made.input(4096, 14336, name="x", dtype=BF16), made.input(14336, 8192, name="w", dtype=BF16)
@@ -144,11 +145,21 @@ def test_auto_takes_groups_of_waves_where_peers_are_out_of_reach(monkeypatch: py
 
 
 def test_peers_are_out_of_reach_in_one_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several machines have a link of their own, of which nothing is known."""
+    """Several machines have a link of their own, of which nothing is known; and of two pairs that are joined by NVLink each is a group that reaches its peer."""
     device = torch.device("cuda", 0)
-    for facts, expected in ((((9, 0), 2, 2, (1,)), True), (((9, 0), 2, 2, ()), False), (((9, 0), 1, 1, (1,)), False), ((), False)):
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a // 2 == b // 2)
+    symmetric._all_cut_off.cache_clear()
+    for facts, ranks, expected in (
+        (((9, 0), 4, 4, (2, 3)), (0, 2), True),
+        (((9, 0), 4, 4, (2, 3)), (0, 1), False),
+        (((9, 0), 4, 4, (2, 3)), (0, 1, 2, 3), False),
+        (((9, 0), 4, 4, (2, 3)), (0, 6), False),
+        (((9, 0), 1, 4, ()), (0, 2), False),
+        ((), (0, 2), False),
+    ):
         monkeypatch.setattr(symmetric, "reach", lambda facts=facts: facts)
-        assert symmetric.without_peers((0, 1), device) is expected, facts
+        assert symmetric.without_peers(ranks, device) is expected, (facts, ranks)
+    symmetric._all_cut_off.cache_clear()
 
 
 def test_auto_takes_small_messages_for_few_tokens_and_kernels_for_many(monkeypatch: pytest.MonkeyPatch) -> None:

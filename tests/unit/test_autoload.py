@@ -184,3 +184,9 @@ def test_the_doctor_finds_the_pass_where_the_environment_asks_for_it(installed: 
     done = run("import sys, torch; from overlap_inductor.cli import main; main(['doctor', '--json'])", installed, OVERLAP_INDUCTOR="1")
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert checks["by environment"]["value"] == "requested on, effective on: the pass is in Inductor's slot", checks["by environment"]
+
+
+def test_enable_before_inductor_is_imported_waits_for_the_end_of_our_own_module() -> None:
+    code = "import torch, overlap_inductor; overlap_inductor.enable(); import overlap_inductor.torch_compat.pass_slot\nfrom overlap_inductor.torch_compat import probe\nprint(int(probe.config_in_slot() is not None))"
+    done = run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.returncode == 0 and done.stdout.split() == ["1"], done.stderr
