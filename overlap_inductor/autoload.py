@@ -15,7 +15,6 @@ OFF = ("", "0", "off")
 _cancel: list[Callable[[], None]] = []
 
 
-
 def autoload() -> None:
     """Switch on what ``OVERLAP_INDUCTOR`` asks for. Never raises."""
     if os.environ.get("OVERLAP_INDUCTOR", "") not in OFF:

@@ -10,6 +10,7 @@ import torch
 
 from overlap_inductor import OverlapConfig
 from overlap_inductor.passes.overlap_pass import run_overlap_pass
+from overlap_inductor.passes.steps import StepEmitter
 from overlap_inductor.report import OverlapReport
 from tests.compile.readings import facts
 from tests.compile.spellings import world
@@ -99,3 +100,22 @@ def test_columns_do_not_tell_how_many_tokens_there_are() -> None:
             made.output(made.scatter_on(made.mm(x, w), 1))
             (site,) = made.run(schedule=schedule, step_node_budget=1).sites
             assert site.decision.status == status and [r.code for r in site.decision.reasons] == reasons, site.decision.reasons
+
+def packed(made: HandGraph, node: Any) -> bool:
+    """Whether a reshape of ``node`` brings it together first."""
+    emit = StepEmitter(made.graph, "0", 2, "site", made.graph.call_function(torch.ops.aten.zeros.default), {})
+    first = emit.reshape(node(emit), [-1]).args[0]
+    return first.target is torch.ops.overlap_inductor.packed.default
+
+
+def test_a_slice_with_gaps_is_brought_together_before_a_reshape() -> None:
+    """Also a slice of a slice, whichever of the two has the gaps; never one without, nor one whose sizes are known."""
+    with fake_group(2):
+        made = HandGraph()
+        x, fixed = made.input(4, 6, 16, dynamic=(1,)), made.input(4, 6, 16, name="fixed")
+        half = x.meta["val"].shape[1] // 2
+        assert packed(made, lambda e: e.take(x, 1, 0, half, 0, half))
+        assert packed(made, lambda e: e.narrow(e.take(x, 1, 0, half, 0, half), 0, 0, 2))
+        assert packed(made, lambda e: e.call(torch.ops.overlap_inductor.narrow.default, e.take(x, 1, 0, half, 0, half), 0, 0, 2))
+        assert not packed(made, lambda e: e.take(x, 0, 0, 2, 0, 2))
+        assert not packed(made, lambda e: e.take(fixed, 1, 0, 3, 0, 3))

@@ -6,11 +6,14 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from overlap_inductor.lowerings.looping_gather import Form
+from overlap_inductor.lowerings.looping_gather import _all_gather_matmul
 from overlap_inductor.lowerings.looping_gather import _as_it_stood
 from overlap_inductor.lowerings.looping_gather import _Matmul
 from overlap_inductor.lowerings.looping_gather import texts
+from tests.fake_group import fake_group
 
 FORMS = [Form(operand, role, turned) for (operand, role), turned in itertools.product([("lhs", "M"), ("rhs", "N"), ("lhs", "K"), ("rhs", "K")], [False, True])]
 
@@ -51,6 +54,16 @@ def test_a_split_contraction_is_summed_in_fp32() -> None:
     shards = torch.tensor([256.0, 1.0, 1.0]).bfloat16().view(3, 1, 1)
     found = slice_by_slice(Form("lhs", "K", False), shards, torch.ones(3, 1).bfloat16(), None, [0, 1])
     assert found.dtype == torch.bfloat16 and found.item() == 258
+
+
+def test_shards_without_elements_leave_no_row_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing travels, and every rank's rows are the bias all the same."""
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *sizes, **keywords: new_empty(self, *sizes, **keywords).fill_(7))
+    chain, bias = torch.zeros(1), torch.arange(4.0)
+    with fake_group(3, 1):
+        (found,), *_ = _all_gather_matmul(chain, torch.empty(2, 0), [torch.empty(0, 4)], [bias], "lhs M", 1, 0, "unidirectional", dist.group.WORLD.group_name, "site")
+    assert torch.equal(found, bias.expand(6, 4))
 
 
 def test_forms_as_text() -> None:
