@@ -42,6 +42,13 @@ class HandGraph:
         node.meta["val"] = self.mode.from_tensor(example, symbolic_context=context, source=ConstantSource(node.name))
         return node
 
+    def on(self, device: str, *shape: int, dtype: torch.dtype = torch.float32, name: str = "x") -> fx.Node:
+        """A placeholder on ``device``, whether this machine has it or not."""
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype, device=device)
+        return node
+
     def unbacked_input(self, *shape: int, name: str = "x") -> fx.Node:
         """A placeholder whose first dim is only known when it runs."""
         node = self.graph.placeholder(name)

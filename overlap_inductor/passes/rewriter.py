@@ -64,16 +64,18 @@ class Rewriter:
     def _agree(self, placed: list[tuple[OverlapSite, fx.Node]]) -> None:
         """One agreement a group, all of them before the first step of any: no data moves while ranks may still differ.
 
-        Each asks for the workspace of its own group's sites: what other groups need is not the same on all ranks of this one.
+        Each asks for the workspace of its own group's sites: what other groups need is not the same on all ranks of this one. A tensor says which
+        device that is on: its number would differ between the ranks' graphs.
         """
         needs = planner.workspace([site for site, _ in placed])
-        with self.graph.inserting_before(placed[0][1]):
+        first = placed[0][1]
+        with self.graph.inserting_before(first):
             for site, _ in placed:
                 name = site.facts.collective.group_name
                 if name not in self.chains:
                     source = tools.value(site.collectives[0].input)
                     terms = (json.dumps(needs[name]), self.limit) if name in needs else ()
-                    node = self.graph.call_function(overlap.agree.default, (name, self.plan, source.device, *terms))
+                    node = self.graph.call_function(overlap.agree.default, (name, self.plan, _first_on(source.device, first), *terms))
                     with source.fake_mode:
                         node.meta["val"] = torch.empty(1, dtype=torch.uint8, device=source.device)
                     self.chains[name] = node
@@ -149,6 +151,16 @@ class Rewriter:
                 if group in newest:
                     self.order.setdefault(node, set()).add(_tensor_of(self.graph, newest[group]))
                 pending.setdefault(group, []).append(node)
+
+
+def _first_on(device: torch.device, before: fx.Node) -> fx.Node:
+    """The graph's first tensor on ``device``, which must stand before ``before``."""
+    for node in before.graph.nodes:
+        if node is before:
+            break
+        if tools.is_tensor(node) and tools.value(node).device == device:
+            return node
+    raise RuntimeError(f"no tensor on {device} stands before {before.name}")
 
 
 def _tensor_of(graph: fx.Graph, node: fx.Node) -> fx.Node:

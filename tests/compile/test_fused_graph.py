@@ -263,7 +263,7 @@ class TestGolden(TestCase):
             self.assertExpectedInline(golden(gather_site()), """\
 x: bfloat16[24, 16] = input
 w: bfloat16[16, 40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-542fd07f", 1536, 4]]', 4096)
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["all_gather_matmul-542fd07f", 1536, 4]]', 4096)
 fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], False, '{"copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-542fd07f')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
 getitem_2: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
@@ -277,7 +277,7 @@ x: bfloat16[24, 16] = input
 bias: bfloat16[8] = input
 v: bfloat16[16, 8] = input
 w: bfloat16[16, 40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["all_gather_matmul-40cbc28f", 1536, 4]]', 4096)
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["all_gather_matmul-40cbc28f", 1536, 4]]', 4096)
 fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [v, w], [bias, None], True, '{"copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-40cbc28f')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
 getitem_2: bfloat16[48, 16] = <built-in function getitem>(getitem, 2)
@@ -292,7 +292,7 @@ return [getitem_4, getitem_3, add_tensor]
             self.assertExpectedInline(golden(scatter_site()), """\
 x: bfloat16[48, 16] = input
 w: bfloat16[16, 40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_reduce_scatter-bac31620", 20480, 1]]', 4096)
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_reduce_scatter-bac31620", 20480, 1]]', 4096)
 fused_matmul_reduce_scatter_default = overlap_inductor.fused_matmul_reduce_scatter.default(agree_default, x, w, None, '{"halves": true, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_reduce_scatter-bac31620')
 getitem: bfloat16[24, 40] = <built-in function getitem>(fused_matmul_reduce_scatter_default, 0)
 return [getitem]
@@ -303,7 +303,7 @@ return [getitem]
             self.assertExpectedInline(golden(reduce_site()), """\
 x: bfloat16[48, 16] = input
 w: bfloat16[16, 40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu, '[["matmul_all_reduce-8f9bf24e", 40960, 2]]', 4096)
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_all_reduce-8f9bf24e", 40960, 2]]', 4096)
 fused_matmul_all_reduce_default = overlap_inductor.fused_matmul_all_reduce.default(agree_default, x, w, None, '{"halves": true, "parts": 0, "pushers": 0, "stages": 4}', 'sum', '0', 'matmul_all_reduce-8f9bf24e')
 getitem: bfloat16[48, 40] = <built-in function getitem>(fused_matmul_all_reduce_default, 0)
 return [getitem]

@@ -43,6 +43,21 @@ def hand_made(kind: str, world_size: int) -> HandGraph:
     return made.output(result)
 
 
+def test_one_text_whatever_a_rank_calls_its_device() -> None:
+    """``cuda:1`` in a node's arguments is a rank number like any other."""
+    texts = set()
+    for rank in (0, 3):
+        with fake_group(4, rank):
+            made = HandGraph()
+            x, w = made.on(f"cuda:{rank}", 4096, 1024, dtype=torch.bfloat16), made.on(f"cuda:{rank}", 1024, 512, dtype=torch.bfloat16, name="w")
+            y = made.mm(made.gather(x), w)
+            report = made.output(y, made.reduce(made.mm(x, w))).run()
+            assert [s.decision.status for s in report.sites] == ["overlapped"] * 2, report.notices
+            texts.add((report.before, report.after, report.plan_hash, report.to_json()))
+            assert "cuda" not in report.after
+    assert len(texts) == 1
+
+
 HAND_MADE = ["gather", "gather inner dim", "scatter", "scatter inner dim", "scatter hidden", "reduce", "head"]
 
 
@@ -116,7 +131,7 @@ return [mm_default]
 ----
 x: float32[2, 4, 16] = input
 w: float32[16, 8] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu)
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x)
 gather_start_default: float32[4, 4, 16] = overlap_inductor.gather_start.default(agree_default, x, [0, 128], 'ring', '0', 'all_gather_matmul-8b086b7f')
 reshape_default_1: float32[4, 64] = aten.reshape.default(gather_start_default, [4, 64])
 take_default: float32[2, 64] = overlap_inductor.take.default(reshape_default_1, 0, 0, 2, 0, 2, '0')
@@ -150,7 +165,7 @@ return [mm_default]
 ----
 x: float32[2, 6, 16] = input
 w: float32[16, 12] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu)
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x)
 gather_start_default: float32[6, 6, 16] = overlap_inductor.gather_start.default(agree_default, x, [0, 96, 192], 'ring', '0', 'all_gather_matmul-709bc215')
 reshape_default_1: float32[6, 96] = aten.reshape.default(gather_start_default, [6, 96])
 take_default: float32[2, 96] = overlap_inductor.take.default(reshape_default_1, 0, 0, 2, 0, 2, '0')
@@ -206,7 +221,7 @@ return [wait_tensor_default]
 x: float32[2, 4, 16] = input
 w: float32[16, 8] = input
 reshape_default: float32[8, 16] = aten.reshape.default(x, [8, 16])
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu)
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x)
 exchange_start_default: float32[1, 32] = overlap_inductor.exchange_start.default(agree_default, [1, 32], [0, 32], torch.float32, 'owner', '0', 'matmul_reduce_scatter-12440331')
 reshape_default_2: float32[2, 4, 16] = aten.reshape.default(reshape_default, [2, 4, 16])
 take_default: float32[2, 2, 16] = overlap_inductor.take.default(reshape_default_2, 1, 1, 2, 0, 2, '0')
@@ -241,7 +256,7 @@ return [wait_tensor_default]
 x: float32[2, 6, 16] = input
 w: float32[16, 12] = input
 reshape_default: float32[12, 16] = aten.reshape.default(x, [12, 16])
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu)
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x)
 exchange_start_default: float32[2, 48] = overlap_inductor.exchange_start.default(agree_default, [2, 48], [0, 48], torch.float32, 'travel', '0', 'matmul_reduce_scatter-e50aac41')
 take_default: float32[4, 16] = overlap_inductor.take.default(reshape_default, 0, -1, 4, 0, 4, '0')
 mm_default_1: float32[4, 12] = aten.mm.default(take_default, w)
@@ -282,7 +297,7 @@ return [wait_tensor_default]
 x: float32[2, 4, 16] = input
 w: float32[16, 8] = input
 reshape_default: float32[8, 16] = aten.reshape.default(x, [8, 16])
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu)
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x)
 exchange_start_default: float32[1, 32] = overlap_inductor.exchange_start.default(agree_default, [1, 32], [0, 16, 32], torch.float32, 'owner', '0', 'matmul_all_reduce-747696a0')
 exchange_start_default_1: float32[8, 8] = overlap_inductor.exchange_start.default(agree_default, [8, 8], [0, 16, 32], torch.float32, 'broadcast', '0', 'matmul_all_reduce-747696a0')
 take_default: float32[2, 16] = overlap_inductor.take.default(reshape_default, 0, 1, 4, 0, 2, '0')
@@ -330,7 +345,7 @@ return [wait_tensor_default]
 x: float32[2, 4, 16] = input
 w: float32[16, 8] = input
 reshape_default: float32[8, 16] = aten.reshape.default(x, [8, 16])
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu)
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x)
 exchange_start_default: float32[16, 8] = overlap_inductor.exchange_start.default(agree_default, [16, 8], [0, 32, 64], torch.float32, 'broadcast', '0', 'matmul_all_gather-f418596f')
 slice_tensor: float32[4, 16] = aten.slice.Tensor(reshape_default, 0, 0, 4)
 mm_default_1: float32[4, 8] = aten.mm.default(slice_tensor, w)
@@ -349,7 +364,7 @@ return [exchange_start_default]
             self.assertExpectedInline(after(hand_made("gather", 2).run(step_node_budget=1)), """\
 x: float32[2, 4, 16] = input
 w: float32[16, 8] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., cpu)
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x)
 reshape_default_1: float32[8, 16] = aten.reshape.default(x, [8, 16])
 all_gather_matmul_default = overlap_inductor.all_gather_matmul.default(agree_default, reshape_default_1, [w], [None], 'lhs M', 2, 0, 'ring', '0', 'all_gather_matmul-8b086b7f')
 getitem = <built-in function getitem>(all_gather_matmul_default, 0)
