@@ -61,7 +61,8 @@ def all_gather_matmuls(
     launch.faults.check()
     results = [torch.empty(launch.world_size * a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) for b in rhs]
     what, tensors = ("fused", "all_gather_matmul", parameters, keep, tail.epilogues), [a, *rhs, *results, *biases, *tail.extras]
-    launched(launch, what, tensors, lambda: _gather(a, rhs, results, launch, parameters, biases, keep, tail), parameters.replays)
+    copied = [a] if a.nbytes >= parameters.copies_from else []
+    launched(launch, what, tensors, lambda: _gather(a, rhs, results, launch, parameters, biases, keep, tail), parameters.replays, copied)
     return results
 
 

@@ -1,4 +1,4 @@
-"""What is asked of CUDA's driver itself, by its documented calls: copies by address, a stream that is nobody else's, and graphs.
+"""What is asked of CUDA's driver itself, by its documented calls: copies by address, what an address belongs to, a stream that is nobody else's, and graphs.
 
 A copy takes some 7 us of a slow host, where a slice and its ``copy_`` take 13; a call of eight ranks has fourteen and more. No extent is checked: whoever prepares a
 transfer has compared it with the slot. A copy on a stream that is being captured becomes a node of the graph, as ``copy_``'s does.
@@ -63,6 +63,17 @@ def copier(device_type: str) -> Copy:
 
 def _copy_at_once(to: int, source: int, size: int, stream: int) -> None:
     ctypes.memmove(to, source, size)
+
+
+BUFFER_ID = 7
+"""Attribute of an address: a number of its allocation, which no other one of the process has had or will have."""
+
+
+def allocation(address: int) -> int:
+    """The number of the allocation that ``address`` of a GPU's memory lies in. Raises ``RuntimeError`` where it lies in none."""
+    found = ctypes.c_ulonglong()
+    _function("cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)(ctypes.byref(found), BUFFER_ID, address)
+    return found.value
 
 
 def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:

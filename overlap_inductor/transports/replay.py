@@ -4,18 +4,24 @@ A call of schedule ``chunked`` is 10 to 80 launches, for which the host took 240
 single kernel 3 to 6. Compiled models allocate in the same order step after step, so a site's tensors soon lie where they lay before. A graph takes about 100 KiB of the
 device.
 
-Contract. ``launched(launch, what, tensors, start, replays)``: ``start()`` launches on the current stream, and on streams that it forks and joins, work that depends on
-``what``, on the layouts and addresses of ``tensors``, and on nothing else that changes. ::
+Contract. ``launched(launch, what, tensors, start, replays, copied)``: ``start()`` launches on the current stream, and on streams that it forks and joins, work that
+depends on ``what``, on the layouts and addresses of ``tensors``, on what allocations those are of that copies read or write (``copied``), and on nothing else that
+changes. ::
 
     first time with these       start()
     second time                 capture start(), replay it; start() where that cannot be done
     later                       replay it
+    other allocations           drop the graph: as the first time
     not ``replays``, inside the user's capture, on a CPU, with one hardware queue, or when there are too many graphs:   start()
 
 Why that is right. Of what differs from call to call nothing is baked into a graph but what its key says: signals take their number from device memory, as in a graph that
 a user captures; kernels, slots and fault memory outlive it. Everything has been loaded by the first call, so a capture waits for nothing on the device; what making a
 graph may wait for are calls before this one, for which no peer needs this one. Graphs share the vendor's workspace, since calls of a rank run one after the other on
 its GPU (``transports.workspace``).
+
+Why allocations. A kernel is given addresses, and does not care what lies there. A copy in a graph is bound to the allocation that it was captured with: where the program
+has given that back (``torch.cuda.empty_cache()``, which ``torch.cuda.graph`` calls, too) and another one came to lie at the same address, ``cuGraphLaunch`` fails, with
+``CUDA_ERROR_INVALID_VALUE`` (driver 580; not where the new one begins where the old one did).
 
 Forward progress. Launched one by one, sends stand before waits in every queue of the device. In a graph there is no order but that of its edges, and its branches
 run beside each other: two, which take two queues (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` nothing is replayed), or three where copies take turns (which they do with
@@ -38,6 +44,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports import driver
 from overlap_inductor.transports.driver import Graph
 from overlap_inductor.transports.driver import own_stream
 from overlap_inductor.transports.workspace import Launch
@@ -52,10 +59,14 @@ MOST_FAILED = 16
 """Captures that may fail before no more are tried on a device."""
 
 Start = Callable[[], None]
+Allocations = tuple[int, ...]
 
 
-def launched(launch: Launch, what: object, tensors: Sequence[torch.Tensor | None], start: Start, replays: bool) -> None:
-    """Do what ``start`` does, in one launch where that is possible and ``replays`` are wanted. ``what``: hashable; it is kept.
+def launched(
+    launch: Launch, what: object, tensors: Sequence[torch.Tensor | None], start: Start, replays: bool, copied: Sequence[torch.Tensor | None] = ()
+) -> None:
+    """Do what ``start`` does, in one launch where that is possible and ``replays`` are wanted. ``what``: hashable; it is kept. ``copied``: those of ``tensors`` that copies
+    read or write.
 
     Raises:
         RuntimeError: a graph that has been launched before could not be launched; the group is aborted. And whatever ``start`` raises.
@@ -65,24 +76,29 @@ def launched(launch: Launch, what: object, tensors: Sequence[torch.Tensor | None
         start()
         return
     key = (what, *[None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
+    allocations = tuple(driver.allocation(t.data_ptr()) for t in copied if t is not None)
     known = launch.replays.get(key)
+    if known is not None and known[0] != allocations:
+        del launch.replays[key]
+        known = None
+    seen = launch.seen.get(key)
     if known is not None:
         try:
-            known()
+            known[1]()
         except RuntimeError:
             launch.faults.abort()
             raise
-    elif key not in launch.seen:
+    elif seen is None or seen[0] != allocations:
         # (Not seen where it fails: a capture must find everything loaded.)
         start()
-        if len(launch.seen) >= MOST_OF_A_SITE:
+        if seen is None and len(launch.seen) >= MOST_OF_A_SITE:
             del launch.seen[next(iter(launch.seen))]
-        launch.seen[key] = True
-    elif not launch.seen[key] or not _first_replay(launch, key, start, device):
+        launch.seen[key] = allocations, True
+    elif not seen[1] or not _first_replay(launch, key, allocations, start, device):
         start()
 
 
-def _first_replay(launch: Launch, key: object, start: Start, device: torch.device) -> bool:
+def _first_replay(launch: Launch, key: object, allocations: Allocations, start: Start, device: torch.device) -> bool:
     """Capture and launch; whether that was done. If not, the call is not captured again for as long as it is remembered."""
     # (No graph goes for another: a site with more calls in turn would make each of them again and again.)
     replay = recorder(device).replay_of(start) if len(launch.replays) < MOST_OF_A_SITE else None
@@ -92,9 +108,9 @@ def _first_replay(launch: Launch, key: object, start: Start, device: torch.devic
         except RuntimeError as error:
             log.warning("overlap_inductor: the CUDA graph of a site's launches cannot be launched; they are started one by one (%s)", error)
         else:
-            launch.replays[key] = replay
+            launch.replays[key] = allocations, replay
             return True
-    launch.seen[key] = False
+    launch.seen[key] = allocations, False
     return False
 
 

@@ -38,7 +38,7 @@ MOST_PREPARED = 64
 class Launch:
     """Where a site's kernel runs: this rank of a group, its slot, the group's fault record and the site's number in it, the patience of waits in ns, and
     kernels that are ready to be launched there; whole calls, too (``transports.replay``): those seen once, and whether they may be captured, and what launches those
-    seen twice."""
+    seen twice, each with the allocations that its copies read and write."""
 
     rank: int
     world_size: int
@@ -47,8 +47,8 @@ class Launch:
     site: int
     patience_ns: int
     prepared: dict[Any, Any] = field(default_factory=dict, compare=False)
-    seen: dict[Any, bool] = field(default_factory=dict, compare=False)
-    replays: dict[Any, Callable[[], None]] = field(default_factory=dict, compare=False)
+    seen: dict[Any, tuple[tuple[int, ...], bool]] = field(default_factory=dict, compare=False)
+    replays: dict[Any, tuple[tuple[int, ...], Callable[[], None]]] = field(default_factory=dict, compare=False)
 
     def remember(self, key: Any, kernel: Any) -> None:
         """Keep a kernel ready; all are made anew when sizes that change from call to call have made too many."""

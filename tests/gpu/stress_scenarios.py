@@ -30,6 +30,7 @@ from tests.gpu.stress_sites import Variant
 LATE_SECONDS = 0.5
 POISON_EVERY = 20
 """Calls from one poisoning to the next: each drains the group."""
+GIVE_BACK_EVERY = 12
 BESIDE_ELEMENTS = 8 << 20
 """fp32 elements of the collectives beside the sites: 32 MiB."""
 FOREIGN_SIZE, FOREIGN_MATMULS, FOREIGN_CYCLES = 8192, 6, 35_000_000
@@ -141,6 +142,21 @@ def stream(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
         return drawn_calls(stress.sites(variant)[0], calls, stress.rank)
 
 
+def given_back(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
+    """Two sites, while the program gives memory back to the GPU again and again, and takes some of other sizes, each rank its own: what comes to lie at an address that a
+    site's tensor had belongs to another allocation, where CUDA launches no graph whose copies read or wrote the one before."""
+    a, b = stress.sites(variant)
+    chance, held = random.Random(2000 + stress.rank), []
+
+    def before(i: int) -> None:
+        if i % GIVE_BACK_EVERY == 0:
+            held.clear()
+            torch.cuda.empty_cache()
+            held.extend(torch.empty(chance.randrange(1, 24) << 20, dtype=torch.uint8, device=ranks.device()) for _ in range(chance.randrange(4)))
+
+    return drawn_calls(a + b, calls, stress.rank, before=before)
+
+
 def subgroup(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
     """Pairs of ranks, each a group of its own, all at work."""
     return drawn_calls(stress.sites(variant, "pair")[0], calls, stress.rank)
@@ -208,7 +224,7 @@ SCENARIOS: dict[str, tuple[Scenario, int]] = {
     scenario.__name__: (scenario, part)
     for part, scenarios in {
         1: (lazy, delays, poison, graphs),
-        5: (two_sites, two_groups, two_streams, shapes, stream, subgroup, beside_nccl, determinism),
+        5: (two_sites, two_groups, two_streams, shapes, stream, given_back, subgroup, beside_nccl, determinism),
         10: (foreign,),
     }.items()
     for scenario in scenarios

@@ -75,6 +75,14 @@ def test_another_device_is_refused() -> None:
         driver.copier("xpu")
 
 
+def test_an_address_has_its_allocations_number(library: Library) -> None:
+    assert driver.allocation(1 << 40) == 5678
+    assert library.arguments["cuPointerGetAttribute"][1:] == (7, 1 << 40)
+    library.fails = "cuPointerGetAttribute"
+    with pytest.raises(RuntimeError, match="cuPointerGetAttribute returned CUresult 700"):
+        driver.allocation(1)
+
+
 def test_a_graph_is_captured_between_begin_and_end_launched_and_given_back(library: Library) -> None:
     graph = driver.Graph(lambda: library.calls.append("start"), 77)
     graph.launch(78)

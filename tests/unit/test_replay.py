@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from overlap_inductor.lowerings.vendor_matmul import Scales
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from overlap_inductor.torch_compat import blas
 from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports import driver
 from overlap_inductor.transports import replay
 from overlap_inductor.transports.replay import Recorder
 from overlap_inductor.transports.replay import launched
@@ -52,6 +54,9 @@ class Noted:
 
         monkeypatch.setattr(replay, "recorder", lambda device: SimpleNamespace(replay_of=replay_of))
         monkeypatch.setattr(symmetric, "capturing", lambda: self.inside)
+        monkeypatch.setattr(driver, "allocation", lambda address: self.allocations.get(address, 0))
+        self.allocations: dict[int, int] = {}
+        """By address, where it is not 0."""
 
     def _graph(self) -> None:
         self.launches += 1
@@ -59,10 +64,10 @@ class Noted:
             raise RuntimeError("out of memory")
         self.done.append("graph")
 
-    def call(self, *tensors: torch.Tensor | None, what: object = "gather", replays: bool = True) -> list[str]:
+    def call(self, *tensors: torch.Tensor | None, what: object = "gather", replays: bool = True, copied: Sequence[torch.Tensor | None] = ()) -> list[str]:
         """What was done."""
         before = len(self.done)
-        launched(self.launch, what, tensors, lambda: self.done.append("start"), replays)
+        launched(self.launch, what, tensors, lambda: self.done.append("start"), replays, copied)
         return self.done[before:]
 
 
@@ -70,6 +75,25 @@ def test_the_second_call_with_everything_in_its_place_is_a_graph(monkeypatch: py
     noted, a, b = Noted(monkeypatch), torch.zeros(4, 4), torch.zeros(4)
     assert [noted.call(a, b, None) for _ in range(4)] == [["start"], ["graph"], ["graph"], ["graph"]]
     assert noted.captures == 1
+
+
+def test_a_copy_from_another_allocation_at_the_same_address_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program gave the memory back (``torch.cuda.empty_cache``) and took it again: CUDA refuses to launch the graph."""
+    noted, a, b = Noted(monkeypatch), torch.zeros(4, 4), torch.zeros(4)
+    for number in range(3):
+        noted.allocations[a.data_ptr()] = number
+        assert [noted.call(a, b, copied=[a, None]) for _ in range(3)] == [["start"], ["graph"], ["graph"]]
+        assert len(noted.launch.replays) == len(noted.launch.seen) == 1, "the graph before it is dropped"
+    noted.allocations[b.data_ptr()] = 1
+    assert noted.call(a, b, copied=[a, None]) == ["graph"], "kernels read whatever lies at an address"
+
+
+def test_memory_given_back_all_the_time_is_not_captured_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted, a = Noted(monkeypatch), torch.zeros(4, 4)
+    for number in range(5):
+        noted.allocations[a.data_ptr()] = number
+        assert noted.call(a, copied=[a]) == ["start"]
+    assert noted.captures == 0
 
 
 def test_whatever_differs_makes_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,13 +256,20 @@ def _addresses(tensors: Any) -> list[object]:
     return [None if t is None else t.data_ptr() for t in tensors]
 
 
+copies: list[list[object]] = []
+"""Of each of ``calls``: what it says is copied."""
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """What schedules say of their calls, and the addresses."""
     found: list[Call] = []
 
-    def note(launch: object, what: object, tensors: Any, start: object, replays: bool) -> None:
+    def note(launch: object, what: object, tensors: Any, start: object, replays: bool, copied: Any = ()) -> None:
         found.append((what, _addresses(tensors)))
+        copies.append(_addresses(copied))
+
+    copies.clear()
 
     monkeypatch.setattr(chunked, "launched", note)
     monkeypatch.setattr(fused, "launched", note)
@@ -265,6 +296,9 @@ def test_all_that_decides_a_chunked_call_is_in_its_key(calls: list[Call]) -> Non
         out = chunked.matmul_all_reduce(a, matmul(), LAUNCH, p, average)
         assert {t.data_ptr() for t in (a, b, bias, scale, other, out)} == {*calls[-1][1]}, "summed in place"
     assert len({what for what, _ in calls}) == len(calls) == 7
+    gathered = outs[-1]
+    assert copies[:2] == [[a.data_ptr(), gathered.data_ptr()], [a.data_ptr(), None]]
+    assert all(c == [said[1][1]] for c, said in zip(copies[3:], calls[3:], strict=True)), "what copy engines send: the product"
 
 
 def test_all_that_decides_a_fused_call_is_in_its_key(calls: list[Call]) -> None:
@@ -280,7 +314,9 @@ def test_all_that_decides_a_fused_call_is_in_its_key(calls: list[Call]) -> None:
             out = fused.matmul_all_reduce(a, b, LAUNCH, p, bias, keep, tail)
             assert {t.data_ptr() for t in (a, b, bias, out, *tail.extras)} < {*calls[-1][1]} and len(calls[-1][1]) == 5 + len(tail.extras), "the product, too"
     fused.all_gather_matmuls(a, [b], LAUNCH, q, [bias])
-    assert len({what for what, _ in calls}) == len(calls) == 19
+    assert len({what for what, _ in calls}) == len(calls) == 19 and not any(copies), "all this is stored by kernels"
+    fused.all_gather_matmuls(a, [b], LAUNCH, FusedParameters(2, copies_from=a.nbytes), [bias])
+    assert copies.pop() == [a.data_ptr()]
     # Whole tiles are summed and finished where they were multiplied.
     a = torch.zeros(256, 8)
     out = fused.matmul_all_reduce(a, b, LAUNCH, p, bias)
