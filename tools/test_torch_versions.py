@@ -1,37 +1,48 @@
 """Runs the pure and graph-snapshot tests, and a DTensor block forward and backward, on every supported torch minor version, each in its own environment.
 
-``TORCH_PYTHONS`` may list interpreters that already have a torch (separated by spaces); without it an environment is made for each
+    python tools/test_torch_versions.py [--all] [2.11.0 2.15.0]
+
+``--all``: the kernels in Triton's interpreter, the numerics over gloo and all models, too (some 15 minutes a version on two cores). ``TORCH_PYTHONS`` may list interpreters that already have a torch (separated by spaces); without it an environment is made for each
 version below ``.torch-versions/``. Two run at a time. A version that cannot be installed is reported as such.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 TESTS = ("tests/unit", "tests/compile", "tests/models/test_blocks.py")
 """The last under activation checkpointing, too, which torch 2.12 and 2.13 cannot compile."""
+EVERYTHING: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
+    ({}, ("tests/unit", "tests/compile")),
+    ({"TRITON_INTERPRET": "1"}, ("tests/kernels",)),
+    ({}, ("tests/numerics", "tests/models")),
+)
+"""As ``make test``: environment variables, and tests."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def interpreters() -> list[tuple[str, str | None]]:
+def interpreters(versions: Sequence[str]) -> list[tuple[str, str | None]]:
     """``(label, python or None where torch cannot be installed)``."""
     given = os.environ.get("TORCH_PYTHONS", "").split()
     if given:
         return [(path, path) for path in given]
     found: list[tuple[str, str | None]] = []
-    for version in VERSIONS:
+    for version in versions:
         home = ROOT / ".torch-versions" / version
         python = home / "bin" / "python"
         if not python.exists():
             venv.create(home, with_pip=True)
         pip = [str(python), "-m", "pip", "install", "-q"]
-        installed = subprocess.run([*pip, f"torch=={version}", "numpy<2.4", "pytest", "pytest-timeout", "hypothesis", "expecttest"], check=False)
+        needs = ("numpy<2.4", "pytest", "pytest-timeout", "hypothesis", "expecttest", "transformers>=4.57", "accelerate", "safetensors")
+        installed = subprocess.run([*pip, f"torch=={version}", *needs], check=False)
         # A build for GPUs brings the Triton that belongs to it.
         if installed.returncode == 0 and subprocess.run([str(python), "-c", "import triton"], capture_output=True, check=False).returncode:
             installed = subprocess.run([*pip, "triton==3.6.0"], check=False)
@@ -39,21 +50,29 @@ def interpreters() -> list[tuple[str, str | None]]:
     return found
 
 
-def run(label: str, python: str | None) -> tuple[str, str, str]:
+def run(label: str, python: str | None, everything: bool) -> tuple[str, str, str]:
     """``(torch version, result line, output where it failed)``."""
     if python is None:
         return label, "could not be installed", ""
     version = subprocess.run([python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=False)
-    command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
-    output = done.stdout[-6000:] + done.stderr[-2000:] if done.returncode else ""
-    return version.stdout.strip() or label, lines[-1] if lines else f"exit code {done.returncode}", output
+    results, output = [], ""
+    for variables, tests in EVERYTHING if everything else (({}, TESTS),):
+        command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        lines = [line for line in done.stdout.splitlines() if line.strip()]
+        results.append(lines[-1] if lines else f"exit code {done.returncode}")
+        output += done.stdout[-6000:] + done.stderr[-2000:] if done.returncode else ""
+    return version.stdout.strip() or label, "; ".join(results), output
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("versions", nargs="*", default=VERSIONS)
+    parser.add_argument("--all", action="store_true", help="kernels in the interpreter, numerics and models, too")
+    arguments = parser.parse_args()
     with ThreadPoolExecutor(max_workers=2) as pool:
-        rows = list(pool.map(lambda pair: run(*pair), interpreters()))
+        rows = list(pool.map(lambda pair: run(*pair, arguments.all), interpreters(arguments.versions)))
     for _, _, output in rows:
         print(output, end="")
     for version, result, _ in rows:
