@@ -7,6 +7,7 @@ from torch import fx
 
 from overlap_inductor.passes import collectives as finding
 from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes import grouped_matmuls
 from overlap_inductor.passes import naming
 from overlap_inductor.passes.gather_finder import blocked_by
 from overlap_inductor.passes.gather_finder import find_gather
@@ -70,7 +71,7 @@ class SiteFinder:
             self._add("matmul_all_gather", collective, reduced, None, reduced.role, obstacle)
             return
         obstacles += [o for o in (obstacle, blocked_by(collective.wait)) if o is not None]
-        self._miss(collective.node, "all_gather", obstacles[0] if obstacles else Reason("no_matmul", NO_MATMUL))
+        self._miss(collective.node, "all_gather", obstacles[0] if obstacles else grouped_matmuls.beside(collective) or Reason("no_matmul", NO_MATMUL))
 
     def _added_later(self, collective: CollectiveNode) -> tuple[list[CollectiveNode], fx.Node] | None:
         """All-reduces whose results are only added to each other: one reduction of the sum serves (linearity)."""
@@ -132,7 +133,7 @@ class SiteFinder:
         nodes, obstacle, _ = find_reduce(collectives, result)
         first = collectives[0]
         if nodes is None:
-            self._miss(first.node, first.kind, obstacle or Reason("no_matmul", NO_MATMUL))
+            self._miss(first.node, first.kind, obstacle or grouped_matmuls.beside(first) or Reason("no_matmul", NO_MATMUL))
             return
         pattern = "matmul_reduce_scatter" if first.kind == "reduce_scatter" else "matmul_all_reduce"
         dim = nodes.sharded.dim if first.kind == "reduce_scatter" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 from overlap_inductor.report import OverlapReport
 from tests.hand_graph import HandGraph
@@ -104,6 +105,32 @@ def _() -> OverlapReport:
 def _() -> OverlapReport:
     made = HandGraph()
     return made.output(made.reduce(made.input(4, 16))).run()
+
+
+def grouped(made: HandGraph, x: fx.Node, rows: int) -> fx.Node:
+    """``x [rows, 16]`` by four experts' weights ``[16, 16]``."""
+    experts, ends = made.input(4, 16, 16, dtype=torch.bfloat16, name="experts"), made.input(4, dtype=torch.int32, name="ends")
+    node = made.graph.call_function(aten._grouped_mm.default, (x, experts, ends))
+    with made.mode:
+        node.meta["val"] = torch.empty(rows, 16, dtype=torch.bfloat16)
+    return node
+
+
+@case("grouped_matmul", "near_miss", "experts, reduced")
+def _() -> OverlapReport:
+    """Weighted, brought back to their tokens' order and summed."""
+    made = HandGraph()
+    y = grouped(made, made.input(8, 16, dtype=torch.bfloat16), 8)
+    weighted = made.call(aten.mul.Tensor, y, made.input(8, 1, dtype=torch.bfloat16, name="share"))
+    back = made.call(aten.index.Tensor, weighted, [made.input(8, dtype=torch.int64, name="order")])
+    return made.output(made.reduce(made.call(aten.sum.dim_IntList, made.view(back, 4, 2, 16), [1]))).run()
+
+
+@case("grouped_matmul", "near_miss", "experts, gathered")
+def _() -> OverlapReport:
+    made = HandGraph()
+    gathered = made.gather(made.input(4, 16, dtype=torch.bfloat16))
+    return made.output(grouped(made, made.call(aten.index.Tensor, gathered, [made.input(8, dtype=torch.int64, name="order")]), 8)).run()
 
 
 @case("fsdp_weight_gather", "near_miss")
