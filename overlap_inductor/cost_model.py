@@ -17,7 +17,8 @@ _MARGIN_UNMEASURED = 1.25
 @dataclass(frozen=True)
 class SiteSizes:
     """Numbers of one site at one token count: FLOPs of its matmuls, bytes a rank sends a leg, item size, legs (2 for an all-reduce), the 128 x 256
-    tiles of its matmuls, whether it is a gather that comes before them, and whether its launches become one (``transports.replay``)."""
+    tiles of its matmuls, whether it is a gather that comes before them, whether its launches become one (``transports.replay``), and bytes of the gathered tensor where others
+    read it, too, which an op copies out of its workspace."""
 
     flops: float
     bytes_sent: float
@@ -27,6 +28,7 @@ class SiteSizes:
     tiles: int = 0
     gathers: bool = False
     replays: bool = False
+    handed_out: float = 0.0
 
 
 def matmul_seconds(sizes: SiteSizes, machine: Machine) -> float:
@@ -51,11 +53,15 @@ def _kind(sizes: SiteSizes, matmul: float, wire: float) -> int:
     return 0 if sizes.gathers else sizes.legs + (sizes.legs > 1 and wire > matmul)
 
 
+def _copy_seconds(sizes: SiteSizes, machine: Machine) -> float:
+    return 2 * sizes.handed_out / machine.memory_bytes
+
+
 def fused_seconds(sizes: SiteSizes, machine: Machine) -> float:
     """Seconds of one fused kernel: the longer of matmul and wire, and for each leg a fixed cost and the part of its wire that stays in sight."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
-    exposed = machine.fused_exposed[_kind(sizes, matmul, wire)] * min(matmul, wire)
+    exposed = machine.fused_exposed[_kind(sizes, matmul, wire)] * min(matmul, wire) + _copy_seconds(sizes, machine)
     return max(matmul, wire) + exposed + sizes.legs * max(machine.fused_leg_seconds, (sizes.world_size - 1) * machine.fused_leg_peer_seconds)
 
 
@@ -75,7 +81,7 @@ def chunked_seconds(sizes: SiteSizes, machine: Machine) -> float:
     """Seconds of vendor matmuls on chunks beside transfers: the longer of both, a part of the shorter, and a fixed cost a leg."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
-    exposed = machine.chunked_exposed[_kind(sizes, matmul, wire)] * min(matmul, wire)
+    exposed = machine.chunked_exposed[_kind(sizes, matmul, wire)] * min(matmul, wire) + _copy_seconds(sizes, machine)
     return max(matmul, wire) + exposed + sizes.legs * max(machine.chunked_leg_seconds, (sizes.world_size - 1) * machine.chunked_leg_peer_seconds)
 
 

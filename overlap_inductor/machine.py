@@ -26,6 +26,7 @@ class Machine:
         push_bytes: B/s each way that SMs store to peers; push_seconds: fixed cost of a small all-reduce; push_leg_seconds: of its second leg.
         wave_efficiency: rate of matmul and collective beside each other in groups of waves; wave_groups: groups that a call is cut into; wave_ranks: largest group in which
             that was measured.
+        memory_bytes: B/s that a kernel reads and writes (sums of partial results on one H100: 2.72e12).
         fused_ranks: largest group in which that was measured; fused_tiles: tiles from which on a fused kernel is worth a thought.
     """
 
@@ -54,6 +55,7 @@ class Machine:
     wave_efficiency: float = 0.85
     wave_groups: int = 4
     wave_ranks: int = 0
+    memory_bytes: float = 2.7e12
 
 
 WITHOUT_PEERS = "cuda without peer access"

@@ -15,6 +15,7 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.epilogue_text import to_text
 from overlap_inductor.lowerings.fused_plan import in_one_launch
 from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes import looping
 from overlap_inductor.passes.layouts import ShardedDim
 from overlap_inductor.passes.one_op_site import OneOpSchedule
 from overlap_inductor.passes.one_op_site import operands
@@ -35,7 +36,7 @@ class FusedSchedule(OneOpSchedule):
 
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
         found = super().pieces(site, config, min_rows)
-        tails = _tails(site)
+        tails = _tails(looping.served(site))
         if any(tails):
             found[0].parameters["epilogue"] = _described(tails)
         return found
@@ -43,6 +44,7 @@ class FusedSchedule(OneOpSchedule):
     def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
         if "epilogue" not in parameters:
             return super().rewrite(emit, site, parameters)
+        site = looping.served(site)
         # (Anew: sites before this one have put other nodes into the graph.)
         tails = _tails(site, parameters["epilogue"])
         if _described(tails) != parameters["epilogue"]:

@@ -9,6 +9,7 @@ along the contracted dim is computed by the ring's op alone (``looping_gather``)
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from operator import getitem
 from typing import Any
 
@@ -36,11 +37,27 @@ SCALED: tuple[str, ...] = ("scaled_mm",)
 """Kinds of matmuls that one op multiplies beside each other; the looping ops are of plain ones."""
 
 
+def served(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> OverlapSite:
+    """``site`` with those of a gather's matmuls that one op computes beside each other, the ones that see the gathered tensor as the first of them does. The others stay as
+    they stand, and read the gathered tensor behind the op (a weight's gradient, whose tokens are contracted). The site itself where there is none of either, or where some
+    are scaled and some plain."""
+    nodes = site.nodes
+    if not isinstance(nodes, GatherNodes) or len({m.kind in SCALED for m in site.matmuls}) > 1:
+        return site
+    able = [c for c in nodes.consumers if c.matmul.kind in kinds and _one_bias_row(c.matmul) and _gathers_rows(c, nodes)]
+    able = [c for c in able if _one_shape([able[0], c])]
+    return replace(site, nodes=replace(nodes, consumers=able)) if 0 < len(able) < len(nodes.consumers) else site
+
+
+def _one_bias_row(matmul: MatmulNode) -> bool:
+    return matmul.bias is None or len(tools.shape(matmul.bias)) == 1
+
+
 def loopable(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
     """Whether one of the looping ops computes this site, or an op that does the same with matmuls of other ``kinds``."""
     if any(m.kind not in kinds for m in site.matmuls):
         return False
-    if any(m.bias is not None and len(tools.shape(m.bias)) != 1 for m in site.matmuls):
+    if not all(map(_one_bias_row, site.matmuls)):
         return False
     if isinstance(site.nodes, GatherNodes):
         return all(_gathers_rows(c, site.nodes) for c in site.nodes.consumers) and _one_shape(site.nodes.consumers)

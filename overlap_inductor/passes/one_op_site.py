@@ -1,7 +1,7 @@
 """``OneOpSchedule``: a schedule whose sites are one op each, ``overlap_inductor::<schedule>_<pattern>``.
 
 Such an op computes what a looping op computes (rows in the ranks' order, ``passes.looping``), of 16-bit matrices in whole 16-byte rows, with one matmul into a
-reduction; of the sizes only the token count may be dynamic. What is the schedule's own (parameters, workspace, further limits) is in its plan module, e.g. ``lowerings.fused_plan``.
+reduction; of the sizes only the token count may be dynamic. Of a gather's matmuls it computes those that it can, and hands out the gathered tensor for the others. What is the schedule's own (parameters, workspace, further limits) is in its plan module, e.g. ``lowerings.fused_plan``.
 A schedule may have ops for fp8 with scales, too: ``<schedule>_scaled_<pattern>``, ``passes.scaled_site``.
 """
 
@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import fx
 
+from overlap_inductor import cost_model
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.cost_model import SiteSizes
 from overlap_inductor.lowerings.fused_plan import right_operand_fits
@@ -90,7 +91,7 @@ class OneOpSchedule:
     replays: bool = False
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
-        facts = site.facts
+        site, facts = looping.served(site), site.facts
         if facts.pattern not in self.patterns:
             return f"no {self.noun} computes {facts.pattern}"
         moving = self.plan.transports_of(facts.pattern)
@@ -131,6 +132,8 @@ class OneOpSchedule:
         # (A schedule with several transports that are all allowed takes the one for the bytes of each call.)
         transport = " or ".join(t for t in self.plan.transports_of(site.facts.pattern) if config.transport in ("auto", t))
         parameters: dict[str, Any] = {"settings": json.dumps(settings, sort_keys=True)}
+        if (own := len(looping.served(site).matmuls)) < len(site.matmuls):
+            parameters["matmuls"] = f"{own} of {len(site.matmuls)}"
         if isinstance(tokens(site), int):
             return [PlanPiece(self.name, transport, (0, None), parameters)]
         below = [PlanPiece("keep", None, (0, min_rows - 1))] if min_rows else []
@@ -138,22 +141,25 @@ class OneOpSchedule:
         return [*below, PlanPiece(self.name, transport, (min_rows, config.max_tokens), parameters | {"max_tokens": config.max_tokens}), above]
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
-        return self.cost(sizes_at(site), machine_of(site))
+        own, machine = sizes_at(looping.served(site)), machine_of(site)
+        behind = cost_model.matmul_seconds(sizes_at(site), machine) - cost_model.matmul_seconds(own, machine)
+        return self.cost(own, machine) + behind
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
-        machine = machine_of(site)
+        machine, own = machine_of(site), looping.served(site)
         if isinstance(tokens(site), int):
             # (A count that changes brings its tensors to other addresses.)
-            sizes = replace(sizes_at(site), replays=self.replays and config.replay == "on" and not symmetric.one_queue())
+            sizes = replace(sizes_at(own), replays=self.replays and config.replay == "on" and not symmetric.one_queue())
             return self.forced(site, config) if self.pays(sizes, machine) else None
-        example = max(hint(tokens(site)), 1)
+        example = max(hint(tokens(own)), 1)
         counts = (2**exponent for exponent in range(config.max_tokens.bit_length()))
-        threshold = next((n for n in counts if self.pays(sizes_at(site, n / example), machine)), None)
+        threshold = next((n for n in counts if self.pays(sizes_at(own, n / example), machine)), None)
         return None if threshold is None else self.pieces(site, config, threshold)
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request | None:
         if self.needed is None:
             return None
+        site = looping.served(site)
         pattern, world_size, planned = site.facts.pattern, site.facts.collective.world_size, piece.parameters
         left, right = max(operands(site), key=lambda pair: int(pair[1].shape[1]))
         missing = site.nodes.sharded.missing if not isinstance(site.nodes, GatherNodes) else 0
@@ -167,6 +173,7 @@ class OneOpSchedule:
         return None
 
     def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
+        site = looping.served(site)
         if not scaled_site.is_scaled(site):
             return self.written(emit, site, site.facts.pattern, (), parameters["settings"])
         return self.written(emit, site, f"scaled_{site.facts.pattern}", scaled_site.terms(emit, site), parameters["settings"])

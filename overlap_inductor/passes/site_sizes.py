@@ -11,6 +11,7 @@ from overlap_inductor.machine import WITHOUT_PEERS
 from overlap_inductor.machine import Machine
 from overlap_inductor.machine import machine_for
 from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes.looping import gathered_used
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.torch_compat import symmetric
@@ -45,7 +46,9 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     sent = local * (world_size - 1) * (1.0 if gathers else 1.0 / world_size)
     legs = 2 if collective.kind == "all_reduce" else 1
     itemsize = tools.dtype(site.matmuls[0].lhs).itemsize
-    return cost_model.SiteSizes(flops * scale, sent * scale, itemsize, world_size, legs, int(tiles * scale), gathers)
+    used = isinstance(site.nodes, GatherNodes) and gathered_used(site.nodes)
+    handed_out = local * world_size if used else 0.0
+    return cost_model.SiteSizes(flops * scale, sent * scale, itemsize, world_size, legs, int(tiles * scale), gathers, handed_out=handed_out * scale)
 
 
 def machine_of(site: OverlapSite) -> Machine:

@@ -51,6 +51,15 @@ def used_gather_site() -> HandGraph:
     return made.output(made.mm(gathered, operand(made, 16, 40)), biased, made.call(aten.add.Tensor, gathered, 1))
 
 
+def trained_gather_site() -> HandGraph:
+    """As a row-parallel layer's backward: what is gathered is multiplied by the weight, and contracted with activations into the weight's gradient."""
+    made = HandGraph()
+    gathered = made.gather(operand(made, 24, 16, "x"))
+    activations = operand(made, 24 * made.world_size, 8, "activations")
+    gradient = made.mm(made.call(aten.permute.default, gathered, [1, 0]), activations)
+    return made.output(made.mm(gathered, operand(made, 16, 40)), gradient)
+
+
 def scatter_site() -> HandGraph:
     made = HandGraph()
     return made.output(made.scatter(made.mm(operand(made, 24 * made.world_size, 16, "x"), operand(made, 16, 40))))
@@ -64,6 +73,7 @@ def reduce_site(rows: int = 24) -> HandGraph:
 SITES: dict[str, Callable[[], HandGraph]] = {
     "gather": gather_site,
     "gathered tensor used": used_gather_site,
+    "a weight's gradient beside it": trained_gather_site,
     "scatter": scatter_site,
     "reduce": reduce_site,
 }
@@ -129,6 +139,34 @@ def test_what_no_kernel_computes_is_refused_with_its_reason(site: Callable[[], H
     (found,) = report.sites
     assert (found.decision.status, found.decision.reasons[0].code) == ("refused", "schedule_not_available")
     assert text in found.decision.reasons[0].text and report.before == report.after
+
+
+@pytest.mark.parametrize("schedule", ["fused", "chunked"])
+def test_the_matmuls_that_an_op_leaves_are_said_and_count(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
+    with fake_group(2):
+        (site,) = trained_gather_site().run(schedule=schedule).sites
+        (alone,) = gather_site().run(schedule=schedule).sites
+    (piece,), (without,) = site.decision.plan, alone.decision.plan
+    assert piece.parameters["matmuls"] == "1 of 2" and "matmuls" not in without.parameters and len(site.facts.matmuls) == 2
+    behind = piece.estimate_us["keep"] - without.estimate_us["keep"]
+    # (And the gathered tensor is copied out of the workspace.)
+    assert behind <= piece.estimate_us[schedule] - without.estimate_us[schedule] <= behind + 0.2
+
+
+def test_auto_weighs_the_copy_of_what_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where few columns hide a long gather, copying it costs more than is won."""
+    monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
+
+    def estimate(used: bool) -> float:
+        made = HandGraph()
+        gathered = made.gather(operand(made, 8192, 8192, "x"))
+        y = made.mm(gathered, operand(made, 8192, 2048))
+        (site,) = made.output(*((y, gathered) if used else (y,))).run(schedule="auto").sites
+        return site.decision.plan[0].estimate_us["fused"]
+
+    with fake_group(2):
+        assert estimate(True) - estimate(False) == pytest.approx(2 * 2 * 8192 * 8192 * 2 / machine_for("cuda").memory_bytes * 1e6, abs=1)
 
 
 def test_auto_takes_the_kernel_where_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +323,22 @@ getitem_3: bfloat16[48, 8] = <built-in function getitem>(getitem, 0)
 getitem_4: bfloat16[48, 40] = <built-in function getitem>(getitem, 1)
 add_tensor: bfloat16[48, 16] = aten.add.Tensor(getitem_2, 1)
 return [getitem_4, getitem_3, add_tensor]
+""")
+
+    def test_a_weights_gradient_reads_the_gathered_tensor(self) -> None:
+        with fake_group(2):
+            self.assertExpectedInline(golden(trained_gather_site()), """\
+x: bfloat16[24, 16] = input
+activations: bfloat16[48, 8] = input
+w: bfloat16[16, 40] = input
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["all_gather_matmul-aaf7c550", 1536, 4]]', 4096)
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], True, '{"copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-aaf7c550')
+getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
+getitem_2: bfloat16[48, 16] = <built-in function getitem>(getitem, 1)
+getitem_3: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
+permute_default: bfloat16[16, 48] = aten.permute.default(getitem_2, [1, 0])
+mm_default: bfloat16[16, 8] = aten.mm.default(permute_default, activations)
+return [getitem_3, mm_default]
 """)
 
     def test_scatter(self) -> None:

@@ -43,6 +43,16 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
             [(s, 16), (24, 16), (8, 16), (16, 40)],
             1,
         ),
+        "gather rows, and a weight's gradient": (
+            lambda x, a, h: (lambda y: (y @ a, y.t() @ h, torch.mm(h.t(), y)))(all_gather(x, 0, g)),
+            [(s, 16), (16, 24), (s * w, 8)],
+            1,
+        ),
+        "gather sequence, batch 2, and a weight's gradient": (
+            lambda x, a, h: (lambda y: (torch.relu(y @ a), y.flatten(0, 1).t() @ h))(all_gather(x, 1, g)),
+            [(2, s, 16), (16, 24), (2 * s * w, 8)],
+            1,
+        ),
         "gather sequence, batch 1": (lambda x, a: all_gather(x, 1, g) @ a, [(1, s, 16), (16, 24)], 1),
         "gather sequence, batch 2": (lambda x, a: all_gather(x, 1, g) @ a, [(2, s, 16), (16, 24)], 1),
         "gather columns on the right": (lambda x, a: (a * 2) @ all_gather(x * 3, 0, g).t(), [(s, 16), (8, 16)], 1),
