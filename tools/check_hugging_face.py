@@ -3,8 +3,8 @@
     python tools/check_hugging_face.py [--train] [--out rows.jsonl] [family ...]
 
 Each family is built from a small configuration with random weights (no download), saved, and loaded with ``tp_plan="auto"``. Its logits, and with ``--train`` the gradients of
-its parameters, are compared with the same sharded model run eagerly; sites are overlapped by the ring, whatever they cost, and the rewritten graphs are interpreted, since the
-code that is generated of a site does not depend on the family. One JSON row a family: largest relative errors, sites and near misses by reason. A family that cannot be
+its parameters, are compared with the same sharded model run eagerly, and so are those of graphs compiled without overlap; sites are overlapped by the ring, whatever they cost, and the rewritten graphs are interpreted, since the
+code that is generated of a site does not depend on the family. One JSON row a family: the largest relative error, and the same without overlap, sites and near misses by reason. A family that cannot be
 built that small, or does not run eagerly as sharded, says so in its row. Status 1 where a result is wrong, the pass failed, or an error came from a compiled run.
 
 Some eight seconds a family; needs what the tests need, and is run from the repository's root.
@@ -37,7 +37,7 @@ from tests.numerics.ranks import run_ranks  # noqa: E402
 
 VOCABULARY, TOKENS = 64, 12
 LIMIT = 1e-4
-"""Of fp32 results, relative to the largest element."""
+"""Of fp32 results, relative to the largest element; where rounding alone takes those without overlap further off, ten times as far."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "hidden_size": 32, "hidden_size_per_layer_input": 8, "num_hidden_layers": 2,
     "intermediate_size": 48, "intermediate_size_mlp": 48, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "moe_intermediate_size": 16,
@@ -103,24 +103,25 @@ def row_of(rank: int, world_size: int, family: str, folder: str, trains: bool) -
             if trains:
                 exact.loss.backward()
         gradients = _gradients(model)
-        with at("compiled without overlap"):
-            torch.compile(model, backend="aot_eager")(ids, labels=labels)
-        torch._dynamo.reset()
         compile_anew()
-        reports: list[OverlapReport] = []
-        with at("overlapped"):
-            out = torch.compile(model, backend=interpreted(OverlapConfig(schedule="ring"), reports))(ids, labels=labels)
-            if trains:
-                out.loss.backward()
-        errors = {"logits": _off(out.logits, exact.logits), **{name: _off(g, gradients[name]) for name, g in _gradients(model).items()}}
+        errors: dict[str, dict[str, float]] = {}
+        for schedule, name in (("keep", "compiled without overlap"), ("ring", "overlapped")):
+            reports: list[OverlapReport] = []
+            torch._dynamo.reset()
+            with at(name):
+                out = torch.compile(model, backend=interpreted(OverlapConfig(schedule=schedule), reports))(ids, labels=labels)
+                if trains:
+                    out.loss.backward()
+            errors[schedule] = {"logits": _off(out.logits, exact.logits), **{name: _off(g, gradients[name]) for name, g in _gradients(model).items()}}
     except Exception as error:  # noqa: BLE001  (whatever a family does on two cores of a CPU is its row)
         said = f"{type(error).__name__}: {str(error)[:200]}"
         return {"family": family, "could_not_be": stage["at"], "error": said, **({"trace": traceback.format_exc()[-1500:]} if stage["at"] == "overlapped" else {})}
     sites = Counter(f"{s.facts.pattern} {s.decision.status}" for r in reports for s in r.sites)
     misses = Counter(m.reason.code for r in reports for m in r.near_misses)
-    worst = max(errors, key=lambda name: errors[name])
+    # (A gradient of about zero is nothing but rounding, in any compiled graph.)
+    worst = max(errors["ring"], key=lambda name: errors["ring"][name] / max(errors["keep"][name], LIMIT))
     return {
-        "family": family, "graphs": len(reports), "sites": dict(sites), "near_misses": dict(misses), "worst": worst, "off": errors[worst],
+        "family": family, "graphs": len(reports), "sites": dict(sites), "near_misses": dict(misses), "worst": worst, "off": errors["ring"][worst], "off_without": errors["keep"][worst],
         "notices": [notice for r in reports for notice in r.notices],
     }  # fmt: skip
 
@@ -138,7 +139,7 @@ def main() -> int:
             found = run_ranks(2, row_of, family, folder, arguments.train, timeout=180, expect_failure=True)
         # (Where one rank fails to build its model, the other's barrier does.)
         row = found[0] if isinstance(found[0], dict) else {"family": family, "could_not_be": "run", "error": str(found[0])[-300:]}
-        bad = row.get("off", 0.0) > LIMIT or row.get("could_not_be") == "overlapped" or any("failed" in notice for notice in row.get("notices", []))
+        bad = row.get("off", 0.0) > 10 * max(LIMIT / 10, row.get("off_without", 0.0)) or row.get("could_not_be") == "overlapped" or any("failed" in notice for notice in row.get("notices", []))
         counts["wrong" if bad else row.get("could_not_be", "right")] += 1
         row |= {"trains": arguments.train, "right": not bad, "seconds": round(time.monotonic() - start, 1)}
         print(json.dumps(row), flush=True)

@@ -2,6 +2,7 @@
 
 import overlap_inductor.lowerings.chunked_ops
 import overlap_inductor.lowerings.chunked_scaled_ops
+import overlap_inductor.lowerings.chunked_sum_ops
 import overlap_inductor.lowerings.fused_ops
 import overlap_inductor.lowerings.looping
 import overlap_inductor.lowerings.looping_gather

@@ -58,6 +58,11 @@ def _check(a: torch.Tensor, matmuls: Sequence[VendorMatmul], pattern: str, rows:
         reason = chunked_plan.why_not(a.dtype, a.shape[1], b.shape[1], matmul.scales is not None)
         if reason is not None or b.shape[0] != a.shape[1] or matmul.scales is None and b.dtype != a.dtype:
             raise UnsupportedError(reason or f"schedule chunked multiplies {a.dtype}{list(a.shape)} by a matrix that fits, not {b.dtype}{list(b.shape)}")
+        for left, right in matmul.added:
+            reason = chunked_plan.why_not(left.dtype, left.shape[1], right.shape[1])
+            if reason is not None or matmul.scales is not None or left.dtype != a.dtype or right.dtype != a.dtype or (len(left), *right.shape) != (len(a), left.shape[1], b.shape[1]):
+                what = f"{left.dtype}{list(left.shape)} @ {right.dtype}{list(right.shape)}"
+                raise UnsupportedError(reason or f"schedule chunked adds products like the first of a sum, {a.dtype}{list(a.shape)} @ {list(b.shape)} without scales, not {what}")
     sent = a.dtype if pattern == "all_gather_matmul" else matmuls[0].dtype(a)
     nbytes, signals = chunked_plan.needed(pattern, launch.world_size, rows, a.shape[1], matmuls[0].b.shape[1], sent.itemsize, parameters)
     if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
@@ -176,7 +181,7 @@ class _Band:
 def matmul_reduce_scatter(
     a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool = False
 ) -> torch.Tensor:
-    """``reduce_scatter(a @ b + bias)`` of rows: ``a [world_size * rows, K]``. Returns ``[rows, N]``, summed in fp32.
+    """``reduce_scatter(a @ b + bias)`` of rows (of a sum of such products): ``a [world_size * rows, K]``. Returns ``[rows, N]``, summed over ranks in fp32.
 
     Raises:
         UnsupportedError, TransferError: as ``all_gather_matmul``.
@@ -219,7 +224,7 @@ def _reduce_into(
 
     Bands in turn: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and handed round; then band ``i - 2`` is received.
     """
-    key = ("chunked", pattern, a.shape, a.dtype, out.shape[1], out.dtype, parameters, average)
+    key = ("chunked", pattern, a.shape, a.dtype, matmul.inner, out.shape[1], out.dtype, parameters, average)
     bands = launch.prepared.get(key)
     if bands is None:
         bands = _prepare_reduce(pattern, a, matmul, product, out, launch, parameters, average)
@@ -273,7 +278,7 @@ def _prepare_reduce(
     if len(a) % world_size and not reduces_all:
         raise UnsupportedError(f"{len(a)} rows do not fall into {world_size} equal shards")
     _check(a, [matmul], pattern, rows, launch, p)
-    p = chunked_plan.fitted(pattern, world_size, rows, a.shape[1], out.shape[1], out.element_size(), a.element_size(), p)
+    p = chunked_plan.fitted(pattern, world_size, rows, matmul.inner, out.shape[1], out.element_size(), a.element_size(), p)
     bands = chunked_plan.bands_of(rows, p) if reduces_all else [(0, rows)]
     made: list[_Band] = []
     index, results = 0, chunked_plan.result_signals(world_size, p)

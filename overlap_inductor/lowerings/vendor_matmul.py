@@ -26,16 +26,24 @@ class Scales:
 
 @dataclass(frozen=True)
 class VendorMatmul:
-    """``rows @ b + bias``: ``b [K, N]`` in any layout that the library takes, ``bias [N]`` or ``[1]``."""
+    """``rows @ b + bias``: ``b [K, N]`` in any layout that the library takes, ``bias [N]`` or ``[1]``; and more products ``added`` to it, each of a left operand
+    ``[all rows, K_i]`` and a right one ``[K_i, N]`` (without scales)."""
 
     b: torch.Tensor
     bias: torch.Tensor | None = None
     scales: Scales | None = None
+    added: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
     @property
     def operands(self) -> tuple[torch.Tensor | None, ...]:
         """All tensors that it reads but for the left one."""
-        return (self.b, self.bias) if self.scales is None else (self.b, self.bias, self.scales.a, self.scales.b)
+        more = (t for pair in self.added for t in pair)
+        return (self.b, self.bias, *more) if self.scales is None else (self.b, self.bias, self.scales.a, self.scales.b)
+
+    @property
+    def inner(self) -> int:
+        """K, of all products together."""
+        return self.b.shape[0] + sum(b.shape[0] for _, b in self.added)
 
     @property
     def fast(self) -> bool:
@@ -47,7 +55,7 @@ class VendorMatmul:
         return a.dtype if self.scales is None else self.scales.dtype
 
     def __call__(self, rows: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
-        """``out[start:stop] = rows @ b + bias``: ``rows [stop - start, K]`` are those rows of the left operand."""
+        """``out[start:stop] = rows @ b + bias + ...``: ``rows [stop - start, K]`` are those rows of the left operand."""
         if self.scales is not None:
             scale = self.scales.a
             if scale.numel() > 1:
@@ -59,3 +67,5 @@ class VendorMatmul:
             torch.mm(rows, self.b, out=out[start:stop])
         else:
             torch.addmm(self.bias, rows, self.b, out=out[start:stop])
+        for a, b in self.added:
+            out[start:stop].addmm_(a[start:stop], b)

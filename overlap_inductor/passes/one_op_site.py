@@ -1,7 +1,7 @@
 """``OneOpSchedule``: a schedule whose sites are one op each, ``overlap_inductor::<schedule>_<pattern>``.
 
 Such an op computes what a looping op computes (rows in the ranks' order, ``passes.looping``), of 16-bit matrices in whole 16-byte rows, with one matmul into a
-reduction; of the sizes only the token count may be dynamic. Of a gather's matmuls it computes those that it can, and hands out the gathered tensor for the others. What is the schedule's own (parameters, workspace, further limits) is in its plan module, e.g. ``lowerings.fused_plan``.
+reduction, or a sum of several where the schedule has ops for that (``<schedule>_sum_<pattern>``); of the sizes only the token count may be dynamic. Of a gather's matmuls it computes those that it can, and hands out the gathered tensor for the others. What is the schedule's own (parameters, workspace, further limits) is in its plan module, e.g. ``lowerings.fused_plan``.
 A schedule may have ops for fp8 with scales, too: ``<schedule>_scaled_<pattern>``, ``passes.scaled_site``.
 """
 
@@ -74,6 +74,7 @@ class OneOpSchedule:
         needed: ``(pattern, world_size, rows of a shard, inner, columns, itemsize, parameters) -> (bytes, signals)`` that a call needs of its slot; ``None`` without.
         why_not_scaled: as the plan's ``why_not``, of fp8 with scales; ``None`` where the schedule has no ops for them.
         replays: whether the launches of a call may be one CUDA graph (``transports.replay``).
+        sums: whether it has ops for a sum of plain matmuls into one reduction.
     """
 
     name: str
@@ -89,6 +90,7 @@ class OneOpSchedule:
     needed: Callable[..., tuple[int, int]] | None = None
     why_not_scaled: WhyNot | None = None
     replays: bool = False
+    sums: bool = False
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
         site, facts = looping.served(site), site.facts
@@ -108,7 +110,12 @@ class OneOpSchedule:
         if not looping.loopable(site, kinds):
             return "its rows do not lie in the ranks' order, or its matmuls are not plain ones with a bias of one row"
         if facts.pattern != "all_gather_matmul" and len(site.matmuls) > 1:
-            return f"{len(site.matmuls)} matmuls are summed into one reduction; a {self.noun} has one"
+            if not self.sums or scaled_site.is_scaled(site):
+                return f"{len(site.matmuls)} matmuls are summed into one reduction; a {self.noun} has one"
+            if (biased := sum(m.bias is not None for m in site.matmuls)) > 1:
+                return f"{biased} of the matmuls that are summed into one reduction have a bias; a {self.noun} adds one"
+            if len(dtypes := {str(tools.dtype(m.lhs)) for m in site.matmuls}) > 1:
+                return f"matmuls of {' and '.join(sorted(dtypes))} are summed into one reduction; expected one dtype"
         for left, right in operands(site):
             # Of the sizes only the left operand's rows may be tokens.
             dynamic = self.dynamic and looping.chooses_at_run_time(site, kinds)
@@ -192,7 +199,12 @@ class OneOpSchedule:
             return looping.rewrite_gather(emit, site.nodes, gather)
 
         def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
-            return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], *scales, *own, reduce_op, *where)
+            if len(lhs) == 1:
+                return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], *scales, *own, reduce_op, *where)
+            # (The one with a bias, if any, first.)
+            order = sorted(range(len(lhs)), key=lambda i: biases[i] is None)
+            summed = getattr(looping.overlap, f"{self.name}_sum_{name}").default
+            return emit.communicate(summed, emit.chain, [lhs[i] for i in order], [rhs[i] for i in order], biases[order[0]], *own, reduce_op, *where)
 
         return looping.rewrite_reduce(emit, site.nodes, reduce)
 

@@ -40,6 +40,7 @@ CHUNKED = OneOpSchedule(
     needed=chunked_plan.needed,
     replays=True,
     why_not_scaled=lambda dtype, inner, columns: chunked_plan.why_not(dtype, inner, columns, scaled=True),
+    sums=True,
 )
 WAVE_GROUPS = OneOpSchedule(
     name="wave_groups",

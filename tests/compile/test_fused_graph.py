@@ -60,6 +60,18 @@ def trained_gather_site() -> HandGraph:
     return made.output(made.mm(gathered, operand(made, 16, 40)), gradient)
 
 
+def summed_scatter_site(biased: int = 0) -> HandGraph:
+    """As backward of three layers that read one tensor; the last ``biased`` of them with a bias."""
+    made = HandGraph()
+    rows, terms = 24 * made.world_size, []
+    for i, inner in enumerate((16, 24, 8)):
+        pair = operand(made, rows, inner, f"x{i}"), operand(made, inner, 40, f"w{i}")
+        product = made.call(aten.addmm.default, made.input(40, name=f"bias{i}", dtype=BF16), *pair) if i >= 3 - biased else made.mm(*pair)
+        terms.append(made.view(product, 1, rows, 40))
+    total = made.call(aten.add.Tensor, made.call(aten.add.Tensor, terms[0], terms[1]), terms[2])
+    return made.output(made.scatter_on(total, 1))
+
+
 def scatter_site() -> HandGraph:
     made = HandGraph()
     return made.output(made.scatter(made.mm(operand(made, 24 * made.world_size, 16, "x"), operand(made, 16, 40))))
@@ -152,6 +164,23 @@ def test_the_matmuls_that_an_op_leaves_are_said_and_count(schedule: str, monkeyp
     behind = piece.estimate_us["keep"] - without.estimate_us["keep"]
     # (And the gathered tensor is copied out of the workspace.)
     assert behind <= piece.estimate_us[schedule] - without.estimate_us[schedule] <= behind + 0.2
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 64])
+def test_one_text_of_a_sum_in_chunks(world_size: int) -> None:
+    texts = set()
+    for rank in (0, world_size - 1):
+        with fake_group(world_size, rank):
+            report = summed_scatter_site().run(schedule="chunked")
+            assert [p.schedule for s in report.sites for p in s.decision.plan] == ["chunked"], report.notices
+            texts.add((report.before, report.after, report.plan_hash, report.to_json()))
+    assert len(texts) == 1
+
+
+def test_a_sum_with_two_biases_is_refused() -> None:
+    with fake_group(2):
+        (site,) = summed_scatter_site(biased=2).run(schedule="chunked").sites
+    assert site.decision.status == "refused" and "2 of the matmuls that are summed into one reduction have a bias" in site.decision.reasons[0].text
 
 
 def test_auto_weighs_the_copy_of_what_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,6 +368,25 @@ getitem_3: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
 permute_default: bfloat16[16, 48] = aten.permute.default(getitem_2, [1, 0])
 mm_default: bfloat16[16, 8] = aten.mm.default(permute_default, activations)
 return [getitem_3, mm_default]
+""")
+
+    def test_a_sum_scattered_in_chunks(self) -> None:
+        """A matmul of the sum that is still there, a bias that is added to another one."""
+        with fake_group(2):
+            report = summed_scatter_site(biased=1).run(schedule="chunked")
+            self.assertExpectedInline(re.sub(r"plan [0-9a-f]{16}", "plan ...", report.after), """\
+x0: bfloat16[48, 16] = input
+w0: bfloat16[16, 40] = input
+x1: bfloat16[48, 24] = input
+w1: bfloat16[24, 40] = input
+x2: bfloat16[48, 8] = input
+w2: bfloat16[8, 40] = input
+bias2: bfloat16[40] = input
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x0, '[["matmul_reduce_scatter-b7184da5", 3840, 1]]', 4096)
+chunked_sum_matmul_reduce_scatter_default = overlap_inductor.chunked_sum_matmul_reduce_scatter.default(agree_default, [x2, x1, x0], [w2, w1, w0], bias2, '{"bands": 1, "transport": "auto"}', 'sum', '0', 'matmul_reduce_scatter-b7184da5')
+getitem_2: bfloat16[24, 40] = <built-in function getitem>(chunked_sum_matmul_reduce_scatter_default, 0)
+reshape_default_3: bfloat16[1, 24, 40] = aten.reshape.default(getitem_2, [1, 24, 40])
+return [reshape_default_3]
 """)
 
     def test_scatter(self) -> None:

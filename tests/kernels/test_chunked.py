@@ -252,5 +252,8 @@ def test_what_the_schedule_is_not_made_for_is_said() -> None:
         chunked.all_gather_matmul(a.t(), [VendorMatmul(b)], launch, SMALL)
     with pytest.raises(UnsupportedError, match="needs 8192 bytes and 1 signals, its slot has 4096 and 2"):
         chunked.all_gather_matmul(torch.zeros(64, 32).half(), [VendorMatmul(b)], launch, SMALL)
+    for other, right in ((a[:16], b), (a.float(), b.float()), (a[:, :16], b), (a, b[:, :8])):
+        with pytest.raises(UnsupportedError, match="adds products like the first of a sum|fp16 or bf16"):
+            chunked.matmul_reduce_scatter(a, VendorMatmul(b, added=((other, right),)), launch, SMALL)
     with pytest.raises(UnsupportedError, match="3 rows do not fall"):
         chunked.matmul_reduce_scatter(a[:3], VendorMatmul(b), launch, SMALL)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import overlap_inductor.lowerings.chunked_ops
-import overlap_inductor.lowerings.chunked_scaled_ops  # noqa: F401  (these define the ops)
+import overlap_inductor.lowerings.chunked_scaled_ops
+import overlap_inductor.lowerings.chunked_sum_ops  # noqa: F401  (these define the ops)
 from overlap_inductor.lowerings import chunked_plan
 from overlap_inductor.transports import workspace
 from tests.kernels.shared_memory import use_shared_memory
@@ -55,6 +56,10 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
                 dist.all_reduce(product)
                 own = slice(rank * rows, (rank + 1) * rows) if pattern == "matmul_reduce_scatter" else slice(None)
                 results, expected = [result], [product[own] / world_size]
+                summed, _ = getattr(ops, f"chunked_sum_{pattern}")(chain, [a, a * 2], [b.t(), b.t()], bias, settings, "avg", *last)
+                plain = a.double() @ b.double().t() * 3 + bias.double()
+                dist.all_reduce(plain)
+                results, expected = [*results, summed], [*expected, plain[own] / world_size]
         for found, exact in zip(results, expected, strict=True):
             if token.shape != chain.shape or found.shape != exact.shape or not torch.allclose(found.double(), exact, rtol=2e-2, atol=5e-2):
                 problems.append(f"{name}: {tuple(found.shape)} is not {tuple(exact.shape)}, or off")

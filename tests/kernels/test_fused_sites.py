@@ -87,14 +87,44 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
     }
 
 
+def sums(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
+    """As ``cases``: sums of matmuls, which are chunks' only. (With a batch: of matrices Inductor makes one matmul that is the other's bias.)"""
+    g, s = dist.group.WORLD, 24
+    linear = torch.nn.functional.linear
+    pair = [(1, s * w, 16), (16, 24), (1, s * w, 40), (40, 24)]
+    triple = [(1, s * w, 16), (16, 24), (1, s * w, 40), (24, 40), (1, s * w, 8), (8, 24)]
+    return {
+        "scatter a sum of two": (lambda x, a, y, b: reduce_scatter(x @ a + y @ b, "sum", 1, g), pair, 1),
+        "scatter an average of three, one with bias": (
+            lambda x, a, y, b, z, c, d: reduce_scatter(x @ a + linear(y, b, d) + z @ c, "avg", 1, g),
+            [*triple, (24,)],
+            1,
+        ),
+        "scatter a sum along the sequence, batch 2": (
+            lambda x, a, y, b: reduce_scatter(x @ a + y @ b, "sum", 1, g),
+            [(2, s * w, 16), (16, 8), (2, s * w, 24), (24, 8)],
+            1,
+        ),
+        "scatter the last dim of a sum": (lambda x, a, y, b: reduce_scatter(x @ a + y @ b, "sum", 2, g), [(2, 8, 16), (16, s * w), (2, 8, 24), (24, s * w)], 1),
+        "all-reduce a sum of three": (lambda x, a, y, b, z, c: all_reduce(x @ a + y @ b.t() + z @ c, "sum", g), triple, 1),
+        "all-reduces that are added": (lambda x, a, y, b: all_reduce(x @ a, "sum", g) + all_reduce(y @ b, "sum", g), pair, 1),
+        "all-reduce a sum of rows that do not fall evenly": (
+            lambda x, a, y, b: all_reduce(x @ a + y @ b, "sum", g),
+            [(1, s * w - 1, 16), (16, 24), (1, s * w - 1, 40), (40, 24)],
+            1,
+        ),
+    }
+
+
 def _check(rank: int, world_size: int, folder: str, names: list[str] | None, schedule: str = "fused") -> list[str]:
     """Problems found on this rank."""
     use_shared_memory(folder)
     problems = []
     config = OverlapConfig(schedule=schedule, mode="strict")
-    for name in names or cases(world_size):
+    known = cases(world_size) | (sums(world_size) if schedule == "chunked" else {})
+    for name in names or known:
         torch._dynamo.reset()
-        function, shapes, expected = cases(world_size)[name]
+        function, shapes, expected = known[name]
         reports: list[OverlapReport] = []
         compiled = torch.compile(function, backend=interpreted(config, reports), dynamic=False)
         for call in range(CALLS):
@@ -155,6 +185,8 @@ def test_schedule_chunked(tmp_path: Path) -> None:
     """Sites of every layout, by another schedule of one op a site."""
     names = [
         "gather rows, two matmuls, one with bias, gathered used",
+        "gather rows, and a weight's gradient",
+        "gather sequence, batch 2, and a weight's gradient",
         "gather sequence, batch 2",
         "scatter uneven rows",
         "scatter the last dim",
@@ -163,3 +195,12 @@ def test_schedule_chunked(tmp_path: Path) -> None:
     ]
     for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), names, "chunked", timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
+
+
+def test_chunks_of_a_sum_of_matmuls(tmp_path: Path) -> None:
+    """Backward of layers that read one tensor. A product of the rows of another chunk, one left out, one added twice."""
+    names = list(sums(2))
+    for world_size, tried in ((2, names), (3, names[1:5:3])):
+        (tmp_path / str(world_size)).mkdir()
+        for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path / str(world_size)), tried, "chunked", timeout=400)):
+            assert not problems, f"rank {rank} of {world_size}: {problems}"

@@ -117,13 +117,13 @@ def sharded(block: Block, mesh: DeviceMesh, dim: int) -> nn.Module:
     return parallelize_module(block, mesh, plan)
 
 
-def largest_error(mesh: DeviceMesh, variant: Variant, compiler: Callable[[Any], Any]) -> tuple[float, str]:
-    """``(largest relative error, where)`` of the compiled block's output and gradients against fp64, on this rank."""
+def largest_error(mesh: DeviceMesh, variant: Variant, compiler: Callable[[Any], Any], dtype: torch.dtype = torch.float32) -> tuple[float, str]:
+    """``(largest relative error, where)`` of the compiled block's output and gradients against fp64, on this rank; the block is of ``dtype``."""
     torch.manual_seed(3)
     device = mesh.device_type
     block = Block(variant)
     reference = copy.deepcopy(block).double().to(device)
-    parallel = (hand_written.shard if variant.by_hand else sharded)(block.to(device), mesh, variant.sequence_dim)
+    parallel = (hand_written.shard if variant.by_hand else sharded)(block.to(device, dtype), mesh, variant.sequence_dim)
     tokens = 4 * mesh.size()
     shape = (variant.batch, tokens, HIDDEN) if variant.sequence_dim == 1 else (tokens, variant.batch, HIDDEN)
     whole = torch.randn(shape, dtype=torch.float64).to(device)
@@ -131,9 +131,9 @@ def largest_error(mesh: DeviceMesh, variant: Variant, compiler: Callable[[Any], 
     part = partial(torch.chunk, chunks=mesh.size(), dim=variant.sequence_dim)
     rank = mesh.get_local_rank()
 
-    local = part(whole)[rank].float().contiguous().requires_grad_()
+    local = part(whole)[rank].to(dtype).contiguous().requires_grad_()
     out = compiler(parallel)(local)
-    (out * part(target)[rank].float()).sum().backward()
+    (out * part(target)[rank].to(dtype)).sum().backward()
     exact_in = whole.requires_grad_()
     exact = reference(exact_in)
     (exact * target).sum().backward()
