@@ -51,9 +51,9 @@ def test_a_small_messages_norm_is_no_gathers_epilogue(monkeypatch: pytest.Monkey
         wide = added.float()
         return added, gain * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(BF16), y @ v2
 
-    zeros = [torch.zeros(s, dtype=BF16) for s in ((1024, 2048), (2048, 4096), (512, 8192), (8192, 4096), (8192, 4096), (4096,))]
+    zeros = [torch.zeros(s, dtype=BF16) for s in ((1024, 2048), (2048, 4096), (256, 8192), (8192, 4096), (8192, 4096), (4096,))]
     zeros[4].requires_grad_()
-    with fake_group(2):
+    with fake_group(4):
         # (Where the host's launches count, chunks are not the faster of the two for the gather.)
         forward = reports_of(f, *zeros, schedule="auto", mode="on", replay="off")[0]
     assert not forward.notices and planned(forward) == [("overlapped", "small_message", True), ("overlapped", "fused", None)]
