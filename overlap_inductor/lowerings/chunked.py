@@ -100,7 +100,7 @@ def all_gather_matmul(
     gathered = shard.new_empty(all_rows, shard.shape[1]) if gathered_used else None
     tensors = [shard, gathered, *outs, *(t for m in matmuls for t in m.operands)]
     what = ("chunked", "all_gather_matmul", parameters, blas.switches(), *(m.fast for m in matmuls))
-    launched(launch, what, tensors, lambda: _gather(shard, matmuls, launch, parameters, outs, gathered), parameters.replays, [shard, gathered])
+    launched(launch, what, tensors, lambda: _gather(shard, matmuls, launch, parameters, outs, gathered), parameters.replays, tensors)
     return outs if gathered is None else [*outs, gathered]
 
 
@@ -206,7 +206,7 @@ def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch,
     # (The rows of an all-reduce lie where they were multiplied: a peer's come back finished when it has got them, and the own ones are summed in place.)
     out = product if reduces_all else torch.empty(shard_rows, columns, dtype=dtype, device=a.device)
     what, tensors = ("chunked", pattern, parameters, average, blas.switches(), matmul.fast), [a, product, out, *matmul.operands]
-    launched(launch, what, tensors, lambda: _reduce_into(pattern, a, matmul, launch, parameters, average, product, out), parameters.replays, [product])
+    launched(launch, what, tensors, lambda: _reduce_into(pattern, a, matmul, launch, parameters, average, product, out), parameters.replays, tensors)
     return out[:all_rows] if reduces_all and all_rows < len(out) else out
 
 
@@ -224,7 +224,7 @@ def _reduce_into(
 
     Bands in turn: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and handed round; then band ``i - 2`` is received.
     """
-    key = ("chunked", pattern, a.shape, a.dtype, matmul.inner, out.shape[1], out.dtype, parameters, average)
+    key = ("chunked", pattern, a.shape, a.dtype, *(b.shape for _, b in matmul.added), out.shape[1], out.dtype, parameters, average)
     bands = launch.prepared.get(key)
     if bands is None:
         bands = _prepare_reduce(pattern, a, matmul, product, out, launch, parameters, average)

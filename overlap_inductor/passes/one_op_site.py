@@ -1,7 +1,9 @@
 """``OneOpSchedule``: a schedule whose sites are one op each, ``overlap_inductor::<schedule>_<pattern>``.
 
-Such an op computes what a looping op computes (rows in the ranks' order, ``passes.looping``), of 16-bit matrices in whole 16-byte rows, with one matmul into a
-reduction, or a sum of several where the schedule has ops for that (``<schedule>_sum_<pattern>``); of the sizes only the token count may be dynamic. Of a gather's matmuls it computes those that it can, and hands out the gathered tensor for the others. What is the schedule's own (parameters, workspace, further limits) is in its plan module, e.g. ``lowerings.fused_plan``.
+Such an op computes what a looping op computes (rows in the ranks' order, ``passes.looping``), of 16-bit matrices in whole 16-byte rows; one matmul
+into a reduction, or a sum of several where the schedule has ops for that (``<schedule>_sum_<pattern>``). Of the sizes only the token count may be
+dynamic. Of a gather's matmuls it computes those that it can, and hands out the gathered tensor for the others. What is the schedule's own
+(parameters, workspace, further limits) is in its plan module, e.g. ``lowerings.fused_plan``.
 A schedule may have ops for fp8 with scales, too: ``<schedule>_scaled_<pattern>``, ``passes.scaled_site``.
 """
 
@@ -133,15 +135,16 @@ class OneOpSchedule:
 
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
         """From ``min_rows`` tokens on, and for a dynamic count up to those that workspace is planned for."""
+        own = looping.served(site)
         settings = self.plan.settings_for(site.facts.pattern, config.transport) | ({"min_rows": min_rows} if min_rows else {})
         if config.replay == "off" and self.replays:
             settings["replays"] = False
         # (A schedule with several transports that are all allowed takes the one for the bytes of each call.)
         transport = " or ".join(t for t in self.plan.transports_of(site.facts.pattern) if config.transport in ("auto", t))
         parameters: dict[str, Any] = {"settings": json.dumps(settings, sort_keys=True)}
-        if (own := len(looping.served(site).matmuls)) < len(site.matmuls):
-            parameters["matmuls"] = f"{own} of {len(site.matmuls)}"
-        if isinstance(tokens(site), int):
+        if len(own.matmuls) < len(site.matmuls):
+            parameters["matmuls"] = f"{len(own.matmuls)} of {len(site.matmuls)}"
+        if isinstance(tokens(own), int):
             return [PlanPiece(self.name, transport, (0, None), parameters)]
         below = [PlanPiece("keep", None, (0, min_rows - 1))] if min_rows else []
         above = PlanPiece("keep", None, (config.max_tokens + 1, None))
@@ -154,7 +157,7 @@ class OneOpSchedule:
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         machine, own = machine_of(site), looping.served(site)
-        if isinstance(tokens(site), int):
+        if isinstance(tokens(own), int):
             # (A count that changes brings its tensors to other addresses.)
             sizes = replace(sizes_at(own), replays=self.replays and config.replay == "on" and not symmetric.one_queue())
             return self.forced(site, config) if self.pays(sizes, machine) else None
@@ -169,6 +172,8 @@ class OneOpSchedule:
         site = looping.served(site)
         pattern, world_size, planned = site.facts.pattern, site.facts.collective.world_size, piece.parameters
         left, right = max(operands(site), key=lambda pair: int(pair[1].shape[1]))
+        if "max_tokens" not in planned and not isinstance(left.shape[0], int):
+            raise RuntimeError(f"{left.shape[0]} rows were planned as a number that is known")
         missing = site.nodes.sharded.missing if not isinstance(site.nodes, GatherNodes) else 0
         rows = -(-(planned["max_tokens"] if "max_tokens" in planned else int(left.shape[0]) + missing) // world_size)
         parameters = self.plan.parameters_of(planned["settings"], 1)

@@ -11,7 +11,7 @@ changes. ::
     first time with these       start()
     second time                 capture start(), replay it; start() where that cannot be done
     later                       replay it
-    other allocations           drop the graph: as the first time
+    other allocations           drop the site's graphs: as the first time
     not ``replays``, inside the user's capture, on a CPU, with one hardware queue, or when there are too many graphs:   start()
 
 Why that is right. Of what differs from call to call nothing is baked into a graph but what its key says: signals take their number from device memory, as in a graph that
@@ -21,7 +21,7 @@ its GPU (``transports.workspace``).
 
 Why allocations. A kernel is given addresses, and does not care what lies there. A copy in a graph is bound to the allocation that it was captured with: where the program
 has given that back (``torch.cuda.empty_cache()``, which ``torch.cuda.graph`` calls, too) and another one came to lie at the same address, ``cuGraphLaunch`` fails, with
-``CUDA_ERROR_INVALID_VALUE`` (driver 580; not where the new one begins where the old one did).
+``CUDA_ERROR_INVALID_VALUE``, or the copy faults (driver 580; not where the new one begins where the old one did, nor in the allocator's expandable segments).
 
 Forward progress. Launched one by one, sends stand before waits in every queue of the device. In a graph there is no order but that of its edges, and its branches
 run beside each other: two, which take two queues (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` nothing is replayed), or three where copies take turns (which they do with
@@ -66,7 +66,7 @@ def launched(
     launch: Launch, what: object, tensors: Sequence[torch.Tensor | None], start: Start, replays: bool, copied: Sequence[torch.Tensor | None] = ()
 ) -> None:
     """Do what ``start`` does, in one launch where that is possible and ``replays`` are wanted. ``what``: hashable; it is kept. ``copied``: those of ``tensors`` that copies
-    read or write.
+    may read or write, the vendor's library's own among them.
 
     Raises:
         RuntimeError: a graph that has been launched before could not be launched; the group is aborted. And whatever ``start`` raises.
@@ -76,10 +76,17 @@ def launched(
         start()
         return
     key = (what, *[None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
-    allocations = tuple(driver.allocation(t.data_ptr()) for t in copied if t is not None)
+    try:
+        allocations = tuple(driver.allocation(t.data_ptr()) for t in copied if t is not None)
+    except RuntimeError:
+        # (Memory that the driver does not know as its own: nobody could say whether it is the same.)
+        start()
+        return
     known = launch.replays.get(key)
     if known is not None and known[0] != allocations:
-        del launch.replays[key]
+        # What was given back was not this tensor's alone.
+        launch.replays.clear()
+        launch.seen.clear()
         known = None
     seen = launch.seen.get(key)
     if known is not None:

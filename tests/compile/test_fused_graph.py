@@ -166,6 +166,30 @@ def test_the_matmuls_that_an_op_leaves_are_said_and_count(schedule: str, monkeyp
     assert behind <= piece.estimate_us[schedule] - without.estimate_us[schedule] <= behind + 0.2
 
 
+@pytest.mark.parametrize("schedule", ["fused", "chunked"])
+@pytest.mark.parametrize("left_first", [True, False])
+def test_a_count_that_only_the_op_sees_as_dynamic_stays_so(schedule: str, left_first: bool) -> None:
+    """The batch is dynamic, the sequence is gathered: to a batched matmul, which is left behind, its rows are a number, to the op they are not."""
+    with fake_group(2):
+        made = HandGraph()
+        gathered = made.gather_on(made.input(5, 24, 16, dtype=BF16, dynamic=[0]), 1)
+        batch = gathered.meta["val"].shape[0]
+        weight, w = operand(made, 16, 40), made.input(1, 16, 8, name="v", dtype=BF16)
+
+        def batched() -> fx.Node:
+            return made.call(aten.bmm.default, gathered, made.call(aten.expand.default, w, [batch, 16, 8]))
+
+        def plain() -> fx.Node:
+            return made.mm(made.view(gathered, batch * 48, 16), weight)
+
+        made.output(*([batched(), plain()] if left_first else [plain(), batched()]))
+        before = len(made.shapes.guards)
+        report = made.run(schedule=schedule)
+        (site,) = report.sites
+        assert [p.schedule for p in site.decision.plan] == [schedule, "keep"] and site.decision.plan[0].parameters["max_tokens"] == 16384, report.notices
+        assert site.decision.plan[0].parameters["matmuls"] == "1 of 2" and len(made.shapes.guards) == before
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 8, 64])
 def test_one_text_of_a_sum_in_chunks(world_size: int) -> None:
     texts = set()

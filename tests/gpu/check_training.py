@@ -35,6 +35,8 @@ from tests.models import dtensor_block
 
 BLOCKS, TOKENS, HIDDEN, HEAD = 3, 2048, 2048, 64
 STEPS = 10
+LIMIT = 0.03
+"""Of a bf16 block's results, relative to their norm; schedules may be half as far off again as the plain block, no further."""
 GIVE_BACK_AT, OTHER_AT = 4, 6
 SCHEDULES = ("fused", "chunked", "wave_groups", "ring", "auto")
 MODELS = ("sequence parallel", "sequence parallel, checkpointed", "tensor parallel")
@@ -74,7 +76,8 @@ def step(model: nn.Module, compiled: Any, x: torch.Tensor, target: torch.Tensor)
 
 def largest_error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> tuple[float, str]:
     errors = {n: ((found[n].float() - e).norm() / e.norm()).item() if found[n].shape == e.shape else float("inf") for n, e in exact.items()}
-    where = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
+    errors = {n: e if e == e else float("inf") for n, e in errors.items()}
+    where = max(errors, key=errors.__getitem__)
     return errors[where], where
 
 
@@ -147,7 +150,7 @@ def main() -> int:
                 row = copy.copy(plain) if schedule == "off" else run(name, schedule, mode, mesh, exact, lambda: linear(beside).sum().backward())
                 moves = any(not s.endswith(" keep") for s in row["sites"])
                 # (Groups of waves sum in NCCL's order; the ring's and all others' is fixed.)
-                row["right"] = row["error"] <= 1.5 * plain["error"] + 2e-3 and (not row["changed"] or schedule in ("off", "wave_groups")) and (moves or schedule in ("off", "auto"))
+                row["right"] = row["error"] <= min(1.5 * plain["error"] + 2e-3, LIMIT) and (not row["changed"] or schedule in ("off", "wave_groups")) and (moves or schedule in ("off", "auto"))
                 bad += not row["right"]
                 if rank == 0 or not row["right"]:
                     print(json.dumps({"rank": rank, **row}), flush=True)
