@@ -54,6 +54,7 @@ def _kind(sizes: SiteSizes, matmul: float, wire: float) -> int:
 
 
 def _copy_seconds(sizes: SiteSizes, machine: Machine) -> float:
+    """Seconds to read the gathered tensor from the workspace and write it where others read it."""
     return 2 * sizes.handed_out / machine.memory_bytes
 
 

@@ -39,6 +39,7 @@ VOCABULARY, TOKENS = 64, 12
 LIMIT = 1e-4
 """Of fp32 results, relative to the largest element; where rounding alone takes those without overlap further off, ten times as far."""
 COMPARABLE = 1e-2
+"""What is further off without overlap is nothing but rounding."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "hidden_size": 32, "hidden_size_per_layer_input": 8, "num_hidden_layers": 2,
     "intermediate_size": 48, "intermediate_size_mlp": 48, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "moe_intermediate_size": 16,

@@ -78,8 +78,9 @@ def launched(
     key = (what, *[None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
     try:
         allocations = tuple(driver.allocation(t.data_ptr()) for t in copied if t is not None)
-    except RuntimeError:
-        # (Memory that the driver does not know as its own: nobody could say whether it is the same.)
+    except RuntimeError as error:
+        # (Nobody could say whether it is the memory that a graph was captured with.)
+        _say_unknown(str(error).split(",")[0])
         start()
         return
     known = launch.replays.get(key)
@@ -103,6 +104,12 @@ def launched(
         launch.seen[key] = allocations, True
     elif not seen[1] or not _first_replay(launch, key, allocations, start, device):
         start()
+
+
+@functools.cache
+def _say_unknown(error: str) -> None:
+    """Once, whatever the address."""
+    log.warning("overlap_inductor: the driver does not know the memory of a site's tensors, so its launches are started one by one (%s)", error)
 
 
 def _first_replay(launch: Launch, key: object, allocations: Allocations, start: Start, device: torch.device) -> bool:

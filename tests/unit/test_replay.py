@@ -88,14 +88,17 @@ def test_a_copy_from_another_allocation_at_the_same_address_is_not_replayed(monk
     assert noted.call(a, b, copied=[a, None]) == ["graph"], "kernels read whatever lies at an address"
 
 
-def test_memory_that_the_driver_does_not_know_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_driver_does_not_know_is_not_replayed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     noted, a = Noted(monkeypatch), torch.zeros(4, 4)
 
     def unknown(address: int) -> int:
-        raise RuntimeError("cuPointerGetAttribute returned CUresult 1")
+        raise RuntimeError(f"cuPointerGetAttribute returned CUresult 1, for ({address},)")
 
     monkeypatch.setattr(driver, "allocation", unknown)
+    replay._say_unknown.cache_clear()
     assert [noted.call(a, copied=[a]) for _ in range(3)] == [["start"]] * 3 and noted.captures == 0
+    assert noted.call(torch.zeros(2), copied=[torch.zeros(2)]) == ["start"]
+    assert len(caplog.records) == 1 and "started one by one (cuPointerGetAttribute returned CUresult 1)" in caplog.text
 
 
 def test_memory_given_back_all_the_time_is_not_captured_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
