@@ -37,14 +37,14 @@ SCALED: tuple[str, ...] = ("scaled_mm",)
 """Kinds of matmuls that one op multiplies beside each other; the looping ops are of plain ones."""
 
 
-def served(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> OverlapSite:
+def served(site: OverlapSite) -> OverlapSite:
     """``site`` with those of a gather's matmuls that one op computes beside each other, the ones that see the gathered tensor as the first of them does. The others stay as
     they stand, and read the gathered tensor behind the op (a weight's gradient, whose tokens are contracted). The site itself where there is none of either, or where some
     are scaled and some plain."""
     nodes = site.nodes
     if not isinstance(nodes, GatherNodes) or len({m.kind in SCALED for m in site.matmuls}) > 1:
         return site
-    able = [c for c in nodes.consumers if c.matmul.kind in kinds and _one_bias_row(c.matmul) and _gathers_rows(c, nodes)]
+    able = [c for c in nodes.consumers if c.matmul.kind in PLAIN and _one_bias_row(c.matmul) and _gathers_rows(c, nodes)]
     able = [c for c in able if _one_shape([able[0], c])]
     return replace(site, nodes=replace(nodes, consumers=able)) if 0 < len(able) < len(nodes.consumers) else site
 
