@@ -46,7 +46,7 @@ class Legs:
         nbytes = LEGS * self.source.nbytes
         place = workspace_of(group, self.device)
         place.prepare([Request(name, nbytes, LEGS)], LIMIT)
-        launch = place.launch(name, shard_rows, lambda: (nbytes, LEGS))
+        launch = place.launch(name, nbytes, LEGS)
         if launch is None:
             raise RuntimeError(f"{nbytes} bytes of workspace are more than {LIMIT}")
         transfers = [Transfer(shard_rows, WIDTH, shard_rows, leg % 2 == 0, base=leg * self.world_size * shard_rows, index=leg) for leg in range(LEGS)]

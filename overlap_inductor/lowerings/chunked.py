@@ -28,6 +28,7 @@ from overlap_inductor.lowerings import chunked_plan
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from overlap_inductor.torch_compat import blas
+from overlap_inductor.torch_compat.memory import rows_like
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.arrivals import receive_kernel
 from overlap_inductor.transports.arrivals import wait_kernel
@@ -96,8 +97,8 @@ def all_gather_matmul(
     if not shard.is_contiguous() or shard.data_ptr() % 16:
         raise UnsupportedError(f"the shard of shape {list(shard.shape)}, strides {list(shard.stride())} is not contiguous at 16 bytes")
     all_rows = launch.world_size * shard.shape[0]
-    outs = [torch.empty(all_rows, m.b.shape[1], dtype=m.dtype(shard), device=shard.device) for m in matmuls]
-    gathered = shard.new_empty(all_rows, shard.shape[1]) if gathered_used else None
+    outs = [rows_like(shard, all_rows, m.b.shape[1], m.dtype(shard)) for m in matmuls]
+    gathered = rows_like(shard, all_rows, shard.shape[1], shard.dtype) if gathered_used else None
     tensors = [shard, gathered, *outs, *(t for m in matmuls for t in m.operands)]
     what = ("chunked", "all_gather_matmul", parameters, blas.switches(), *(m.fast for m in matmuls))
     launched(launch, what, tensors, lambda: _gather(shard, matmuls, launch, parameters, outs, gathered), parameters.replays, tensors)
@@ -201,10 +202,10 @@ def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch,
     columns, dtype = matmul.b.shape[1], matmul.dtype(a)
     all_rows, shard_rows = a.shape[0], -(-a.shape[0] // launch.world_size)
     # Where the rows of an all-reduce do not fall into equal shards, the last ones are of rows that nobody multiplies, sums of whatever lies there.
-    product = torch.empty(shard_rows * launch.world_size, columns, dtype=dtype, device=a.device)
+    product = rows_like(a, shard_rows * launch.world_size, columns, dtype)
     reduces_all = pattern == "matmul_all_reduce"
     # (The rows of an all-reduce lie where they were multiplied: a peer's come back finished when it has got them, and the own ones are summed in place.)
-    out = product if reduces_all else torch.empty(shard_rows, columns, dtype=dtype, device=a.device)
+    out = product if reduces_all else rows_like(a, shard_rows, columns, dtype)
     what, tensors = ("chunked", pattern, parameters, average, blas.switches(), matmul.fast), [a, product, out, *matmul.operands]
     launched(launch, what, tensors, lambda: _reduce_into(pattern, a, matmul, launch, parameters, average, product, out), parameters.replays, tensors)
     return out[:all_rows] if reduces_all and all_rows < len(out) else out

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 
@@ -17,20 +19,24 @@ from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from overlap_inductor.transports.workspace import Launch
 
 
+@functools.cache
+def _launches() -> ModuleType:
+    """What starts them. (Triton is imported with it, when the first op runs.)"""
+    from overlap_inductor.lowerings import chunked
+
+    return chunked
+
+
 def _gather(
     shard: torch.Tensor, rhs: Sequence[torch.Tensor], biases: Optional, gathered_used: bool, launch: Launch, parameters: ChunkedParameters
 ) -> Tensors:
-    from overlap_inductor.lowerings import chunked
-
-    return chunked.all_gather_matmul(left_operand(shard), list(map(VendorMatmul, rhs, biases)), launch, parameters, gathered_used)
+    return _launches().all_gather_matmul(left_operand(shard), list(map(VendorMatmul, rhs, biases)), launch, parameters, gathered_used)
 
 
 def _reduce(
     pattern: str, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, average: bool, launch: Launch, parameters: ChunkedParameters
 ) -> torch.Tensor:
-    from overlap_inductor.lowerings import chunked
-
-    return getattr(chunked, pattern)(lhs, VendorMatmul(rhs, bias), launch, parameters, average)
+    return getattr(_launches(), pattern)(lhs, VendorMatmul(rhs, bias), launch, parameters, average)
 
 
 define_gather("chunked", chunked_plan, _gather)

@@ -23,6 +23,7 @@ from overlap_inductor.lowerings.fused_plan import slices_of
 from overlap_inductor.lowerings.fused_reduce import prepare_all_reduce
 from overlap_inductor.lowerings.fused_reduce import prepare_reduce_scatter
 from overlap_inductor.lowerings.fused_reduce import product_rows
+from overlap_inductor.torch_compat.memory import rows_like
 from overlap_inductor.transports.copy_engine import copies_with_flags
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
@@ -59,7 +60,7 @@ def all_gather_matmuls(
         TransferError: a call of the group before this one gave up waiting, or was aborted.
     """
     launch.faults.check()
-    results = [torch.empty(launch.world_size * a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) for b in rhs]
+    results = [rows_like(a, launch.world_size * a.shape[0], b.shape[1], a.dtype) for b in rhs]
     what, tensors = ("fused", "all_gather_matmul", parameters, keep, tail.epilogues), [a, *rhs, *results, *biases, *tail.extras]
     copied = [a] if a.nbytes >= parameters.copies_from else []
     launched(launch, what, tensors, lambda: _gather(a, rhs, results, launch, parameters, biases, keep, tail), parameters.replays, copied)
@@ -136,7 +137,7 @@ def matmul_reduce_scatter(
         UnsupportedError, TransferError: as ``all_gather_matmul``.
     """
     launch.faults.check()
-    out = torch.empty(a.shape[0] // launch.world_size, b.shape[1], dtype=a.dtype, device=a.device)
+    out = rows_like(a, a.shape[0] // launch.world_size, b.shape[1], a.dtype)
 
     def start() -> None:
         key = key_of("matmul_reduce_scatter", a, [b], [bias], tail, parameters, average)
@@ -162,10 +163,10 @@ def matmul_all_reduce(
     """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, returns all rows ``[M, N]``; ``M`` need not be a multiple of the world size."""
     launch.faults.check()
     rows = a.shape[0]
-    out = torch.empty(rows, b.shape[1], dtype=a.dtype, device=a.device)
+    out = rows_like(a, rows, b.shape[1], a.dtype)
     sent_from = product_rows(-(-rows // launch.world_size), launch.world_size, parameters)
     # (Where a shard is whole tiles, finished rows lie where they were multiplied: a peer's come when it has got them, the own ones are summed in place.)
-    product = out if sent_from == rows else torch.empty(sent_from, b.shape[1], dtype=a.dtype, device=a.device)
+    product = out if sent_from == rows else rows_like(a, sent_from, b.shape[1], a.dtype)
 
     def start() -> None:
         key = key_of("matmul_all_reduce", a, [b], [bias], tail, parameters, average)

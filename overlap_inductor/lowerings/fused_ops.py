@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 
@@ -27,9 +28,18 @@ from overlap_inductor.lowerings.site_ops import define_gather
 from overlap_inductor.lowerings.site_ops import define_reductions
 from overlap_inductor.lowerings.site_ops import ready
 from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.torch_compat.memory import token_like
 from overlap_inductor.transports.workspace import Launch
 
 Epilogues = Sequence[Epilogue | None]
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """What launches them. (Triton is imported with it, when the first op runs.)"""
+    from overlap_inductor.lowerings import fused
+
+    return fused
 
 
 def _gather(
@@ -42,8 +52,7 @@ def _gather(
     epilogues: Epilogues = (),
     extras: Sequence[torch.Tensor] = (),
 ) -> Tensors:
-    from overlap_inductor.lowerings import fused
-
+    fused = _kernels()
     if len(rhs) == 1 and not epilogues and not gathered_used:
         b = right_operand(rhs[0])
         return [fused.all_gather_matmul(left_operand(shard), b, launch, parameters, bias_row(biases[0], b.shape[1]))]
@@ -83,9 +92,8 @@ def _reduce(
     epilogues: Epilogues = (),
     extras: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    from overlap_inductor.lowerings import fused
-
-    tail = fused.Tail(tuple(epilogues), [e.contiguous() for e in extras])
+    fused = _kernels()
+    tail = fused.Tail(tuple(epilogues), [e.contiguous() for e in extras]) if epilogues else fused.NO_TAIL
     return getattr(fused, pattern)(left_operand(lhs), right_operand(rhs), launch, parameters, bias_row(bias, rhs.shape[1]), average, tail)
 
 
@@ -101,7 +109,7 @@ def _gather_epilogue(
     group_name: str,
     site: str,
 ) -> tuple[Tensors, torch.Tensor]:
-    group, token, parsed = resolve_group(group_name), chain.new_empty(1), from_text(epilogues)
+    group, token, parsed = resolve_group(group_name), token_like(chain), from_text(epilogues)
     found = ready(fused_plan, "all_gather_matmul", shard.shape[0], shard, rhs[0], shard.dtype, group, site, settings)
     if found is None:
         gathered, outs = reference.all_gather_matmul(shard, rhs, biases, group)
@@ -130,7 +138,7 @@ def _reduce_epilogue(
     group_name: str,
     site: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group, token, parsed = resolve_group(group_name), chain.new_empty(1), from_text(epilogues)
+    group, token, parsed = resolve_group(group_name), token_like(chain), from_text(epilogues)
     found = ready(fused_plan, pattern, -(-lhs.shape[0] // group.size()), lhs, rhs, lhs.dtype, group, site, settings)
     if found is None:
         return applied(parsed[0], getattr(reference, pattern)([lhs], [rhs], [bias], reduce_op, group), extras), token

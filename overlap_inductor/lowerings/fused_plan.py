@@ -160,5 +160,5 @@ def in_one_launch(rhs: Sequence[torch.Tensor]) -> list[int]:
 
 def right_operand_fits(b: torch.Tensor) -> bool:
     """Whether ``b [K, N]`` lies in whole 16-byte rows, or its transpose does."""
-    strides = b.stride()
-    return (strides[0] == 1 and strides[1] >= b.shape[0] or strides[1] == 1 and strides[0] >= b.shape[1]) and max(strides) % 8 == 0
+    (down, across), (rows, columns) = b.stride(), b.shape
+    return (down == 1 and across >= rows and across % 8 == 0) or (across == 1 and down >= columns and down % 8 == 0)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings.ops import define
 from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.torch_compat.memory import token_like
 from overlap_inductor.transports.workspace import Launch
 from overlap_inductor.transports.workspace import workspace_of
 
@@ -47,14 +48,15 @@ def ready(
     if rows == 0:
         return None
     place = workspace_of(group, a.device)
-    parameters = plan.parameters_of(settings, place.blocks)
-    if parameters.min_rows > rows * group.size():
-        return None
-    inner, columns = b.shape
-    launch = place.launch(
-        site, (rows, inner, columns, sent), lambda: plan.needed(pattern, group.size(), rows, inner, columns, sent.itemsize, parameters)
-    )
-    return None if launch is None else (launch, parameters)
+
+    def made() -> tuple[Launch, Any] | None:
+        parameters, world_size, (inner, columns) = plan.parameters_of(settings, place.blocks), group.size(), b.shape
+        if parameters.min_rows > rows * world_size:
+            return None
+        launch = place.launch(site, *plan.needed(pattern, world_size, rows, inner, columns, sent.itemsize, parameters))
+        return None if launch is None else (launch, parameters)
+
+    return place.known((plan, site, pattern, settings, rows, b.shape, sent), made)
 
 
 def define_gather(schedule: str, plan: SitePlan, gather: Gather) -> None:
@@ -63,7 +65,7 @@ def define_gather(schedule: str, plan: SitePlan, gather: Gather) -> None:
     def implementation(
         chain: torch.Tensor, shard: torch.Tensor, rhs: Tensors, biases: Optional, gathered_used: bool, settings: str, group_name: str, site: str
     ) -> tuple[Tensors, torch.Tensor]:
-        group, token = resolve_group(group_name), chain.new_empty(1)
+        group, token = resolve_group(group_name), token_like(chain)
         found = ready(plan, "all_gather_matmul", shard.shape[0], shard, rhs[0], shard.dtype, group, site, settings)
         if found is None:
             gathered, outs = reference.all_gather_matmul(shard, rhs, biases, group)
@@ -91,7 +93,7 @@ def _define_reduction(schedule: str, plan: SitePlan, reduce: Reduce, pattern: st
     def implementation(
         chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, settings: str, reduce_op: str, group_name: str, site: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        group, token = resolve_group(group_name), chain.new_empty(1)
+        group, token = resolve_group(group_name), token_like(chain)
         found = ready(plan, pattern, -(-lhs.shape[0] // group.size()), lhs, rhs, lhs.dtype, group, site, settings)
         if found is None:
             return getattr(reference, pattern)([lhs], [rhs], [bias], reduce_op, group), token

@@ -19,6 +19,7 @@ from overlap_inductor.lowerings.small_plan import needed
 from overlap_inductor.lowerings.small_plan import parameters_of
 from overlap_inductor.lowerings.small_plan import why_not
 from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.torch_compat.memory import token_like
 from overlap_inductor.transports.workspace import Launch
 from overlap_inductor.transports.workspace import workspace_of
 
@@ -29,10 +30,14 @@ def _ready(lhs: torch.Tensor, rhs: torch.Tensor, settings: str, group: dist.Proc
     # (A slot may hold more than its site has asked for: what is too long for the kernel is refused by its size, not for want of room.)
     if rows == 0 or why_not(lhs.dtype, group.size(), rows, columns) is not None:
         return None
-    sizes = group.size(), rows, columns, lhs.element_size()
-    parameters = parameters_of(settings, *sizes)
-    launch = workspace_of(group, lhs.device).launch(site, (rows, columns, lhs.dtype, settings), lambda: needed(parameters, *sizes))
-    return None if launch is None else (launch, parameters)
+    sizes, place = (group.size(), rows, columns, lhs.element_size()), workspace_of(group, lhs.device)
+
+    def made() -> tuple[Launch, SmallParameters] | None:
+        parameters = parameters_of(settings, *sizes)
+        launch = place.launch(site, *needed(parameters, *sizes))
+        return None if launch is None else (launch, parameters)
+
+    return place.known((site, settings, rows, columns, lhs.dtype), made)
 
 
 def _matmul_all_reduce(
@@ -47,7 +52,7 @@ def _matmul_all_reduce(
     beyond: str = "",
     beyond_settings: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group, token = resolve_group(group_name), chain.new_empty(1)
+    group, token = resolve_group(group_name), token_like(chain)
     ready = _ready(lhs, rhs, settings, group, site)
     if ready is None and beyond:
         op = getattr(torch.ops.overlap_inductor, f"{beyond}_matmul_all_reduce").default
@@ -95,7 +100,7 @@ def _matmul_all_reduce_norm(
     group_name: str,
     site: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    group, token = resolve_group(group_name), chain.new_empty(1)
+    group, token = resolve_group(group_name), token_like(chain)
     ready = _ready(lhs, rhs, settings, group, site)
     if ready is None:
         residual_out = residual + reference.matmul_all_reduce([lhs], [rhs], [bias], "sum", group)

@@ -16,6 +16,7 @@ from overlap_inductor.lowerings.operands import right_operand
 from overlap_inductor.lowerings.ops import define
 from overlap_inductor.lowerings.wave_plan import parameters_of
 from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.torch_compat.memory import token_like
 from overlap_inductor.transports.workspace import workspace_of
 
 
@@ -25,7 +26,7 @@ def _define(pattern: str, keeps_rows: bool) -> None:
     def implementation(
         chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, settings: str, reduce_op: str, group_name: str, site: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        group, token = resolve_group(group_name), chain.new_empty(1)
+        group, token = resolve_group(group_name), token_like(chain)
         if lhs.shape[0] == 0:
             return getattr(reference, pattern)([lhs], [rhs], [bias], reduce_op, group), token
         from overlap_inductor.lowerings import wave_groups

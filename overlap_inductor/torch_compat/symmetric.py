@@ -11,6 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# (Asked in every call of an op: a name of this module is found faster than one of a module of a module.)
+_initialized, _capturing = torch.cuda.is_initialized, torch.cuda.is_current_stream_capturing
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
 
 @dataclass(frozen=True)
 class SymmetricBuffer:
@@ -67,7 +71,7 @@ def lasting_bytes(size: int, device: torch.device) -> torch.Tensor:
 
 def capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return _initialized() and _capturing()
 
 
 @functools.cache
@@ -84,7 +88,7 @@ def one_queue() -> bool:
 
 def stream_number(device: torch.device) -> int:
     """Address of the current stream; 0 where there are none."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return _raw_stream(device.index) if device.type == "cuda" else 0
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -57,8 +57,10 @@ def in_range(name: str, site_at: int, implementation: Callable[..., Any]) -> Cal
 
     import torch
 
+    profiler = torch.autograd.profiler
+
     def ranged(*arguments: Any, **keywords: Any) -> Any:
-        if not torch.autograd.profiler._is_profiler_enabled:
+        if not profiler._is_profiler_enabled:
             return implementation(*arguments, **keywords)
         with torch.profiler.record_function(f"overlap_inductor::{name} {arguments[site_at]}"):
             return implementation(*arguments, **keywords)

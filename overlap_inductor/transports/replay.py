@@ -84,19 +84,19 @@ def launched(
         start()
         return
     known = launch.replays.get(key)
-    if known is not None and known[0] != allocations:
-        # What was given back was not this tensor's alone.
-        launch.replays.clear()
-        launch.seen.clear()
-        known = None
-    seen = launch.seen.get(key)
-    if known is not None:
+    if known is not None and known[0] == allocations:
         try:
             known[1]()
         except RuntimeError:
             launch.faults.abort()
             raise
-    elif seen is None or seen[0] != allocations:
+        return
+    if known is not None:
+        # What was given back was not this tensor's alone.
+        launch.replays.clear()
+        launch.seen.clear()
+    seen = launch.seen.get(key)
+    if seen is None or seen[0] != allocations:
         # (Not seen where it fails: a capture must find everything loaded.)
         start()
         if seen is None and len(launch.seen) >= MOST_OF_A_SITE:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.distributed import group_timeout
 from overlap_inductor.torch_compat.distributed import is_alive
 from overlap_inductor.transports import watchdog
+from overlap_inductor.transports.arena import CREDITS
 from overlap_inductor.transports.arena import Request
 from overlap_inductor.transports.arena import Slot
 from overlap_inductor.transports.arena import WorkspaceArena
@@ -58,6 +60,7 @@ class Launch:
 
 
 _UNKNOWN: Any = object()
+Known = TypeVar("Known")
 
 
 @dataclass
@@ -79,27 +82,28 @@ class GroupWorkspace:
     without_room: set[str] = field(default_factory=set)
     prepared: set[str] = field(default_factory=set)
     _launches: dict[tuple[str, str], Launch] = field(default_factory=dict)
-    _known: dict[Hashable, Launch | None] = field(default_factory=dict)
+    _known: dict[Hashable, Any] = field(default_factory=dict)
 
-    def launch(self, site: str, call: Hashable, need: Callable[[], tuple[Any, ...]]) -> Launch | None:
-        """Where the current stream may start a ``call`` of ``site`` that needs ``(bytes, signals)``, and a protocol where it is not credits; ``None`` where
-        there was no room for it. ``need`` is asked once for each ``call``.
+    def known(self, call: Hashable, make: Callable[[], Known | None]) -> Known | None:
+        """What ``make`` makes for a ``call``, which says all that it depends on: ``launch``, and what else its op has to know; the current stream may start its launches.
+        ``make`` is asked once, and again when a plan has been prepared. ``None`` where there is no room for the call. Raises what ``make`` raises."""
+        found = self._known.get(call, _UNKNOWN)
+        if found is _UNKNOWN:
+            if len(self._known) >= MOST_PREPARED * (len(self._launches) + 1):
+                self._known.clear()
+            found = self._known[call] = make()
+        if found is not None and self.arena.device.type == "cuda":
+            one_after_the_other(self.arena.device)
+        return found  # type: ignore[no-any-return]
+
+    def launch(self, site: str, nbytes: int, signals: int, protocol: str = CREDITS) -> Launch | None:
+        """Where a call of ``site`` that needs so much runs; ``None`` where there was no room for it.
 
         Raises:
             OverlapError: the site has not been prepared for.
         """
-        key = (site, call)
-        found = self._known.get(key, _UNKNOWN)
-        if found is _UNKNOWN:
-            if len(self._known) >= MOST_PREPARED * (len(self._launches) + 1):
-                self._known.clear()
-            found = self._known[key] = self._find(Request(site, *need()))
-        if found is not None and self.arena.device.type == "cuda":
-            one_after_the_other(self.arena.device)
-        return found
-
-    def _find(self, request: Request) -> Launch | None:
-        site, key = request.site, (request.site, request.protocol)
+        request = Request(site, nbytes, signals, protocol)
+        key = (request.site, request.protocol)
         if not self.arena.holds(request) and (site in self.without_room or self.arena.knows(*key)):
             # No room was found for the site, or what was planned for is less than this call's size.
             return None
@@ -125,7 +129,8 @@ class GroupWorkspace:
         self._known.clear()
 
 
-_LAST_STREAM: dict[tuple[torch.device, bool], tuple[int, torch.cuda.Stream]] = {}
+_LAST_STREAM: dict[tuple[int, bool], tuple[int, torch.cuda.Stream]] = {}
+"""By the device's number, and whether they are being captured."""
 
 
 def one_after_the_other(device: torch.device) -> None:
@@ -134,27 +139,27 @@ def one_after_the_other(device: torch.device) -> None:
     A kernel that waits for its peers fills the GPU: two on two streams, begun here in one order and there in the other, would wait for each
     other for ever. Inside a capture the same among the streams of that capture; whoever replays a graph orders it behind what ran before.
     """
-    raw, captured = symmetric.stream_number(device), symmetric.capturing()
-    last = _LAST_STREAM.get((device, captured))
+    raw, key = symmetric.stream_number(device), (device.index, symmetric.capturing())
+    last = _LAST_STREAM.get(key)
     if last is not None and last[0] == raw:
         return
     stream = torch.cuda.current_stream(device)
     if last is not None:
         with torch.cuda.stream(last[1]):
-            same_capture = symmetric.capturing() == captured
+            same_capture = symmetric.capturing() == key[1]
         if same_capture:
             stream.wait_stream(last[1])
-    _LAST_STREAM[device, captured] = raw, stream
+    _LAST_STREAM[key] = raw, stream
 
 
-_WORKSPACES: dict[tuple[str, torch.device], GroupWorkspace] = {}
+_WORKSPACES: dict[tuple[dist.ProcessGroup, torch.device], GroupWorkspace] = {}
 
 
 def workspace_of(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspace:
     """The group's workspace on ``device``, made on first use. Those of groups that are no more are dropped then."""
-    key = (group.group_name, device)
+    key = (group, device)
     known = _WORKSPACES.get(key)
-    if known is None or known.group is not group:
+    if known is None:
         for other in [k for k, w in _WORKSPACES.items() if not is_alive(w.group)]:
             del _WORKSPACES[other]
         arena = WorkspaceArena(group.size(), device, lambda n, dtype: symmetric.allocate(n, dtype, device, group), lambda: symmetric.capturing(), 2**62)

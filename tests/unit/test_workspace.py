@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from overlap_inductor.errors import OverlapError
+from overlap_inductor.lowerings import chunked_plan
 from overlap_inductor.lowerings import fused_ops  # noqa: F401  (defines the ops)
+from overlap_inductor.lowerings import fused_plan
 from overlap_inductor.lowerings import site_ops
 from overlap_inductor.lowerings import small_ops
+from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.fused_plan import FusedParameters
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports import workspace
@@ -49,7 +52,7 @@ def test_a_plan_that_failed_in_a_capture_is_prepared_when_it_runs_outside(group:
         workspace.prepare(group, CPU, requests(a=100), 2**20)
     monkeypatch.setattr(symmetric, "capturing", lambda: False)
     workspace.prepare(group, CPU, requests(a=100), 2**20)
-    assert workspace.workspace_of(group, CPU).launch("a", 100, lambda: (100, 1)) is not None
+    assert workspace.workspace_of(group, CPU).launch("a", 100, 1) is not None
 
 
 def test_a_plan_without_room_runs_as_it_stood_and_takes_nothing_from_others(group: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -57,15 +60,45 @@ def test_a_plan_without_room_runs_as_it_stood_and_takes_nothing_from_others(grou
     workspace.prepare(group, CPU, requests(a=2**21, b=10), 2**20)
     place = workspace.workspace_of(group, CPU)
     assert "2 sites of group '0' run as they stood" in caplog.text and "is 1 MiB" in caplog.text
-    assert place.launch("a", 1000, lambda: (1000, 1)) is not None, "the graph before has its slot"
-    assert place.launch("a", 2**21, lambda: (2**21, 1)) is None and place.launch("b", 10, lambda: (10, 1)) is None
+    assert place.launch("a", 1000, 1) is not None, "the graph before has its slot"
+    assert place.launch("a", 2**21, 1) is None and place.launch("b", 10, 1) is None
     workspace.prepare(group, CPU, requests(a=2**21), 2**23)
-    assert place.launch("a", 2**21, lambda: (2**21, 1)) is not None, "a plan with a higher limit"
+    assert place.launch("a", 2**21, 1) is not None, "a plan with a higher limit"
+
+
+def test_what_a_call_needs_is_found_once_and_again_behind_a_plan(group: Any) -> None:
+    """A plan may have given its site another slot, or room where there was none."""
+    place, asked = workspace.workspace_of(group, CPU), []
+
+    def make() -> Any:
+        asked.append(place.launch("a", 100, 1))
+        return asked[-1]
+
+    workspace.prepare(group, CPU, requests(a=2**21), 2**20)
+    assert [place.known("call", make) for _ in range(2)] == [None, None] and len(asked) == 1
+    workspace.prepare(group, CPU, requests(a=100), 2**20)
+    found = place.known("call", make)
+    assert found is not None and place.known("call", make) is found and len(asked) == 2
+    for number in range(2 * workspace.MOST_PREPARED):
+        place.known(number, lambda: None)
+    assert place.known("call", make) is found and len(asked) == 3, "not kept for ever"
+
+
+def test_schedules_of_one_site_have_their_own_parameters(group: Any) -> None:
+    """The same model compiled once more by another schedule, with the same settings' text."""
+    workspace.prepare(group, CPU, requests(a=2**20), 2**21)
+    a, b = torch.zeros(256, 64, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
+    made = []
+    for plan in (fused_plan, chunked_plan, fused_plan):
+        found = site_ops.ready(plan, "all_gather_matmul", 256, a, b, a.dtype, group, "a", "{}")
+        assert found is not None
+        made.append(type(found[1]))
+    assert made == [FusedParameters, ChunkedParameters, FusedParameters]
 
 
 def test_a_site_that_was_not_prepared_for_is_an_error(group: Any) -> None:
     with pytest.raises(OverlapError, match="site x has no workspace"):
-        workspace.workspace_of(group, CPU).launch("x", 1, lambda: (1, 1))
+        workspace.workspace_of(group, CPU).launch("x", 1, 1)
 
 
 def test_a_destroyed_group_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
