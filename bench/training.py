@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from bench.models import milliseconds
 from bench.models import slowest
+from bench.rows import environment
 from overlap_inductor import reporting
 from overlap_inductor.backend import overlap_inductor as overlap_backend
 from tests.gpu.ranks import finish_rank
@@ -96,16 +96,16 @@ def main() -> int:
     torch._dynamo.config.recompile_limit = 64
     mesh = dist.init_device_mesh("cuda", (world_size,), mesh_dim_names=("tp",))
     model = blocks(arguments.hidden, arguments.layers, mesh)
-    environment = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name(), "world_size": world_size, "layers": arguments.layers}
+    where = {"world_size": world_size, "layers": arguments.layers, **environment(torch.device("cuda", torch.cuda.current_device()))}
     bad = 0
     for tokens in arguments.tokens:
         for row in measure(model, tokens, arguments.hidden, arguments.schedules):
             bad += not row["right"]
             if rank == 0:
-                print(json.dumps(row | environment), flush=True)
+                print(json.dumps(row | where), flush=True)
                 if arguments.out:
                     with open(arguments.out, "a") as file:
-                        file.write(json.dumps(row | environment) + "\n")
+                        file.write(json.dumps(row | where) + "\n")
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.synchronize()

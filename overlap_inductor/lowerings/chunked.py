@@ -130,18 +130,25 @@ def _gather(
         credits()
         with side:
             call.send(shard)
+            if gathered is not None:
+                gathered[rank * rows : (rank + 1) * rows].copy_(shard)
         for matmul, out in zip(matmuls, outs, strict=True):
             matmul(shard, rank * rows, (rank + 1) * rows, out)
-        for ranges, wait in call.chunks:
+        for number, (ranges, wait) in enumerate(call.chunks):
             wait()
+            if gathered is not None and number + 1 == len(call.chunks):
+                with side:
+                    _hand_out(call.workspace, gathered, rank * rows, (rank + 1) * rows)
             for start, stop in ranges:
                 for matmul, out in zip(matmuls, outs, strict=True):
                     matmul(call.workspace[start:stop], start, stop, out)
-        if gathered is not None:
-            for start, stop in ((0, rank * rows), ((rank + 1) * rows, len(gathered))):
-                gathered[start:stop].copy_(call.workspace[start:stop])
-            gathered[rank * rows : (rank + 1) * rows].copy_(shard)
     end()
+
+
+def _hand_out(workspace: torch.Tensor, gathered: torch.Tensor, start: int, stop: int) -> None:
+    """All rows but the own ones, ``start`` to ``stop``. Behind the own shard's way to the peers, beside the last chunk's matmuls: copy engines take none of their SMs."""
+    gathered[:start].copy_(workspace[:start])
+    gathered[stop:].copy_(workspace[stop:])
 
 
 def _prepare_gather(shard: torch.Tensor, launch: Launch, p: ChunkedParameters) -> _Gather:

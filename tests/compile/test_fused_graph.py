@@ -211,15 +211,22 @@ def test_auto_weighs_the_copy_of_what_is_handed_out(monkeypatch: pytest.MonkeyPa
     """Where few columns hide a long gather, copying it costs more than is won."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
-    def estimate(used: bool) -> float:
+    def estimate(schedule: str, columns: int, used: bool) -> float:
         made = HandGraph()
         gathered = made.gather(operand(made, 8192, 8192, "x"))
-        y = made.mm(gathered, operand(made, 8192, 2048))
+        y = made.mm(gathered, operand(made, 8192, columns))
         (site,) = made.output(*((y, gathered) if used else (y,))).run(schedule="auto").sites
-        return site.decision.plan[0].estimate_us["fused"]
+        return site.decision.plan[0].estimate_us[schedule]
 
+    def more(schedule: str, columns: int) -> float:
+        return estimate(schedule, columns, True) - estimate(schedule, columns, False)
+
+    machine = machine_for("cuda")
+    copy, quarter = 2 * 2 * 8192 * 8192 * 2 / machine.memory_bytes * 1e6, 2 * 2 * 8192 * 8192 / machine.matmul_flops[2] / 4 * 1e6
     with fake_group(2):
-        assert estimate(True) - estimate(False) == pytest.approx(2 * 2 * 8192 * 8192 * 2 / machine_for("cuda").memory_bytes * 1e6, abs=1)
+        assert [more("fused", 2048), more("fused", 256)] == pytest.approx([copy, copy], abs=1)
+        # (Chunks hide most of it behind a quarter of the matmul.)
+        assert [more("chunked", 2048), more("chunked", 256)] == pytest.approx([0.4 * copy, copy - 256 * quarter], abs=1)
 
 
 def test_auto_takes_the_kernel_where_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,31 @@ def test_leave_is_awaited_on_the_stream_of_the_matmuls(monkeypatch: pytest.Monke
     assert events[: before + 2] == [*["matmul"] * before, "leave", "send"] and events.count("leave") == 1, events
 
 
+def test_what_was_gathered_is_handed_out_beside_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When all of it has come, and before the last matmuls, whose time hides it; behind the own shard's way to the peers."""
+    launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
+    plain_hand_out, plain_wait = chunked._hand_out, chunked.wait_kernel
+
+    class Matmul(VendorMatmul):
+        def __call__(self, *arguments: object) -> None:
+            events.append("matmul")
+            super().__call__(*arguments)  # type: ignore[arg-type]
+
+    def hand_out(*arguments: object) -> None:
+        events.append("hand out" if side.inside else "hand out on the stream of the matmuls")
+        plain_hand_out(*arguments)  # type: ignore[arg-type]
+
+    def wait_kernel(*arguments: object) -> object:
+        wait = plain_wait(*arguments)  # type: ignore[arg-type]
+        return lambda: (events.append("wait"), wait())
+
+    monkeypatch.setattr(chunked, "side_stream", lambda device: side)
+    monkeypatch.setattr(chunked, "_hand_out", hand_out)
+    monkeypatch.setattr(chunked, "wait_kernel", wait_kernel)
+    chunked.all_gather_matmul(torch.zeros(48, 32).half(), [Matmul(torch.zeros(16, 32).half().t())], launch, replace(SMALL, chunks=3), gathered_used=True)
+    assert events == ["matmul", *["wait", "matmul"] * 2, "wait", "hand out", "matmul"], events
+
+
 @pytest.mark.parametrize(("queues", "what"), [("", "another receiver to get its rows from rank 2"), ("2", "rows from rank 1")])
 def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, what: str) -> None:
     """The second receiver's rows wait for those that it gets first, from rank 2; not where the device has too few queues for what waits."""
