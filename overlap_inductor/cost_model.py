@@ -59,9 +59,9 @@ def _copy_seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def _copy_beside_seconds(sizes: SiteSizes, machine: Machine, matmul: float) -> float:
-    """The same in sight of chunks, which copy beside the last chunk's matmul (a quarter of all or more): what that does not hide, and what it is slowed down."""
+    """The same in sight of chunks, which copy beside the last chunk's matmul (of a quarter of all rows, or of a shard): what that does not hide, and what it is slowed down."""
     copy = _copy_seconds(sizes, machine)
-    return max(machine.chunked_copy_exposed * copy, copy - matmul / 4)
+    return max(machine.chunked_copy_exposed * copy, copy - matmul / max(4, sizes.world_size))
 
 
 def fused_seconds(sizes: SiteSizes, machine: Machine) -> float:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 # (Asked in every call of an op: a name of this module is found faster than one of a module of a module.)
 _initialized, _capturing = torch.cuda.is_initialized, torch.cuda.is_current_stream_capturing
-_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""Address of the current stream of a GPU, given by its number."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def one_queue() -> bool:
 
 def stream_number(device: torch.device) -> int:
     """Address of the current stream; 0 where there are none."""
-    return _raw_stream(device.index) if device.type == "cuda" else 0
+    return raw_stream(device.index) if device.type == "cuda" else 0
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -44,6 +44,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.torch_compat.symmetric import raw_stream
 from overlap_inductor.transports import driver
 from overlap_inductor.transports.driver import Graph
 from overlap_inductor.transports.driver import own_stream
@@ -77,7 +78,7 @@ def launched(
         return
     key = (what, *[None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
     try:
-        allocations = tuple(driver.allocation(t.data_ptr()) for t in copied if t is not None)
+        allocations = tuple([driver.allocation(t.data_ptr()) for t in copied if t is not None]) if copied else ()
     except RuntimeError as error:
         # (Nobody could say whether it is the memory that a graph was captured with.)
         _say_unknown(str(error).split(",")[0])
@@ -159,7 +160,8 @@ class Recorder:
             return None
         self.made += 1
         self._graphs.add(graph)
-        return functools.partial(_replay, graph, self._device)
+        index = self._device.index
+        return lambda: graph.launch(raw_stream(index))
 
     def _captured(self, start: Start, inference: bool) -> Graph:
         torch.cuda.set_device(self._device)
@@ -180,10 +182,6 @@ class Recorder:
             small = torch.zeros(16, 16, dtype=torch.bfloat16, device=self._device)
             torch.mm(small, small)
         return stream, pool
-
-
-def _replay(graph: Graph, device: torch.device) -> None:
-    graph.launch(symmetric.stream_number(device))
 
 
 @functools.cache

@@ -34,6 +34,8 @@ log = logging.getLogger("overlap_inductor")
 
 MOST_PREPARED = 64
 """Kernels that a site keeps ready."""
+MOST_KNOWN = 2**14
+"""Calls that a group remembers, of all its sites: a step of a large model has hundreds, with each token count anew. (Half a KiB each.)"""
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,10 @@ class GroupWorkspace:
 
     def known(self, call: Hashable, make: Callable[[], Known | None]) -> Known | None:
         """What ``make`` makes for a ``call``, which says all that it depends on: ``launch``, and what else its op has to know; the current stream may start its launches.
-        ``make`` is asked once, and again when a plan has been prepared. ``None`` where there is no room for the call. Raises what ``make`` raises."""
+        ``make`` is asked once, and again when a plan has been prepared or too many calls are known. ``None`` where the call is served by no kernel. Raises what ``make`` raises."""
         found = self._known.get(call, _UNKNOWN)
         if found is _UNKNOWN:
-            if len(self._known) >= MOST_PREPARED * (len(self._launches) + 1):
+            if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
             found = self._known[call] = make()
         if found is not None and self.arena.device.type == "cuda":

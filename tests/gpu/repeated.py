@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+ROUNDS = 15
 Repeated = tuple[str, Callable[[], torch.Tensor], torch.Tensor]
 """``(name, call, its first result)``: every later result must be bit for bit the first one."""
 
@@ -94,13 +95,13 @@ def replays(sites: Sequence[Repeated], count: int, others: Sequence[Repeated] = 
 
 
 def host_us(call: Callable[[], Any], calls: int = 20) -> float:
-    """Microseconds of the host for one call, beside the queue of a GPU that is busy: the median of five rounds of ``calls``. (Few: a full queue would stop the host. The
+    """Microseconds of the host for one call, beside the queue of a GPU that is busy: the median of ``ROUNDS`` rounds of ``calls``. (Few: a full queue would stop the host. The
     first of a round finds a host that has slept, and takes 200 us, of which a mean would say ten a call.)"""
     took = []
-    for _ in range(5):
+    for _ in range(ROUNDS):
         dist.barrier()
         torch.cuda.synchronize()
-        torch.cuda._sleep(150_000_000)
+        torch.cuda._sleep(50_000_000)
         before = time.perf_counter()
         for _ in range(calls):
             call()

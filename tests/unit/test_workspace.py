@@ -79,21 +79,26 @@ def test_what_a_call_needs_is_found_once_and_again_behind_a_plan(group: Any) -> 
     workspace.prepare(group, CPU, requests(a=100), 2**20)
     found = place.known("call", make)
     assert found is not None and place.known("call", make) is found and len(asked) == 2
-    for number in range(2 * workspace.MOST_PREPARED):
+    for number in range(workspace.MOST_KNOWN - 1):
         place.known(number, lambda: None)
+    assert place.known("call", make) is found and len(asked) == 2, "as many as a large model has"
+    place.known("one more", lambda: None)
     assert place.known("call", make) is found and len(asked) == 3, "not kept for ever"
 
 
 def test_schedules_of_one_site_have_their_own_parameters(group: Any) -> None:
     """The same model compiled once more by another schedule, with the same settings' text."""
-    workspace.prepare(group, CPU, requests(a=2**20), 2**21)
+    workspace.prepare(group, CPU, requests(a=2**17), 2**21)
     a, b = torch.zeros(256, 64, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
-    made = []
-    for plan in (fused_plan, chunked_plan, fused_plan):
-        found = site_ops.ready(plan, "all_gather_matmul", 256, a, b, a.dtype, group, "a", "{}")
-        assert found is not None
-        made.append(type(found[1]))
-    assert made == [FusedParameters, ChunkedParameters, FusedParameters]
+
+    def ready(plan: Any, pattern: str = "all_gather_matmul", settings: str = "{}", rows: int = 256) -> Any:
+        return site_ops.ready(plan, pattern, rows, a, b, a.dtype, group, "a", settings)
+
+    assert [type(ready(plan)[1]) for plan in (fused_plan, chunked_plan, fused_plan)] == [FusedParameters, ChunkedParameters, FusedParameters]
+    # Whatever else the plan or the call changes has its own answer, too.
+    assert [ready(fused_plan, settings=s)[1].warps for s in ("{}", '{"warps": 4}', "{}")] == [FusedParameters(1).warps, 4, FusedParameters(1).warps]
+    assert ready(fused_plan, settings='{"min_rows": 513}') is None and ready(fused_plan, settings='{"min_rows": 513}', rows=257) is not None
+    assert ready(fused_plan, "matmul_all_reduce") is None, "its two legs take twice as much as the site has"
 
 
 def test_a_site_that_was_not_prepared_for_is_an_error(group: Any) -> None:

@@ -1,0 +1,102 @@
+"""What a gather costs whose gathered tensor is read elsewhere, too (a weight's gradient): each schedule with and without handing it out. One torchrun.
+
+    torchrun --nproc-per-node 2 -m bench.handed_out [--tokens 2048 8192] --out bench/results/handed_out.jsonl
+
+A gather of ``[tokens, 8192]`` multiplied by three weights of 4096 columns each (q, k and v). ``keep``: NCCL and three matmuls, whose gathered tensor is there anyway;
+``copy``: that tensor copied, with nothing beside it. Results are compared with ``keep``'s before anything is timed, what was gathered bit for bit. Microseconds, the host
+hidden, median of calls in turn, maximum over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.rows import environment
+from bench.timing import greatest
+from bench.timing import timed
+from overlap_inductor.lowerings import all_ops  # noqa: F401  (defines them)
+from overlap_inductor.lowerings import chunked_plan
+from overlap_inductor.lowerings import fused_plan
+from overlap_inductor.transports.arena import Request
+from overlap_inductor.transports.workspace import workspace_of
+from tests.gpu.ranks import device
+from tests.gpu.ranks import finish_rank
+from tests.gpu.ranks import start_rank
+
+INNER, COLUMNS, WEIGHTS = 8192, 4096, 3
+LIMIT, REPEATS = 2**40, 40
+PLANS: dict[str, ModuleType] = {"chunked": chunked_plan, "fused": fused_plan}
+Call = Callable[[], list[torch.Tensor]]
+
+
+def op_call(schedule: str, a: torch.Tensor, weights: list[torch.Tensor], used: bool) -> Call:
+    """The schedule's op with its workspace prepared; all ranks together."""
+    group, site = dist.group.WORLD, f"{schedule} {used} {len(a)}"
+    assert group is not None
+    place, plan = workspace_of(group, a.device), PLANS[schedule]
+    need = plan.needed("all_gather_matmul", group.size(), len(a), INNER, COLUMNS, a.element_size(), plan.parameters_of("{}", place.blocks))
+    place.prepare([Request(site, *need)], LIMIT)
+    op = getattr(torch.ops.overlap_inductor, f"{schedule}_all_gather_matmul").default
+    chain = torch.zeros(1, dtype=torch.uint8, device=a.device)
+    return lambda: op(chain, a, weights, [None] * WEIGHTS, used, "{}", group.group_name, site)[0]
+
+
+def keep_call(a: torch.Tensor, weights: list[torch.Tensor]) -> Call:
+    def call() -> list[torch.Tensor]:
+        gathered = a.new_empty(dist.get_world_size() * len(a), INNER)
+        dist.all_gather_into_tensor(gathered, a)
+        return [*(gathered @ w for w in weights), gathered]
+
+    return call
+
+
+def is_right(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    close = all((x.float() - y.float()).norm() <= 1e-2 * y.float().norm() for x, y in zip(found[:WEIGHTS], expected, strict=False))
+    return close and all(torch.equal(x, expected[-1]) for x in found[WEIGHTS:])
+
+
+def measure(tokens: int) -> list[dict[str, Any]]:
+    generator = torch.Generator("cuda").manual_seed(1 + dist.get_rank())
+    a = torch.randn(tokens // dist.get_world_size(), INNER, device="cuda", generator=generator).bfloat16()
+    weights = [(torch.randn(COLUMNS, INNER, device="cuda", generator=generator) / 90).bfloat16().t() for _ in range(WEIGHTS)]
+    keep = keep_call(a, weights)
+    calls: dict[str, Call] = {"keep": keep, **{f"{s}{', handed out' * used}": op_call(s, a, weights, used) for s in PLANS for used in (False, True)}}
+    expected = keep()
+    # (On all ranks or on none: they time the same calls.)
+    right = {name: greatest(float(not all(is_right(call(), expected) for _ in range(4)))) == 0 for name, call in calls.items()}
+    able: dict[str, Callable[[], Any]] = {name: call for name, call in calls.items() if right[name]}
+    samples = timed(able | {"copy": lambda: torch.empty_like(expected[-1]).copy_(expected[-1])}, REPEATS)
+    times = {name: round(greatest(statistics.median(values)), 1) for name, values in samples.items()}
+    return [{"tokens": tokens, "provider": name, "right": right.get(name, True), "us": times.get(name)} for name in (*calls, "copy")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--out", default=None)
+    arguments = parser.parse_args()
+    rank, world_size = start_rank()
+    where = {"world_size": world_size, "inner": INNER, "columns": [COLUMNS] * WEIGHTS, **environment(device())}
+    bad = 0
+    for tokens in arguments.tokens:
+        for row in measure(tokens):
+            bad += not row["right"]
+            if rank == 0:
+                print(json.dumps(row | where), flush=True)
+                if arguments.out:
+                    with open(arguments.out, "a") as file:
+                        file.write(json.dumps(row | where) + "\n")
+    finish_rank()
+    return bad > 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

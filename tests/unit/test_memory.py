@@ -1,0 +1,44 @@
+"""Where an op's results and tokens are allocated: on a GPU by one call of the generated code's own allocator, anywhere else as ever."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_inductor.torch_compat import memory
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the allocator of GPU 1, the current one, was asked for."""
+    found: list[Any] = []
+    monkeypatch.setattr(memory, "_on_gpu", lambda *arguments: found.append(arguments))
+    monkeypatch.setattr(memory, "_current_gpu", lambda: 1)
+    return found
+
+
+def on_gpu(number: int) -> Any:
+    """A tensor there, which says when it is asked for a new one."""
+    return SimpleNamespace(is_cuda=True, get_device=lambda: number, new_empty=lambda *sizes, **keywords: ("new_empty", sizes, keywords))
+
+
+def test_on_the_current_gpu(asked: list[Any]) -> None:
+    memory.rows_like(on_gpu(1), 3, 8, torch.float16)
+    memory.token_like(on_gpu(1))
+    assert asked == [((3, 8), (8, 1), torch.float16), ((1,), (1,), torch.uint8)]
+
+
+def test_on_another_gpu_the_tensor_decides(asked: list[Any]) -> None:
+    """The allocator takes the current one's memory."""
+    rows: Any = memory.rows_like(on_gpu(0), 3, 8, torch.float16)
+    token: Any = memory.token_like(on_gpu(0))
+    assert (rows, token) == (("new_empty", (3, 8), {"dtype": torch.float16}), ("new_empty", (1,), {})) and not asked
+
+
+def test_on_a_cpu() -> None:
+    rows, token = memory.rows_like(torch.zeros(2), 3, 8, torch.float16), memory.token_like(torch.zeros(1, dtype=torch.uint8))
+    assert (rows.shape, rows.stride(), rows.dtype, rows.device.type) == ((3, 8), (8, 1), torch.float16, "cpu")
+    assert (token.shape, token.dtype) == ((1,), torch.uint8)
