@@ -57,11 +57,10 @@ def loopable(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
     """Whether one of the looping ops computes this site, or an op that does the same with matmuls of other ``kinds``."""
     if any(m.kind not in kinds for m in site.matmuls):
         return False
-    if not all(map(_one_bias_row, site.matmuls)):
-        return False
     if isinstance(site.nodes, GatherNodes):
-        return all(_gathers_rows(c, site.nodes) for c in site.nodes.consumers) and _one_shape(site.nodes.consumers)
-    return _reduces_rows(site.facts.pattern, site.nodes)
+        return all(map(_one_bias_row, site.matmuls)) and all(_gathers_rows(c, site.nodes) for c in site.nodes.consumers) and _one_shape(site.nodes.consumers)
+    biases = [site.nodes.bias_of(m) for m in site.matmuls]
+    return all(b is None or len(tools.shape(b)) == 1 for b in biases) and _reduces_rows(site.facts.pattern, site.nodes)
 
 
 def chooses_at_run_time(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
@@ -109,7 +108,7 @@ def reduced_in_rows(pattern: str, nodes: ReduceNodes) -> bool:
     in_order = sharded.dim == 0 and isinstance(sharded.outer, int) and sharded.outer == 1
     if pattern != "matmul_reduce_scatter" and not in_order:
         return False
-    if sharded.dim == 1 and any(m.bias is not None for m in nodes.leaves):
+    if sharded.dim == 1 and any(nodes.bias_of(m) is not None for m in nodes.leaves):
         return False
     target = nodes.layouts[nodes.collectives[0].input].without_rank()
     same = nodes.leaf_layout.without_rank().same_elements(target)
@@ -118,13 +117,15 @@ def reduced_in_rows(pattern: str, nodes: ReduceNodes) -> bool:
 
 def is_sum(nodes: ReduceNodes, terms: list[fx.Node]) -> bool:
     """Whether ``terms`` together are the sum of the matmuls, each once, and nothing else: no scalar added, no factor, no other op."""
-    leaves = [m.node for m in nodes.leaves]
+    leaves = {m.node: m for m in nodes.leaves}
     found: list[fx.Node] = []
     pending: list[Any] = list(terms)
     while pending:
         node = pending.pop()
         if node in leaves:
             found.append(node)
+            if nodes.bias_of(leaves[node]) is None and leaves[node].bias is not None:
+                pending.append(leaves[node].bias)
         elif node in nodes.through:
             pending.append(nodes.through[node])
         elif isinstance(node, fx.Node) and node.target is aten.add.Tensor and not node.kwargs:
@@ -179,7 +180,8 @@ def rewrite_reduce(emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall) -> t
     columns = nodes.sharded.dim == 1
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
     lhs = [rows_in_place(emit, emit.whole_chunks(a, 0, nodes.sharded), nodes.sharded, from_ranks=False) for a, _ in pairs]
-    biases = [m.bias if m.bias is None or len(tools.shape(m.bias)) == 1 else rows_in_place(emit, m.bias, nodes.sharded, from_ranks=False) for m in nodes.leaves]
+    given = [nodes.bias_of(m) for m in nodes.leaves]
+    biases = [b if b is None or len(tools.shape(b)) == 1 else rows_in_place(emit, b, nodes.sharded, from_ranks=False) for b in given]
     out = call(lhs, [b for _, b in pairs], biases, nodes.collectives[0].reduce_op or "sum")
     result, chain = (emit.call(getitem, out, i) for i in range(2))
     result = emit.contiguous(transposed(emit, result)) if columns else result

@@ -1,7 +1,6 @@
 """A reduction, or a gathered output, as one of the looping ops of ``lowerings.looping``: which sites they compute.
 
-Beyond what all ops do that are one a site (``looping``), these add a bias of the result's own shape (Inductor writes ``x @ a + y @ b`` as one matmul that
-is the other's bias) and reduce in another dtype than the matmuls'.
+Beyond what all ops do that are one a site (``looping``), these add a bias of the result's own shape and reduce in another dtype than the matmuls'.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ overlap = torch.ops.overlap_inductor
 
 def computes(pattern: str, nodes: ReduceNodes) -> bool:
     """Whether a looping op computes this site."""
-    if any(m.kind not in looping.PLAIN or not _bias_fits(m) for m in nodes.leaves):
+    if any(m.kind not in looping.PLAIN or not _bias_fits(m, nodes.bias_of(m)) for m in nodes.leaves):
         return False
     terms = [c.input for c in nodes.collectives]
     if len(terms) == 1:
@@ -30,10 +29,10 @@ def computes(pattern: str, nodes: ReduceNodes) -> bool:
     return looping.reduced_in_rows(pattern, nodes) and looping.is_sum(nodes, terms)
 
 
-def _bias_fits(matmul: MatmulNode) -> bool:
-    if matmul.bias is None or len(tools.shape(matmul.bias)) == 1:
+def _bias_fits(matmul: MatmulNode, bias: fx.Node | None) -> bool:
+    if bias is None or len(tools.shape(bias)) == 1:
         return True
-    mine, wanted = tools.shape(matmul.bias), tools.shape(matmul.node)
+    mine, wanted = tools.shape(bias), tools.shape(matmul.node)
     return len(mine) == len(wanted) and all(same_size(a, b) for a, b in zip(mine, wanted, strict=True))
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from overlap_inductor import site as facts
 from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes.layouts import same_size
 from overlap_inductor.torch_compat import operators
 
 aten = torch.ops.aten
@@ -112,6 +113,16 @@ def parse(node: fx.Node) -> MatmulNode | None:
     return MatmulNode(node, kind)
 
 
+def folded(matmul: MatmulNode) -> MatmulNode | None:
+    """The other matmul of a sum of two that Inductor has written as one with the other as its bias, ``addmm(x @ a, y, b)``; ``None`` where that has other users, too."""
+    bias = matmul.bias
+    other = parse(bias) if matmul.kind == "addmm" and bias is not None else None
+    if other is None or other.batched or other.kind == "scaled_mm" or other.refusal() is not None:
+        return None
+    alone = set(other.node.users) == {matmul.node}
+    return other if alone and all(same_size(a, b) for a, b in zip(tools.shape(other.node), tools.shape(matmul.node), strict=True)) else None
+
+
 Slicer = Callable[[fx.Node, int], fx.Node]
 
 
@@ -123,8 +134,10 @@ def emit(
     slicers: dict[str, Slicer],
     *,
     with_bias: bool = True,
+    bias_slice: fx.Node | None = None,
 ) -> fx.Node:
-    """The same matmul on slices. ``slicers[role](tensor, dim)`` cuts what else is indexed by a sliced role (bias, row-wise scales)."""
+    """The same matmul on slices. ``slicers[role](tensor, dim)`` cuts what else is indexed by a sliced role (bias, row-wise scales); ``bias_slice`` is the bias where it
+    has been cut already."""
 
     def cut(tensor: fx.Node, role_of_dim: dict[int, str]) -> fx.Node:
         for dim, role in role_of_dim.items():
@@ -132,8 +145,8 @@ def emit(
                 tensor = slicers[role](tensor, dim)
         return tensor
 
-    bias = matmul.bias
-    if bias is not None and with_bias:
+    bias = bias_slice or matmul.bias
+    if bias is not None and with_bias and bias_slice is None:
         rank = len(tools.shape(bias))
         roles = ["B", "M", "N"] if matmul.batched else ["M", "N"]
         bias = cut(bias, dict(enumerate(roles[len(roles) - rank :])))

@@ -62,10 +62,10 @@ def _is_matmul_result(node: fx.Node) -> bool:
 
 
 class _Tracer:
-    """Walks backward from the collective's input, assigning every region node its layout."""
+    """Walks backward from the collective's input, assigning every region node its layout. ``sums``: whether several matmuls may be added up."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, sums: bool) -> None:
+        self.world_size, self.sums = world_size, sums
         self.layouts: dict[fx.Node, Layout] = {}
         self.through: dict[fx.Node, fx.Node] = {}
         self.leaves: list[matmuls.MatmulNode] = []
@@ -88,6 +88,8 @@ class _Tracer:
             if matmul is not None:
                 self.leaves.append(matmul)
                 self.region.add(node)
+                if self.sums and (other := matmuls.folded(matmul)) is not None:
+                    pending.append((other.node, layout))
                 continue
             self.region.add(node)
             if node.op != "call_function":
@@ -150,7 +152,7 @@ def find_reduce(collectives: list[CollectiveNode], result: fx.Node) -> tuple[Red
     """The site at one or several collectives whose results are added: ``(nodes, obstacle, matmul seen)``."""
     first = collectives[0]
     world_size = first.world_size
-    tracer = _Tracer(world_size)
+    tracer = _Tracer(world_size, first.kind != "all_gather")
     shared: Layout | None = None
     try:
         for collective in collectives:

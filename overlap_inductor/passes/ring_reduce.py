@@ -79,7 +79,9 @@ class _Slices:
             lhs_dim, rhs_dim = leaf.operand_dim("lhs", role), leaf.operand_dim("rhs", role)
             lhs = cut(self._whole(leaf.lhs, lhs_dim), lhs_dim) if lhs_dim is not None else leaf.lhs
             rhs = cut(self._whole(leaf.rhs, rhs_dim), rhs_dim) if rhs_dim is not None else leaf.rhs
-            result = matmuls.emit(emit.graph, leaf, lhs, rhs, {role: cut})
+            added = leaf.bias if nodes.bias_of(leaf) is None else None
+            bias = None if added is None else self._evaluate(added, cut, done)
+            result = matmuls.emit(emit.graph, leaf, lhs, rhs, {role: cut}, bias_slice=bias)
             _annotate_new(emit, result)
             if self.after is not None:
                 # Without this Inductor may run all matmuls before the first send (or all sends last).

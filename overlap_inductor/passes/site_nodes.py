@@ -106,6 +106,10 @@ class ReduceNodes:
                     self.externals.append(new)
         self.through = {n: replaced.get(source, source) for n, source in self.through.items()}
 
+    def bias_of(self, matmul: MatmulNode) -> fx.Node | None:
+        """A matmul's bias, if that is not the result of another one of them (``matmuls.folded``), which is added up with them."""
+        return None if any(matmul.bias is m.node for m in self.leaves) else matmul.bias
+
     @property
     def leaf_layout(self) -> Layout:
         return self.layouts[self.leaves[0].node]

@@ -207,6 +207,25 @@ def test_a_sum_with_two_biases_is_refused() -> None:
     assert site.decision.status == "refused" and "2 of the matmuls that are summed into one reduction have a bias" in site.decision.reasons[0].text
 
 
+@pytest.mark.parametrize("read_elsewhere", [False, True])
+def test_a_sum_that_inductor_made_one_matmul_is_a_sum(read_elsewhere: bool) -> None:
+    """``addmm(x @ a, y, b)``, as it writes sums of 2-D tensors; with one more behind it, and a bias of one row in the first. Where a product is needed whole, too, it is none."""
+    with fake_group(2):
+        made = HandGraph()
+        pairs = [(operand(made, 48, inner, f"x{i}"), operand(made, inner, 40, f"w{i}")) for i, inner in enumerate((16, 24, 8))]
+        first = total = made.call(aten.addmm.default, made.input(40, name="row", dtype=BF16), *pairs[0])
+        for pair in pairs[1:]:
+            total = made.call(aten.addmm.default, total, *pair)
+        report = made.output(made.scatter(total), *([first] if read_elsewhere else [])).run(schedule="chunked")
+    (site,) = report.sites
+    assert len(site.facts.matmuls) == (2 if read_elsewhere else 3)
+    if read_elsewhere:
+        assert site.decision.status == "refused" and "not plain ones with a bias of one row" in site.decision.reasons[0].text
+    else:
+        line = next(line for line in report.after.splitlines() if "chunked_sum_matmul_reduce_scatter" in line)
+        assert "[x0, x2, x1], [w0, w2, w1], row" in line and "mm.default" not in report.after, report.after
+
+
 def test_auto_weighs_the_copy_of_what_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where few columns hide a long gather, copying it costs more than is won."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))

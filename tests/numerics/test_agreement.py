@@ -92,6 +92,12 @@ def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, .
             1,
         ),
         "all-reduce in fp64 of rows that are no multiple of the ranks": (lambda x, a: all_reduce((x @ a).double(), "avg", g), [(s * w + 1, 8), (8, 5)], 1),
+        "all-reduce a sum of three matmuls, rows no multiple of the ranks": (
+            lambda x, a, b, c: all_reduce(torch.addmm(c, x, a) + (x * 2) @ b + x.relu() @ a, "avg", g),
+            [(s * w + 1, 8), (8, 5), (8, 5), (5,)],
+            1,
+        ),
+        "scatter columns of a sum of matmuls": (lambda x, a, b: reduce_scatter(x @ a + x.relu() @ b, "sum", 1, g), [(7, 8), (8, s * w), (8, s * w)], 1),
         "scatter the last dim": (lambda x, a: reduce_scatter(x @ a, "sum", 1, g), [(7, 8), (8, s * w)], 1),
         "all-reduce": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(s * w, 8), (8, 5)], 1),
         "all-reduce of a result plus one": (lambda x, a: all_reduce(x @ a + 1, "sum", g), [(s * w, 8), (8, 5)], 1),
