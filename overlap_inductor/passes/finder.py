@@ -84,7 +84,7 @@ class SiteFinder:
             terms = terms + more
             sums.append((terms, total))
         for found, result in reversed(sums):
-            nodes, obstacle, _ = find_reduce(found, result)
+            nodes, obstacle, _ = find_reduce(found, result, self._owned())
             if nodes is not None and obstacle is None:
                 self._merged.update(c.node for c in found)
                 return found, result
@@ -129,8 +129,11 @@ class SiteFinder:
             None,
         )
 
+    def _owned(self) -> set[fx.Node]:
+        return {m.node for site in self.sites for m in site.matmuls}
+
     def _reduce(self, collectives: list[CollectiveNode], result: fx.Node) -> None:
-        nodes, obstacle, _ = find_reduce(collectives, result)
+        nodes, obstacle, _ = find_reduce(collectives, result, self._owned())
         first = collectives[0]
         if nodes is None:
             self._miss(first.node, first.kind, obstacle or grouped_matmuls.beside(first) or Reason("no_matmul", NO_MATMUL))

@@ -7,6 +7,8 @@ rows, a broadcast along the cut dim) is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -62,10 +64,11 @@ def _is_matmul_result(node: fx.Node) -> bool:
 
 
 class _Tracer:
-    """Walks backward from the collective's input, assigning every region node its layout. ``sums``: whether several matmuls may be added up."""
+    """Walks backward from the collective's input, assigning every region node its layout. ``unfolds``: whether a matmul is one that may be added up with the matmul whose
+    bias it is."""
 
-    def __init__(self, world_size: int, sums: bool) -> None:
-        self.world_size, self.sums = world_size, sums
+    def __init__(self, world_size: int, unfolds: Callable[[fx.Node], bool]) -> None:
+        self.world_size, self.unfolds = world_size, unfolds
         self.layouts: dict[fx.Node, Layout] = {}
         self.through: dict[fx.Node, fx.Node] = {}
         self.leaves: list[matmuls.MatmulNode] = []
@@ -88,7 +91,7 @@ class _Tracer:
             if matmul is not None:
                 self.leaves.append(matmul)
                 self.region.add(node)
-                if self.sums and (other := matmuls.folded(matmul)) is not None:
+                if (other := matmuls.folded(matmul)) is not None and self.unfolds(other.node):
                     pending.append((other.node, layout))
                 continue
             self.region.add(node)
@@ -148,11 +151,12 @@ def _blocking_op(root: fx.Node) -> Reason | None:
     return None
 
 
-def find_reduce(collectives: list[CollectiveNode], result: fx.Node) -> tuple[ReduceNodes | None, Reason | None, bool]:
-    """The site at one or several collectives whose results are added: ``(nodes, obstacle, matmul seen)``."""
+def find_reduce(collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node] = ()) -> tuple[ReduceNodes | None, Reason | None, bool]:
+    """The site at one or several collectives whose results are added: ``(nodes, obstacle, matmul seen)``. ``owned``: matmuls of sites before, of which none is taken where it
+    need not be: as the bias of another one it can stay where it is."""
     first = collectives[0]
     world_size = first.world_size
-    tracer = _Tracer(world_size, first.kind != "all_gather")
+    tracer = _Tracer(world_size, lambda node: first.kind != "all_gather" and node not in owned)
     shared: Layout | None = None
     try:
         for collective in collectives:

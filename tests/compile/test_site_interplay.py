@@ -12,6 +12,7 @@ from tests.compile.readings import facts
 from tests.compile.spellings import world
 from tests.fake_group import all_gather
 from tests.fake_group import fake_group
+from tests.fake_group import reduce_scatter
 from tests.fake_group import report_of
 from tests.hand_graph import HandGraph
 from tests.hand_graph import aten
@@ -205,3 +206,14 @@ def test_an_output_gathered_in_another_order() -> None:
         y = made.call(aten.permute.default, made.mm(made.input(8, 16), made.input(16, 8, name="w")), [1, 0])
         report = made.output(made.gather(made.call(aten.clone.default, y))).run()
     assert report.sites == [] and codes(report) == ["layout"]
+
+
+def test_a_gathers_matmul_stays_with_its_gather_where_it_is_added_to_another_one() -> None:
+    """Both sites are overlapped: what the first multiplies is the second's bias."""
+    with fake_group(2) as group:
+
+        def layer(x: torch.Tensor, a: torch.Tensor, y: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return reduce_scatter(all_gather(x, 0, group) @ a + y @ b, "sum", 0, group)
+
+        report = report_of(layer, torch.randn(8, 16), torch.randn(16, 24), torch.randn(16, 16), torch.randn(16, 24))
+    assert [(len(s.facts.matmuls), s.decision.status) for s in report.sites] == [(1, "overlapped")] * 2
