@@ -11,7 +11,6 @@ from torch import fx
 
 from overlap_inductor import site as facts
 from overlap_inductor.passes import graph_tools as tools
-from overlap_inductor.passes.layouts import same_size
 from overlap_inductor.torch_compat import operators
 
 aten = torch.ops.aten
@@ -113,14 +112,24 @@ def parse(node: fx.Node) -> MatmulNode | None:
     return MatmulNode(node, kind)
 
 
-def folded(matmul: MatmulNode) -> MatmulNode | None:
-    """The other matmul of a sum of two that Inductor has written as one with the other as its bias, ``addmm(x @ a, y, b)``; ``None`` where that has other users, too."""
+def folded(matmul: MatmulNode) -> list[fx.Node]:
+    """The other matmuls of a sum that Inductor has written as one matmul with the others as its bias, ``addmm(x @ a, y, b)``; none where the bias is anything else, or one
+    of them has other users, too."""
     bias = matmul.bias
-    other = parse(bias) if matmul.kind == "addmm" and bias is not None else None
-    if other is None or other.batched or other.kind == "scaled_mm" or other.refusal() is not None:
+    return (bias is not None and matmul.kind == "addmm" and _summed(bias, matmul.node)) or []
+
+
+def _summed(node: fx.Node, user: fx.Node) -> list[fx.Node] | None:
+    """The plain matmuls whose sum ``node`` is, and nothing else, for ``user`` alone and of its shape; or ``None``."""
+    if set(node.users) != {user} or not tools.is_tensor(node) or [str(s) for s in tools.shape(node)] != [str(s) for s in tools.shape(user)]:
         return None
-    alone = set(other.node.users) == {matmul.node}
-    return other if alone and all(same_size(a, b) for a, b in zip(tools.shape(other.node), tools.shape(matmul.node), strict=True)) else None
+    matmul = parse(node)
+    if matmul is not None:
+        return [node] if matmul.kind in ("mm", "addmm") and matmul.refusal() is None else None
+    if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
+        return None
+    terms = [_summed(a, node) for a in node.args]  # type: ignore[arg-type]
+    return None if None in terms else [n for term in terms for n in term]  # type: ignore[union-attr]
 
 
 Slicer = Callable[[fx.Node, int], fx.Node]

@@ -29,6 +29,7 @@ from torch import fx
 from overlap_inductor import __version__
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.errors import StrictError
+from overlap_inductor.passes import fused_sums
 from overlap_inductor.passes import legality
 from overlap_inductor.passes import planner
 from overlap_inductor.passes.finder import SiteFinder
@@ -57,7 +58,11 @@ def run_overlap_pass(
     """
     phase = graph_phase(graph, is_inference)
     try:
-        return _find_and_rewrite(graph, config, phase, graph_id, refusal)
+        fused_sums.take_apart(graph)
+        try:
+            return _find_and_rewrite(graph, config, phase, graph_id, refusal)
+        finally:
+            fused_sums.put_back(graph)
     except Exception as error:  # noqa: BLE001  (a model that compiles without the pass must compile with it)
         log.warning("overlap_inductor: the pass failed and the graph is left as it was: %s", error, exc_info=True)
         text = f"the pass failed and the graph is left as it was: {type(error).__name__}: {error}"
@@ -86,6 +91,7 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, graph_
             break
         # The graph is as before; once more without the site that failed.
         failed.update(failures)
+    fused_sums.put_back(graph)
     notices = [f"the rewrite of {site} failed and was taken back: {reason.text}" for site, reason in failed.items()]
 
     return OverlapReport(

@@ -75,6 +75,7 @@ class _Tracer:
         self.externals: list[fx.Node] = []
         self.obstacle: Reason | None = None
         self.region: set[fx.Node] = set()
+        self.unfolded: set[fx.Node] = set()
 
     def trace(self, root: fx.Node, layout: Layout) -> None:
         """Assign layouts; raises ``LayoutError``. ``obstacle`` is set where an op does not commute."""
@@ -91,8 +92,10 @@ class _Tracer:
             if matmul is not None:
                 self.leaves.append(matmul)
                 self.region.add(node)
-                if (other := matmuls.folded(matmul)) is not None and self.unfolds(other.node):
-                    pending.append((other.node, layout))
+                others = matmuls.folded(matmul)
+                if others and matmul.bias is not None and all(map(self.unfolds, others)):
+                    self.unfolded.add(matmul.bias)
+                    pending.append((matmul.bias, layout))
                 continue
             self.region.add(node)
             if node.op != "call_function":
@@ -192,7 +195,7 @@ def find_reduce(collectives: list[CollectiveNode], result: fx.Node, owned: Colle
     role = leaf.output_role(sharded.dim)
     if sharded.missing and (reason := _not_zero(tracer, sharded, role)) is not None:
         return None, reason, True
-    nodes = ReduceNodes(collectives, result, tracer.leaves, tracer.layouts, tracer.through, tracer.externals, sharded, role)
+    nodes = ReduceNodes(collectives, result, tracer.leaves, tracer.layouts, tracer.through, tracer.externals, sharded, role, tracer.unfolded)
     ends = {c.node for c in collectives}
     inside = tracer.region | ends | set(tracer.through)
     outside = [(n, u) for n in tracer.region for u in n.users if u not in inside and not _is_piece(u, inside)]

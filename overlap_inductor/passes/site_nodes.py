@@ -84,7 +84,8 @@ class GatherNodes:
 @dataclass
 class ReduceNodes:
     """matmuls -> views and pointwise ops -> collective(s). ``collectives`` are several where all-reduces are added afterwards;
-    ``layouts`` holds every region node's layout in the atoms of the collective's input, ``sharded`` the matmuls' output dim to cut."""
+    ``layouts`` holds every region node's layout in the atoms of the collective's input, ``sharded`` the matmuls' output dim to cut, ``unfolded`` biases of
+    matmuls that are sums of other ones (``matmuls.folded``)."""
 
     collectives: list[CollectiveNode]
     result: fx.Node
@@ -94,6 +95,7 @@ class ReduceNodes:
     externals: list[fx.Node]
     sharded: ShardedDim
     role: str
+    unfolded: set[fx.Node] = field(default_factory=set)
 
     def rename(self, replaced: dict[fx.Node, fx.Node]) -> None:
         """Follow a rewrite before: what is read from outside may be another node now."""
@@ -107,8 +109,8 @@ class ReduceNodes:
         self.through = {n: replaced.get(source, source) for n, source in self.through.items()}
 
     def bias_of(self, matmul: MatmulNode) -> fx.Node | None:
-        """A matmul's bias, if that is not the result of another one of them (``matmuls.folded``), which is added up with them."""
-        return None if any(matmul.bias is m.node for m in self.leaves) else matmul.bias
+        """A matmul's bias, if that is no sum of other ones of them, which are added up with it."""
+        return None if matmul.bias in self.unfolded else matmul.bias
 
     @property
     def leaf_layout(self) -> Layout:

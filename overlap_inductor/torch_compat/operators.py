@@ -54,3 +54,9 @@ def written(node: fx.Node) -> list[fx.Node]:
 def fake_mode(values: Any) -> Any:
     """The ``FakeTensorMode`` of the first fake tensor in ``values``; raises ``StopIteration`` where there is none."""
     return next(v.fake_mode for v in _pytree.tree_leaves(values) if isinstance(v, torch._subclasses.FakeTensor))
+
+
+def summed_matmuls(node: fx.Node) -> tuple[fx.Node, ...] | None:
+    """The four operands of the kernel that Inductor has made of ``mat1 @ mat2 + mat3 @ mat4``; ``None`` for any other node."""
+    is_one = getattr(node.target, "_inductor_lowering_function", False) and getattr(node.target, "__name__", "") == "mm_plus_mm"
+    return tuple(node.kwargs.values()) if is_one and tuple(node.kwargs) == ("mat1", "mat2", "mat3", "mat4") else None  # type: ignore[return-value]

@@ -1,0 +1,59 @@
+"""Sums of two matmuls that Inductor has made one kernel of (``mm_plus_mm``, where it autotunes): taken apart while sites are looked for, put back where none took them.
+
+Contract: between ``take_apart`` and ``put_back`` such a node of a graph with collectives is ``add(mm, mm)``; behind them the graph has it again, unless a site's rewrite has
+replaced a part of it. Nodes are known by a mark in their ``meta`` and by their name, so that one that a rewrite copies is no such node, and one that a failed rewrite has put back is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.torch_compat import operators
+from overlap_inductor.torch_compat.guards import without_guards
+
+aten = torch.ops.aten
+MARK = "overlap_inductor_fused_sum"
+
+
+def take_apart(graph: fx.Graph) -> None:
+    """Each such sum as three nodes."""
+    if not any(operators.qualified_name(node)[0] == "_c10d_functional" for node in graph.nodes):
+        return
+    for node in list(graph.nodes):
+        operands = operators.summed_matmuls(node)
+        if operands is None:
+            continue
+        with graph.inserting_before(node):
+            products = [_like(node, graph.call_function(aten.mm.default, pair)) for pair in (operands[:2], operands[2:])]
+            total = _like(node, graph.call_function(aten.add.Tensor, tuple(products)))
+        total.meta[MARK] = (total.name, node.target, tuple(node.kwargs))
+        node.replace_all_uses_with(total)
+        graph.erase_node(node)
+
+
+def put_back(graph: fx.Graph) -> None:
+    """One node again where all three still stand, and nothing else reads the products."""
+    for node in list(graph.nodes):
+        name, target, names = node.meta.get(MARK, (None, None, ()))
+        if name != node.name or any(n.target is not aten.mm.default or set(n.users) != {node} for n in node.args):
+            continue
+        operands = [a for product in node.args for a in product.args]
+        with graph.inserting_before(node):
+            whole = graph.call_function(target, (), dict(zip(names, operands, strict=True)))
+        whole.meta = {key: value for key, value in node.meta.items() if key != MARK}
+        node.replace_all_uses_with(whole)
+        for old in (node, *dict.fromkeys(node.args)):
+            graph.erase_node(old)
+
+
+def _like(node: fx.Node, made: fx.Node) -> fx.Node:
+    """``made`` with the origin of ``node`` and a value of its own."""
+    values: Any = fx.map_arg(made.args, lambda n: n.meta["val"])
+    mode = operators.fake_mode(values)
+    made.meta = dict(node.meta)
+    with mode, without_guards(mode.shape_env):
+        made.meta["val"] = made.target(*values)  # type: ignore[operator]
+    return made

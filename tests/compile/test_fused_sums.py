@@ -1,0 +1,97 @@
+"""Sums of two matmuls that Inductor makes one kernel of where it autotunes: found as sums, and its kernel again where nothing is overlapped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from overlap_inductor import reporting
+from overlap_inductor.passes import overlap_pass
+from overlap_inductor.report import OverlapReport
+from tests.compile.spellings import world
+from tests.fake_group import all_gather
+from tests.fake_group import all_reduce
+from tests.fake_group import fake_group
+from tests.fake_group import reduce_scatter
+from tests.fake_group import reports_of
+
+Function = Callable[..., torch.Tensor]
+FUNCTIONS: dict[str, tuple[Function, int]] = {
+    "scatter": (lambda x, w, y, v: reduce_scatter(x @ w + y @ v, "sum", 0, world()), 2),
+    "all-reduce behind a cast": (lambda x, w, y, v: all_reduce((x @ w + y @ v).double(), "sum", world()), 2),
+    "three": (lambda x, w, y, v: reduce_scatter(x @ w + y @ v + x.relu() @ w, "sum", 0, world()), 3),
+}
+
+
+def report(function: Function, **fields: object) -> OverlapReport:
+    inputs = torch.randn(16, 24), torch.randn(24, 8), torch.randn(16, 12), torch.randn(12, 8)
+    with torch._inductor.config.patch(max_autotune=True):
+        (found,) = reports_of(function, *inputs, **fields)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def two_ranks() -> object:
+    with fake_group(2):
+        yield
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_each_product_is_multiplied_in_pieces(name: str) -> None:
+    function, count = FUNCTIONS[name]
+    found = report(function)
+    (site,) = found.sites
+    assert site.decision.status == "overlapped" and len(site.facts.matmuls) == count and not found.near_misses
+    assert "mm_plus_mm" not in found.after and "_c10d_functional" not in found.after
+    # (Of both ranks' slices.)
+    assert len(re.findall(r"= aten\.(?:add)?mm\.default", found.after)) >= 2 * count
+
+
+@pytest.mark.parametrize("fields", [{"schedule": "keep"}, {"mode": "report"}], ids=["kept", "reported"])
+def test_what_is_kept_stays_one_kernel(fields: dict[str, object]) -> None:
+    found = report(FUNCTIONS["scatter"][0], **fields)
+    assert len(found.sites[0].facts.matmuls) == 2 and found.sites[0].decision.status == "kept"
+    assert "mm_plus_mm" in found.after and "aten.mm.default" not in found.after
+
+
+def test_a_rewrite_that_fails_leaves_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph is put back from a copy, whose nodes are others."""
+
+    def fail(self: object, chosen: object) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(overlap_pass.Rewriter, "apply", fail)
+    found = report(FUNCTIONS["scatter"][0])
+    assert found.sites[0].decision.status == "failed" and "mm_plus_mm" in found.after and "aten.mm.default" not in found.after
+
+
+def test_a_sum_beside_no_collective_stays_one_kernel() -> None:
+    found = report(lambda x, w, y, v: torch.softmax(x @ w + y @ v, 1) + all_reduce(x @ w, "sum", world()))
+    assert found.sites[0].decision.status == "overlapped" and "mm_plus_mm" in found.after
+
+
+@pytest.mark.parametrize("schedule", ["ring", "keep"])
+def test_gathered_operands_are_found(schedule: str) -> None:
+    """A gathered tensor times a weight, and times an adapter's two."""
+
+    def adapted(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        gathered = all_gather(x, 0, world())
+        return gathered @ w + (gathered @ v.t() @ y.t()) @ w[:16]
+
+    inputs = torch.randn(16, 24), torch.randn(24, 8), torch.randn(16, 12), torch.randn(12, 24)
+    with torch._inductor.config.patch(max_autotune=True):
+        (found,) = reports_of(adapted, *inputs, schedule=schedule)
+    (site,) = found.sites
+    assert site.facts.pattern == "all_gather_matmul" and len(site.facts.matmuls) == 2 and not found.near_misses
+    assert ("mm_plus_mm" in found.after) == (schedule == "keep")
+
+
+def test_it_compiles_and_runs_as_kept() -> None:
+    """Inductor lowers the node that was put back."""
+    x, w, y, v = torch.randn(16, 24), torch.randn(24, 8), torch.randn(16, 12), torch.randn(12, 8)
+    with torch._inductor.config.patch(max_autotune=True):
+        out = torch.compile(FUNCTIONS["scatter"][0], backend="overlap_inductor", options={"schedule": "keep"})(x, w, y, v)
+    assert out.shape == (8, 8) and reporting.last_report() is not None
