@@ -31,6 +31,7 @@ from tests.gpu.repeated import late_calls
 from tests.gpu.repeated import replays
 from tests.kernels import scaled_sites
 from tests.kernels.test_fused_sites import cases
+from tests.kernels.test_fused_sites import sums
 from tests.numerics.test_agreement import _tuple
 
 FACTOR = 17
@@ -53,7 +54,8 @@ def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) ->
 
 
 def patterns(schedule: str, rank: int, world_size: int) -> list[str]:
-    return against_fp64(schedule, rank, cases(world_size, FACTOR), lambda shapes, generator: [torch.randn(s, generator=generator).bfloat16() for s in shapes])
+    sites = cases(world_size, FACTOR) | (sums(world_size, FACTOR) if schedule == "chunked" else {})
+    return against_fp64(schedule, rank, sites, lambda shapes, generator: [torch.randn(s, generator=generator).bfloat16() for s in shapes])
 
 
 def fp8(schedule: str, rank: int, world_size: int, calls: int, count: int) -> list[str]:
