@@ -61,9 +61,10 @@ def all_gather_matmuls(
     """
     launch.faults.check()
     results = [rows_like(a, launch.world_size * a.shape[0], b.shape[1], a.dtype) for b in rhs]
-    what, tensors = ("fused", "all_gather_matmul", parameters, keep, tail.epilogues), [a, *rhs, *results, *biases, *tail.extras]
+    # (Results lie in rows, of sizes that the operands have: where they begin is all that may change.)
+    what = ("fused", "all_gather_matmul", parameters, keep, tail.epilogues, *[r.data_ptr() for r in results])
     copied = [a] if a.nbytes >= parameters.copies_from else []
-    launched(launch, what, tensors, lambda: _gather(a, rhs, results, launch, parameters, biases, keep, tail), parameters.replays, copied)
+    launched(launch, what, [a, *rhs, *biases, *tail.extras], lambda: _gather(a, rhs, results, launch, parameters, biases, keep, tail), parameters.replays, copied)
     return results
 
 
@@ -147,7 +148,8 @@ def matmul_reduce_scatter(
             launch.remember(key, kernel)
         kernel(a, b, out, out if bias is None else bias, *tail.operands)
 
-    launched(launch, ("fused", "matmul_reduce_scatter", parameters, average, tail.epilogues), [a, b, out, bias, *tail.extras], start, parameters.replays)
+    what = ("fused", "matmul_reduce_scatter", parameters, average, tail.epilogues, out.data_ptr())
+    launched(launch, what, [a, b, bias, *tail.extras], start, parameters.replays)
     return out
 
 
@@ -176,5 +178,6 @@ def matmul_all_reduce(
             launch.remember(key, kernel)
         kernel(a, b, product, out, out if bias is None else bias, *tail.operands)
 
-    launched(launch, ("fused", "matmul_all_reduce", parameters, average, tail.epilogues), [a, b, product, out, bias, *tail.extras], start, parameters.replays)
+    what = ("fused", "matmul_all_reduce", parameters, average, tail.epilogues, product.data_ptr(), out.data_ptr())
+    launched(launch, what, [a, b, bias, *tail.extras], start, parameters.replays)
     return out
