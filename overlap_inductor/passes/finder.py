@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import fx
 
@@ -34,6 +36,7 @@ class SiteFinder:
         self.sites: list[OverlapSite] = []
         self.near_misses: list[NearMiss] = []
         self._merged: set[fx.Node] = set()
+        self._found: dict[fx.Node, tuple[GatherNodes | None, list[Reason]]] = {}
 
     def run(self) -> SiteFinder:
         for node, kind, found in finding.find_collectives(self.graph):
@@ -56,7 +59,7 @@ class SiteFinder:
         if not tools.shape(collective.input):
             self._miss(collective.node, "all_gather", Reason("no_matmul", NO_MATMUL))
             return
-        nodes, obstacles = find_gather(collective)
+        nodes, obstacles = self._gathered(collective)
         if nodes is not None:
             if is_weight_gather(nodes, self.phase):
                 reason = Reason("fsdp_weight_gather", f"{collective.input.name} is a weight gathered for use (FSDP): left to bucketing and prefetching")
@@ -66,7 +69,7 @@ class SiteFinder:
             self._add("all_gather_matmul", collective, nodes, _logical_dim(nodes), first.role)
             return
         # Whatever uses the gathered output, it may be a matmul's own.
-        reduced, obstacle, _ = find_reduce([collective], collective.wait)
+        reduced, obstacle = find_reduce([collective], collective.wait)
         if reduced is not None:
             self._add("matmul_all_gather", collective, reduced, None, reduced.role, obstacle)
             return
@@ -84,7 +87,7 @@ class SiteFinder:
             terms = terms + more
             sums.append((terms, total))
         for found, result in reversed(sums):
-            nodes, obstacle, _ = find_reduce(found, result, self._owned())
+            nodes, obstacle = find_reduce(found, result, self._owned())
             if nodes is not None and obstacle is None:
                 self._merged.update(c.node for c in found)
                 return found, result
@@ -130,10 +133,23 @@ class SiteFinder:
         )
 
     def _owned(self) -> set[fx.Node]:
-        return {m.node for site in self.sites for m in site.matmuls}
+        """Matmuls of sites found before, and of all gathers: added up all-reduces are found at the first one, which a gather may stand behind."""
+        gathered = {c.matmul.node for nodes in self._gather_sites.values() for c in nodes.consumers}
+        return gathered | {m.node for site in self.sites for m in site.matmuls}
+
+    @functools.cached_property
+    def _gather_sites(self) -> dict[fx.Node, GatherNodes]:
+        gathers = [f for _, kind, f in finding.find_collectives(self.graph) if kind == "all_gather" and isinstance(f, CollectiveNode) and tools.shape(f.input)]
+        found = {c.node: self._gathered(c)[0] for c in gathers}
+        return {node: nodes for node, nodes in found.items() if nodes is not None and not is_weight_gather(nodes, self.phase)}
+
+    def _gathered(self, collective: CollectiveNode) -> tuple[GatherNodes | None, list[Reason]]:
+        if collective.node not in self._found:
+            self._found[collective.node] = find_gather(collective)
+        return self._found[collective.node]
 
     def _reduce(self, collectives: list[CollectiveNode], result: fx.Node) -> None:
-        nodes, obstacle, _ = find_reduce(collectives, result, self._owned())
+        nodes, obstacle = find_reduce(collectives, result, self._owned())
         first = collectives[0]
         if nodes is None:
             self._miss(first.node, first.kind, obstacle or grouped_matmuls.beside(first) or Reason("no_matmul", NO_MATMUL))

@@ -1,6 +1,6 @@
 """Sums of two matmuls that Inductor has made one kernel of (``mm_plus_mm``, where it autotunes): taken apart while sites are looked for, put back where none took them.
 
-Contract: between ``take_apart`` and ``put_back`` such a node of a graph with collectives is ``add(mm, mm)``; behind them the graph has it again, unless a site's rewrite has
+Contract: between ``take_apart`` and ``put_back`` such a node is ``add(mm, mm)``; behind them the graph has it again, unless a site's rewrite has
 replaced a part of it. Nodes are known by a mark in their ``meta`` and by their name, so that one that a rewrite copies is no such node, and one that a failed rewrite has put back is.
 """
 
@@ -19,16 +19,18 @@ MARK = "overlap_inductor_fused_sum"
 
 
 def take_apart(graph: fx.Graph) -> None:
-    """Each such sum as three nodes."""
-    if not any(operators.qualified_name(node)[0] == "_c10d_functional" for node in graph.nodes):
-        return
+    """Each such sum as three nodes. Whatever it raises, ``put_back`` restores the graph."""
     for node in list(graph.nodes):
         operands = operators.summed_matmuls(node)
         if operands is None:
             continue
+        values = [_computed(aten.mm.default, *(n.meta["val"] for n in pair)) for pair in (operands[:2], operands[2:])]
+        values.append(_computed(aten.add.Tensor, *values))
         with graph.inserting_before(node):
-            products = [_like(node, graph.call_function(aten.mm.default, pair)) for pair in (operands[:2], operands[2:])]
-            total = _like(node, graph.call_function(aten.add.Tensor, tuple(products)))
+            products = [graph.call_function(aten.mm.default, pair) for pair in (operands[:2], operands[2:])]
+            total = graph.call_function(aten.add.Tensor, tuple(products))
+        for made, value in zip((*products, total), values, strict=True):
+            made.meta = {**node.meta, "val": value}
         total.meta[MARK] = (total.name, node.target, tuple(node.kwargs))
         node.replace_all_uses_with(total)
         graph.erase_node(node)
@@ -49,11 +51,7 @@ def put_back(graph: fx.Graph) -> None:
             graph.erase_node(old)
 
 
-def _like(node: fx.Node, made: fx.Node) -> fx.Node:
-    """``made`` with the origin of ``node`` and a value of its own."""
-    values: Any = fx.map_arg(made.args, lambda n: n.meta["val"])
+def _computed(operator: Any, *values: Any) -> Any:
     mode = operators.fake_mode(values)
-    made.meta = dict(node.meta)
     with mode, without_guards(mode.shape_env):
-        made.meta["val"] = made.target(*values)  # type: ignore[operator]
-    return made
+        return operator(*values)

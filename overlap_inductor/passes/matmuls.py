@@ -120,12 +120,15 @@ def folded(matmul: MatmulNode) -> list[fx.Node]:
 
 
 def _summed(node: fx.Node, user: fx.Node) -> list[fx.Node] | None:
-    """The plain matmuls whose sum ``node`` is, and nothing else, for ``user`` alone and of its shape; or ``None``."""
-    if set(node.users) != {user} or not tools.is_tensor(node) or [str(s) for s in tools.shape(node)] != [str(s) for s in tools.shape(user)]:
+    """The plain matmuls whose sum ``node`` is, and nothing else, for ``user`` alone, which reads it once, and of its shape; or ``None``."""
+    if set(node.users) != {user} or user.args.count(node) != 1 or not tools.is_tensor(node):
+        return None
+    if [str(s) for s in tools.shape(node)] != [str(s) for s in tools.shape(user)]:
         return None
     matmul = parse(node)
     if matmul is not None:
-        return [node] if matmul.kind in ("mm", "addmm") and matmul.refusal() is None else None
+        plain = matmul.kind in ("mm", "addmm") and matmul.refusal() is None and not any(tools.has_unbacked(tools.shape(n)) for n in (matmul.lhs, matmul.rhs))
+        return [node] if plain else None
     if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
         return None
     terms = [_summed(a, node) for a in node.args]  # type: ignore[arg-type]

@@ -32,6 +32,7 @@ from overlap_inductor.errors import StrictError
 from overlap_inductor.passes import fused_sums
 from overlap_inductor.passes import legality
 from overlap_inductor.passes import planner
+from overlap_inductor.passes.collectives import find_collectives
 from overlap_inductor.passes.finder import SiteFinder
 from overlap_inductor.passes.rewriter import Rewriter
 from overlap_inductor.passes.ring_site import fit_budget
@@ -41,6 +42,7 @@ from overlap_inductor.report import SiteReport
 from overlap_inductor.schedule import Decision
 from overlap_inductor.schedule import PlanPiece
 from overlap_inductor.schedule import Reason
+from overlap_inductor.torch_compat import operators
 
 log = logging.getLogger("overlap_inductor")
 
@@ -58,7 +60,6 @@ def run_overlap_pass(
     """
     phase = graph_phase(graph, is_inference)
     try:
-        fused_sums.take_apart(graph)
         try:
             return _find_and_rewrite(graph, config, phase, graph_id, refusal)
         finally:
@@ -74,12 +75,13 @@ def run_overlap_pass(
 
 def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, graph_id: str, refusal: str | None) -> OverlapReport:
     failed: dict[str, Reason] = {}
-    plan_hash, before = "", ""
+    plan_hash, before = "", readable(graph) if any(True for _ in find_collectives(graph)) else ""
+    if before:
+        fused_sums.take_apart(graph)
     workspaces: list[dict[str, Any]] = []
     while True:
         found = SiteFinder(graph, phase).run()
         sites = found.sites
-        before = before or (readable(graph) if sites or found.near_misses else "")
         chosen = choose(sites, config, refusal, failed)
         if not chosen or config.mode not in ("on", "strict"):
             break
@@ -220,7 +222,7 @@ def readable(graph: fx.Graph) -> str:
         kind = ""
         if isinstance(value, torch.Tensor):
             kind = f": {str(value.dtype).removeprefix('torch.')}[{', '.join(str(s) for s in value.shape)}]"
-        target = str(node.target).removeprefix("torch.ops.")
+        target = operators.lowering_name(node) or str(node.target).removeprefix("torch.ops.")
         arguments = ", ".join([*(_argument(a) for a in node.args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())])
         if node.op == "placeholder":
             lines.append(f"{node.name}{kind} = input")

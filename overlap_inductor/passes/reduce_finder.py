@@ -65,10 +65,10 @@ def _is_matmul_result(node: fx.Node) -> bool:
 
 class _Tracer:
     """Walks backward from the collective's input, assigning every region node its layout. ``unfolds``: whether a matmul is one that may be added up with the matmul whose
-    bias it is."""
+    bias it is. ``left``: matmuls that are read like any other tensor."""
 
-    def __init__(self, world_size: int, unfolds: Callable[[fx.Node], bool]) -> None:
-        self.world_size, self.unfolds = world_size, unfolds
+    def __init__(self, world_size: int, unfolds: Callable[[fx.Node], bool], left: Collection[fx.Node]) -> None:
+        self.world_size, self.unfolds, self.left = world_size, unfolds, left
         self.layouts: dict[fx.Node, Layout] = {}
         self.through: dict[fx.Node, fx.Node] = {}
         self.leaves: list[matmuls.MatmulNode] = []
@@ -88,7 +88,7 @@ class _Tracer:
                     raise LayoutError(f"{node.name} is used in two layouts")
                 continue
             self.layouts[node] = layout
-            matmul = matmuls.parse(node)
+            matmul = matmuls.parse(node) if node not in self.left else None
             if matmul is not None:
                 self.leaves.append(matmul)
                 self.region.add(node)
@@ -154,47 +154,54 @@ def _blocking_op(root: fx.Node) -> Reason | None:
     return None
 
 
-def find_reduce(collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node] = ()) -> tuple[ReduceNodes | None, Reason | None, bool]:
-    """The site at one or several collectives whose results are added: ``(nodes, obstacle, matmul seen)``. ``owned``: matmuls of sites before, of which none is taken where it
-    need not be: as the bias of another one it can stay where it is."""
+def _traced(collectives: list[CollectiveNode], owned: Collection[fx.Node], left: Collection[fx.Node]) -> _Tracer:
+    """What the collectives' inputs are made of. Raises ``LayoutError``."""
+    first = collectives[0]
+    tracer = _Tracer(first.world_size, lambda node: first.kind != "all_gather" and node not in owned, left)
+    shape = tools.shape(first.input)
+    layout = Layout.scattered(shape, first.world_size) if first.kind == "reduce_scatter" else Layout.of_shape(shape)
+    for collective in collectives:
+        tracer.trace(collective.input, layout)
+    return tracer
+
+
+def find_reduce(collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node] = ()) -> tuple[ReduceNodes | None, Reason | None]:
+    """The site at one or several collectives whose results are added: ``(nodes, obstacle)``. ``owned``: matmuls of sites before, of which none is taken where it
+    need not be: as a term of a sum with another one it is added like any other tensor."""
     first = collectives[0]
     world_size = first.world_size
-    tracer = _Tracer(world_size, lambda node: first.kind != "all_gather" and node not in owned)
-    shared: Layout | None = None
     try:
-        for collective in collectives:
-            shape = tools.shape(collective.input)
-            if shared is None:
-                shared = Layout.scattered(shape, world_size) if first.kind == "reduce_scatter" else Layout.of_shape(shape)
-            tracer.trace(collective.input, shared)
+        tracer = _traced(collectives, owned, ())
+        if any(m.node in owned for m in tracer.leaves) and any(m.node not in owned for m in tracer.leaves):
+            tracer = _traced(collectives, owned, owned)
     except LayoutError as error:
-        return None, Reason("layout", str(error)), bool(tracer.leaves)
+        return None, Reason("layout", str(error))
     if tracer.obstacle is not None:
-        return None, tracer.obstacle, bool(tracer.leaves)
+        return None, tracer.obstacle
     if not tracer.leaves:
-        return None, _blocking_op(first.input), False
+        return None, _blocking_op(first.input)
     refusal = next((r for r in (m.refusal() for m in tracer.leaves) if r), None)
     if refusal is not None:
-        return None, Reason("matmul_form", refusal), True
+        return None, Reason("matmul_form", refusal)
     leaf = tracer.leaves[0]
     layout = tracer.layouts[leaf.node].refined()
     for other in tracer.leaves[1:]:
         theirs = tracer.layouts[other.node].refined()
         if [len(d) for d in theirs.dims] != [len(d) for d in layout.dims] or not theirs.same_elements(layout):
-            return None, Reason("layout", f"{other.node.name} and {leaf.node.name} are summed in different layouts"), True
+            return None, Reason("layout", f"{other.node.name} and {leaf.node.name} are summed in different layouts")
     known: dict[fx.Node, bool] = {}
     forks = any(u not in tracer.region for u in leaf.node.users)
     for node in tracer.externals if forks else []:
         if tools.depends_on(node, leaf.node, known):
-            return None, Reason("op_between", f"{node.target} stands between {leaf.node.name} and the collective and does not commute with it"), True
+            return None, Reason("op_between", f"{node.target} stands between {leaf.node.name} and the collective and does not commute with it")
     try:
         sharded = _cut(first.kind, leaf, layout, tracer.layouts[first.input], world_size)
         _check_externals(tracer, layout)
     except LayoutError as error:
-        return None, Reason("layout", str(error)), True
+        return None, Reason("layout", str(error))
     role = leaf.output_role(sharded.dim)
     if sharded.missing and (reason := _not_zero(tracer, sharded, role)) is not None:
-        return None, reason, True
+        return None, reason
     nodes = ReduceNodes(collectives, result, tracer.leaves, tracer.layouts, tracer.through, tracer.externals, sharded, role, tracer.unfolded)
     ends = {c.node for c in collectives}
     inside = tracer.region | ends | set(tracer.through)
@@ -203,7 +210,7 @@ def find_reduce(collectives: list[CollectiveNode], result: fx.Node, owned: Colle
     if outside:
         node, user = outside[0]
         obstacle = Reason("other_users", f"{node.name} is also used by {user.name}, which needs the whole result before the collective")
-    return nodes, obstacle, True
+    return nodes, obstacle
 
 
 def _not_zero(tracer: _Tracer, sharded: ShardedDim, role: str) -> Reason | None:

@@ -56,7 +56,12 @@ def fake_mode(values: Any) -> Any:
     return next(v.fake_mode for v in _pytree.tree_leaves(values) if isinstance(v, torch._subclasses.FakeTensor))
 
 
+def lowering_name(node: fx.Node) -> str | None:
+    """The name of a kernel that one of Inductor's patterns has put in place of several nodes; ``None`` for any other node."""
+    return node.target.__name__ if getattr(node.target, "_inductor_lowering_function", False) else None  # type: ignore[union-attr]
+
+
 def summed_matmuls(node: fx.Node) -> tuple[fx.Node, ...] | None:
     """The four operands of the kernel that Inductor has made of ``mat1 @ mat2 + mat3 @ mat4``; ``None`` for any other node."""
-    is_one = getattr(node.target, "_inductor_lowering_function", False) and getattr(node.target, "__name__", "") == "mm_plus_mm"
-    return tuple(node.kwargs.values()) if is_one and tuple(node.kwargs) == ("mat1", "mat2", "mat3", "mat4") else None  # type: ignore[return-value]
+    known = lowering_name(node) == "mm_plus_mm" and tuple(node.kwargs) == ("mat1", "mat2", "mat3", "mat4")
+    return tuple(node.kwargs.values()) if known else None  # type: ignore[return-value]

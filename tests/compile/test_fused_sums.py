@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from overlap_inductor import reporting
+from overlap_inductor.passes import fused_sums
 from overlap_inductor.passes import overlap_pass
 from overlap_inductor.report import OverlapReport
 from tests.compile.spellings import world
@@ -95,3 +96,23 @@ def test_it_compiles_and_runs_as_kept() -> None:
     with torch._inductor.config.patch(max_autotune=True):
         out = torch.compile(FUNCTIONS["scatter"][0], backend="overlap_inductor", options={"schedule": "keep"})(x, w, y, v)
     assert out.shape == (8, 8) and reporting.last_report() is not None
+
+
+def test_a_sum_that_cannot_be_taken_apart_leaves_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one of two: the first one is one kernel again."""
+    computed: list[object] = []
+    plain = fused_sums._computed
+
+    def fail(operator: object, *values: object) -> object:
+        computed.append(operator)
+        if len(computed) == 5:
+            raise RuntimeError("on purpose")
+        return plain(operator, *values)
+
+    monkeypatch.setattr(fused_sums, "_computed", fail)
+    after: list[str] = []
+    inner = overlap_pass.fused_sums.put_back
+    monkeypatch.setattr(overlap_pass.fused_sums, "put_back", lambda graph: (inner(graph), after.append(overlap_pass.readable(graph))))
+    found = report(lambda x, w, y, v: reduce_scatter(x @ w + y @ v, "sum", 0, world()) * reduce_scatter(y @ v + x.relu() @ w, "sum", 0, world()))
+    assert "on purpose" in found.notices[0]
+    assert after[-1].count("= mm_plus_mm(") == 2 and "aten.mm.default" not in after[-1]

@@ -217,3 +217,46 @@ def test_a_gathers_matmul_stays_with_its_gather_where_it_is_added_to_another_one
 
         report = report_of(layer, torch.randn(8, 16), torch.randn(16, 24), torch.randn(16, 16), torch.randn(16, 24))
     assert [(len(s.facts.matmuls), s.decision.status) for s in report.sites] == [(1, "overlapped")] * 2
+
+
+def of_sites(made: HandGraph) -> list[tuple[str, int, str]]:
+    return [(s.facts.pattern, len(s.facts.matmuls), s.decision.status) for s in made.run().sites]
+
+
+def test_it_stays_there_where_the_sum_is_no_bias() -> None:
+    """As ``mm_plus_mm`` is taken apart, with a pointwise op between."""
+    with fake_group(2):
+        made = HandGraph()
+        gathered = made.mm(made.gather(made.input(4, 6)), made.input(6, 6, name="a"))
+        other = made.mm(made.input(8, 6, name="y"), made.input(6, 6, name="b"))
+        made.output(made.scatter(made.call(aten.add.Tensor, made.call(aten.relu.default, gathered), other)))
+        assert of_sites(made) == [("all_gather_matmul", 1, "overlapped"), ("matmul_reduce_scatter", 1, "overlapped")]
+        assert "wait_tensor" not in made.text() and made.text().count("relu") >= 2, "the pointwise op is cut"
+
+
+def test_it_stays_there_where_the_reduction_begins_before_the_gather() -> None:
+    """All-reduces that are added are one site, at the first one."""
+    with fake_group(2):
+        made = HandGraph()
+        first = made.reduce(made.mm(made.input(8, 6), made.input(6, 6, name="a")))
+        gathered = made.mm(made.gather(made.input(4, 6, name="z")), made.input(6, 6, name="c"))
+        second = made.reduce(made.call(aten.addmm.default, gathered, made.input(8, 6, name="y"), made.input(6, 6, name="b")))
+        made.output(made.call(aten.add.Tensor, first, second))
+        assert of_sites(made) == [("matmul_all_reduce", 2, "overlapped"), ("all_gather_matmul", 1, "overlapped")]
+
+
+@pytest.mark.parametrize("kind", ["its operand, too", "twice", "a size known when it runs"])
+def test_a_bias_that_is_not_taken_for_a_term(kind: str) -> None:
+    """What is read twice would be multiplied twice, whole and in pieces; and a size of the other product's is no reason to refuse."""
+    with fake_group(2):
+        made = HandGraph()
+        x, a, b = made.input(8, 6), made.input(6, 6, name="a"), made.input(6, 6, name="b")
+        if kind == "a size known when it runs":
+            u = made.unbacked_input(8, name="u")
+            bias = made.mm(made.call(aten.permute.default, u, [1, 0]), u)
+            x, a = made.input(8, 6, name="y"), made.input(6, 8, name="v")
+        else:
+            bias = made.mm(x, a)
+            x, a = (bias, b) if kind == "its operand, too" else (x, b)
+        made.output(made.scatter(made.call(aten.addmm.default, made.call(aten.add.Tensor, bias, bias) if kind == "twice" else bias, x, a)))
+        assert of_sites(made) == [("matmul_reduce_scatter", 1, "overlapped")]
