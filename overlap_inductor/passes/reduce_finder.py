@@ -187,7 +187,9 @@ def find_reduce(collectives: list[CollectiveNode], result: fx.Node, owned: Colle
     layout = tracer.layouts[leaf.node].refined()
     for other in tracer.leaves[1:]:
         theirs = tracer.layouts[other.node].refined()
-        if [len(d) for d in theirs.dims] != [len(d) for d in layout.dims] or not theirs.same_elements(layout):
+        # (Dims of one element are no part of a layout, but of what pieces are added to.)
+        alike = len(theirs.dims) == len(layout.dims) and all(map(same_size, tools.shape(other.node), tools.shape(leaf.node)))
+        if not alike or [len(d) for d in theirs.dims] != [len(d) for d in layout.dims] or not theirs.same_elements(layout):
             return None, Reason("layout", f"{other.node.name} and {leaf.node.name} are summed in different layouts")
     known: dict[fx.Node, bool] = {}
     forks = any(u not in tracer.region for u in leaf.node.users)

@@ -260,3 +260,18 @@ def test_a_bias_that_is_not_taken_for_a_term(kind: str) -> None:
             x, a = (bias, b) if kind == "its operand, too" else (x, b)
         made.output(made.scatter(made.call(aten.addmm.default, made.call(aten.add.Tensor, bias, bias) if kind == "twice" else bias, x, a)))
         assert of_sites(made) == [("matmul_reduce_scatter", 1, "overlapped")]
+
+
+@pytest.mark.parametrize("kind", ["gather", "reduce", "scatter"])
+@pytest.mark.parametrize("batch", [4, None], ids=["bmm", "mm"])
+def test_a_column_and_a_row_that_lie_alike_are_no_two_terms(kind: str, batch: int | None) -> None:
+    """A dim of one element stands elsewhere in the one's shape: pieces of ``[4, 1]`` and of ``[1, 4]`` would be added to squares."""
+    with fake_group(2):
+        made = HandGraph()
+        lead = [] if batch is None else [batch]
+        multiply = aten.mm.default if batch is None else aten.bmm.default
+        row = made.call(multiply, made.input(*lead, 1, 6, name="a"), made.input(*lead, 6, 4, name="b"))
+        column = made.call(multiply, made.input(*lead, 4, 6, name="c"), made.input(*lead, 6, 1, name="d"))
+        turned = made.call(aten.permute.default, row, [1, 0] if batch is None else [0, 2, 1])
+        report = made.output(getattr(made, kind)(made.call(aten.add.Tensor, column, turned))).run()
+    assert report.sites == [] and codes(report) == ["layout"] and not report.notices
