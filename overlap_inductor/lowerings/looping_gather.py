@@ -38,6 +38,11 @@ class Form:
     def contracted(self) -> bool:
         return self.role == "K"
 
+    @property
+    def whole(self) -> bool:
+        """Whether rows of a shard would split the contraction of a matmul whose results are one rank's: it takes shards whole."""
+        return self.transposed and not self.contracted
+
     def __str__(self) -> str:
         return f"{self.operand} {self.role}{' transposed' if self.transposed else ''}"
 
@@ -132,7 +137,7 @@ def _all_gather_matmul(
     group = resolve_group(group_name)
     world_size, rank, (rows, width) = group.size(), group.rank(), shard.shape
     parsed = [Form.parse(text) for text in forms.split(", ")]
-    if parts > 1 and any(f.transposed and not f.contracted for f in parsed):
+    if parts > 1 and any(f.whole for f in parsed):
         raise ValueError(f"site {site}: {parts} sub-chunks would split the contraction of a matmul that has the ranks along its rows ({forms}); expected 1")
     if world_size * rows < min_rows:
         gathered, _ = reference.all_gather_matmul(shard, [], [], group)

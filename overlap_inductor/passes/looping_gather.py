@@ -34,11 +34,13 @@ def forms_of(nodes: GatherNodes) -> list[Form] | None:
         return None
     if not all(map(_is_plain, nodes.consumers)) or not _gathers_operand(nodes):
         return None
+    ways = []
     for _, shape in _readings(nodes.consumers[0], nodes):
         found = [next((f for f, seen in _readings(c, nodes) if _same(seen, shape)), None) for c in nodes.consumers]
         if None not in found:
-            return found  # type: ignore[return-value]
-    return None
+            ways.append(found)
+    # (A shard that is one row or column is read in two ways: better in one whose sub-chunks are some of its rows.)
+    return min(ways, key=lambda forms: any(f.whole for f in forms), default=None)  # type: ignore[union-attr, arg-type, return-value]
 
 
 def _is_plain(consumer: GatherConsumer) -> bool:
@@ -96,6 +98,7 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route
     others = [_in_ranks_order(emit, c) for c in nodes.consumers]
     biases = [c.matmul.bias for c in nodes.consumers]
     op = overlap.all_gather_matmul.default
+    parts = 1 if any(f.whole for f in forms) else parts
     out = emit.communicate(op, emit.chain, shard, others, biases, texts(forms), parts, floor, route, emit.group_name, emit.site)
     results, gathered, chain = (emit.call(looping.getitem, out, i) for i in range(3))
     replaced = {}

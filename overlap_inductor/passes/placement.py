@@ -24,8 +24,9 @@ class Placement:
 
     @property
     def obstacle(self) -> fx.Node | None:
-        """A node among ``hoisted`` that may not be moved, if any."""
-        return next((n for n in self.hoisted if not _movable(n)), None)
+        """A node among ``hoisted`` that may not be moved, or reads one that is moved down, if any."""
+        sunk = set(self.sunk)
+        return next((n for n in self.hoisted if not _movable(n) or not sunk.isdisjoint(n.all_input_nodes)), None)
 
     def apply(self) -> fx.Node:
         """Move the nodes; returns the node before which the steps are written."""
@@ -63,9 +64,10 @@ def _needed_behind(nodes: GatherNodes, anchor: fx.Node) -> list[fx.Node]:
     wanted: set[fx.Node] = set()
     pending = [n for c in nodes.consumers for n in (c.other_node, c.matmul.bias, *c.matmul.scales()) if n is not None]
     pending += nodes.epilogue.externals
-    # (Views are written anew for the pieces; the sizes that they were given are not needed.)
-    copied = [n for n in between(nodes) if n not in nodes.through]
-    pending += [i for n in copied for i in n.all_input_nodes if not tools.is_tensor(i) or tools.is_scalar_like(i)]
+    # (Views are written anew for the pieces; the sizes that they were given are not needed, nor is what a cat's pieces are elements of.)
+    inside = between(nodes)
+    copied = [n for n in inside if n not in nodes.through]
+    pending += [i for n in copied for i in n.all_input_nodes if i not in inside and (not tools.is_tensor(i) or tools.is_scalar_like(i))]
     while pending:
         node = pending.pop()
         if node in behind and node not in wanted:
@@ -74,7 +76,7 @@ def _needed_behind(nodes: GatherNodes, anchor: fx.Node) -> list[fx.Node]:
     return [n for n in anchor.graph.nodes if n in wanted]
 
 
-def between(nodes: GatherNodes) -> list[fx.Node]:
+def between(nodes: GatherNodes) -> set[fx.Node]:
     """Views and pointwise nodes between the gather and its matmuls."""
     known: dict[fx.Node, bool] = {}
     found: set[fx.Node] = set()
@@ -85,4 +87,4 @@ def between(nodes: GatherNodes) -> list[fx.Node]:
             continue
         found.add(node)
         pending += node.all_input_nodes
-    return list(found)
+    return found

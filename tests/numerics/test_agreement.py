@@ -60,6 +60,12 @@ def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, .
             1,
         ),
         "gathered columns as rows, and contracted": (lambda x, y, a: (lambda z: (z.t() @ y, z @ a))(all_gather(x, 1, g)), [(s, 8), (s, 9), (8 * w, 5)], 1),
+        "a gathered column on the left, and contracted": (lambda x, a, b: (lambda z: (a @ z, z @ b))(all_gather(x * 3, 0, g)), [(s, 1), (5, s * w), (1, 40)], 1),
+        "a gather of what is gathered, and of its shards beside each other": (
+            lambda x, a, b: (lambda p, c: (p, c @ b, c.relu()))(*(lambda z: (a @ all_gather(z, 0, g), torch.cat(z.chunk(w), 1)))(all_gather(x, 0, g))),
+            [(s, 3), (5, s * w * w), (3 * w, 6)],
+            2,
+        ),
         "gather columns on the right": (lambda x, a: (a * 2) @ all_gather(x * 3, 0, g).t(), [(s, 8), (5, 8)], 1),
         "cast and activation behind the gather": (lambda x, a: torch.nn.functional.silu(all_gather(x, 0, g) * 2) @ a, [(s, 8), (8, 5)], 1),
         "bmm": (lambda x, a: torch.bmm(all_gather(x, 1, g), a), [(3, s, 8), (3, 8, 5)], 1),
@@ -213,6 +219,8 @@ LOOPING_GATHERS = [
     "dgrad and wgrads of either side, batch 2",
     "the contracted dim of either side, with bias",
     "gathered columns as rows, and contracted",
+    "a gathered column on the left, and contracted",
+    "a gather of what is gathered, and of its shards beside each other",
     "gather columns on the right",
     "cast and activation behind the gather",
 ]
