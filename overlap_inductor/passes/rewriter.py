@@ -12,12 +12,14 @@ from torch import fx
 from overlap_inductor.passes import collectives
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import planner
+from overlap_inductor.passes.layouts import same_size
 from overlap_inductor.passes.placement import place
 from overlap_inductor.passes.schedules import schedule_named
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.passes.site_nodes import ReduceNodes
 from overlap_inductor.passes.steps import StepEmitter
+from overlap_inductor.torch_compat.guards import same_expression
 from overlap_inductor.torch_compat.lowering import register_lowerings
 from overlap_inductor.torch_compat.ordering import preserve_order
 
@@ -111,7 +113,7 @@ class Rewriter:
             emit = StepEmitter(self.graph, group.group_name, group.world_size, site.facts.id, self.chains[group.group_name], module)
             self.chains[group.group_name], replaced = schedule_named(piece.schedule).rewrite(emit, site, piece.parameters)
         for old, new in replaced.items():
-            if [str(s) for s in tools.shape(old)] != [str(s) for s in tools.shape(new)] or tools.dtype(old) != tools.dtype(new):
+            if not _alike(old, new):
                 raise RuntimeError(f"{old.name} {tools.shape(old)} {tools.dtype(old)} would become {tools.shape(new)} {tools.dtype(new)}")
             old.replace_all_uses_with(new)
         ends = {n for c in site.collectives for n in (c.wait, c.node)}
@@ -151,6 +153,13 @@ class Rewriter:
                 if group in newest:
                     self.order.setdefault(node, set()).add(_tensor_of(self.graph, newest[group]))
                 pending.setdefault(group, []).append(node)
+
+
+def _alike(old: fx.Node, new: fx.Node) -> bool:
+    """Whether both have one shape and dtype. (Symbols that a guard makes equal, and sums of pieces, are written in more than one way.)"""
+    shapes = tools.shape(old), tools.shape(new)
+    same = len(shapes[0]) == len(shapes[1]) and all(same_size(a, b) or same_expression(a, b) for a, b in zip(*shapes, strict=True))
+    return same and tools.dtype(old) == tools.dtype(new)
 
 
 def _first_on(device: torch.device, before: fx.Node) -> fx.Node:

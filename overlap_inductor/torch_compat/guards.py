@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 
 @contextmanager
 def without_guards(shape_env: Any | None) -> Iterator[None]:
@@ -21,3 +23,11 @@ def without_guards(shape_env: Any | None) -> Iterator[None]:
 
     with shape_env.suppress_guards(), _config.patch(backed_size_oblivious=True):
         yield
+
+
+def same_expression(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are the same when products are multiplied out, as those of pieces that are joined are; no question is asked of the shapes."""
+    import sympy
+
+    one, other = (n.node.expr if isinstance(n, torch.SymInt) else n for n in (a, b))
+    return bool(sympy.expand(one - other) == 0)

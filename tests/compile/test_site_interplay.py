@@ -275,3 +275,24 @@ def test_a_column_and_a_row_that_lie_alike_are_no_two_terms(kind: str, batch: in
         turned = made.call(aten.permute.default, row, [1, 0] if batch is None else [0, 2, 1])
         report = made.output(getattr(made, kind)(made.call(aten.add.Tensor, column, turned))).run()
     assert report.sites == [] and codes(report) == ["layout"] and not report.notices
+
+
+def test_sizes_that_are_written_in_two_ways() -> None:
+    """Tokens of a batch, both of any number: the pieces' rows add up to a sum of products. And rows that a guard makes one."""
+
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return all_gather(torch.cat([x, x], 1), 2, world()) @ w
+
+    def mean(x: torch.Tensor, w: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        return column @ (reduce_scatter(x @ w, "avg", 0, world()) * 2)
+
+    with fake_group(2), torch.no_grad():
+        x, column = torch.randn(2, 6), torch.randn(40, 1)
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        report = report_of(mean, x, torch.randn(6, 40), column)
+        assert facts(report) == [("matmul_reduce_scatter", ["mm M"], "overlapped")] and report.notices == []
+        x = torch.randn(2, 8, 6)
+        for dim in (0, 1):
+            torch._dynamo.mark_dynamic(x, dim)
+        report = report_of(layer, x, torch.randn(12, 5))
+        assert facts(report) == [("all_gather_matmul", ["mm K"], "overlapped")] and report.notices == []
