@@ -1,0 +1,86 @@
+"""Programs drawn at random (``tests.numerics.random_programs``) on GPUs, compiled by Inductor, by every schedule. One torchrun, one GPU a rank; one JSON row a schedule.
+
+    torchrun --nproc-per-node 2 -m tests.gpu.check_programs [--schedules chunked fused ring auto] [--seeds 0 30] [--trains] [--seconds 120]
+
+Each is called three times, with other numbers each time, and must be as near to fp64 as the function is that is not compiled. Status 1 where one is wrong or a rewrite failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import overlap_inductor
+from overlap_inductor import reporting
+from tests.gpu.ranks import finish_rank
+from tests.gpu.ranks import start_rank
+from tests.numerics.random_programs import Program
+from tests.numerics.random_programs import outcome
+
+SCHEDULES = ("chunked", "fused", "wave_groups", "ring", "auto")
+CALLS = 3
+UNIT = 64
+"""What most sizes are multiples of: rows of 16 bytes, and tiles that are not whole."""
+
+
+def wrong(program: Program, schedule: str, rank: int, overlapped: Counter[str]) -> list[str]:
+    torch._dynamo.reset()
+    reporting.forget_reports()
+    function = program.function()
+    problems = []
+    with overlap_inductor.overlap(schedule=schedule):
+        compiled = torch.compile(function, dynamic=False)
+        for call in range(CALLS):
+            generator = torch.Generator("cuda").manual_seed(1000 * program.seed + 10 * call + rank)
+            inputs = [(torch.randn(s, device="cuda", generator=generator) / 4).bfloat16() for s in program.inputs]
+            exact, plain = (outcome(function, [i.to(dtype) for i in inputs], program.trains) for dtype in (torch.float64, torch.bfloat16))
+            for i, (e, p, f) in enumerate(zip(exact, plain, outcome(compiled, inputs, program.trains), strict=True)):
+                if not e.numel():
+                    continue
+                bound = max(2e-2 * e.abs().max(), 3 * (p.double() - e).abs().max())
+                error = (f.double() - e).abs().max() if f.shape == e.shape else torch.inf
+                if not error <= bound:
+                    problems.append(f"program {program.seed}, call {call}, result {i}: off by {error:.3g} (bound {bound:.3g}) of {e.abs().max():.3g}\n{program.text}")
+    for report in reporting.all_reports():
+        problems += [f"program {program.seed}: {notice[:600]}\n{program.text}" for notice in report.notices]
+        overlapped.update(f"{s.facts.pattern} {s.decision.moving.schedule}" for s in report.sites if s.decision.status == "overlapped")
+    return problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
+    parser.add_argument("--seeds", type=int, nargs=2, default=(0, 30), metavar=("FIRST", "END"))
+    parser.add_argument("--trains", action="store_true", help="gradients, too")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for a schedule: programs are begun until then")
+    arguments = parser.parse_args()
+    rank, world_size = start_rank()
+    failed = 0
+    for schedule in arguments.schedules:
+        begin, tried = time.monotonic(), 0
+        overlapped: Counter[str] = Counter()
+        problems: list[str] = []
+        for seed in range(*arguments.seeds):
+            late = torch.tensor([time.monotonic() - begin > arguments.seconds], dtype=torch.int32, device="cuda")
+            dist.all_reduce(late)
+            if late.item():
+                break
+            problems += wrong(Program(seed, world_size, UNIT, arguments.trains, most_elements=2**22), schedule, rank, overlapped)
+            tried += 1
+        failed += len(problems) > 0
+        row: dict[str, Any] = {"schedule": schedule, "rank": rank, "world_size": world_size, "trains": arguments.trains, "programs": tried, "overlapped": dict(overlapped)}
+        if rank == 0 or problems:
+            print(json.dumps(row | {"problems": problems[:5], "wrong": len(problems), "s": round(time.monotonic() - begin, 1)}), flush=True)
+    finish_rank()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
