@@ -84,13 +84,11 @@ class _Follower:
         for node in graph.nodes:
             if node is self.collective.wait:
                 started = True
-            elif started and node.op == "call_function" and any(s in self.layouts for s in node.all_input_nodes):
+            elif started and node.op == "call_function" and (node.target is aten.cat.default or any(s in self.layouts for s in node.all_input_nodes)):
                 try:
                     self._visit(node)
                 except LayoutError as error:
                     self.obstacles.append(Reason("layout", f"{node.name}: {error}"))
-            elif started and node.op == "call_function" and node.target is aten.cat.default:
-                self._visit_cat(node)
 
     def _pass_on(self, node: fx.Node, source: fx.Node, layout: Layout) -> None:
         self.layouts[node] = layout
@@ -103,11 +101,12 @@ class _Follower:
         if matmul is not None:
             self._consume(matmul)
             return
-        source: fx.Node = next(s for s in node.all_input_nodes if s in self.layouts)
-        layout = self.layouts[source]
         if node.target is aten.cat.default:
             self._visit_cat(node)
-        elif tools.is_reshape(node):
+            return
+        source: fx.Node = next(s for s in node.all_input_nodes if s in self.layouts)
+        layout = self.layouts[source]
+        if tools.is_reshape(node):
             if source in self.trimmed and not _keeps_leading(tools.shape(source), tools.shape(node)):
                 raise LayoutError("a reshape after the padding was cut off changes the gathered dim")
             shape = tools.shape(node)

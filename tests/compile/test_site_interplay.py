@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from operator import getitem
 
 import pytest
 import torch
@@ -296,3 +297,14 @@ def test_sizes_that_are_written_in_two_ways() -> None:
             torch._dynamo.mark_dynamic(x, dim)
         report = report_of(layer, x, torch.randn(12, 5))
         assert facts(report) == [("all_gather_matmul", ["mm K"], "overlapped")] and report.notices == []
+
+
+def test_pieces_of_what_is_gathered_in_another_order_are_no_shards() -> None:
+    """Columns, cut as often as there are ranks and joined beside each other: a reason for this gather, no failure of the pass."""
+    with fake_group(2):
+        made = HandGraph()
+        turned = made.call(aten.permute.default, made.gather(made.input(4, 6)), [1, 0])
+        pieces = made.call(aten.split.Tensor, turned, 3)
+        joined = made.call(aten.cat.default, [made.call(getitem, pieces, i) for i in range(2)], 1)
+        report = made.output(made.mm(joined, made.input(16, 5, name="w"))).run()
+    assert report.sites == [] and codes(report) == ["layout"] and not report.notices

@@ -58,8 +58,8 @@ class Program:
         gathers, scatters = (_trained("all_gather"), _trained("reduce_scatter")) if self.trains else (all_gather, reduce_scatter)
         names: dict[str, Any] = {"torch": torch, "g": dist.group.WORLD}
         # (What is strided, eager PyTorch reduces wrongly or, before 2.13, not at all.)
-        names["all_gather"] = lambda x, dim, group: gathers(x.contiguous(), dim, group)
-        names["reduce_scatter"] = lambda x, op, dim, group: scatters(x.contiguous(), op, dim, group)
+        names["all_gather"] = lambda x, dim, group: _Contiguous.apply(gathers(x.contiguous(), dim, group))
+        names["reduce_scatter"] = lambda x, op, dim, group: _Contiguous.apply(scatters(x.contiguous(), op, dim, group))
         names["all_reduce"] = lambda x, op, group: funcol.all_reduce(x.contiguous(), op, group)
         place = f"<program {self.seed}>"
         linecache.cache[place] = (len(self.text), None, self.text.splitlines(True), place)
@@ -180,6 +180,18 @@ class Program:
                 self._make(half, *small)
             else:
                 self._make(joined, *self._changed(small, (dim + 1) % len(shape), shape[(dim + 1) % len(shape)] * pieces))
+
+
+class _Contiguous(torch.autograd.Function):
+    """A tensor whose gradient is contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient.contiguous()
 
 
 def _trained(kind: str) -> Any:

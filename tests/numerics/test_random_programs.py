@@ -52,7 +52,7 @@ def check(rank: int, world_size: int, seeds: list[int], fields: dict[str, Any], 
     ("world_size", "fields", "trains"),
     [
         (2, {}, False),
-        pytest.param(2, {"step_node_budget": 1}, True, marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="gradients of eager collectives must lie in rows")),
+        (2, {"step_node_budget": 1}, True),
         (3, {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, False),
     ],
     ids=["2 ranks", "2 ranks, looping, trained", "3 ranks, hop rounding, bidirectional"],
