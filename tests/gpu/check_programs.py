@@ -1,6 +1,6 @@
 """Programs drawn at random (``tests.numerics.random_programs``) on GPUs, compiled by Inductor, by every schedule. One torchrun, one GPU a rank; one JSON row a schedule.
 
-    torchrun --nproc-per-node 2 -m tests.gpu.check_programs [--schedules chunked fused ring auto] [--seeds 0 30] [--trains] [--seconds 120]
+    torchrun --nproc-per-node 2 -m tests.gpu.check_programs [--schedules chunked fused ring auto] [--seeds 0 30] [--trains] [--mode reduce-overhead] [--dynamic] [--seconds 120]
 
 Each is called three times, with other numbers each time, and must be as near to fp64 as the function is that is not compiled. Status 1 where one is wrong or a rewrite failed.
 """
@@ -8,6 +8,7 @@ Each is called three times, with other numbers each time, and must be as near to
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -30,18 +31,25 @@ UNIT = 64
 """What most sizes are multiples of: rows of 16 bytes, and tiles that are not whole."""
 
 
-def wrong(program: Program, schedule: str, rank: int, overlapped: Counter[str]) -> list[str]:
+def wrong(program: Program, schedule: str, mode: str | None, dynamic: bool, rank: int, overlapped: Counter[str]) -> list[str]:
+    """What is wrong with the program as ``torch.compile`` makes it; ``dynamic``: the rows of its first two tensors are symbols."""
     torch._dynamo.reset()
     reporting.forget_reports()
     function = program.function()
     problems = []
     with overlap_inductor.overlap(schedule=schedule):
-        compiled = torch.compile(function, dynamic=False)
+        compiled = torch.compile(function, dynamic=None if dynamic else False, mode=mode)
+
+        def called(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            for i in range(2 * dynamic):
+                torch._dynamo.maybe_mark_dynamic(inputs[i], i)
+            return compiled(*inputs)
+
         for call in range(CALLS):
             generator = torch.Generator("cuda").manual_seed(1000 * program.seed + 10 * call + rank)
             inputs = [(torch.randn(s, device="cuda", generator=generator) / 4).bfloat16() for s in program.inputs]
             exact, plain = (outcome(function, [i.to(dtype) for i in inputs], program.trains) for dtype in (torch.float64, torch.bfloat16))
-            for i, (e, p, f) in enumerate(zip(exact, plain, outcome(compiled, inputs, program.trains), strict=True)):
+            for i, (e, p, f) in enumerate(zip(exact, plain, outcome(called, inputs, program.trains), strict=True)):
                 if not e.numel():
                     continue
                 bound = max(2e-2 * e.abs().max(), 3 * (p.double() - e).abs().max())
@@ -59,6 +67,8 @@ def main() -> int:
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 30), metavar=("FIRST", "END"))
     parser.add_argument("--trains", action="store_true", help="gradients, too")
+    parser.add_argument("--mode", help="torch.compile's")
+    parser.add_argument("--dynamic", action="store_true", help="rows of the first tensors may be any number")
     parser.add_argument("--seconds", type=float, default=120.0, help="for a schedule: programs are begun until then")
     arguments = parser.parse_args()
     rank, world_size = start_rank()
@@ -72,12 +82,14 @@ def main() -> int:
             dist.all_reduce(late)
             if late.item():
                 break
-            problems += wrong(Program(seed, world_size, UNIT, arguments.trains, most_elements=2**22), schedule, rank, overlapped)
+            problems += wrong(Program(seed, world_size, UNIT, arguments.trains, most_elements=2**22), schedule, arguments.mode, arguments.dynamic, rank, overlapped)
             tried += 1
         failed += len(problems) > 0
-        row: dict[str, Any] = {"schedule": schedule, "rank": rank, "world_size": world_size, "trains": arguments.trains, "programs": tried, "overlapped": dict(overlapped)}
+        row: dict[str, Any] = {"schedule": schedule, "rank": rank, "world_size": world_size, "trains": arguments.trains, "mode": arguments.mode, "dynamic": arguments.dynamic, "programs": tried, "overlapped": dict(overlapped)}
         if rank == 0 or problems:
             print(json.dumps(row | {"problems": problems[:5], "wrong": len(problems), "s": round(time.monotonic() - begin, 1)}), flush=True)
+    torch._dynamo.reset()  # (With a captured NCCL kernel alive, destroy_process_group waits for ever.)
+    gc.collect()
     finish_rank()
     return 1 if failed else 0
 
