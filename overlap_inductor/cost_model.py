@@ -69,7 +69,7 @@ def fused_seconds(sizes: SiteSizes, machine: Machine) -> float:
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = machine.fused_exposed[_kind(sizes, matmul, wire)] * min(matmul, wire) + _copy_seconds(sizes, machine)
-    return max(matmul, wire) + exposed + sizes.legs * max(machine.fused_leg_seconds, (sizes.world_size - 1) * machine.fused_leg_peer_seconds)
+    return max(matmul, wire) + exposed + sizes.legs * (machine.fused_leg_seconds + (sizes.world_size - 1) * machine.fused_leg_peer_seconds)
 
 
 def fused_pays(sizes: SiteSizes, machine: Machine) -> bool:
@@ -89,20 +89,24 @@ def chunked_seconds(sizes: SiteSizes, machine: Machine) -> float:
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = machine.chunked_exposed[_kind(sizes, matmul, wire)] * min(matmul, wire) + _copy_beside_seconds(sizes, machine, matmul)
-    return max(matmul, wire) + exposed + sizes.legs * max(machine.chunked_leg_seconds, (sizes.world_size - 1) * machine.chunked_leg_peer_seconds)
+    return max(matmul, wire) + exposed + sizes.legs * (machine.chunked_leg_seconds + (sizes.world_size - 1) * machine.chunked_leg_peer_seconds)
 
 
 def chunked_pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """As ``fused_pays``; and a call takes the GPU no less time than the host, which would be what a model without CUDA graphs waits for, and gains more than the host may
-    lose."""
-    seconds = chunked_seconds(sizes, machine)
-    launches = machine.chunked_host_seconds + sizes.legs * (sizes.world_size - 1) * machine.chunked_peer_seconds
-    host = machine.chunked_replay_seconds if sizes.replays else launches
-    if sizes.tiles < machine.fused_tiles or seconds < host:
+    """As ``fused_pays``; and a call takes the GPU no less time than the host, which would be what a model without CUDA graphs waits for, and gains more than the host, or
+    peers that are late, may lose. Where its launches are one, fewer tiles and a smaller gain are enough."""
+    peers, seconds = sizes.world_size - 1, chunked_seconds(sizes, machine)
+    if sizes.replays:
+        tiles, host = min(machine.fused_tiles, machine.chunked_replay_tiles * sizes.world_size), machine.chunked_replay_seconds
+        gain = sizes.legs * max(machine.chunked_replay_gain_seconds, machine.chunked_replay_gain_peer_seconds * peers)
+    else:
+        tiles, host = machine.fused_tiles, machine.chunked_host_seconds + sizes.legs * peers * machine.chunked_peer_seconds
+        gain = machine.chunked_gain_seconds
+    if sizes.tiles < tiles or seconds < host:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
     margin = _MARGIN if sizes.world_size <= machine.chunked_ranks else _MARGIN_UNMEASURED
-    return max(seconds * margin, seconds + machine.chunked_least_gain_seconds) < keep
+    return max(seconds * margin, seconds + gain) < keep
 
 
 def small_message_seconds(sizes: SiteSizes, machine: Machine) -> float:

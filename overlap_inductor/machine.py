@@ -18,13 +18,16 @@ class Machine:
         step_seconds: fixed cost of one hop of a ring.
         overlapped_efficiency: rate of chunk matmuls while transfers run beside them, relative to one whole matmul alone.
         fused_exposed: part of the shorter of matmul and wire that a fused kernel leaves in sight, of a gather, a scatter, an all-reduce with a longer matmul, and one
-            with a longer wire (of an all-reduce as one of 8 ranks on 2 GPUs, and a tenth for contention: not measured on 8); fused_leg_seconds: its fixed cost a leg, or fused_leg_peer_seconds for each peer where that is more.
-        chunked_exposed, chunked_leg_seconds, chunked_leg_peer_seconds, chunked_ranks: the same of vendor matmuls on chunks; chunked_host_seconds, chunked_peer_seconds: of the host, for the
-            launches of a call, and of each peer's leg; chunked_replay_seconds: for all of them as one CUDA graph; chunked_copy_exposed: part of the gathered tensor's
-            copy that shows beside a matmul (2 H200s, 2048 and 8192 tokens: 10 and 46 us, where a fused kernel's copy takes 23 and 67: bench/results/handed_out.jsonl; in larger
-            groups not measured); chunked_least_gain_seconds: by which a call must be
-            faster than ``keep``, since a model that waits for its host has nothing of less (a replay in chunks took a slow host some 100 us more than matmul and NCCL, in a model
-            whose code was not in its caches).
+            with a longer wire (of an all-reduce as one of 8 ranks on 2 GPUs, and a tenth for contention: not measured on 8); fused_leg_seconds, fused_leg_peer_seconds: its
+            fixed cost a leg, and for each peer.
+        chunked_exposed, chunked_leg_seconds, chunked_leg_peer_seconds, chunked_ranks: the same of vendor matmuls on chunks; chunked_copy_exposed: part of the gathered
+            tensor's copy that shows beside a matmul (2 H200s, 2048 and 8192 tokens: 10 and 46 us, where a fused kernel's copy takes 23 and 67:
+            bench/results/handed_out.jsonl; in larger groups not measured).
+        chunked_host_seconds, chunked_peer_seconds: of the host, for the launches of a call, and of each peer's leg; chunked_gain_seconds: by which such a call must be faster
+            than ``keep``, since a model that waits for its host has nothing of less.
+        chunked_replay_seconds: of the host, for all launches as one CUDA graph; chunked_replay_gain_seconds, chunked_replay_gain_peer_seconds: by which such a call must be
+            faster a leg, in all or for each peer, whichever is more (peers that are late); chunked_replay_tiles: how many tiles for each rank chunks are cut from (a chunk that
+            leaves most of the GPU idle takes as long as a larger one), or ``fused_tiles``, whichever is fewer.
         push_bytes: B/s each way that SMs store to peers; push_seconds: fixed cost of a small all-reduce; push_leg_seconds: of its second leg.
         wave_efficiency: rate of matmul and collective beside each other in groups of waves; wave_groups: groups that a call is cut into; wave_ranks: largest group in which
             that was measured.
@@ -39,19 +42,22 @@ class Machine:
     collective_seconds: float
     overlapped_efficiency: float
     fused_exposed: tuple[float, float, float, float] = (0.05, 0.12, 0.16, 0.15)
-    fused_leg_seconds: float = 45e-6
-    fused_leg_peer_seconds: float = 10e-6
+    fused_leg_seconds: float = 15e-6
+    fused_leg_peer_seconds: float = 8e-6
     fused_ranks: int = 8
     fused_tiles: int = 200
     chunked_exposed: tuple[float, float, float, float] = (0.12, 0.1, 0.36, 0.25)
-    chunked_leg_seconds: float = 30e-6
-    chunked_leg_peer_seconds: float = 8e-6
+    chunked_leg_seconds: float = 8e-6
+    chunked_leg_peer_seconds: float = 7e-6
+    chunked_ranks: int = 8
+    chunked_copy_exposed: float = 0.45
     chunked_host_seconds: float = 200e-6
     chunked_peer_seconds: float = 10e-6
-    chunked_replay_seconds: float = 100e-6
-    chunked_copy_exposed: float = 0.45
-    chunked_least_gain_seconds: float = 30e-6
-    chunked_ranks: int = 8
+    chunked_gain_seconds: float = 30e-6
+    chunked_replay_seconds: float = 40e-6
+    chunked_replay_gain_seconds: float = 10e-6
+    chunked_replay_gain_peer_seconds: float = 4e-6
+    chunked_replay_tiles: int = 48
     push_bytes: float = 3e11
     push_seconds: float = 8e-6
     push_leg_seconds: float = 2e-6

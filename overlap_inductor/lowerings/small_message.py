@@ -1,20 +1,27 @@
 """Schedule ``small_message``: one kernel behind an ordinary matmul, launched on the current stream.
 
-Each function is the host's part of a kernel. At a site's first call of a shape it checks what the kernel rests on and prepares it; after that it launches,
-waits for nothing and allocates nothing but its result. A group that has been aborted launches nothing more.
+Each function is the host's part of a kernel, or of a matmul and the kernel. At a site's first call of a shape it checks what the kernel rests on and prepares it; after that
+it launches (matmul and kernel as one CUDA graph where a call comes again, ``transports.replay``), waits for nothing and allocates nothing but its results. A group that has
+been aborted launches nothing more.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.small_message import one_shot
 from overlap_inductor.kernels.small_message import two_shot
+from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings.small_plan import SmallParameters
 from overlap_inductor.lowerings.small_plan import needed
 from overlap_inductor.lowerings.small_plan import why_not
+from overlap_inductor.torch_compat import blas
+from overlap_inductor.torch_compat.memory import rows_like
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+from overlap_inductor.transports.replay import launched
 from overlap_inductor.transports.workspace import Launch
 
 
@@ -25,8 +32,23 @@ def all_reduce(product: torch.Tensor, launch: Launch, parameters: SmallParameter
         UnsupportedError: a dtype, layout or slot that the kernel is not made for.
         TransferError: a call of the group before this one gave up waiting, or was aborted.
     """
+    launch.faults.check()
     out = torch.empty_like(product)
     _run(product, out, None, launch, parameters, 0.0, average)
+    return out
+
+
+def matmul_all_reduce(
+    lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, launch: Launch, parameters: SmallParameters, average: bool = False
+) -> torch.Tensor:
+    """``all_reduce`` of ``lhs [M, K] @ rhs [K, N] + bias``."""
+    launch.faults.check()
+    out = rows_like(lhs, lhs.shape[0], rhs.shape[1], lhs.dtype)
+
+    def start(product: torch.Tensor) -> None:
+        _run(product, out, None, launch, parameters, 0.0, average)
+
+    _behind_matmul(lhs, rhs, bias, [], [out], launch, parameters, average, start)
     return out
 
 
@@ -41,15 +63,62 @@ def all_reduce_norm(
     Raises:
         UnsupportedError, TransferError: as ``all_reduce``.
     """
+    launch.faults.check()
     normed, residual_out = torch.empty_like(product), torch.empty_like(product)
-    for name, tensor, shape in (("residual", residual, product.shape), ("weight of the norm", weight, product.shape[1:])):
-        if tensor.shape != shape or tensor.dtype != product.dtype or not _plain(tensor):
-            raise UnsupportedError(
-                f"the {name} is {tensor.dtype}{list(tensor.shape)} with strides {list(tensor.stride())}; "
-                f"expected {product.dtype}{list(shape)}, contiguous at 16 bytes"
-            )
+    _check_norm(product.shape, product.dtype, residual, weight)
     _run(product, normed, (residual, residual_out, weight), launch, parameters, eps, average=False)
     return normed, residual_out
+
+
+def matmul_all_reduce_norm(
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    launch: Launch,
+    parameters: SmallParameters,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``all_reduce_norm`` of ``lhs [M, K] @ rhs [K, N] + bias``."""
+    launch.faults.check()
+    rows, columns = lhs.shape[0], rhs.shape[1]
+    normed, residual_out = (rows_like(lhs, rows, columns, lhs.dtype) for _ in range(2))
+    _check_norm(torch.Size((rows, columns)), lhs.dtype, residual, weight)
+
+    def start(product: torch.Tensor) -> None:
+        _run(product, normed, (residual, residual_out, weight), launch, parameters, eps, average=False)
+
+    _behind_matmul(lhs, rhs, bias, [residual, weight], [normed, residual_out], launch, parameters, eps, start)
+    return normed, residual_out
+
+
+def _check_norm(shape: torch.Size, dtype: torch.dtype, residual: torch.Tensor, weight: torch.Tensor) -> None:
+    for name, tensor, expected in (("residual", residual, shape), ("weight of the norm", weight, shape[1:])):
+        if tensor.shape != expected or tensor.dtype != dtype or not _plain(tensor):
+            raise UnsupportedError(
+                f"the {name} is {tensor.dtype}{list(tensor.shape)} with strides {list(tensor.stride())}; "
+                f"expected {dtype}{list(expected)}, contiguous at 16 bytes"
+            )
+
+
+def _behind_matmul(
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    others: list[torch.Tensor],
+    results: list[torch.Tensor],
+    launch: Launch,
+    parameters: SmallParameters,
+    constant: float,
+    start: Callable[[torch.Tensor], None],
+) -> None:
+    """The vendor's matmul and ``start`` of its product; ``constant`` and ``others`` are what else ``start`` depends on."""
+    # (Results lie in rows, of sizes that the operands have: where they begin is all that may change.)
+    what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
+    # Of the tensors only a bias is ever copied, into the product, before it is added to.
+    copied = [] if bias is None else [bias]
+    launched(launch, what, [lhs, rhs, bias, *others], lambda: start(reference.product(lhs, rhs, bias)), parameters.replays, copied)
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -65,7 +134,6 @@ def _run(
     eps: float,
     average: bool,
 ) -> None:
-    launch.faults.check()
     if product.shape[0] == 0 or not _plain(product):
         raise UnsupportedError(f"the matmul's result of shape {list(product.shape)}, strides {list(product.stride())} is empty, or not contiguous at 16 bytes")
     varying = (product, out, *(norm or (out, out, out)))

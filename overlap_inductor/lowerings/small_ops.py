@@ -61,7 +61,7 @@ def _matmul_all_reduce(
         return reference.matmul_all_reduce([lhs], [rhs], [bias], reduce_op, group), token
     from overlap_inductor.lowerings import small_message
 
-    return small_message.all_reduce(reference.product(lhs, rhs, bias), *ready, reduce_op == "avg"), token
+    return small_message.matmul_all_reduce(lhs, rhs, bias, *ready, reduce_op == "avg"), token
 
 
 def _matmul_all_reduce_fake(
@@ -107,7 +107,7 @@ def _matmul_all_reduce_norm(
         return reference.rms_norm(residual_out, weight, eps), residual_out, token
     from overlap_inductor.lowerings import small_message
 
-    return *small_message.all_reduce_norm(reference.product(lhs, rhs, bias), left_operand(residual), left_operand(weight), eps, *ready), token
+    return *small_message.matmul_all_reduce_norm(lhs, rhs, bias, left_operand(residual), left_operand(weight), eps, *ready), token
 
 
 def _matmul_all_reduce_norm_fake(

@@ -32,11 +32,13 @@ class SmallParameters:
         two_shot: rows are summed by their owners and sent again, instead of by everybody.
         segment: columns that a block sends, a power of two.
         warps: of a block.
+        replays: a call that comes again, its matmul too, is one launch of a CUDA graph (``transports.replay``).
     """
 
     two_shot: bool
     segment: int
     warps: int = 8
+    replays: bool = True
 
 
 def settings_for(world_size: int, rows: int, columns: int, itemsize: int) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from overlap_inductor.transports.arena import Request
 
 SETTINGS = "{}"
 """Each call's rows decide how its kernel runs."""
+ONE_BY_ONE = '{"replays": false}'
 
 
 class SmallMessageSchedule:
@@ -53,7 +54,7 @@ class SmallMessageSchedule:
         return reason or symmetric.why_no_symmetric_memory(facts.collective.ranks, like.device)
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
-        parameters: dict[str, Any] = {"settings": SETTINGS, "norm": _norm(site) is not None}
+        parameters: dict[str, Any] = {"settings": SETTINGS if config.replay == "on" else ONE_BY_ONE, "norm": _norm(site) is not None}
         if isinstance(tokens(site), int):
             return [PlanPiece(self.name, "sm_push", (0, None), parameters)]
         most = _most_rows(site)
@@ -71,7 +72,7 @@ class SmallMessageSchedule:
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request:
         rows, (columns, like) = tokens(site), _columns(site)
         rows = rows if isinstance(rows, int) else _most_rows(site)
-        return Request(site.facts.id, *small_plan.needed_up_to(SETTINGS, site.facts.collective.world_size, max(rows, 1), columns, like.dtype.itemsize))
+        return Request(site.facts.id, *small_plan.needed_up_to(piece.parameters["settings"], site.facts.collective.world_size, max(rows, 1), columns, like.dtype.itemsize))
 
     def anchor(self, site: OverlapSite) -> fx.Node | None:
         assert site.decision is not None

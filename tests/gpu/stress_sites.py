@@ -73,7 +73,7 @@ def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
     found += [Variant("small_message", REDUCE, way, {"two_shot": way == "two_shot"}) for way in ("one_shot", "two_shot")]
     found += [Variant("wave_groups", p, "", {"free": [16]}) for p in (SCATTER, REDUCE)]
     if not replays:
-        found = [replace(v, fixed={**v.fixed, "replays": False}) if v.schedule in ("fused", "chunked") else v for v in found]
+        found = [replace(v, fixed={**v.fixed, "replays": False}) if v.schedule != "wave_groups" else v for v in found]
     return [v for v in found if v.schedule in schedules]
 
 

@@ -161,9 +161,39 @@ def test_chunks_agree_with_what_was_measured_and_leave_the_host_time() -> None:
     small = mlp("all_gather_matmul", 1024, 4)
     assert not cost_model.chunked_pays(small, machine), "the host would be slower than the GPU"
     assert cost_model.chunked_pays(dataclasses.replace(small, replays=True), machine), "one launch"
-    little = dataclasses.replace(mlp("matmul_all_reduce", 1024, 4), replays=True)
-    seconds, keep = cost_model.chunked_seconds(little, machine), cost_model.matmul_seconds(little, machine) + cost_model.collective_seconds(little, machine)
-    assert 1.05 * seconds < keep < seconds + 30e-6 and not cost_model.chunked_pays(little, machine), "less than the host may lose"
+    late = dataclasses.replace(mlp("matmul_reduce_scatter", 1024, 8), replays=True)
+    seconds, keep = cost_model.chunked_seconds(late, machine), cost_model.matmul_seconds(late, machine) + cost_model.collective_seconds(late, machine)
+    assert 1.05 * seconds < keep < seconds + 28e-6 and not cost_model.chunked_pays(late, machine), "less than late peers may lose"
+    narrow = dataclasses.replace(mlp("all_gather_matmul", 1024, 4), replays=True, tiles=191)
+    assert not cost_model.chunked_pays(narrow, machine) and cost_model.chunked_pays(dataclasses.replace(narrow, tiles=192), machine), "a quarter of them each time"
+
+
+SHORT = {  # Layers of 2 H200s whose matmuls are short (bench/results/operators.jsonl), one call a launch: (hidden, wide): tokens: (keep, chunked) in microseconds
+    ("all_gather_matmul", 8192, 28672): {512: (215, 198), 1024: (360, 355), 1536: (547, 483)},
+    ("all_gather_matmul", 4096, 14336): {512: (71, 62), 1024: (132, 99), 1536: (171, 135)},
+    ("all_gather_matmul", 4096, 6144): {512: (50, 42), 1024: (76, 51), 1536: (99, 67)},
+    ("matmul_reduce_scatter", 8192, 28672): {512: (195, 194), 1024: (357, 327), 1536: (518, 494)},
+    ("matmul_reduce_scatter", 4096, 14336): {512: (70, 72), 1024: (116, 102), 1536: (166, 139)},
+    ("matmul_reduce_scatter", 4096, 4096): {512: (42, 38), 1024: (62, 50), 1536: (81, 62)},
+    ("matmul_all_reduce", 8192, 28672): {512: (212, 212), 1024: (382, 356), 1536: (554, 531)},
+    ("matmul_all_reduce", 4096, 14336): {512: (81, 84), 1024: (132, 120), 1536: (186, 162)},
+}
+
+
+def short(pattern: str, hidden: int, wide: int, tokens: int) -> SiteSizes:
+    columns, sent = wide // 2 if pattern == "all_gather_matmul" else hidden, float(tokens * hidden)
+    legs = 2 if pattern == "matmul_all_reduce" else 1
+    return SiteSizes(1.0 * tokens * hidden * wide, sent, 2, 2, legs, -(-tokens // 128) * -(-columns // 256), pattern == "all_gather_matmul", replays=True)
+
+
+@pytest.mark.parametrize(("pattern", "hidden", "wide"), SHORT)
+def test_chunks_of_short_matmuls_are_taken_where_they_gained(pattern: str, hidden: int, wide: int) -> None:
+    machine = machine_for("cuda")
+    for tokens, (keep, chunked) in SHORT[pattern, hidden, wide].items():
+        sizes = short(pattern, hidden, wide, tokens)
+        pays = cost_model.chunked_pays(sizes, machine)
+        assert pays <= (chunked < keep) and (pays or chunked > 0.9 * keep or keep < 100), tokens
+        assert not (cost_model.chunked_pays(dataclasses.replace(sizes, replays=False), machine) and chunked < 250), "one launch after the other the host would be slower"
 
 
 LARGER_GROUPS = {  # One of 4 or of 8 ranks on 2 H200s (bench/results/mirrored.jsonl): tokens: (fused, chunked) in microseconds

@@ -15,10 +15,12 @@ import torch
 
 from overlap_inductor.lowerings import chunked
 from overlap_inductor.lowerings import fused
+from overlap_inductor.lowerings import small_message
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.epilogue_text import Epilogue
 from overlap_inductor.lowerings.fused_launch import Tail
 from overlap_inductor.lowerings.fused_plan import FusedParameters
+from overlap_inductor.lowerings.small_plan import SmallParameters
 from overlap_inductor.lowerings.vendor_matmul import Scales
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from overlap_inductor.torch_compat import blas
@@ -286,6 +288,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
     monkeypatch.setattr(chunked, "launched", note)
     monkeypatch.setattr(fused, "launched", note)
+    monkeypatch.setattr(small_message, "launched", note)
     return found
 
 
@@ -350,3 +353,17 @@ def test_settings_of_the_vendors_library_make_another_call(calls: list[Call]) ->
     finally:
         settings.allow_bf16_reduced_precision_reduction = changed
     assert len({what for what, _ in calls}) == 4 and blas.switches() == before
+
+
+def test_all_that_decides_a_small_message_is_in_its_key(calls: list[Call]) -> None:
+    a, b, bias, residual, weight = (torch.zeros(s) for s in ((8, 8), (8, 8), (8,), (8, 8), (8,)))
+    p, q = (SmallParameters(False, 256) for _ in range(2))
+    for parameters in (p, q):
+        for average in (False, True):
+            out = small_message.matmul_all_reduce(a, b, bias, LAUNCH, parameters, average)
+            assert calls[-1][1] == [t.data_ptr() for t in (a, b, bias)] and calls[-1][0][4:] == (out.data_ptr(),)
+    results = small_message.matmul_all_reduce_norm(a, b, None, residual, weight, 1e-5, LAUNCH, p)
+    assert calls[-1][1] == [a.data_ptr(), b.data_ptr(), None, residual.data_ptr(), weight.data_ptr()] and calls[-1][0][4:] == tuple(t.data_ptr() for t in results)
+    small_message.matmul_all_reduce_norm(a, b, None, residual, weight, 1e-6, LAUNCH, p)
+    assert len({(what[:4], tuple(addresses)) for what, addresses in calls}) == len(calls) == 6
+    assert copies == [[bias.data_ptr()]] * 4 + [[]] * 2, "the vendor's library may copy a bias"
