@@ -31,6 +31,8 @@ ROWS: dict[str, tuple[Function, tuple[Make, ...]]] = {
     **{f"row {k}": v for k, v in KEPT.items()},
     **STRUCTURES,
 }
+WITHOUT_OVERLAP_TOO = {"row D of unbacked sizes on dim 1": "2.12"}
+"""Rows that a torch version cannot trace, whatever the backend."""
 WHOLE = {"row A", "row G"}
 """Rows whose graphs stand there for every world."""
 
@@ -58,6 +60,8 @@ def text(found: list[OverlapReport], graphs: bool) -> str:
 @pytest.mark.parametrize("row", ROWS)
 def test_golden(row: str) -> None:
     """Any change of what is found, decided, written or said."""
+    if (broken := WITHOUT_OVERLAP_TOO.get(row)) and torch.__version__.startswith(broken):
+        pytest.skip(f"torch {broken} fails to trace it for backend eager, too")
     pinned = torch.__version__.startswith(TORCH)
     sections = []
     for world_size in (2, 3, 8, 64) if pinned else (2, 8):
