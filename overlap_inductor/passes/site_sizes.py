@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -32,12 +33,14 @@ def hint(size: Any) -> int:
 
 def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     """FLOPs and bytes of the site at its example token count, times ``scale``. (What adding up a sum of matmuls takes is in no schedule's time, nor in ``keep``'s.)"""
-    flops, tiles = 0.0, 0.0
+    flops, tiles = 0.0, 0
     for matmul in site.matmuls:
         *batch, m, k = [hint(s) for s in tools.shape(matmul.lhs)]
         n = hint(tools.shape(matmul.rhs)[-1])
         flops += 2.0 * m * k * n * (batch[0] if batch else 1)
-        its_tiles = -(-m // 128) * -(-n // 256) * (batch[0] if batch else 1)
+        # (Not those of the example times ``scale``: 16 rows are one tile, and 128 of them no more.)
+        *batches, rows = [math.ceil(hint(s) * scale) if isinstance(s, torch.SymInt) else s for s in tools.shape(matmul.lhs)[:-1]]
+        its_tiles = -(-rows // 128) * -(-n // 256) * (batches[0] if batches else 1)
         # (Matmuls of a sum run one behind the other, each with its own tiles on the SMs.)
         tiles = tiles + its_tiles if isinstance(site.nodes, GatherNodes) else max(tiles, its_tiles)
     collective = site.collectives[0]
@@ -50,7 +53,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     itemsize = tools.dtype(site.matmuls[0].lhs).itemsize
     used = isinstance(site.nodes, GatherNodes) and gathered_used(site.nodes)
     handed_out = local * world_size if used else 0.0
-    return cost_model.SiteSizes(flops * scale, sent * scale, itemsize, world_size, legs, int(tiles * scale), gathers, handed_out=handed_out * scale)
+    return cost_model.SiteSizes(flops * scale, sent * scale, itemsize, world_size, legs, tiles, gathers, handed_out=handed_out * scale)
 
 
 def machine_of(site: OverlapSite) -> Machine:
