@@ -275,10 +275,12 @@ def test_chunks_pay_earlier_where_a_calls_tensors_come_again(monkeypatch: pytest
         assert taken() == "fused"
 
 
-@pytest.mark.parametrize("schedule", ["fused", "chunked"])
+@pytest.mark.parametrize("schedule", ["fused", "chunked", "small_message"])
 def test_replays_can_be_switched_off(schedule: str) -> None:
     def settings(**switches: str) -> dict[str, object]:
-        (site,) = gather_site().run(schedule=schedule, **switches).sites
+        made = dynamic_site(8) if schedule == "small_message" else gather_site()
+        (site,) = made.run(schedule=schedule, **switches).sites
+        assert site.decision.plan[0].schedule == schedule
         return json.loads(site.decision.plan[0].parameters["settings"])
 
     with fake_group(2):
