@@ -50,9 +50,13 @@ class _Region:
         return node in self.nodes or node in self.base
 
     def grow(self) -> None:
-        for node in self.wait.graph.nodes:
-            if node.op == "call_function" and tools.is_tensor(node) and self._accepts(node):
+        def taken(node: fx.Node) -> bool:
+            accepted = node.op == "call_function" and tools.is_tensor(node) and self._accepts(node)
+            if accepted:
                 self.nodes[node] = None
+            return accepted
+
+        tools.walk(self.base, taken)
 
     def _accepts(self, node: fx.Node) -> bool:
         inputs = list(tools.tensor_inputs(node))

@@ -14,6 +14,7 @@ from overlap_inductor.passes.layouts import LayoutError
 from overlap_inductor.passes.layouts import ShardedDim
 from overlap_inductor.passes.layouts import same_size
 from overlap_inductor.passes.pieces import behind_copies
+from overlap_inductor.passes.pieces import may_be_a_piece
 from overlap_inductor.passes.pieces import piece_of
 from overlap_inductor.passes.site_nodes import CollectiveNode
 from overlap_inductor.passes.site_nodes import GatherConsumer
@@ -79,16 +80,16 @@ class _Follower:
         self.consumers: list[GatherConsumer] = []
 
     def run(self) -> None:
-        graph = self.collective.node.graph
-        started = False
-        for node in graph.nodes:
-            if node is self.collective.wait:
-                started = True
-            elif started and node.op == "call_function" and (node.target is aten.cat.default or any(s in self.layouts for s in node.all_input_nodes)):
-                try:
-                    self._visit(node)
-                except LayoutError as error:
-                    self.obstacles.append(Reason("layout", f"{node.name}: {error}"))
+        tools.walk([self.collective.wait], self._goes_on)
+
+    def _goes_on(self, node: fx.Node) -> bool:
+        """Whether what reads ``node`` may read the gathered tensor: ``node`` is one, or a piece of one that a cat may join with others."""
+        if node.op == "call_function" and (node.target is aten.cat.default or any(s in self.layouts for s in node.all_input_nodes)):
+            try:
+                self._visit(node)
+            except LayoutError as error:
+                self.obstacles.append(Reason("layout", f"{node.name}: {error}"))
+        return node in self.layouts or may_be_a_piece(node)
 
     def _pass_on(self, node: fx.Node, source: fx.Node, layout: Layout) -> None:
         self.layouts[node] = layout

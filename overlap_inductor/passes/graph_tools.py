@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,6 +127,20 @@ def depends_on(node: fx.Node, target: fx.Node, known: dict[fx.Node, bool]) -> bo
             known[current] = False
             stack.pop()
     return known[node]
+
+
+def walk(starts: Iterable[fx.Node], visit: Callable[[fx.Node], bool]) -> None:
+    """``visit`` the users of ``starts``, and of every node of which it returns ``True``: each once, in graph order."""
+    pending = list({user for node in starts for user in node.users})
+    seen = set(pending)
+    heapq.heapify(pending)
+    while pending:
+        node = heapq.heappop(pending)
+        if visit(node):
+            for user in node.users:
+                if user not in seen:
+                    seen.add(user)
+                    heapq.heappush(pending, user)
 
 
 def is_scalar_like(node: fx.Node) -> bool:

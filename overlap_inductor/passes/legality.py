@@ -162,15 +162,13 @@ def _mutation(site: OverlapSite, context: Context) -> str | None:
         members += [*site.nodes.epilogue.nodes, *between(site.nodes), *place(site.nodes).hoisted]
     else:
         members += [n for n in site.nodes.layouts if n.op == "call_function"]
-    graph = members[0].graph
-    positions = {n: i for i, n in enumerate(graph.nodes)}
-    first, last = min(positions[n] for n in members), max(positions[n] for n in members)
     read = {id(i): i for n in members for i in n.all_input_nodes}
-    for node, position in positions.items():
-        if first < position < last:
-            for argument in operators.written(node):
-                if id(argument) in read:
-                    return f"{argument.name} is written in place by {node.name} between the site's nodes"
+    node, last = min(members), max(members)
+    while node is not last:
+        node = node.next
+        for argument in operators.written(node) if node is not last else ():
+            if id(argument) in read:
+                return f"{argument.name} is written in place by {node.name} between the site's nodes"
     return None
 
 

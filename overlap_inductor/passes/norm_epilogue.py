@@ -56,8 +56,8 @@ def find_norm(result: fx.Node) -> NormEpilogue | None:
     found = [match for node in _behind(added, 8) if (match := _norm(node, added)) is not None]
     if len(found) != 1:
         return None
-    (weight, eps, normed), before = found[0], _before(added)
-    return NormEpilogue(residual, weight, eps, normed, added) if residual in before and weight in before else None
+    weight, eps, normed = found[0]
+    return NormEpilogue(residual, weight, eps, normed, added) if residual < added and weight < added else None
 
 
 def _norm(normed: fx.Node, added: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
@@ -135,8 +135,3 @@ def _is_row(weight: fx.Node, normed: fx.Node) -> bool:
     """One row that all rows of ``normed`` share."""
     *leading, columns = tools.shape(weight) or [0]
     return same_size(columns, tools.shape(normed)[-1]) and all(same_size(s, 1) for s in leading) and len(leading) < len(tools.shape(normed))
-
-
-def _before(node: fx.Node) -> set[fx.Node]:
-    nodes = list(node.graph.nodes)
-    return set(nodes[: nodes.index(node)])

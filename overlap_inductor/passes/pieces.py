@@ -43,6 +43,12 @@ def piece_of(node: Any) -> Piece | None:
     return None
 
 
+def may_be_a_piece(node: fx.Node) -> bool:
+    """Whether ``node`` is what ``piece_of`` and ``behind_copies`` look through."""
+    is_element = getattr(node.target, "__name__", "") == "getitem"
+    return is_element or node.target is aten.slice.Tensor or node.target in tools.SPLITS or node.target in tools.SAME or tools.is_bitcast(node)
+
+
 def behind_copies(node: Any) -> Any:
     """``node`` without copies and reinterpretations of it."""
     while isinstance(node, fx.Node) and (tools.is_bitcast(node) or node.target in tools.SAME):

@@ -43,9 +43,8 @@ def place(nodes: GatherNodes) -> Placement:
         return at_gather
     members = {gather, nodes.collective.wait, *between(nodes), *(c.matmul.node for c in nodes.consumers)}
     users = {user for member in members for user in member.users} - members
-    order = list(gather.graph.nodes)
-    first_use = next(i for i, n in enumerate(order) if n in users)
-    sunk = Placement(order[first_use], [n for n in order[:first_use] if n in members], _needed_behind(nodes, order[first_use]))
+    first_use = min(users)
+    sunk = Placement(first_use, sorted(n for n in members if n < first_use), _needed_behind(nodes, first_use))
     return at_gather if sunk.obstacle is not None else sunk
 
 
@@ -55,12 +54,6 @@ def _movable(node: fx.Node) -> bool:
 
 def _needed_behind(nodes: GatherNodes, anchor: fx.Node) -> list[fx.Node]:
     """What the matmuls' other operands need and stands at ``anchor`` or behind it, in graph order."""
-    behind: set[fx.Node] = set()
-    seen = False
-    for node in anchor.graph.nodes:
-        seen = seen or node is anchor
-        if seen:
-            behind.add(node)
     wanted: set[fx.Node] = set()
     pending = [n for c in nodes.consumers for n in (c.other_node, c.matmul.bias, *c.matmul.scales()) if n is not None]
     pending += nodes.epilogue.externals
@@ -70,10 +63,10 @@ def _needed_behind(nodes: GatherNodes, anchor: fx.Node) -> list[fx.Node]:
     pending += [i for n in copied for i in n.all_input_nodes if i not in inside and (not tools.is_tensor(i) or tools.is_scalar_like(i))]
     while pending:
         node = pending.pop()
-        if node in behind and node not in wanted:
+        if node not in wanted and not node < anchor:
             wanted.add(node)
             pending += node.all_input_nodes
-    return [n for n in anchor.graph.nodes if n in wanted]
+    return sorted(wanted)
 
 
 def between(nodes: GatherNodes) -> set[fx.Node]:

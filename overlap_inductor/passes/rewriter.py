@@ -99,10 +99,9 @@ class Rewriter:
                 anchors.append((placement.apply(), site))
             else:
                 chosen = schedule_named(site.decision.moving.schedule).anchor(site)  # type: ignore[union-attr]
-                anchors.append((chosen or _last(self.graph, [c.node for c in site.collectives]), site))
+                anchors.append((chosen or max(c.node for c in site.collectives), site))
         self.current = None
-        positions = {n: i for i, n in enumerate(self.graph.nodes)}
-        return [(site, anchor) for anchor, site in sorted(anchors, key=lambda pair: positions[pair[0]])]
+        return [(site, anchor) for anchor, site in sorted(anchors, key=lambda pair: pair[0])]
 
     def _site(self, site: OverlapSite, anchor: fx.Node) -> dict[fx.Node, fx.Node]:
         """Write one site's steps; returns what they replace."""
@@ -184,8 +183,3 @@ def _tensor_of(graph: fx.Graph, node: fx.Node) -> fx.Node:
         element = graph.call_function(getitem, (node, index))
     element.meta["val"] = tools.value(node)[index]
     return element
-
-
-def _last(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
-    wanted = set(nodes)
-    return [n for n in graph.nodes if n in wanted][-1]

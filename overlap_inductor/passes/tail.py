@@ -81,24 +81,23 @@ def find_tail(result: fx.Node, collective: fx.Node, most_extras: int = MOST_EXTR
 
 @dataclass
 class _Region:
-    """All that could be computed on a tile behind ``result``: ``nodes`` in graph order; ``before``: what stands before ``collective``."""
+    """All that could be computed on a tile behind ``result``: ``nodes`` in graph order. What they read besides stands before ``collective``."""
 
     result: fx.Node
     collective: fx.Node
     nodes: list[fx.Node] = field(default_factory=list)
-    before: set[fx.Node] = field(default_factory=set)
 
     def grow(self) -> None:
         inside = {self.result}
-        seen_collective = seen_result = False
-        for node in self.result.graph.nodes:
-            seen_collective = seen_collective or node is self.collective
-            if not seen_collective:
-                self.before.add(node)
-            if seen_result and len(self.nodes) < MOST_NODES and any(n in inside for n in node.all_input_nodes) and self._accepts(node, inside):
+
+        def taken(node: fx.Node) -> bool:
+            accepted = len(self.nodes) < MOST_NODES and self._accepts(node, inside)
+            if accepted:
                 self.nodes.append(node)
                 inside.add(node)
-            seen_result = seen_result or node is self.result
+            return accepted
+
+        tools.walk([self.result], taken)
 
     def _accepts(self, node: fx.Node, inside: set[fx.Node]) -> bool:
         if node.op != "call_function" or not tools.is_tensor(node) or tools.dtype(node) not in _FLOATS:
@@ -115,7 +114,7 @@ class _Region:
     def _kind(self, extra: fx.Node, shape: list[Any]) -> tuple[str, list[int]] | None:
         """How the kernel can read ``extra`` beside a node of ``shape``, and in which shape."""
         value = tools.value(extra)
-        if extra not in self.before or collectives.is_a_wait(extra) or value.dtype not in _FLOATS or value.device != tools.value(self.result).device:
+        if not extra < self.collective or collectives.is_a_wait(extra) or value.dtype not in _FLOATS or value.device != tools.value(self.result).device:
             return None
         have = list(value.shape)
         rows, columns = math.prod(shape[:-1]), shape[-1]

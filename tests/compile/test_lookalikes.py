@@ -103,6 +103,16 @@ def test_what_only_looks_like_a_gather(spans: list[tuple[int, int]]) -> None:
     assert made.text() == before
 
 
+def test_a_cat_of_something_else_is_no_reason() -> None:
+    with fake_group(3):
+        made = HandGraph()
+        y = made.input(6, 16, name="y")
+        gathered = made.call(aten.relu.default, made.gather(made.input(2, 16)))
+        turned = made.call(aten.cat.default, [made.call(aten.slice.Tensor, y, 0, a, a + 2) for a in (2, 0, 4)])
+        report = made.output(gathered, turned).run()
+    assert summary(report) == [] and misses(report) == [("all_gather", "no_matmul")]
+
+
 def test_order_matters_for_splits_too() -> None:
     """The same through split and getitem."""
     for order, expected in (((0, 1, 2), [GATHER]), ((0, 2, 1), [])):
