@@ -22,6 +22,7 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.errors import StrictError
 from overlap_inductor.report import OverlapReport
 from overlap_inductor.torch_compat import compile_scope
+from overlap_inductor.torch_compat import partitions
 from overlap_inductor.torch_compat.compile_scope import CompileScope
 from overlap_inductor.torch_compat.guards import without_guards
 from overlap_inductor.torch_compat.padding import beside_collective
@@ -63,10 +64,14 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
     """Wrap Inductor's functions, once. ``expected`` says what is switched on; ``shared_pass`` is the pass for that."""
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
     from torch._inductor import compile_fx
+    from torch._inductor import scheduler
     from torch._inductor.fx_passes import pad_mm
     from torch._inductor.fx_utils import FakeTensorUpdater
     from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.scheduler import BaseSchedulerNode
+    from torch._inductor.scheduler import Scheduler
+
+    from overlap_inductor.torch_compat import rank_symbol
 
     global _expected, _shared_pass
     with _lock:
@@ -80,6 +85,10 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
         _wrap(FakeTensorUpdater, "incremental_update", _incremental_update)
         _wrap(pad_mm, "should_pad", _should_pad)
         _wrap(BaseSchedulerNode, "has_aliasing_or_mutation", _has_aliasing_or_mutation)
+        _wrap(Scheduler, "compute_dependencies", rank_symbol.compute_dependencies)
+        _wrap(scheduler, "get_scheduler_node_symbol_uses", rank_symbol.symbol_uses)
+        _wrap(Scheduler, "graph_partition", partitions.graph_partition)
+        _wrap(Scheduler, "should_partition", partitions.should_partition)
 
 
 def uninstall() -> None:

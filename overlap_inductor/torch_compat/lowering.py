@@ -1,6 +1,6 @@
 """Inductor lowerings of ``take``, ``assemble``, ``narrow`` and ``after``: views and scheduling edges, without copies; and of ``packed``, which is one.
 
-The rank is a symbol of the generated code (``u0 = torch.ops.overlap_inductor.group_rank.default('tp')``), made at lowering time. A
+The rank is a symbol of the generated code (``u0 = torch.ops.overlap_inductor.group_rank.default('tp')``, ``rank_symbol``), made at lowering time, in front of a group's first transfer. A
 rank-rotated slice is then a ``ReinterpretView`` with a symbolic offset, which Inductor's own matmuls and pointwise kernels read in place,
 and the pieces of a result are written straight into their rank-rotated places, as ``aten.cat`` does with constant offsets.
 """
@@ -17,33 +17,7 @@ from torch._inductor import lowering
 from torch._inductor.virtualized import V
 
 from overlap_inductor.torch_compat.distributed import resolve_group
-
-
-class GroupRank(ir.ExternKernel):
-    """Defines the symbol of this process's rank in a group; generated code asks the group once a call."""
-
-    def __init__(self, symbol: sympy.Symbol, group_name: str) -> None:
-        super().__init__(None, ir.NoneLayout(device=torch.device("cpu")), [])
-        self.symbol = symbol
-        self.group_name = group_name
-        self.name = V.graph.register_buffer(self)
-        V.graph.register_operation(self)
-
-    def get_reads(self) -> Any:
-        return ir.OrderedSet()
-
-    def should_allocate(self) -> bool:
-        return False
-
-    def has_side_effects(self) -> bool:
-        return False
-
-    def get_unbacked_symbol_defs(self) -> Any:
-        return ir.OrderedSet([self.symbol])
-
-    def codegen(self, wrapper: Any) -> None:
-        wrapper.writeline(f"{self.symbol} = torch.ops.overlap_inductor.group_rank.default({self.group_name!r})")
-        wrapper.writeline(f"{self.get_name()} = None")
+from overlap_inductor.torch_compat.rank_symbol import rank_symbol
 
 
 def _expression(size: Any) -> Any:
@@ -51,23 +25,9 @@ def _expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def _rank_symbol(group_name: str) -> sympy.Symbol:
-    """One symbol a group and graph, range-checked to ``[0, world_size)``."""
-    known = V.graph.__dict__.setdefault("_overlap_inductor_ranks", {})
-    if group_name not in known:
-        shape_env = V.graph.sizevars.shape_env
-        with shape_env.ignore_fresh_unbacked_symbols():
-            symbol = shape_env.create_unbacked_symint().node.expr
-        world_size = resolve_group(group_name).size()
-        shape_env.constrain_symbol_range(symbol, 0, world_size - 1)
-        GroupRank(symbol, group_name)
-        known[group_name] = symbol
-    return known[group_name]
-
-
 def _slot(group_name: str, shift: int) -> sympy.Expr:
     world_size = resolve_group(group_name).size()
-    rank = _rank_symbol(group_name)
+    rank = rank_symbol(group_name)
     shift %= world_size
     return sympy.Mod(rank + shift, world_size) if shift else rank
 
@@ -78,6 +38,14 @@ def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any
     offset = layout.offset + sum(o * s for o, s in zip(offsets, layout.stride, strict=True))
     fixed = ir.FixedLayout(layout.device, layout.dtype, list(sizes), list(layout.stride), offset)
     return ir.ReinterpretView(data=storage, layout=fixed)
+
+
+def _agree(group_name: str, *args: Any) -> Any:
+    """The op itself, behind the rank's symbol where a transfer is going to need it: made later, a kernel of the host would stand within the transfer, and cut a CUDA graph there."""
+    ops = torch.ops.overlap_inductor
+    if any(user.target in (ops.gather_start.default, ops.exchange_start.default) for user in V.graph.current_node.users):
+        rank_symbol(group_name)
+    return lowering.fallback_handler(ops.agree.default, add_to_fallback_set=False)(group_name, *args)
 
 
 def _take(x: Any, dim: int, shift: int, chunk: Any, start: Any, length: Any, group_name: str) -> Any:
@@ -189,6 +157,7 @@ def register_lowerings() -> None:
 
     ops = torch.ops.overlap_inductor
     for op, function in (
+        (ops.agree.default, _agree),
         (ops.take.default, _take),
         (ops.narrow.default, _narrow),
         (ops.packed.default, _packed),

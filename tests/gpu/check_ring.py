@@ -10,6 +10,7 @@ Nearly all of its time is compiling, on the host: four runs beside each other, e
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -34,7 +35,7 @@ from tests.numerics.test_agreement import all_reduce
 MLP_TOKENS, HEAD_TOKENS = (2048, 8192, 16384), (512, 1024, 2048, 4096)
 
 
-def check(rank: int, world_size: int, names: list[str], fields: dict[str, Any], dtype: torch.dtype, dynamic: bool) -> list[str]:
+def check(rank: int, world_size: int, names: list[str], fields: dict[str, Any], dtype: torch.dtype, dynamic: bool, mode: str | None) -> list[str]:
     """Problems found on this rank."""
     problems = []
     with overlap_inductor.overlap(schedule="ring", **fields):
@@ -49,12 +50,14 @@ def check(rank: int, world_size: int, names: list[str], fields: dict[str, Any], 
                 inputs = [torch.randn(s, generator=generator, dtype=torch.float64).cuda().to(dtype) for s in shapes]
                 exact = _tuple(function(*(i.double() for i in inputs)))
                 if compiled is None:
-                    compiled = torch.compile(_cases(world_size, 4)[name][0], dynamic=dynamic or None)
-                found = _tuple(compiled(*inputs))
+                    compiled = torch.compile(_cases(world_size, 4)[name][0], dynamic=dynamic or None, mode=mode)
                 tolerance = 1e-3 if dtype == torch.float32 else 6e-2
-                for e, f in zip(exact, found, strict=True):
-                    if f.shape != e.shape or not torch.allclose(f.double(), e, rtol=tolerance, atol=tolerance * 4):
-                        problems.append(f"{name} size {size}: off by {(f.double() - e).abs().max():.3g}")
+                # (A CUDA graph is captured at the second call, and replayed from the third on.)
+                for call in range(4 if mode else 1):
+                    torch.compiler.cudagraph_mark_step_begin()
+                    for e, f in zip(exact, _tuple(compiled(*inputs)), strict=True):
+                        if f.shape != e.shape or not torch.allclose(f.double(), e, rtol=tolerance, atol=tolerance * 4):
+                            problems.append(f"{name} size {size} call {call}: off by {(f.double() - e).abs().max():.3g}")
             report = overlap_inductor.last_report()
             counts = report.counters() if report else {}
             # A node budget of one leaves what no looping op computes; the numbers are checked all the same.
@@ -122,6 +125,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.gpu.check_ring")
     parser.add_argument("--share", default="0/1", metavar="I/N", help="every N-th pattern, from the I-th on")
     parser.add_argument("--all", action="store_true", help="with a node budget of one, too: looping ops")
+    parser.add_argument("--graphs", action="store_true", help="in CUDA graphs only")
     parser.add_argument("--bench", action="store_true", help="time llama3-70b shapes, MLP and head")
     return parser.parse_args()
 
@@ -131,23 +135,30 @@ def main() -> int:
     first, step = map(int, options.share.split("/"))
     rank, world_size = start_rank()
     names = list(_cases(world_size, 4))[first::step]
-    variants: list[tuple[dict[str, Any], torch.dtype, bool]] = [
-        ({}, torch.float32, False),
-        ({"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, torch.bfloat16, False),
-        ({}, torch.bfloat16, True),
-        ({"step_node_budget": 1}, torch.bfloat16, False) if options.all else ({"sub_chunks": 1}, torch.bfloat16, False),
+    variants: list[tuple[dict[str, Any], torch.dtype, bool, str | None]] = [
+        ({}, torch.float32, False, None),
+        ({"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, torch.bfloat16, False, None),
+        ({}, torch.bfloat16, True, None),
+        ({"step_node_budget": 1} if options.all else {"sub_chunks": 1}, torch.bfloat16, False, None),
+        ({}, torch.bfloat16, False, "reduce-overhead"),
     ]
     failed = 0
-    for fields, dtype, dynamic in variants:
+    for variant in variants[-1:] if options.graphs else variants:
         start = time.monotonic()
-        problems = check(rank, world_size, names, fields, dtype, dynamic)
+        problems = check(rank, world_size, names, *variant)
         failed += len(problems)
         if rank == 0 or problems:
-            print(f"rank {rank} of {world_size}, {len(names)} patterns, {fields} {dtype} dynamic={dynamic}: {problems or 'ok'} ({time.monotonic() - start:.0f} s)", flush=True)
+            fields, dtype, dynamic, mode = variant
+            print(
+                f"rank {rank} of {world_size}, {len(names)} patterns, {fields} {dtype} dynamic={dynamic} mode={mode}: {problems or 'ok'} ({time.monotonic() - start:.0f} s)",
+                flush=True,
+            )
     if options.bench:
         for row in bench(world_size):
             if rank == 0:
                 print(json.dumps(row), flush=True)
+    torch._dynamo.reset()  # (With a captured NCCL kernel alive, destroy_process_group waits for ever.)
+    gc.collect()
     finish_rank()
     return 1 if failed else 0
 

@@ -1,0 +1,90 @@
+"""This process's rank in a group as a symbol of the code that Inductor generates, and what tells Inductor which kernels need it.
+
+A rank-rotated slice is a view whose offset has the symbol. Inductor orders a kernel behind what makes an unbacked symbol, and hands the symbol to the partition
+that the kernel is in, where the kernel says that it uses it. Two kinds do not say so: a template (Triton's, those of max-autotune) whose input is such
+a view, and any kernel that writes into one. They are looked up here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import ir
+from torch._inductor.virtualized import V
+
+from overlap_inductor.torch_compat.distributed import resolve_group
+
+_KNOWN = "_overlap_inductor_ranks"
+
+
+class GroupRank(ir.ExternKernel):
+    """Defines the symbol of this process's rank in a group; generated code asks the group once a call."""
+
+    def __init__(self, symbol: sympy.Symbol, group_name: str) -> None:
+        super().__init__(None, ir.NoneLayout(device=torch.device("cpu")), [])
+        self.symbol = symbol
+        self.group_name = group_name
+        self.name = V.graph.register_buffer(self)
+        V.graph.register_operation(self)
+
+    def get_reads(self) -> Any:
+        return ir.OrderedSet()
+
+    def should_allocate(self) -> bool:
+        return False
+
+    def has_side_effects(self) -> bool:
+        return False
+
+    def get_unbacked_symbol_defs(self) -> Any:
+        return ir.OrderedSet([self.symbol])
+
+    def codegen(self, wrapper: Any) -> None:
+        wrapper.writeline(f"{self.symbol} = torch.ops.overlap_inductor.group_rank.default({self.group_name!r})")
+        # A partition for a CUDA graph is given this name beside the symbol, since its kernels are ordered behind it: a number, as CUDA graph trees take tensors and numbers only.
+        wrapper.writeline(f"{self.get_name()} = 0")
+
+
+def rank_symbol(group_name: str) -> sympy.Symbol:
+    """One symbol a group and graph, range-checked to ``[0, world_size)``."""
+    known: dict[str, GroupRank] = V.graph.__dict__.setdefault(_KNOWN, {})
+    if group_name not in known:
+        shape_env = V.graph.sizevars.shape_env
+        with shape_env.ignore_fresh_unbacked_symbols():
+            symbol = shape_env.create_unbacked_symint().node.expr
+        world_size = resolve_group(group_name).size()
+        shape_env.constrain_symbol_range(symbol, 0, world_size - 1)
+        known[group_name] = GroupRank(symbol, group_name)
+    return known[group_name].symbol
+
+
+def compute_dependencies(original: Callable[..., Any], scheduler: Any) -> Any:
+    """Around ``Scheduler.compute_dependencies``: every kernel with a rank-rotated view behind the rank."""
+    for node in scheduler.nodes:
+        for rank in _needed(node.node):
+            V.graph.additional_buffer_deps[node.get_name()].add(rank.get_name())
+    return original(scheduler)
+
+
+def symbol_uses(original: Callable[..., Any], node: Any) -> Any:
+    """Around ``get_scheduler_node_symbol_uses``: what a partition that holds ``node`` is given."""
+    found = original(node)
+    return found | ir.OrderedSet(rank.symbol for rank in _needed(node.node))
+
+
+def _needed(kernel: Any) -> Iterator[GroupRank]:
+    known: dict[str, GroupRank] = V.graph.__dict__.get(_KNOWN, {})
+    if known and kernel is not None:
+        symbols = {s for view in _views(kernel) for s in sympy.sympify(view.get_layout().offset).free_symbols}
+        yield from (rank for rank in known.values() if rank.symbol in symbols)
+
+
+def _views(kernel: Any) -> Iterator[Any]:
+    """The views that ``kernel`` reads as its inputs (a fused kernel's reads Inductor knows), and those that its results lie in."""
+    yield from (i for i in getattr(kernel, "inputs", ()) if isinstance(i, ir.ReinterpretView))
+    layouts = [output.maybe_get_layout() for output in kernel.get_outputs()]
+    yield from (layout.view for layout in layouts if isinstance(layout, ir.NonOwningLayout))

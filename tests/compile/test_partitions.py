@@ -1,0 +1,129 @@
+"""What Inductor's partitions for CUDA graphs are given, and that a ring's transfer is never captured in halves. Kernels of the CPU stand for those of a GPU here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._inductor import ir
+from torch._inductor import utils
+from torch._inductor.scheduler import BaseSchedulerNode
+
+import overlap_inductor
+from overlap_inductor.torch_compat import partitions
+from overlap_inductor.torch_compat.rank_symbol import GroupRank
+from overlap_inductor.transports import agreement
+from tests.fake_group import all_gather
+from tests.fake_group import fake_group
+from tests.fake_group import reduce_scatter
+
+
+@torch.library.custom_op("overlap_test::beside_graphs", mutates_args=())
+def beside_graphs(x: torch.Tensor) -> torch.Tensor:
+    """An op that no CUDA graph can hold."""
+    return x + 1
+
+
+@beside_graphs.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[type]]]:
+    """Types of what each partition was given, a list a call."""
+    seen: list[list[type]] = []
+
+    def recorded(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
+        def call(arguments: list[Any]) -> Any:
+            seen.append([type(a) for a in arguments])
+            return function(arguments)
+
+        return call
+
+    # (One process is all ranks: nobody else publishes a plan.)
+    monkeypatch.setattr(agreement, "agree", lambda group, plan: None)
+    monkeypatch.setattr(BaseSchedulerNode, "is_gpu", lambda node: not isinstance(node.node, GroupRank | ir.AssertScalar))
+    utils.set_customized_partition_wrappers(recorded)
+    yield seen
+    utils.set_customized_partition_wrappers(None)  # type: ignore[arg-type]
+
+
+def compiled(function: Callable[..., Any], *shapes: tuple[int, ...], reorders: bool = True, **fields: Any) -> Any:
+    """The report; ``reorders``: Inductor may move what no CUDA graph can hold, as it does for its own CUDA graphs and not for those of others."""
+    settings = {"force_disable_caches": True, "custom_should_partition_ops": ["overlap_test::beside_graphs"], "triton.cudagraphs": reorders}
+    with fake_group(4, 1), torch.no_grad(), torch._inductor.config.patch(settings), overlap_inductor.overlap(schedule="ring", mode="strict", **fields):
+        torch.compile(function)(*[torch.randn(s) for s in shapes])
+    return overlap_inductor.last_report()
+
+
+def gathered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return all_gather(x, 0, dist.group.WORLD) @ w
+
+
+def scattered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return reduce_scatter(x @ w, "sum", 0, dist.group.WORLD)
+
+
+def gathered_for_a_late_weight(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The second weight comes out of an op beside graphs that waits for a kernel: until then Inductor runs what is ready, the transfer's begin."""
+    whole = all_gather(x, 0, dist.group.WORLD)
+    return whole @ w, whole @ beside_graphs(w.cos())
+
+
+def scattered_behind(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = reduce_scatter(x @ w, "sum", 0, dist.group.WORLD)
+    return y, beside_graphs(y * 2).cos()
+
+
+@pytest.mark.parametrize("reorders", [True, False])
+@pytest.mark.parametrize("function", [gathered, scattered])
+def test_a_partition_is_given_tensors_and_numbers(given: list[list[type]], function: Callable[..., Any], reorders: bool) -> None:
+    """The rank's symbol is made by a kernel without a result: its name stands in the list all the same, and CUDA graph trees fail on anything else there."""
+    report = compiled(function, (64, 32), (32, 24), reorders=reorders)
+    assert given and all(issubclass(kind, torch.Tensor | int) for kinds in given for kind in kinds), given
+    assert int in {kind for kinds in given for kind in kinds}
+    assert report.notices == []
+
+
+@pytest.mark.parametrize("function", [gathered, scattered])
+def test_kernels_that_say_nothing_of_their_views(given: list[list[type]], function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Triton's templates say nothing: the rank is handed to their partition all the same."""
+    monkeypatch.setattr(ir.ExternKernelOut, "get_free_symbol_uses", lambda *_, **__: ir.OrderedSet())
+    compiled(function, (64, 32), (32, 24))
+    assert int in {kind for kinds in given for kind in kinds}
+
+
+@pytest.mark.parametrize("function", [gathered, scattered])
+def test_the_rank_comes_before_kernels_that_say_nothing(given: list[list[type]], function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order Inductor runs them that their dependencies allow: here with the rank as late as may be."""
+    monkeypatch.setattr(ir.ExternKernelOut, "get_free_symbol_uses", lambda *_, **__: ir.OrderedSet())
+    moved = []
+
+    def rank_late(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        (rank,) = (n for n in nodes if isinstance(n.node, GroupRank))
+        checks = [n for n in nodes if isinstance(n.node, ir.AssertScalar)]
+        others = [n for n in nodes if n is not rank and n not in checks]
+        first = next((i for i, n in enumerate(others) if rank.get_name() in n.ancestors), len(others))
+        moved.append(first)
+        return [*others[:first], rank, *others[first:], *checks]
+
+    with torch._inductor.config.patch(_post_fusion_custom_pass=rank_late):
+        compiled(function, (64, 32), (32, 24), reorders=False)
+    assert moved and moved[0] > 0
+
+
+@pytest.mark.parametrize("sub_chunks", [1, 2])
+def test_a_transfer_that_would_be_cut_is_not_captured(given: list[list[type]], sub_chunks: int) -> None:
+    report = compiled(gathered_for_a_late_weight, (64, 32), (32, 24), sub_chunks=sub_chunks)
+    crossing = [s for s in report.sites if s.decision.status == "overlapped"]
+    assert crossing and given == [] and report.notices == [partitions.NOTICE]
+
+
+def test_a_graph_that_is_cut_beside_its_transfers_is_captured(given: list[list[type]]) -> None:
+    report = compiled(scattered_behind, (64, 32), (32, 24))
+    assert len(given) > 1 and report.notices == []
