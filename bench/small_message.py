@@ -85,7 +85,7 @@ class Site:
         return self.add_and_norm(product, self.residual, self.weight)
 
     def small(self, parameters: SmallParameters) -> tuple[torch.Tensor, torch.Tensor]:
-        return small_message.all_reduce_norm(torch.mm(self.a, self.b), self.residual, self.weight, EPS, self.launch, parameters)
+        return small_message.matmul_all_reduce_norm(self.a, self.b, None, self.residual, self.weight, EPS, self.launch, parameters)
 
     def parts(self) -> dict[str, Callable[[], Any]]:
         product = torch.mm(self.a, self.b)

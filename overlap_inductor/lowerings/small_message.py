@@ -1,7 +1,7 @@
 """Schedule ``small_message``: one kernel behind an ordinary matmul, launched on the current stream.
 
 Each function is the host's part of a kernel, or of a matmul and the kernel. At a site's first call of a shape it checks what the kernel rests on and prepares it; after that
-it launches (matmul and kernel as one CUDA graph where a call comes again, ``transports.replay``), waits for nothing and allocates nothing but its results. A group that has
+it launches (matmul and kernel as one CUDA graph where a call comes again, ``transports.replay``), waits for nothing and allocates its results alone, and the matmul's where it is no replay. A group that has
 been aborted launches nothing more.
 """
 
@@ -25,15 +25,15 @@ from overlap_inductor.transports.replay import launched
 from overlap_inductor.transports.workspace import Launch
 
 
-def all_reduce(product: torch.Tensor, launch: Launch, parameters: SmallParameters, average: bool = False) -> torch.Tensor:
-    """The sum (``average``: the mean) over ranks of ``product [M, N]``, fp16 or bf16, summed in fp32 and rounded once: the same bits on all ranks.
+def all_reduce(product: torch.Tensor, launch: Launch, parameters: SmallParameters, average: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum (``average``: the mean) over ranks of ``product [M, N]``, fp16 or bf16, summed in fp32 and rounded once: the same bits on all ranks. ``out``: the result's place.
 
     Raises:
         UnsupportedError: a dtype, layout or slot that the kernel is not made for.
         TransferError: a call of the group before this one gave up waiting, or was aborted.
     """
     launch.faults.check()
-    out = torch.empty_like(product)
+    out = torch.empty_like(product) if out is None else out
     _run(product, out, None, launch, parameters, 0.0, average)
     return out
 
@@ -46,16 +46,22 @@ def matmul_all_reduce(
     out = rows_like(lhs, lhs.shape[0], rhs.shape[1], lhs.dtype)
 
     def start(product: torch.Tensor) -> None:
-        _run(product, out, None, launch, parameters, 0.0, average)
+        all_reduce(product, launch, parameters, average, out)
 
     _behind_matmul(lhs, rhs, bias, [], [out], launch, parameters, average, start)
     return out
 
 
 def all_reduce_norm(
-    product: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, launch: Launch, parameters: SmallParameters
+    product: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    launch: Launch,
+    parameters: SmallParameters,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(normed, residual_out)``, both ``[M, N]``: ``residual_out = residual + all_reduce(product)``, and its RMSNorm times ``weight [N]``.
+    """``(normed, residual_out)``, both ``[M, N]``: ``residual_out = residual + all_reduce(product)``, and its RMSNorm times ``weight [N]``. ``out``: their places.
 
     Rounded as a model rounds that computes them op by op: the sum, what the residual makes of it, the normed row, its product with ``weight``; all of them in the dtype
     of ``product``, the norm itself in fp32 (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, section 3).
@@ -64,7 +70,7 @@ def all_reduce_norm(
         UnsupportedError, TransferError: as ``all_reduce``.
     """
     launch.faults.check()
-    normed, residual_out = torch.empty_like(product), torch.empty_like(product)
+    normed, residual_out = (torch.empty_like(product), torch.empty_like(product)) if out is None else out
     _check_norm(product.shape, product.dtype, residual, weight)
     _run(product, normed, (residual, residual_out, weight), launch, parameters, eps, average=False)
     return normed, residual_out
@@ -82,12 +88,10 @@ def matmul_all_reduce_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``all_reduce_norm`` of ``lhs [M, K] @ rhs [K, N] + bias``."""
     launch.faults.check()
-    rows, columns = lhs.shape[0], rhs.shape[1]
-    normed, residual_out = (rows_like(lhs, rows, columns, lhs.dtype) for _ in range(2))
-    _check_norm(torch.Size((rows, columns)), lhs.dtype, residual, weight)
+    normed, residual_out = (rows_like(lhs, lhs.shape[0], rhs.shape[1], lhs.dtype) for _ in range(2))
 
     def start(product: torch.Tensor) -> None:
-        _run(product, normed, (residual, residual_out, weight), launch, parameters, eps, average=False)
+        all_reduce_norm(product, residual, weight, eps, launch, parameters, (normed, residual_out))
 
     _behind_matmul(lhs, rhs, bias, [residual, weight], [normed, residual_out], launch, parameters, eps, start)
     return normed, residual_out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 
 import torch
 from torch import fx
@@ -29,17 +30,23 @@ NO_MATMUL = "no matmul stands beside it: there is nothing to hide it behind"
 
 
 class SiteFinder:
-    """One walk over a graph's collectives. ``sites`` and ``near_misses`` are in graph order."""
+    """One walk over a graph's collectives. ``sites`` and ``near_misses`` are in graph order. ``left``: matmuls that a reduction adds up as they are, because they are another
+    site's; none is left to the site of a collective whose name is in ``idle``."""
 
-    def __init__(self, graph: fx.Graph, phase: str) -> None:
-        self.graph, self.phase = graph, phase
+    def __init__(self, graph: fx.Graph, phase: str, idle: Collection[str] = ()) -> None:
+        self.graph, self.phase, self.idle = graph, phase, idle
+        self.left: set[fx.Node] = set()
         self.sites: list[OverlapSite] = []
         self.near_misses: list[NearMiss] = []
         self._merged: set[fx.Node] = set()
         self._found: dict[fx.Node, tuple[GatherNodes | None, list[Reason]]] = {}
 
+    @functools.cached_property
+    def _collectives(self) -> dict[fx.Node, tuple[fx.Node, str, CollectiveNode | Reason]]:
+        return {found[0]: found for found in finding.find_collectives(self.graph)}
+
     def run(self) -> SiteFinder:
-        for node, kind, found in finding.find_collectives(self.graph):
+        for node, kind, found in self._collectives.values():
             if isinstance(found, Reason):
                 self._miss(node, kind, found)
             elif node not in self._merged:
@@ -69,7 +76,7 @@ class SiteFinder:
             self._add("all_gather_matmul", collective, nodes, _logical_dim(nodes), first.role)
             return
         # Whatever uses the gathered output, it may be a matmul's own.
-        reduced, obstacle = find_reduce([collective], collective.wait)
+        reduced, obstacle, _ = find_reduce([collective], collective.wait)
         if reduced is not None:
             self._add("matmul_all_gather", collective, reduced, None, reduced.role, obstacle)
             return
@@ -87,7 +94,7 @@ class SiteFinder:
             terms = terms + more
             sums.append((terms, total))
         for found, result in reversed(sums):
-            nodes, obstacle = find_reduce(found, result, self._owned())
+            nodes, obstacle, _ = find_reduce(found, result, self._owned())
             if nodes is not None and obstacle is None:
                 self._merged.update(c.node for c in found)
                 return found, result
@@ -126,20 +133,17 @@ class SiteFinder:
     def _all_reduce_of(self, wait: fx.Node) -> CollectiveNode | None:
         if wait.target is not torch.ops._c10d_functional.wait_tensor.default:
             return None
-        source = wait.args[0]
-        return next(
-            (f for n, k, f in finding.find_collectives(self.graph) if n is source and k == "all_reduce" and isinstance(f, CollectiveNode)),
-            None,
-        )
+        _, kind, found = self._collectives.get(wait.args[0], (None, "", None))  # type: ignore[call-overload]
+        return found if kind == "all_reduce" and isinstance(found, CollectiveNode) else None
 
     def _owned(self) -> set[fx.Node]:
         """Matmuls of sites found before, and of all gathers: added up all-reduces are found at the first one, which a gather may stand behind."""
-        gathered = {c.matmul.node for nodes in self._gather_sites.values() for c in nodes.consumers}
-        return gathered | {m.node for site in self.sites for m in site.matmuls}
+        gathered = {c.matmul.node for node, nodes in self._gather_sites.items() if node.name not in self.idle for c in nodes.consumers}
+        return gathered | {m.node for site in self.sites if site.collectives[0].node.name not in self.idle for m in site.matmuls}
 
     @functools.cached_property
     def _gather_sites(self) -> dict[fx.Node, GatherNodes]:
-        gathers = [f for _, kind, f in finding.find_collectives(self.graph) if kind == "all_gather" and isinstance(f, CollectiveNode) and tools.shape(f.input)]
+        gathers = [f for _, kind, f in self._collectives.values() if kind == "all_gather" and isinstance(f, CollectiveNode) and tools.shape(f.input)]
         found = {c.node: self._gathered(c)[0] for c in gathers}
         return {node: nodes for node, nodes in found.items() if nodes is not None and not is_weight_gather(nodes, self.phase)}
 
@@ -149,7 +153,8 @@ class SiteFinder:
         return self._found[collective.node]
 
     def _reduce(self, collectives: list[CollectiveNode], result: fx.Node) -> None:
-        nodes, obstacle = find_reduce(collectives, result, self._owned())
+        nodes, obstacle, left = find_reduce(collectives, result, self._owned())
+        self.left.update(left)
         first = collectives[0]
         if nodes is None:
             self._miss(first.node, first.kind, obstacle or grouped_matmuls.beside(first) or Reason("no_matmul", NO_MATMUL))

@@ -1,16 +1,19 @@
-"""Sums of two matmuls that Inductor has made one kernel of (``mm_plus_mm``, where it autotunes): taken apart while sites are looked for, put back where none took them.
+"""Sums of two matmuls that Inductor has made one kernel of (``mm_plus_mm``, where it autotunes; a matmul whose bias is another one): taken apart while sites are looked for,
+put back where none took them.
 
-Contract: between ``take_apart`` and ``put_back`` such a node is ``add(mm, mm)``; behind them the graph has it again, unless a site's rewrite has
+Contract: between ``take_apart`` or ``unfold`` and ``put_back`` such a node is ``add(mm, mm)`` or ``add(mm, bias)``; behind them the graph has it again, unless a site's rewrite has
 replaced a part of it. Nodes are known by a mark in their ``meta`` and by their name, so that one that a rewrite copies is no such node, and one that a failed rewrite has put back is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
+from overlap_inductor.passes import matmuls
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.guards import without_guards
 
@@ -36,18 +39,38 @@ def take_apart(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
+def unfold(nodes: Iterable[fx.Node]) -> bool:
+    """Each of ``nodes`` whose bias is a sum of matmuls as a matmul without, and the bias added to it. Returns whether there was any."""
+    found = sorted(n for n in nodes if (matmul := matmuls.parse(n)) is not None and matmuls.folded(matmul) and not n.kwargs)
+    for node in found:
+        bias, *operands = node.args
+        product_value = _computed(aten.mm.default, *(n.meta["val"] for n in operands))
+        with node.graph.inserting_before(node):
+            product = node.graph.call_function(aten.mm.default, tuple(operands))
+            total = node.graph.call_function(aten.add.Tensor, (product, bias))
+        product.meta = {**node.meta, "val": product_value}
+        total.meta = {**node.meta, MARK: (total.name, node.target, ())}
+        node.replace_all_uses_with(total)
+        node.graph.erase_node(node)
+    return bool(found)
+
+
 def put_back(graph: fx.Graph) -> None:
-    """One node again where all three still stand, and nothing else reads the products."""
+    """One node again where all of them still stand, and nothing else reads the products."""
     for node in list(graph.nodes):
         name, target, names = node.meta.get(MARK, (None, None, ()))
-        if name != node.name or any(n.target is not aten.mm.default or set(n.users) != {node} for n in node.args):
+        products = node.args if names else node.args[:1]
+        if name != node.name or any(n.target is not aten.mm.default or set(n.users) != {node} for n in products):
             continue
-        operands = [a for product in node.args for a in product.args]
+        operands = [a for product in products for a in product.args]
         with graph.inserting_before(node):
-            whole = graph.call_function(target, (), dict(zip(names, operands, strict=True)))
+            if names:
+                whole = graph.call_function(target, (), dict(zip(names, operands, strict=True)))
+            else:
+                whole = graph.call_function(target, (node.args[1], *operands))
         whole.meta = {key: value for key, value in node.meta.items() if key != MARK}
         node.replace_all_uses_with(whole)
-        for old in (node, *dict.fromkeys(node.args)):
+        for old in (node, *dict.fromkeys(products)):
             graph.erase_node(old)
 
 

@@ -104,15 +104,15 @@ def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def depends_on(node: fx.Node, target: fx.Node, known: dict[fx.Node, bool]) -> bool:
-    """Whether ``node`` is computed from ``target`` (iterative; graphs are deep)."""
+    """Whether ``node`` is computed from ``target`` (iterative; graphs are deep). Looks at nothing that stands before ``target``."""
     stack = [node]
     while stack:
         current = stack[-1]
         if current in known:
             stack.pop()
             continue
-        if current is target:
-            known[current] = True
+        if current is target or current < target:
+            known[current] = current is target
             stack.pop()
             continue
         inputs = current.all_input_nodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from dataclasses import field
 
@@ -11,6 +12,7 @@ from torch import fx
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes.placement import Placement
 from overlap_inductor.passes.placement import between
 from overlap_inductor.passes.placement import place
 from overlap_inductor.passes.site_nodes import GatherNodes
@@ -28,23 +30,23 @@ class Context:
 
     Attributes:
         taken: accepted matmuls, and the site of each.
-        hoisted: nodes that accepted sites move up.
-        sunk: matmuls of accepted sites that run later than they stand.
+        hoisted: nodes that accepted sites move up, and what those read, with where they move them to.
+        sunk: nodes of accepted sites that run later than they stand, with where.
     """
 
     config: OverlapConfig
     refusal: str | None = None
     taken: dict[fx.Node, str] = field(default_factory=dict)
-    hoisted: set[fx.Node] = field(default_factory=set)
-    sunk: set[fx.Node] = field(default_factory=set)
+    hoisted: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    sunk: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def accept(self, site: OverlapSite) -> None:
         self.taken.update({m.node: site.facts.id for m in site.matmuls})
         if isinstance(site.nodes, GatherNodes):
             placement = place(site.nodes)
-            self.hoisted.update(placement.hoisted)
-            if placement.sunk:
-                self.sunk.update(m.node for m in site.matmuls)
+            for node in _with_inputs(placement.hoisted):
+                self.hoisted[node] = min(placement.anchor, self.hoisted.get(node, placement.anchor))
+            self.sunk.update(dict.fromkeys(_sunk(site, placement), placement.anchor))
 
 
 Check = Callable[[OverlapSite, Context], str | None]
@@ -181,11 +183,22 @@ def _hoist(site: OverlapSite, context: Context) -> str | None:
     if placement.obstacle is not None:
         return f"{placement.obstacle.name} ({placement.obstacle.target}) would have to run earlier than it stands"
     # Two sites that each wait for the other's results where they now stand: decided by the order in which they are found.
-    if crossing := context.sunk.intersection(placement.hoisted):
-        return f"{_names(crossing)} would have to run earlier than the site it belongs to"
-    if placement.sunk and (crossing := context.hoisted.intersection(m.node for m in site.matmuls)):
-        return f"{_names(crossing)} would have to run later than an accepted site that needs it"
+    late = {n for n in _with_inputs(placement.hoisted) if n in context.sunk and not context.sunk[n] < placement.anchor}
+    if late:
+        return f"{_names(late)} would have to run earlier than the site it belongs to"
+    early = {n for n in _sunk(site, placement) if n in context.hoisted and context.hoisted[n] < placement.anchor}
+    if early:
+        return f"{_names(early)} would have to run later than an accepted site that needs it"
     return None
+
+
+def _with_inputs(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    return {n for node in nodes for n in (node, *node.all_input_nodes)}
+
+
+def _sunk(site: OverlapSite, placement: Placement) -> set[fx.Node]:
+    """What of the site runs later than it stands."""
+    return {*placement.sunk, *(m.node for m in site.matmuls)} if placement.sunk else set()
 
 
 def _names(nodes: set[fx.Node]) -> str:

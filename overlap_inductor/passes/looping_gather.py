@@ -43,6 +43,12 @@ def forms_of(nodes: GatherNodes) -> list[Form] | None:
     return min(ways, key=lambda forms: any(f.whole for f in forms), default=None)  # type: ignore[union-attr, arg-type, return-value]
 
 
+def sub_chunks(nodes: GatherNodes, asked: int) -> int:
+    """Into how many a shard is cut by the op: not at all where a matmul contracts over what the sub-chunks would be."""
+    forms = forms_of(nodes)
+    return 1 if forms is not None and any(f.whole for f in forms) else asked
+
+
 def _is_plain(consumer: GatherConsumer) -> bool:
     if consumer.matmul.kind not in looping.PLAIN or consumer.trimmed is not None or consumer.role not in ("M", "N", "K"):
         return False
@@ -98,7 +104,6 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route
     others = [_in_ranks_order(emit, c) for c in nodes.consumers]
     biases = [c.matmul.bias for c in nodes.consumers]
     op = overlap.all_gather_matmul.default
-    parts = 1 if any(f.whole for f in forms) else parts
     out = emit.communicate(op, emit.chain, shard, others, biases, texts(forms), parts, floor, route, emit.group_name, emit.site)
     results, gathered, chain = (emit.call(looping.getitem, out, i) for i in range(3))
     replaced = {}

@@ -10,6 +10,7 @@ Pseudo-code::
     sites  = find(graph)                                  # what is there, whatever its spelling
     legal  = [s for s in sites if refuse(s) is None]      # may it be touched
     chosen = [s for s in legal if plan(s) is a schedule]  # does it pay
+    repeat the three where a site that is not chosen has a matmul that another one could have
     graph  = rewrite(graph, chosen)                       # overlap ops in its place
     return report(sites)
 """
@@ -80,9 +81,8 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, graph_
         fused_sums.take_apart(graph)
     workspaces: list[dict[str, Any]] = []
     while True:
-        found = SiteFinder(graph, phase).run()
+        found, chosen = _find_and_choose(graph, config, phase, refusal, failed)
         sites = found.sites
-        chosen = choose(sites, config, refusal, failed)
         if not chosen or config.mode not in ("on", "strict"):
             break
         plan_hash, plan = plan_text(chosen, config)
@@ -112,6 +112,23 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, graph_
         workspaces=workspaces if chosen else [],
         notices=notices,
     )
+
+
+def _find_and_choose(
+    graph: fx.Graph, config: OverlapConfig, phase: str, refusal: str | None, failed: dict[str, Reason]
+) -> tuple[SiteFinder, list[OverlapSite]]:
+    """Sites, and those to overlap. A term of a sum that belongs to another site is left to that one, but not where it comes to nothing: then sites are found
+    once more without it. (Each round has more of such sites, or fewer sums to take apart.)"""
+    idle: set[str] = set()
+    while True:
+        found = SiteFinder(graph, phase, idle).run()
+        chosen = choose(found.sites, config, refusal, failed)
+        taken = {s.facts.id for s in chosen}
+        more = {s.collectives[0].node.name for s in found.sites if s.facts.id not in taken and not found.left.isdisjoint(m.node for m in s.matmuls)}
+        if not more <= idle:
+            idle |= more
+        elif not fused_sums.unfold(found.left):
+            return found, chosen
 
 
 def choose(sites: list[OverlapSite], config: OverlapConfig, refusal: str | None, failed: dict[str, Reason]) -> list[OverlapSite]:

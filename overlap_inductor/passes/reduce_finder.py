@@ -7,7 +7,6 @@ rows, a broadcast along the cut dim) is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Collection
 from typing import Any
 
@@ -64,11 +63,12 @@ def _is_matmul_result(node: fx.Node) -> bool:
 
 
 class _Tracer:
-    """Walks backward from the collective's input, assigning every region node its layout. ``unfolds``: whether a matmul is one that may be added up with the matmul whose
-    bias it is. ``left``: matmuls that are read like any other tensor."""
+    """Walks backward from the collective's input, assigning every region node its layout. ``unfolds``: whether a matmul may be added up with others that are its
+    bias; those in ``owned`` may not, and are in ``left`` then. ``read``: matmuls that are read like any other tensor."""
 
-    def __init__(self, world_size: int, unfolds: Callable[[fx.Node], bool], left: Collection[fx.Node]) -> None:
-        self.world_size, self.unfolds, self.left = world_size, unfolds, left
+    def __init__(self, world_size: int, unfolds: bool, owned: Collection[fx.Node], read: Collection[fx.Node]) -> None:
+        self.world_size, self.unfolds, self.owned, self.read = world_size, unfolds, owned, read
+        self.left: list[fx.Node] = []
         self.layouts: dict[fx.Node, Layout] = {}
         self.through: dict[fx.Node, fx.Node] = {}
         self.leaves: list[matmuls.MatmulNode] = []
@@ -88,12 +88,14 @@ class _Tracer:
                     raise LayoutError(f"{node.name} is used in two layouts")
                 continue
             self.layouts[node] = layout
-            matmul = matmuls.parse(node) if node not in self.left else None
+            matmul = matmuls.parse(node) if node not in self.read else None
             if matmul is not None:
                 self.leaves.append(matmul)
                 self.region.add(node)
-                others = matmuls.folded(matmul)
-                if others and matmul.bias is not None and all(map(self.unfolds, others)):
+                others = matmuls.folded(matmul) if self.unfolds else []
+                theirs = [n for n in others if n in self.owned]
+                self.left += theirs
+                if others and not theirs and matmul.bias is not None:
                     self.unfolded.add(matmul.bias)
                     pending.append((matmul.bias, layout))
                 continue
@@ -154,10 +156,10 @@ def _blocking_op(root: fx.Node) -> Reason | None:
     return None
 
 
-def _traced(collectives: list[CollectiveNode], owned: Collection[fx.Node], left: Collection[fx.Node]) -> _Tracer:
+def _traced(collectives: list[CollectiveNode], owned: Collection[fx.Node], read: Collection[fx.Node]) -> _Tracer:
     """What the collectives' inputs are made of. Raises ``LayoutError``."""
     first = collectives[0]
-    tracer = _Tracer(first.world_size, lambda node: first.kind != "all_gather" and node not in owned, left)
+    tracer = _Tracer(first.world_size, first.kind != "all_gather", owned, read)
     shape = tools.shape(first.input)
     layout = Layout.scattered(shape, first.world_size) if first.kind == "reduce_scatter" else Layout.of_shape(shape)
     for collective in collectives:
@@ -165,17 +167,30 @@ def _traced(collectives: list[CollectiveNode], owned: Collection[fx.Node], left:
     return tracer
 
 
-def find_reduce(collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node] = ()) -> tuple[ReduceNodes | None, Reason | None]:
-    """The site at one or several collectives whose results are added: ``(nodes, obstacle)``. ``owned``: matmuls of sites before, of which none is taken where it
-    need not be: as a term of a sum with another one it is added like any other tensor."""
-    first = collectives[0]
-    world_size = first.world_size
+def find_reduce(
+    collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node] = ()
+) -> tuple[ReduceNodes | None, Reason | None, list[fx.Node]]:
+    """The site at one or several collectives whose results are added: ``(nodes, obstacle, left)``. ``owned``: matmuls of other sites, of which none is taken where it
+    need not be: as a term of a sum with another one it is added like any other tensor, and is one of ``left``."""
+    left: list[fx.Node] = []
     try:
         tracer = _traced(collectives, owned, ())
         if any(m.node in owned for m in tracer.leaves) and any(m.node not in owned for m in tracer.leaves):
+            left = [m.node for m in tracer.leaves if m.node in owned]
             tracer = _traced(collectives, owned, owned)
+        left += tracer.left
     except LayoutError as error:
-        return None, Reason("layout", str(error))
+        return None, Reason("layout", str(error)), left
+    if left and not tracer.leaves:
+        names = ", ".join(n.name for n in left)
+        return None, Reason("shares_nodes", f"the sum that it takes is computed within {names}, which belongs to another site"), left
+    nodes, obstacle = _site(collectives, result, tracer)
+    return nodes, obstacle, left
+
+
+def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: _Tracer) -> tuple[ReduceNodes | None, Reason | None]:
+    first = collectives[0]
+    world_size = first.world_size
     if tracer.obstacle is not None:
         return None, tracer.obstacle
     if not tracer.leaves:

@@ -171,3 +171,5 @@ def fit_budget(sites: list[OverlapSite], budget: int) -> None:
         for piece in decision.plan:
             if piece.schedule == "ring":
                 piece.parameters["unrolled"] = unroll
+                if not unroll and isinstance(site.nodes, GatherNodes):
+                    piece.parameters["sub_chunks"] = looping_gather.sub_chunks(site.nodes, piece.parameters["sub_chunks"])

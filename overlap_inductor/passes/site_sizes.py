@@ -31,16 +31,22 @@ def hint(size: Any) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) and size.node.hint is not None else int(size)
 
 
+def _scaled(sizes: list[Any], scale: float) -> list[int]:
+    """``sizes`` at their hints, the first symbolic one times ``scale``: where tokens are counted by several, the others stay."""
+    symbolic = next((i for i, size in enumerate(sizes) if isinstance(size, torch.SymInt)), None)
+    return [math.ceil(hint(size) * scale) if i == symbolic else hint(size) for i, size in enumerate(sizes)]
+
+
 def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     """FLOPs and bytes of the site at its example token count, times ``scale``. (What adding up a sum of matmuls takes is in no schedule's time, nor in ``keep``'s.)"""
     flops, tiles = 0.0, 0
     for matmul in site.matmuls:
-        *batch, m, k = [hint(s) for s in tools.shape(matmul.lhs)]
-        n = hint(tools.shape(matmul.rhs)[-1])
-        flops += 2.0 * m * k * n * (batch[0] if batch else 1)
+        *batch, m, k = tools.shape(matmul.lhs)
+        n = tools.shape(matmul.rhs)[-1]
+        flops += 2.0 * math.prod(map(hint, (*batch, m, k, n)))
         # (Not those of the example times ``scale``: 16 rows are one tile, and 128 of them no more.)
-        *batches, rows = [math.ceil(hint(s) * scale) if isinstance(s, torch.SymInt) else s for s in tools.shape(matmul.lhs)[:-1]]
-        its_tiles = -(-rows // 128) * -(-n // 256) * (batches[0] if batches else 1)
+        *batches, rows, columns = _scaled([*batch, m, n], scale)
+        its_tiles = -(-rows // 128) * -(-columns // 256) * math.prod(batches)
         # (Matmuls of a sum run one behind the other, each with its own tiles on the SMs.)
         tiles = tiles + its_tiles if isinstance(site.nodes, GatherNodes) else max(tiles, its_tiles)
     collective = site.collectives[0]

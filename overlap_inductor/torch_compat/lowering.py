@@ -17,6 +17,7 @@ from torch._inductor import lowering
 from torch._inductor.virtualized import V
 
 from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.torch_compat.operators import argument
 from overlap_inductor.torch_compat.rank_symbol import rank_symbol
 
 
@@ -43,7 +44,8 @@ def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any
 def _agree(group_name: str, *args: Any) -> Any:
     """The op itself, behind the rank's symbol where a transfer is going to need it: made later, a kernel of the host would stand within the transfer, and cut a CUDA graph there."""
     ops = torch.ops.overlap_inductor
-    if any(user.target in (ops.gather_start.default, ops.exchange_start.default) for user in V.graph.current_node.users):
+    starts = (ops.gather_start.default, ops.exchange_start.default)
+    if any(n.target in starts and argument(n, "group_name") == group_name for n in V.graph.graph.nodes):
         rank_symbol(group_name)
     return lowering.fallback_handler(ops.agree.default, add_to_fallback_set=False)(group_name, *args)
 

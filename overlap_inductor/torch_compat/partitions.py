@@ -23,7 +23,7 @@ MEMBERS = ("gather_step", "exchange_send", "exchange_wait", "reduce_tail")
 """Ops whose second argument it is."""
 NOTICE = (
     "Inductor cuts this graph into parts that CUDA graphs can hold, and a ring's transfer would be in flight from one part to the next: the graph runs without CUDA "
-    "graphs. Choose another schedule, or keep what no CUDA graph can hold (an .item(), a tensor on the CPU) away from the site."
+    "graphs. Choose another schedule, or keep what no CUDA graph can hold (an .item(), an op on the CPU) away from the site."
 )
 _WHOLE = "_overlap_inductor_whole"
 

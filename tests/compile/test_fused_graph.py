@@ -321,6 +321,19 @@ def dynamic_site(rows: int = 48) -> HandGraph:
     return made.output(made.reduce(made.mm(made.input(rows, 8192, name="x", dtype=BF16, dynamic=[0]), operand(made, 8192, 4096))))
 
 
+@pytest.mark.parametrize("role", ["M", "N"])
+def test_tiles_follow_the_tokens_wherever_they_lie(role: str) -> None:
+    """128 x 256 each: of columns that are tokens, too (``W @ gathered.T``), and few tokens are one tile along."""
+    for example in (4096, 16):
+        with fake_group(2):
+            made = HandGraph()
+            gathered, weight = made.gather(made.call(aten.relu.default, made.input(example, 8192, dtype=BF16, dynamic=[0]))), made.input(8192, 8192, name="w", dtype=BF16)
+            made.output(made.mm(gathered, weight) if role == "M" else made.mm(weight, made.call(aten.permute.default, gathered, [1, 0])))
+            (site,) = made.found().sites
+        counts = [site_sizes.sizes_at(site, tokens / (2 * example)).tiles for tokens in (16, 2048, 8192)]
+        assert counts == ([32, 16 * 32, 64 * 32] if role == "M" else [64, 64 * 8, 64 * 32])
+
+
 def test_a_dynamic_token_count_holds_workspace_up_to_the_planned_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_group(2):
         made = dynamic_site()

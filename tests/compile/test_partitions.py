@@ -124,6 +124,18 @@ def test_a_transfer_that_would_be_cut_is_not_captured(given: list[list[type]], s
     assert crossing and given == [] and report.notices == [partitions.NOTICE]
 
 
+@pytest.mark.parametrize("budget", [4000, 30], ids=["both unrolled", "a looping op, then an unrolled one"])
+def test_the_rank_is_made_before_all_transfers_of_its_group(given: list[list[type]], budget: int) -> None:
+    """Also where another op of the chain stands between the ranks' agreement and the transfer: else what makes the rank cuts it."""
+
+    def block(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return gathered(torch.relu(scattered(x, w)), v)
+
+    report = compiled(block, (64, 32), (32, 24), (24, 8), reorders=False, step_node_budget=budget, sub_chunks=1)
+    unrolled = [s.decision.moving.parameters["unrolled"] for s in report.sites]
+    assert unrolled == [budget > 30, True] and given and report.notices == []
+
+
 def test_a_graph_that_is_cut_beside_its_transfers_is_captured(given: list[list[type]]) -> None:
     report = compiled(scattered_behind, (64, 32), (32, 24))
     assert len(given) > 1 and report.notices == []

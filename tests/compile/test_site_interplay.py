@@ -246,6 +246,44 @@ def test_it_stays_there_where_the_reduction_begins_before_the_gather() -> None:
         assert of_sites(made) == [("matmul_all_reduce", 2, "overlapped"), ("all_gather_matmul", 1, "overlapped")]
 
 
+@pytest.mark.parametrize("order", ["gathered first", "gathered last"])
+@pytest.mark.parametrize("kind", ["addmm", "add"])
+def test_both_terms_of_a_sum_are_overlapped_in_whatever_order_they_stand(kind: str, order: str) -> None:
+    """``y @ b + all_gather(x) @ a`` reaches the pass as ``addmm(y @ b, gathered, a)``: the gather's matmul with the reduction's own as its bias."""
+
+    def graph() -> HandGraph:
+        made = HandGraph()
+        pairs = [(made.gather(made.input(4, 6)), made.input(6, 6, name="a")), (made.input(8, 6, name="y"), made.input(6, 6, name="b"))]
+        first, last = pairs if order == "gathered first" else pairs[::-1]
+        product = made.mm(*first)
+        total = made.call(aten.addmm.default, product, *last) if kind == "addmm" else made.call(aten.add.Tensor, product, made.mm(*last))
+        return made.output(made.scatter(total))
+
+    with fake_group(2):
+        assert of_sites(graph()) == [("all_gather_matmul", 1, "overlapped"), ("matmul_reduce_scatter", 1, "overlapped")]
+        alone = graph()
+        report = alone.run(patterns=("matmul_reduce_scatter",))
+        assert [(len(s.facts.matmuls), s.decision.status) for s in report.sites] == [(1, "kept"), (2, "overlapped")], "a gather that is kept owns nothing"
+        kept = graph()
+        before = kept.text()
+        assert kept.run(schedule="keep").sites and kept.text() == before, "what was taken apart in vain is one node again"
+        other = graph()
+        report = other.run(patterns=("all_gather_matmul",))
+        assert [(s.facts.pattern, s.decision.status) for s in report.sites] == [("all_gather_matmul", "overlapped"), ("matmul_reduce_scatter", "kept")]
+
+
+def test_a_node_that_moves_up_reads_nothing_that_moves_down() -> None:
+    """The first gather's matmul waits for a reduction, and sinks with its gathered tensor below the second one, which needs that tensor: refused, not taken back."""
+    with fake_group(2):
+        made = HandGraph()
+        first, reduced, second = made.gather(made.input(4, 8)), made.reduce(made.input(8, 8, name="y")), made.gather(made.input(4, 8, name="z"))
+        beside, other = made.call(aten.cumsum.default, second, 0), made.call(aten.cumsum.default, first, 0)
+        made.output(made.mm(first, reduced), made.mm(second, other), other, beside)
+        report = made.run()
+    assert [(s.decision.status, [r.code for r in s.decision.reasons]) for s in report.sites] == [("overlapped", []), ("refused", ["hoist"])]
+    assert report.notices == []
+
+
 @pytest.mark.parametrize("kind", ["its operand, too", "twice", "a size known when it runs"])
 def test_a_bias_that_is_not_taken_for_a_term(kind: str) -> None:
     """What is read twice would be multiplied twice, whole and in pieces; and a size of the other product's is no reason to refuse."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import fx
 
+from overlap_inductor.passes import collectives
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.report import OverlapReport
 from tests.compile.readings import facts
@@ -79,6 +80,22 @@ def looked_at(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_finding_a_site_looks_at_what_is_behind_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at the graph: of 80 layers, each followed to the graph's end, finding took three seconds."""
     assert looked_at(40, monkeypatch) == 2 * looked_at(20, monkeypatch) > 0
+
+
+@pytest.mark.parametrize("layers", [10, 40])
+def test_a_graphs_collectives_are_read_once(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all-reduces are added, each of which has to be told from other nodes: read once a term, 160 sites took two seconds."""
+    read = []
+    find = collectives.find_collectives
+    monkeypatch.setattr(collectives, "find_collectives", lambda graph: read.append(1) or find(graph))
+    with fake_group(8):
+        made = HandGraph()
+        x, w = made.input(64, 16), made.input(16, 16, name="w")
+        for _ in range(layers):
+            terms = [made.reduce(made.mm(made.call(aten.relu.default, x), w)) for _ in range(2)]
+            x = made.call(aten.add.Tensor, x, made.call(aten.add.Tensor, *terms))
+        assert [len(s.facts.matmuls) for s in made.output(x).found().sites] == [2] * layers
+    assert len(read) == 1
 
 
 def test_all_ranks_unroll_the_same_sites() -> None:
@@ -182,3 +199,16 @@ def test_what_looping_reductions_compute_behind_the_matmul(kind: str, status: st
         assert ("aten.mm.default" in report.after) == bias
     if status == "overlapped":
         assert f"torch.{'bfloat16' if kind == 'cast' else 'float32'}, 'sum'" in report.after
+
+
+def test_what_a_looping_op_does_not_cut_is_said_to_be_whole() -> None:
+    """Shards that are multiplied transposed, each: sub-chunks would be some of what is contracted. The report says what the op is told."""
+    with fake_group(2):
+        made = HandGraph()
+        gathered = made.view(made.gather(made.input(4, 6)), 2, 4, 6)
+        turned = made.call(aten.clone.default, made.call(aten.permute.default, gathered, [0, 2, 1]))
+        made.output(made.mm(made.view(turned, 12, 4), made.input(4, 10, name="w")))
+        (site,) = made.run(step_node_budget=1, sub_chunks=2).sites
+    assert site.decision.moving.parameters["unrolled"] is False
+    assert site.decision.moving.parameters["sub_chunks"] == 1
+    assert ", 'lhs M transposed', 1, " in made.text()

@@ -49,6 +49,11 @@ class _Interpreter(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
+def _number(function: Callable[..., Any], *numbers: int) -> int:
+    """(By name: the graph module prints it.)"""
+    return int(function(*numbers))
+
+
 def _bind_symbols(gm: torch.fx.GraphModule) -> None:
     """Symbolic sizes stand in arguments as they are (Inductor prints them); an interpreter needs them as numbers."""
     import sympy
@@ -63,7 +68,7 @@ def _bind_symbols(gm: torch.fx.GraphModule) -> None:
             names = sorted(expression.free_symbols, key=str)
             function = sympy.lambdify(names, expression, modules=[{"FloorDiv": lambda a, b: a // b}, "math"])
             with gm.graph.inserting_before(node):
-                return gm.graph.call_function(lambda f, *numbers: int(f(*numbers)), (function, *(symbols[s] for s in names)))
+                return gm.graph.call_function(_number, (function, *(symbols[s] for s in names)))
 
         node.args = torch.utils._pytree.tree_map(bind, node.args)
         node.kwargs = torch.utils._pytree.tree_map(bind, node.kwargs)
