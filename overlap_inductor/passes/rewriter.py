@@ -21,6 +21,7 @@ from overlap_inductor.passes.site_nodes import ReduceNodes
 from overlap_inductor.passes.steps import StepEmitter
 from overlap_inductor.torch_compat.guards import same_expression
 from overlap_inductor.torch_compat.lowering import register_lowerings
+from overlap_inductor.torch_compat.ordering import note_order
 from overlap_inductor.torch_compat.ordering import preserve_order
 
 overlap = torch.ops.overlap_inductor
@@ -61,6 +62,7 @@ class Rewriter:
                 self.current = site
                 raise RuntimeError(f"{', '.join(left)} is still there beside its replacement")
         preserve_order(self.graph, {n: {d for d in ds if d in live} for n, ds in self.order.items() if n in live})
+        note_order(self.graph)
         self.graph.lint()
 
     def _agree(self, placed: list[tuple[OverlapSite, fx.Node]]) -> None:

@@ -29,6 +29,7 @@ from overlap_inductor.passes.steps import part_count
 from overlap_inductor.schedule import Decision
 from overlap_inductor.schedule import PlanPiece
 from overlap_inductor.schedule import Reason
+from overlap_inductor.torch_compat.ordering import moving_pass
 from overlap_inductor.transports import routes
 
 
@@ -152,9 +153,10 @@ def _chooses_at_run_time(site: OverlapSite) -> bool:
 def fit_budget(sites: list[OverlapSite], budget: int) -> None:
     """Unroll rings in graph order while their nodes fit the graph's ``budget``; the others become looping ops.
 
-    Those that no looping op computes come first, since they would be kept: their decision is replaced where even that does not help. Reads what
-    all ranks know alike, so all ranks unroll the same sites.
+    Those that no looping op computes come first, since they would be kept: their decision is replaced where even that does not help. None is unrolled where Inductor
+    moves nodes behind the pass. Reads what all ranks know alike, so all ranks unroll the same sites.
     """
+    mover = moving_pass()
     rings = [s for s in sites if s.decision.moving.schedule == "ring"]  # type: ignore[union-attr]
     loopable = {s.facts.id: _loopable(s) for s in rings}
     left = budget
@@ -162,8 +164,12 @@ def fit_budget(sites: list[OverlapSite], budget: int) -> None:
         decision, cost = site.decision, unrolled_nodes(site)
         assert decision is not None
         dynamic = any("min_rows" in p.parameters for p in decision.plan)
-        unroll = cost <= left and not dynamic
+        unroll = cost <= left and not dynamic and mover is None
         if not unroll and not loopable[site.facts.id]:
+            if mover is not None:
+                text = f"torch._inductor.config.{mover} moves nodes without regard to what steps write in place, and no looping op computes it"
+                site.decision = Decision("refused", decision.source, [PlanPiece("keep")], [Reason("moving_pass", text)])
+                continue
             text = f"its steps would add about {cost} nodes, {left} are left of the graph's budget of {budget}, and no looping op computes it"
             site.decision = Decision("refused", decision.source, [PlanPiece("keep")], [Reason("too_many_steps", text)])
             continue

@@ -16,8 +16,10 @@ from torch._inductor import ir
 from torch._inductor import lowering
 from torch._inductor.virtualized import V
 
+from overlap_inductor.errors import OverlapError
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.torch_compat.operators import argument
+from overlap_inductor.torch_compat.ordering import moved
 from overlap_inductor.torch_compat.rank_symbol import rank_symbol
 
 
@@ -43,6 +45,11 @@ def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any
 
 def _agree(group_name: str, *args: Any) -> Any:
     """The op itself, behind the rank's symbol where a transfer is going to need it: made later, a kernel of the host would stand within the transfer, and cut a CUDA graph there."""
+    if (node := moved(V.graph.graph)) is not None:
+        raise OverlapError(
+            f"{node} is a step of a transfer in flight and does not stand where overlap_inductor wrote it: a pass behind it has moved nodes without regard to what they write "
+            "in place. Put overlap_inductor's pass last, or set OVERLAP_INDUCTOR_STEP_NODE_BUDGET=1, so that a ring is one op."
+        )
     ops = torch.ops.overlap_inductor
     starts = (ops.gather_start.default, ops.exchange_start.default)
     if any(n.target in starts and argument(n, "group_name") == group_name for n in V.graph.graph.nodes):

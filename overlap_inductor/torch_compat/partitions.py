@@ -14,13 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from overlap_inductor.torch_compat import compile_scope
+from overlap_inductor.torch_compat.ordering import MEMBERS
+from overlap_inductor.torch_compat.ordering import STARTS
 
 log = logging.getLogger("overlap_inductor")
 
-STARTS = ("gather_start", "exchange_start")
-"""Ops whose result is the buffer of a transfer in flight."""
-MEMBERS = ("gather_step", "exchange_send", "exchange_wait", "reduce_tail")
-"""Ops whose second argument it is."""
 NOTICE = (
     "Inductor cuts this graph into parts that CUDA graphs can hold, and a ring's transfer would be in flight from one part to the next: the graph runs without CUDA "
     "graphs. Choose another schedule, or keep what no CUDA graph can hold (an .item(), an op on the CPU) away from the site."
@@ -70,6 +68,7 @@ def _transfer(kernel: Any) -> str | None:
     name = op._schema.name.split("::")[1]
     if name in STARTS:
         return kernel.get_name()
+    # (Of all of them the buffer is the second argument.)
     return _maker(kernel.inputs[1]) if name in MEMBERS else None
 
 

@@ -170,6 +170,14 @@ def _() -> OverlapReport:
     return made.output(made.call(aten.bmm.default, joined, made.input(3, 8, 5, name="w"))).run(step_node_budget=1)
 
 
+@case("moving_pass", "refused")
+def _() -> OverlapReport:
+    made = HandGraph()
+    joined = made.gather_on(made.input(3, 4, 8), 1)
+    with torch._inductor.config.patch(bucket_all_gathers_fx="all"):
+        return made.output(made.call(aten.bmm.default, joined, made.input(3, 8, 5, name="w"))).run()
+
+
 def bf16_site(made: HandGraph) -> HandGraph:
     gathered = made.gather(made.input(8, 16, dtype=torch.bfloat16))
     return made.output(made.mm(gathered, made.input(16, 8, name="w", dtype=torch.bfloat16)))
