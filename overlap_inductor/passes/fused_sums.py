@@ -34,7 +34,7 @@ def take_apart(graph: fx.Graph) -> None:
             total = graph.call_function(aten.add.Tensor, tuple(products))
         for made, value in zip((*products, total), values, strict=True):
             made.meta = {**node.meta, "val": value}
-        total.meta[MARK] = (total.name, node.target, tuple(node.kwargs))
+        total.meta[MARK] = (total.name, node.name, node.target, tuple(node.kwargs))
         node.replace_all_uses_with(total)
         graph.erase_node(node)
 
@@ -49,18 +49,18 @@ def unfold(nodes: Iterable[fx.Node]) -> bool:
             product = node.graph.call_function(aten.mm.default, tuple(operands))
             total = node.graph.call_function(aten.add.Tensor, (product, bias))
         product.meta = {**node.meta, "val": product_value}
-        total.meta = {**node.meta, MARK: (total.name, node.target, ())}
+        total.meta = {**node.meta, MARK: (total.name, node.name, node.target, ())}
         node.replace_all_uses_with(total)
         node.graph.erase_node(node)
     return bool(found)
 
 
-def put_back(graph: fx.Graph) -> None:
-    """One node again where all of them still stand, and nothing else reads the products."""
+def put_back(graph: fx.Graph, unfolded_only: bool = False) -> None:
+    """One node again where all of them still stand, and nothing else reads the products; ``unfolded_only``: of those that ``unfold`` has made."""
     for node in list(graph.nodes):
-        name, target, names = node.meta.get(MARK, (None, None, ()))
+        name, before, target, names = node.meta.get(MARK, (None, None, None, ()))
         products = node.args if names else node.args[:1]
-        if name != node.name or any(n.target is not aten.mm.default or set(n.users) != {node} for n in products):
+        if name != node.name or (names and unfolded_only) or any(n.target is not aten.mm.default or set(n.users) != {node} for n in products):
             continue
         operands = [a for product in products for a in product.args]
         with graph.inserting_before(node):
@@ -72,6 +72,7 @@ def put_back(graph: fx.Graph) -> None:
         node.replace_all_uses_with(whole)
         for old in (node, *dict.fromkeys(products)):
             graph.erase_node(old)
+        whole.name = before
 
 
 def _computed(operator: Any, *values: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Iterable
 from dataclasses import dataclass
 from dataclasses import field
 
@@ -15,6 +14,7 @@ from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes.placement import Placement
 from overlap_inductor.passes.placement import between
 from overlap_inductor.passes.placement import place
+from overlap_inductor.passes.placement import places
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.schedule import Reason
@@ -43,8 +43,8 @@ class Context:
     def accept(self, site: OverlapSite) -> None:
         self.taken.update({m.node: site.facts.id for m in site.matmuls})
         if isinstance(site.nodes, GatherNodes):
-            placement = place(site.nodes)
-            for node in _with_inputs(placement.hoisted):
+            placement = next(p for p in places(site.nodes) if p.obstacle is None and _crossing(site, p, self) is None)
+            for node in _read(placement):
                 self.hoisted[node] = min(placement.anchor, self.hoisted.get(node, placement.anchor))
             self.sunk.update(dict.fromkeys(_sunk(site, placement), placement.anchor))
 
@@ -182,18 +182,25 @@ def _hoist(site: OverlapSite, context: Context) -> str | None:
     placement = place(site.nodes)
     if placement.obstacle is not None:
         return f"{placement.obstacle.name} ({placement.obstacle.target}) would have to run earlier than it stands"
-    # Two sites that each wait for the other's results where they now stand: decided by the order in which they are found.
-    late = {n for n in _with_inputs(placement.hoisted) if n in context.sunk and not context.sunk[n] < placement.anchor}
+    # (Where an accepted site's moves stand in the way of one place, the other is taken when the graph is rewritten.)
+    crossings = [_crossing(site, p, context) for p in places(site.nodes) if p.obstacle is None]
+    return None if None in crossings else crossings[0]
+
+
+def _crossing(site: OverlapSite, placement: Placement, context: Context) -> str | None:
+    """Two sites that each wait for the other's results where they now stand: decided by the order in which they are found, which is the order in which they are moved."""
+    late = {n for n in _read(placement) if n in context.sunk and placement.anchor < context.sunk[n]}
     if late:
         return f"{_names(late)} would have to run earlier than the site it belongs to"
-    early = {n for n in _sunk(site, placement) if n in context.hoisted and context.hoisted[n] < placement.anchor}
+    early = {n for n in _sunk(site, placement) if n in context.hoisted and not placement.anchor < context.hoisted[n]}
     if early:
         return f"{_names(early)} would have to run later than an accepted site that needs it"
     return None
 
 
-def _with_inputs(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    return {n for node in nodes for n in (node, *node.all_input_nodes)}
+def _read(placement: Placement) -> set[fx.Node]:
+    """What must be there before the steps: operands, what is moved up for them, and what that reads."""
+    return {*placement.operands, *(n for node in placement.hoisted for n in (node, *node.all_input_nodes))}
 
 
 def _sunk(site: OverlapSite, placement: Placement) -> set[fx.Node]:

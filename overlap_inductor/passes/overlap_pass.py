@@ -117,18 +117,45 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, graph_
 def _find_and_choose(
     graph: fx.Graph, config: OverlapConfig, phase: str, refusal: str | None, failed: dict[str, Reason]
 ) -> tuple[SiteFinder, list[OverlapSite]]:
-    """Sites, and those to overlap. A term of a sum that belongs to another site is left to that one, but not where it comes to nothing: then sites are found
-    once more without it. (Each round has more of such sites, or fewer sums to take apart.)"""
-    idle: set[str] = set()
-    while True:
+    """Sites, and those to overlap.
+
+    A term of a sum that belongs to another site is left to that one. Where that comes to nothing sites are found once more without it, and where the rest of the sum stands
+    within its matmul, once more with that taken apart: each only if more is overlapped so.
+    """
+
+    def chosen_without(idle: set[str]) -> tuple[SiteFinder, list[OverlapSite]]:
         found = SiteFinder(graph, phase, idle).run()
-        chosen = choose(found.sites, config, refusal, failed)
-        taken = {s.facts.id for s in chosen}
-        more = {s.collectives[0].node.name for s in found.sites if s.facts.id not in taken and not found.left.isdisjoint(m.node for m in s.matmuls)}
-        if not more <= idle:
-            idle |= more
-        elif not fused_sums.unfold(found.left):
-            return found, chosen
+        return found, choose(found.sites, config, refusal, failed)
+
+    def improved() -> tuple[SiteFinder, list[OverlapSite]]:
+        best, idle = chosen_without(set()), set[str]()
+        while not (more := _idle_owners(*best)) <= idle:
+            idle = idle | more
+            other = chosen_without(idle)
+            if _served(other[1]) <= _served(best[1]):
+                break
+            best = other
+        return best
+
+    best = improved()
+    if not fused_sums.unfold(best[0].left):
+        return best
+    served, unfolded = _served(best[1]), improved()
+    if _served(unfolded[1]) > served:
+        return unfolded
+    fused_sums.put_back(graph, unfolded_only=True)
+    return improved()
+
+
+def _idle_owners(found: SiteFinder, chosen: list[OverlapSite]) -> set[str]:
+    """Collectives of the sites that have a matmul which a reduction left to them, and are not overlapped."""
+    taken = {s.facts.id for s in chosen}
+    return {s.collectives[0].node.name for s in found.sites if s.facts.id not in taken and not found.left.isdisjoint(m.node for m in s.matmuls)}
+
+
+def _served(chosen: list[OverlapSite]) -> tuple[int, int]:
+    """How many sites, and how many of their matmuls."""
+    return len(chosen), sum(len(s.matmuls) for s in chosen)
 
 
 def choose(sites: list[OverlapSite], config: OverlapConfig, refusal: str | None, failed: dict[str, Reason]) -> list[OverlapSite]:

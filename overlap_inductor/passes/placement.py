@@ -16,11 +16,12 @@ from overlap_inductor.passes.site_nodes import GatherNodes
 
 @dataclass(frozen=True)
 class Placement:
-    """Steps go before ``anchor``, to which ``sunk`` nodes are moved down and ``hoisted`` ones up, in this order (both in graph order)."""
+    """Before ``anchor`` stand ``hoisted`` nodes, moved up, then ``sunk`` ones, moved down (both in graph order), then the steps. ``operands``: what the steps read."""
 
     anchor: fx.Node
     sunk: list[fx.Node]
     hoisted: list[fx.Node]
+    operands: list[fx.Node]
 
     @property
     def obstacle(self) -> fx.Node | None:
@@ -28,39 +29,49 @@ class Placement:
         sunk = set(self.sunk)
         return next((n for n in self.hoisted if not _movable(n) or not sunk.isdisjoint(n.all_input_nodes)), None)
 
-    def apply(self) -> fx.Node:
-        """Move the nodes; returns the node before which the steps are written."""
+    def apply(self) -> None:
+        """Move the nodes."""
         for node in (*self.hoisted, *self.sunk):
             self.anchor.prepend(node)
-        return self.sunk[0] if self.sunk else self.anchor
+
+
+def places(nodes: GatherNodes) -> list[Placement]:
+    """The placements in the graph as it is now, the better one first: at the gather, and at the first use of what the site makes."""
+    gather = nodes.collective.node
+    members = {gather, nodes.collective.wait, *between(nodes), *(c.matmul.node for c in nodes.consumers)}
+    users = {user for member in members for user in member.users} - members
+    first_use = min(users)
+    operands = _operands(nodes)
+    return [
+        Placement(gather, [], _needed_behind(operands, gather), operands),
+        Placement(first_use, sorted(n for n in members if n < first_use), _needed_behind(operands, first_use), operands),
+    ]
 
 
 def place(nodes: GatherNodes) -> Placement:
     """The placement in the graph as it is now; where neither place will do, the gather's own with its ``obstacle``."""
-    gather = nodes.collective.node
-    at_gather = Placement(gather, [], _needed_behind(nodes, gather))
-    if at_gather.obstacle is None:
-        return at_gather
-    members = {gather, nodes.collective.wait, *between(nodes), *(c.matmul.node for c in nodes.consumers)}
-    users = {user for member in members for user in member.users} - members
-    first_use = min(users)
-    sunk = Placement(first_use, sorted(n for n in members if n < first_use), _needed_behind(nodes, first_use))
-    return at_gather if sunk.obstacle is not None else sunk
+    found = places(nodes)
+    return next((p for p in found if p.obstacle is None), found[0])
 
 
 def _movable(node: fx.Node) -> bool:
     return node.op != "call_function" or not (node.is_impure() or "_c10d_functional" in str(node.target))
 
 
-def _needed_behind(nodes: GatherNodes, anchor: fx.Node) -> list[fx.Node]:
-    """What the matmuls' other operands need and stands at ``anchor`` or behind it, in graph order."""
-    wanted: set[fx.Node] = set()
-    pending = [n for c in nodes.consumers for n in (c.other_node, c.matmul.bias, *c.matmul.scales()) if n is not None]
-    pending += nodes.epilogue.externals
+def _operands(nodes: GatherNodes) -> list[fx.Node]:
+    """What the steps read besides the gathered shards."""
+    found = [n for c in nodes.consumers for n in (c.other_node, c.matmul.bias, *c.matmul.scales()) if n is not None]
+    found += nodes.epilogue.externals
     # (Views are written anew for the pieces; the sizes that they were given are not needed, nor is what a cat's pieces are elements of.)
     inside = between(nodes)
     copied = [n for n in inside if n not in nodes.through]
-    pending += [i for n in copied for i in n.all_input_nodes if i not in inside and (not tools.is_tensor(i) or tools.is_scalar_like(i))]
+    return found + [i for n in copied for i in n.all_input_nodes if i not in inside and (not tools.is_tensor(i) or tools.is_scalar_like(i))]
+
+
+def _needed_behind(operands: list[fx.Node], anchor: fx.Node) -> list[fx.Node]:
+    """What the operands need and stands at ``anchor`` or behind it, in graph order."""
+    wanted: set[fx.Node] = set()
+    pending = list(operands)
     while pending:
         node = pending.pop()
         if node not in wanted and not node < anchor:

@@ -264,12 +264,55 @@ def test_both_terms_of_a_sum_are_overlapped_in_whatever_order_they_stand(kind: s
         alone = graph()
         report = alone.run(patterns=("matmul_reduce_scatter",))
         assert [(len(s.facts.matmuls), s.decision.status) for s in report.sites] == [(1, "kept"), (2, "overlapped")], "a gather that is kept owns nothing"
-        kept = graph()
-        before = kept.text()
-        assert kept.run(schedule="keep").sites and kept.text() == before, "what was taken apart in vain is one node again"
         other = graph()
         report = other.run(patterns=("all_gather_matmul",))
-        assert [(s.facts.pattern, s.decision.status) for s in report.sites] == [("all_gather_matmul", "overlapped"), ("matmul_reduce_scatter", "kept")]
+        assert (report.sites[0].facts.pattern, report.sites[0].decision.status) == ("all_gather_matmul", "overlapped")
+        assert all(s.decision.status == "kept" for s in report.sites[1:]) and report.near_misses[: len(report.sites) == 1] == report.near_misses
+        sums = {n.target for n in other.graph.nodes} & {aten.addmm.default, aten.add.Tensor}
+        assert sums == {aten.addmm.default if kind == "addmm" else aten.add.Tensor}, "nothing is taken apart for a reduction that is not overlapped"
+        for fields in ({"mode": "report"}, {"schedule": "keep"}):
+            kept = graph()
+            before = kept.text()
+            assert kept.run(**fields).sites and kept.text() == before, "what was taken apart in vain is one node again"
+
+
+def test_a_matmul_that_is_read_elsewhere_is_no_term_of_a_gather_that_is_kept() -> None:
+    """The reduction has its own one, and adds the other up as a tensor, as where the gather is overlapped."""
+    with fake_group(2):
+        made = HandGraph()
+        product = made.mm(made.gather(made.input(4, 6)), made.input(6, 6, name="a"))
+        total = made.call(aten.add.Tensor, product, made.mm(made.input(8, 6, name="y"), made.input(6, 6, name="b")))
+        report = made.output(product, made.reduce(total)).run(patterns=("matmul_all_reduce",))
+    assert [(len(s.facts.matmuls), s.decision.status) for s in report.sites] == [(1, "kept"), (1, "overlapped")]
+
+
+@pytest.mark.parametrize("kind", ["at the same place", "before the other's matmul"])
+def test_two_gathers_that_sink(kind: str) -> None:
+    """What the second one needs, or makes, is the first one's, or for it: each is written behind the nodes that moved with it."""
+    with fake_group(2):
+        made = HandGraph()
+        first, second = made.gather(made.input(4, 8)), made.gather(made.input(4, 8, name="z"))
+        reduced = made.reduce(made.input(8, 8, name="y"))
+        if kind == "at the same place":
+            both = made.call(aten.add.Tensor, first, second)
+            running = made.call(aten.cumsum.default, first, 0)
+            made.output(both, made.mm(first, reduced), made.mm(second, running))
+        else:
+            made.output(made.call(aten.cumsum.default, made.mm(first, made.mm(second, reduced)), 0))
+        report = made.run()
+        made.graph.lint()
+    assert [s.decision.status for s in report.sites] == ["overlapped"] * 2 and report.notices == []
+
+
+def test_an_operand_of_a_site_that_sinks_is_not_there_yet() -> None:
+    with fake_group(2):
+        made = HandGraph()
+        first, reduced = made.gather(made.input(4, 8)), made.reduce(made.input(8, 8, name="y"))
+        product = made.mm(first, reduced)
+        second = made.gather(made.input(4, 8, name="z"))
+        made.output(made.call(aten.cumsum.default, second, 0), made.mm(second, product))
+        report = made.run()
+    assert [s.decision.status for s in report.sites] == ["overlapped", "refused"] and report.notices == []
 
 
 def test_a_node_that_moves_up_reads_nothing_that_moves_down() -> None:

@@ -60,6 +60,7 @@ def check(rank: int, world_size: int, names: list[str], fields: dict[str, Any], 
                             problems.append(f"{name} size {size} call {call}: off by {(f.double() - e).abs().max():.3g}")
             report = overlap_inductor.last_report()
             counts = report.counters() if report else {}
+            problems += [f"{name}: {notice}" for notice in (report.notices if report else [])]
             # A node budget of one leaves what no looping op computes; the numbers are checked all the same.
             if "step_node_budget" in fields and name in WITHOUT_LOOPING_OP:
                 expected = 0

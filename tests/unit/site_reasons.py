@@ -125,12 +125,13 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "over an accepted site")
 def _() -> OverlapReport:
-    """The first site sinks below the second gather, whose matmul needs its result."""
+    """The first site sinks below the second gather, whose matmul needs its result, and which is needed where it stands."""
     made = HandGraph()
     first = made.gather(made.input(4, 16))
     w = made.reduce(weight(made))
     second = made.gather(made.input(4, 8, name="y"))
-    return made.output(made.mm(second, made.mm(first, w))).run()
+    beside = made.call(aten.cumsum.default, second, 0)
+    return made.output(beside, made.mm(second, made.mm(first, w))).run()
 
 
 @case("hoist", "refused", "of an accepted site")
