@@ -30,14 +30,14 @@ class Context:
 
     Attributes:
         taken: accepted matmuls, and the site of each.
-        hoisted: nodes that accepted sites move up, and what those read, with where they move them to.
+        needed: what must stand before the steps of accepted gathers (operands, what is moved up for them and what that reads), with where those are.
         sunk: nodes of accepted sites that run later than they stand, with where.
     """
 
     config: OverlapConfig
     refusal: str | None = None
     taken: dict[fx.Node, str] = field(default_factory=dict)
-    hoisted: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    needed: dict[fx.Node, fx.Node] = field(default_factory=dict)
     sunk: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def accept(self, site: OverlapSite) -> None:
@@ -45,7 +45,7 @@ class Context:
         if isinstance(site.nodes, GatherNodes):
             placement = next(p for p in places(site.nodes) if p.obstacle is None and _crossing(site, p, self) is None)
             for node in _read(placement):
-                self.hoisted[node] = min(placement.anchor, self.hoisted.get(node, placement.anchor))
+                self.needed[node] = min(placement.anchor, self.needed.get(node, placement.anchor))
             self.sunk.update(dict.fromkeys(_sunk(site, placement), placement.anchor))
 
 
@@ -192,7 +192,7 @@ def _crossing(site: OverlapSite, placement: Placement, context: Context) -> str 
     late = {n for n in _read(placement) if n in context.sunk and placement.anchor < context.sunk[n]}
     if late:
         return f"{_names(late)} would have to run earlier than the site it belongs to"
-    early = {n for n in _sunk(site, placement) if n in context.hoisted and not placement.anchor < context.hoisted[n]}
+    early = {n for n in _sunk(site, placement) if n in context.needed and not placement.anchor < context.needed[n]}
     if early:
         return f"{_names(early)} would have to run later than an accepted site that needs it"
     return None

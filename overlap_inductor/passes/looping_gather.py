@@ -43,12 +43,6 @@ def forms_of(nodes: GatherNodes) -> list[Form] | None:
     return min(ways, key=lambda forms: any(f.whole for f in forms), default=None)  # type: ignore[union-attr, arg-type, return-value]
 
 
-def sub_chunks(nodes: GatherNodes, asked: int) -> int:
-    """Into how many a shard is cut by the op: not at all where a matmul contracts over what the sub-chunks would be."""
-    forms = forms_of(nodes)
-    return 1 if forms is not None and any(f.whole for f in forms) else asked
-
-
 def _is_plain(consumer: GatherConsumer) -> bool:
     if consumer.matmul.kind not in looping.PLAIN or consumer.trimmed is not None or consumer.role not in ("M", "N", "K"):
         return False

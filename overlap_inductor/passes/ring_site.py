@@ -166,16 +166,13 @@ def fit_budget(sites: list[OverlapSite], budget: int) -> None:
         dynamic = any("min_rows" in p.parameters for p in decision.plan)
         unroll = cost <= left and not dynamic and mover is None
         if not unroll and not loopable[site.facts.id]:
-            if mover is not None:
-                text = f"torch._inductor.config.{mover} moves nodes without regard to what steps write in place, and no looping op computes it"
-                site.decision = Decision("refused", decision.source, [PlanPiece("keep")], [Reason("moving_pass", text)])
-                continue
-            text = f"its steps would add about {cost} nodes, {left} are left of the graph's budget of {budget}, and no looping op computes it"
-            site.decision = Decision("refused", decision.source, [PlanPiece("keep")], [Reason("too_many_steps", text)])
+            if mover is None:
+                reason = Reason("too_many_steps", f"its steps would add about {cost} nodes, {left} are left of the graph's budget of {budget}, and no looping op computes it")
+            else:
+                reason = Reason("moving_pass", f"torch._inductor.config.{mover} moves nodes without regard to what steps write in place, and no looping op computes it")
+            site.decision = Decision("refused", decision.source, [PlanPiece("keep")], [reason])
             continue
         left -= cost if unroll else 0
         for piece in decision.plan:
             if piece.schedule == "ring":
                 piece.parameters["unrolled"] = unroll
-                if not unroll and isinstance(site.nodes, GatherNodes):
-                    piece.parameters["sub_chunks"] = looping_gather.sub_chunks(site.nodes, piece.parameters["sub_chunks"])

@@ -334,6 +334,15 @@ def test_tiles_follow_the_tokens_wherever_they_lie(role: str) -> None:
         assert counts == ([32, 16 * 32, 64 * 32] if role == "M" else [64, 64 * 8, 64 * 32])
 
 
+def test_one_of_several_symbolic_sizes_counts_the_tokens() -> None:
+    """A batch and its rows that are both symbolic would be scaled twice."""
+    with fake_group(2):
+        made = HandGraph()
+        x = made.input(4, 256, 64, dtype=BF16, dynamic=[0, 1])
+        sizes = [*x.meta["val"].shape[:2], 512]
+    assert site_sizes._scaled(sizes, 2.0) == [8, 256, 512] and site_sizes._scaled(sizes[1:], 0.5) == [128, 512] and site_sizes._scaled([256, 512], 2.0) == [256, 512]
+
+
 def test_a_dynamic_token_count_holds_workspace_up_to_the_planned_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_group(2):
         made = dynamic_site()

@@ -15,6 +15,7 @@ from torch._inductor.scheduler import BaseSchedulerNode
 
 import overlap_inductor
 from overlap_inductor.torch_compat import partitions
+from overlap_inductor.torch_compat import rank_symbol
 from overlap_inductor.torch_compat.rank_symbol import GroupRank
 from overlap_inductor.transports import agreement
 from tests.fake_group import all_gather
@@ -134,6 +135,46 @@ def test_the_rank_is_made_before_all_transfers_of_its_group(given: list[list[typ
     report = compiled(block, (64, 32), (32, 24), (24, 8), reorders=False, step_node_budget=budget, sub_chunks=1)
     unrolled = [s.decision.moving.parameters["unrolled"] for s in report.sites]
     assert unrolled == [budget > 30, True] and given and report.notices == []
+
+
+@pytest.mark.parametrize(
+    ("places", "uncaptured", "expected"),
+    [
+        ([["a"], ["a"]], [False, False], True),
+        ([["a"], ["a"]], [False, True], True),
+        ([["a"], ["a"]], [True, True], False),
+        ([["a", "a"], ["b"]], [False, False], False),
+        ([["a"], ["b"], ["b"]], [False, True, True], False),
+    ],
+)
+def test_what_is_cut(places: list[list[str]], uncaptured: list[bool], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer with members in two partitions, of which a CUDA graph holds one or both; the host alone may run both."""
+
+    class Scheduled:
+        def __init__(self, name: str) -> None:
+            self.node = name
+
+        def get_nodes(self) -> list[Scheduled]:
+            return [self]
+
+    monkeypatch.setattr(partitions, "_transfer", lambda kernel: kernel)
+    assert partitions.cut([[Scheduled(name) for name in names] for names in places], uncaptured) is expected
+
+
+def test_a_kernel_that_writes_to_a_rotated_place_needs_the_rank(given: list[list[type]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor asks neither the place's offset nor, of a template, its inputs: what reads is told by inputs, what writes by where its result lies."""
+    found: dict[str, set[str]] = {"inputs": set(), "results": set()}
+    views = rank_symbol._views
+
+    def noted(kernel: Any) -> Iterator[Any]:
+        read = {id(i) for i in getattr(kernel, "inputs", ()) if isinstance(i, ir.ReinterpretView)}
+        for view in views(kernel):
+            found["inputs" if id(view) in read else "results"].add(kernel.get_operation_name())
+            yield view
+
+    monkeypatch.setattr(rank_symbol, "_views", noted)
+    compiled(gathered, (64, 32), (32, 24))
+    assert found["inputs"] and found["results"], found
 
 
 def test_a_graph_that_is_cut_beside_its_transfers_is_captured(given: list[list[type]]) -> None:

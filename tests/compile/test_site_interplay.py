@@ -267,7 +267,8 @@ def test_both_terms_of_a_sum_are_overlapped_in_whatever_order_they_stand(kind: s
         other = graph()
         report = other.run(patterns=("all_gather_matmul",))
         assert (report.sites[0].facts.pattern, report.sites[0].decision.status) == ("all_gather_matmul", "overlapped")
-        assert all(s.decision.status == "kept" for s in report.sites[1:]) and report.near_misses[: len(report.sites) == 1] == report.near_misses
+        reduction = [s.decision.status for s in report.sites[1:]] + codes(report)
+        assert reduction == (["shares_nodes"] if (kind, order) == ("addmm", "gathered last") else ["kept"]), "its sum is computed within the gather's matmul, and it is switched off"
         sums = {n.target for n in other.graph.nodes} & {aten.addmm.default, aten.add.Tensor}
         assert sums == {aten.addmm.default if kind == "addmm" else aten.add.Tensor}, "nothing is taken apart for a reduction that is not overlapped"
         for fields in ({"mode": "report"}, {"schedule": "keep"}):
