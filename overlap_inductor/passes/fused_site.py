@@ -71,7 +71,7 @@ def _tails(site: OverlapSite, planned: list[str] | None = None) -> list[Tail | N
         return []
     if not isinstance(nodes, GatherNodes):
         collective, sharded = nodes.collectives[0], nodes.sharded
-        in_order = sharded.dim == 0 and _one_run(sharded) and not sharded.missing
+        in_order = sharded.dim == 0 and _one_run(sharded)
         alone = len(nodes.collectives) == 1 and nodes.result is collective.wait
         return [find_tail(nodes.result, collective.node, planned=planned[0] if planned else None) if in_order and alone else None]
     launched = in_one_launch([right for _, right in operands(site)])
@@ -86,5 +86,5 @@ def _tails(site: OverlapSite, planned: list[str] | None = None) -> list[Tail | N
 
 
 def _one_run(sharded: ShardedDim) -> bool:
-    """Whether a rank's rows lie one after the other."""
-    return isinstance(sharded.outer, int) and sharded.outer == 1
+    """Whether a rank's rows lie one after the other, and none are missing."""
+    return isinstance(sharded.outer, int) and sharded.outer == 1 and not sharded.short

@@ -69,7 +69,7 @@ def chooses_at_run_time(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bo
 
 
 def _gathers_rows(consumer: GatherConsumer, nodes: GatherNodes) -> bool:
-    if consumer.role not in ("M", "N") or consumer.trimmed is not None or (consumer.role == "N" and consumer.matmul.bias is not None):
+    if consumer.role not in ("M", "N") or (consumer.role == "N" and consumer.matmul.bias is not None):
         return False
     rows_first = consumer.layout if consumer.role == "M" else consumer.layout.permute([1, 0])
     return nodes.raw.without_rank().same_elements(rows_first.without_rank()) and only_views(consumer.operand_node, nodes)
@@ -77,13 +77,14 @@ def _gathers_rows(consumer: GatherConsumer, nodes: GatherNodes) -> bool:
 
 def _one_shape(consumers: list[GatherConsumer]) -> bool:
     """Whether all matmuls see the gathered tensor as one matrix."""
-    shapes = [_rows_and_width(c) for c in consumers]
+    shapes = [_shard(c) for c in consumers]
     return len({tools.dtype(c.operand_node) for c in consumers}) == 1 and all(same_size(a, b) for other in shapes[1:] for a, b in zip(shapes[0], other, strict=True))
 
 
-def _rows_and_width(consumer: GatherConsumer) -> list[Any]:
-    shape = tools.shape(consumer.operand_node)
-    return shape if consumer.role == "M" else shape[::-1]
+def _shard(consumer: GatherConsumer) -> list[Any]:
+    """Rows and width of a shard, as the matmul sees them."""
+    width = tools.shape(consumer.operand_node)[1 if consumer.role == "M" else 0]
+    return [consumer.sharded.outer * consumer.sharded.chunk, width]
 
 
 def only_views(node: fx.Node, nodes: GatherNodes) -> bool:
@@ -158,13 +159,13 @@ ReduceCall = Callable[[list[fx.Node], list[fx.Node], list[fx.Node | None], str],
 def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, call: GatherCall) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
     """``(next token of the chain, what replaces which node)``, each in the shape and strides of what it replaces."""
     first = nodes.consumers[0]
-    rows, inner = _rows_and_width(first)
-    shard = emit.reshape(as_bits_of(emit, nodes.collective.input, tools.dtype(first.operand_node)), [rows // emit.world_size, inner])
+    shard = emit.reshape(as_bits_of(emit, nodes.collective.input, tools.dtype(first.operand_node)), _shard(first))
     rhs = [c.matmul.rhs if c.role == "M" else transposed(emit, c.matmul.lhs) for c in nodes.consumers]
     results, gathered, chain = call(shard, rhs, [c.matmul.bias for c in nodes.consumers], gathered_used(nodes))
     replaced = {}
     for i, consumer in enumerate(nodes.consumers):
         result = rows_in_place(emit, emit.call(getitem, results, i), consumer.sharded, from_ranks=True)
+        result = emit.cut_to_size(result, 0, consumer.sharded)
         replaced[consumer.matmul.node] = result if consumer.role == "M" else emit.contiguous(transposed(emit, result))
     return chain, replaced if gathered is None else replaced | gathered_as(emit, nodes, gathered)
 

@@ -174,8 +174,10 @@ class OneOpSchedule:
         left, right = max(operands(site), key=lambda pair: int(pair[1].shape[1]))
         if "max_tokens" not in planned and not isinstance(left.shape[0], int):
             raise RuntimeError(f"{left.shape[0]} rows were planned as a number that is known")
-        missing = site.nodes.sharded.missing if not isinstance(site.nodes, GatherNodes) else 0
-        rows = -(-(planned["max_tokens"] if "max_tokens" in planned else int(left.shape[0]) + missing) // world_size)
+        sharded = site.nodes.consumers[0].sharded if isinstance(site.nodes, GatherNodes) else site.nodes.sharded
+        rows = -(-(planned["max_tokens"] if "max_tokens" in planned else int(left.shape[0])) // world_size)
+        if sharded.short and "max_tokens" not in planned:
+            rows = sharded.outer * sharded.chunk
         parameters = self.plan.parameters_of(planned["settings"], 1)
         sent = tools.dtype(site.collectives[0].input).itemsize
         need = self.needed(pattern, world_size, max(rows, 1), int(left.shape[1]), int(right.shape[1]), sent, parameters)

@@ -9,7 +9,6 @@ from torch import fx
 
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import ShardedDim
-from overlap_inductor.passes.layouts import Size
 from overlap_inductor.passes.matmuls import MatmulNode
 from overlap_inductor.schedule import Decision
 from overlap_inductor.schedule import Reason
@@ -38,15 +37,13 @@ class CollectiveNode:
 
 @dataclass(frozen=True)
 class GatherConsumer:
-    """A matmul one of whose operands is the gathered tensor. ``layout`` is the operand's; ``trimmed`` its gathered dim's size where
-    padding of uneven shards was cut off."""
+    """A matmul one of whose operands is the gathered tensor. ``layout`` is the operand's, without the padding of uneven shards where that was cut off."""
 
     matmul: MatmulNode
     operand: str
     role: str
     layout: Layout
     sharded: ShardedDim
-    trimmed: Size | None = None
 
     @property
     def operand_node(self) -> fx.Node:
