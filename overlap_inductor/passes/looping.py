@@ -100,18 +100,18 @@ def behind_views(node: fx.Node, nodes: GatherNodes) -> fx.Node:
 
 
 def _reduces_rows(pattern: str, nodes: ReduceNodes) -> bool:
-    return reduced_in_rows(pattern, nodes) and is_sum(nodes, [c.input for c in nodes.collectives])
+    return reduced_in_rows(pattern, nodes) and is_sum(nodes, nodes.computed)
 
 
 def reduced_in_rows(pattern: str, nodes: ReduceNodes) -> bool:
     """Whether what each rank gets is rows of the matmuls' result (or columns, without a bias), in its own order of elements."""
     sharded = nodes.sharded
-    in_order = sharded.dim == 0 and isinstance(sharded.outer, int) and sharded.outer == 1
+    in_order = sharded.dim == 0 and (pattern == "matmul_all_gather" or isinstance(sharded.outer, int) and sharded.outer == 1)
     if pattern != "matmul_reduce_scatter" and not in_order:
         return False
     if sharded.dim == 1 and any(nodes.bias_of(m) is not None for m in nodes.leaves):
         return False
-    target = nodes.layouts[nodes.collectives[0].input].without_rank()
+    target = nodes.layouts[nodes.computed[0]].without_rank()
     same = nodes.leaf_layout.without_rank().same_elements(target)
     return same and (pattern != "matmul_all_gather" or len(nodes.leaves) == 1)
 
@@ -180,9 +180,14 @@ def rewrite_reduce(emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall) -> t
     """As ``rewrite_gather``; the result has the collective's shape and is contiguous."""
     columns = nodes.sharded.dim == 1
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
-    lhs = [rows_in_place(emit, emit.whole_chunks(a, 0, nodes.sharded), nodes.sharded, from_ranks=False) for a, _ in pairs]
+
+    def in_ranks_order(x: fx.Node) -> fx.Node:
+        # (Of an output that is gathered each rank sends all of its rows.)
+        return x if nodes.collectives[0].kind == "all_gather" else rows_in_place(emit, x, nodes.sharded, from_ranks=False)
+
+    lhs = [in_ranks_order(emit.whole_chunks(a, 0, nodes.sharded)) for a, _ in pairs]
     given = [nodes.bias_of(m) for m in nodes.leaves]
-    biases = [b if b is None or len(tools.shape(b)) == 1 else rows_in_place(emit, b, nodes.sharded, from_ranks=False) for b in given]
+    biases = [b if b is None or len(tools.shape(b)) == 1 else in_ranks_order(b) for b in given]
     out = call(lhs, [b for _, b in pairs], biases, nodes.collectives[0].reduce_op or "sum")
     result, chain = (emit.call(getitem, out, i) for i in range(2))
     result = emit.contiguous(transposed(emit, result)) if columns else result

@@ -12,6 +12,7 @@ from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import looping
 from overlap_inductor.passes.layouts import same_size
 from overlap_inductor.passes.matmuls import MatmulNode
+from overlap_inductor.passes.padded_output import gathered_shape
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.passes.site_nodes import ReduceNodes
 from overlap_inductor.passes.steps import StepEmitter
@@ -23,7 +24,7 @@ def computes(pattern: str, nodes: ReduceNodes) -> bool:
     """Whether a looping op computes this site."""
     if any(m.kind not in looping.PLAIN or not _bias_fits(m, nodes.bias_of(m)) for m in nodes.leaves):
         return False
-    terms = [c.input for c in nodes.collectives]
+    terms = nodes.computed
     if len(terms) == 1:
         terms = [_before_cast(terms[0], nodes)]
     return looping.reduced_in_rows(pattern, nodes) and looping.is_sum(nodes, terms)
@@ -58,7 +59,8 @@ def rewrite(emit: StepEmitter, site: OverlapSite, parts: int, floor: int) -> tup
 
     def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
         if pattern == "matmul_all_gather":
-            return emit.communicate(overlap.matmul_all_gather.default, emit.chain, lhs[0], rhs[0], biases[0], parts, floor, dtype, *where)
+            width = gathered_shape(nodes)[-1]
+            return emit.communicate(overlap.matmul_all_gather.default, emit.chain, lhs[0], rhs[0], biases[0], width, parts, floor, dtype, *where)
         op = getattr(overlap, pattern).default
         return emit.communicate(op, emit.chain, lhs, rhs, biases, parts, floor, dtype, reduce_op, *where)
 

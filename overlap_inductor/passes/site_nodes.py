@@ -78,6 +78,19 @@ class GatherNodes:
     epilogue: Epilogue = field(default_factory=Epilogue)
 
 
+@dataclass(frozen=True)
+class Padding:
+    """``node`` appends zeros to a rank's output before it is gathered, where other ranks have more: ``columns`` to the matmul's columns; where that is 0, rows, which
+    ``ReduceNodes.sharded`` counts as missing."""
+
+    node: fx.Node
+    columns: int
+
+    @property
+    def source(self) -> fx.Node:
+        return self.node.args[0]  # type: ignore[return-value]
+
+
 @dataclass
 class ReduceNodes:
     """matmuls -> views and pointwise ops -> collective(s). ``collectives`` are several where all-reduces are added afterwards;
@@ -93,6 +106,12 @@ class ReduceNodes:
     sharded: ShardedDim
     role: str
     unfolded: set[fx.Node] = field(default_factory=set)
+    padding: Padding | None = None
+
+    @property
+    def computed(self) -> list[fx.Node]:
+        """What the region computes for each collective: its input, or that before it was padded."""
+        return [self.padding.source] if self.padding is not None else [c.input for c in self.collectives]
 
     def rename(self, replaced: dict[fx.Node, fx.Node]) -> None:
         """Follow a rewrite before: what is read from outside may be another node now."""
