@@ -256,7 +256,7 @@ def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: _Tracer) -
 def _not_zero(tracer: _Tracer, sharded: ShardedDim, role: str) -> Reason | None:
     """Why rows of zeros in the matmuls' operands would not give the rows of zeros that are appended to their result."""
     for matmul in tracer.leaves:
-        if matmul.kind == "scaled_mm" or matmul.bias is not None or role == "B":
+        if matmul.kind == "scaled_mm" or role == "B" or (matmul.bias is not None and matmul.bias not in tracer.unfolded):
             return Reason("not_plain_scatter", f"the result of {matmul.node.name} ({matmul.kind}) is padded, which its operands cannot stand for")
     if not same_size(sharded.size, tools.shape(tracer.leaves[0].node)[sharded.dim]):
         return Reason("layout", f"rows of {tracer.leaves[0].node.name} are appended to in a dim that is cut further")
