@@ -49,6 +49,10 @@ def served(site: OverlapSite) -> OverlapSite:
     return replace(site, nodes=replace(nodes, consumers=able)) if 0 < len(able) < len(nodes.consumers) else site
 
 
+Biases = list[fx.Node | None]
+"""Of each matmul of a reduction."""
+
+
 def _one_bias_row(matmul: MatmulNode) -> bool:
     return matmul.bias is None or len(tools.shape(matmul.bias)) == 1
 
@@ -59,8 +63,8 @@ def loopable(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
         return False
     if isinstance(site.nodes, GatherNodes):
         return all(map(_one_bias_row, site.matmuls)) and all(_gathers_rows(c, site.nodes) for c in site.nodes.consumers) and _one_shape(site.nodes.consumers)
-    biases = [site.nodes.bias_of(m) for m in site.matmuls]
-    return all(b is None or len(tools.shape(b)) == 1 for b in biases) and _reduces_rows(site.facts.pattern, site.nodes)
+    biases = biases_of(site.nodes, site.nodes.computed)
+    return biases is not None and all(b is None or _is_row(b) for b in biases) and reduced_in_rows(site.facts.pattern, site.nodes, biases)
 
 
 def chooses_at_run_time(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
@@ -99,27 +103,25 @@ def behind_views(node: fx.Node, nodes: GatherNodes) -> fx.Node:
     return node
 
 
-def _reduces_rows(pattern: str, nodes: ReduceNodes) -> bool:
-    return reduced_in_rows(pattern, nodes) and is_sum(nodes, nodes.computed)
-
-
-def reduced_in_rows(pattern: str, nodes: ReduceNodes) -> bool:
+def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
     """Whether what each rank gets is rows of the matmuls' result (or columns, without a bias), in its own order of elements."""
     sharded = nodes.sharded
     in_order = sharded.dim == 0 and (pattern == "matmul_all_gather" or isinstance(sharded.outer, int) and sharded.outer == 1)
     if pattern != "matmul_reduce_scatter" and not in_order:
         return False
-    if sharded.dim == 1 and any(nodes.bias_of(m) is not None for m in nodes.leaves):
+    if sharded.dim == 1 and any(b is not None for b in biases):
         return False
     target = nodes.layouts[nodes.computed[0]].without_rank()
     same = nodes.leaf_layout.without_rank().same_elements(target)
     return same and (pattern != "matmul_all_gather" or len(nodes.leaves) == 1)
 
 
-def is_sum(nodes: ReduceNodes, terms: list[fx.Node]) -> bool:
-    """Whether ``terms`` together are the sum of the matmuls, each once, and nothing else: no scalar added, no factor, no other op."""
+def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
+    """The bias of each matmul, where ``terms`` together are the sum of the matmuls, each once, and of rows that are added to all rows alike: such a row is the bias of a plain
+    matmul that has none. ``None`` where they are anything else (a factor, a scalar, another op)."""
     leaves = {m.node: m for m in nodes.leaves}
     found: list[fx.Node] = []
+    rows: list[fx.Node] = []
     pending: list[Any] = list(terms)
     while pending:
         node = pending.pop()
@@ -131,9 +133,34 @@ def is_sum(nodes: ReduceNodes, terms: list[fx.Node]) -> bool:
             pending.append(nodes.through[node])
         elif isinstance(node, fx.Node) and node.target is aten.add.Tensor and not node.kwargs:
             pending += node.args
+        elif node in nodes.externals and _is_row(node):
+            rows.append(node)
         else:
-            return False
-    return len(found) == len(leaves) == len(set(found))
+            return None
+    biases = [nodes.bias_of(m) for m in nodes.leaves]
+    for row in rows:
+        free = [i for i, m in enumerate(nodes.leaves) if biases[i] is None and m.kind in PLAIN and _of_one_width(row, m.node)]
+        if not free:
+            return None
+        biases[free[0]] = row
+    return biases if len(found) == len(leaves) == len(set(found)) else None
+
+
+def summed(nodes: ReduceNodes) -> Biases:
+    """``biases_of`` what is reduced, of a site that is known to be such a sum."""
+    biases = biases_of(nodes, nodes.computed)
+    if biases is None:
+        raise RuntimeError("the site was planned as a sum of matmuls, and is none any more")
+    return biases
+
+
+def _is_row(node: fx.Node) -> bool:
+    """Whether ``node`` is one row, as which it is added to any number of rows."""
+    return bool(tools.shape(node)) and all(isinstance(s, int) and s == 1 for s in tools.shape(node)[:-1])
+
+
+def _of_one_width(row: fx.Node, matmul: fx.Node) -> bool:
+    return same_size(tools.shape(row)[-1], tools.shape(matmul)[-1]) and tools.dtype(row) == tools.dtype(matmul)
 
 
 def gathered_used(nodes: GatherNodes) -> bool:
@@ -176,7 +203,7 @@ def gathered_as(emit: StepEmitter, nodes: GatherNodes, gathered: fx.Node) -> dic
     return {nodes.collective.wait: whole, nodes.collective.node: whole}
 
 
-def rewrite_reduce(emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+def rewrite_reduce(emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall, biases: Biases) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
     """As ``rewrite_gather``; the result has the collective's shape and is contiguous."""
     columns = nodes.sharded.dim == 1
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
@@ -186,12 +213,15 @@ def rewrite_reduce(emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall) -> t
         return x if nodes.collectives[0].kind == "all_gather" else rows_in_place(emit, x, nodes.sharded, from_ranks=False)
 
     lhs = [in_ranks_order(emit.whole_chunks(a, 0, nodes.sharded)) for a, _ in pairs]
-    given = [nodes.bias_of(m) for m in nodes.leaves]
-    biases = [b if b is None or len(tools.shape(b)) == 1 else in_ranks_order(b) for b in given]
-    out = call(lhs, [b for _, b in pairs], biases, nodes.collectives[0].reduce_op or "sum")
+    out = call(lhs, [b for _, b in pairs], [b if b is None else bias_row(emit, b) if _is_row(b) else in_ranks_order(b) for b in biases], nodes.collectives[0].reduce_op or "sum")
     result, chain = (emit.call(getitem, out, i) for i in range(2))
     result = emit.contiguous(transposed(emit, result)) if columns else result
     return chain, reduced(nodes, emit.reshape(result, tools.shape(nodes.collectives[0].node)))
+
+
+def bias_row(emit: StepEmitter, row: fx.Node) -> fx.Node:
+    """``row`` as an op takes a bias."""
+    return emit.reshape(row, tools.shape(row)[-1:])
 
 
 def reduced(nodes: ReduceNodes, result: fx.Node) -> dict[fx.Node, fx.Node]:

@@ -22,17 +22,21 @@ overlap = torch.ops.overlap_inductor
 
 def computes(pattern: str, nodes: ReduceNodes) -> bool:
     """Whether a looping op computes this site."""
-    if any(m.kind not in looping.PLAIN or not _bias_fits(m, nodes.bias_of(m)) for m in nodes.leaves):
+    biases = _biases(nodes)
+    if biases is None or any(m.kind not in looping.PLAIN or not _bias_fits(m, b) for m, b in zip(nodes.leaves, biases, strict=True)):
         return False
+    return looping.reduced_in_rows(pattern, nodes, biases)
+
+
+def _biases(nodes: ReduceNodes) -> looping.Biases | None:
     terms = nodes.computed
-    if len(terms) == 1:
-        terms = [_before_cast(terms[0], nodes)]
-    return looping.reduced_in_rows(pattern, nodes) and looping.is_sum(nodes, terms)
+    return looping.biases_of(nodes, terms if len(terms) > 1 else [_before_cast(terms[0], nodes)])
 
 
 def _bias_fits(matmul: MatmulNode, bias: fx.Node | None) -> bool:
-    if bias is None or len(tools.shape(bias)) == 1:
-        return True
+    """Whether it is one row, or has a row for each of the result's."""
+    if bias is None or all(isinstance(s, int) and s == 1 for s in tools.shape(bias)[:-1]):
+        return bias is None or same_size(tools.shape(bias)[-1], tools.shape(matmul.node)[-1])
     mine, wanted = tools.shape(bias), tools.shape(matmul.node)
     return len(mine) == len(wanted) and all(same_size(a, b) for a, b in zip(mine, wanted, strict=True))
 
@@ -55,6 +59,9 @@ def rewrite(emit: StepEmitter, site: OverlapSite, parts: int, floor: int) -> tup
     """``(next token of the chain, what replaces which node)``; the result has the collective's shape and is contiguous."""
     nodes, pattern = site.nodes, site.facts.pattern
     assert isinstance(nodes, ReduceNodes)
+    biases = _biases(nodes)
+    if biases is None:
+        raise RuntimeError("the site was planned as one looping op, which does not compute it any more")
     dtype, where = tools.dtype(nodes.collectives[0].input), (emit.group_name, emit.site)
 
     def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
@@ -64,4 +71,4 @@ def rewrite(emit: StepEmitter, site: OverlapSite, parts: int, floor: int) -> tup
         op = getattr(overlap, pattern).default
         return emit.communicate(op, emit.chain, lhs, rhs, biases, parts, floor, dtype, reduce_op, *where)
 
-    return looping.rewrite_reduce(emit, nodes, reduce)
+    return looping.rewrite_reduce(emit, nodes, reduce, biases)

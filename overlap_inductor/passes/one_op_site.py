@@ -114,7 +114,7 @@ class OneOpSchedule:
         if facts.pattern != "all_gather_matmul" and len(site.matmuls) > 1:
             if not self.sums or scaled_site.is_scaled(site):
                 return f"{len(site.matmuls)} matmuls are summed into one reduction; a {self.noun} has one"
-            if not isinstance(site.nodes, GatherNodes) and (biased := sum(site.nodes.bias_of(m) is not None for m in site.matmuls)) > 1:
+            if not isinstance(site.nodes, GatherNodes) and (biased := sum(b is not None for b in looping.summed(site.nodes))) > 1:
                 return f"{biased} of the matmuls that are summed into one reduction have a bias; a {self.noun} adds one"
             if len(dtypes := {str(tools.dtype(m.lhs)) for m in site.matmuls}) > 1:
                 return f"matmuls of {' and '.join(sorted(dtypes))} are summed into one reduction; expected one dtype"
@@ -213,7 +213,7 @@ class OneOpSchedule:
             summed = getattr(looping.overlap, f"{self.name}_sum_{name}").default
             return emit.communicate(summed, emit.chain, [lhs[i] for i in order], [rhs[i] for i in order], biases[order[0]], *own, reduce_op, *where)
 
-        return looping.rewrite_reduce(emit, site.nodes, reduce)
+        return looping.rewrite_reduce(emit, site.nodes, reduce, looping.summed(site.nodes))
 
 
 def operands(site: OverlapSite) -> list[tuple[torch.Tensor, torch.Tensor]]:

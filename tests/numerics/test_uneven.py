@@ -57,6 +57,11 @@ def _cases(rank: int, world_size: int) -> dict[str, tuple[Any, list[tuple[int, .
         "head of uneven rows of a batch": (lambda x, a: joined(x @ a, 1), [(2, mine, 8), (8, 6)], 1),
         "uneven K, a bias on one rank": (lambda x, a, c: funcol.all_reduce(biased(x, a, c), "sum", g), [(tokens + 1, mine), (mine, 6), (6,)], 1),
         "uneven K, a bias of rows on one rank": (lambda x, a, c: funcol.all_reduce(biased(x, a, c), "sum", g), [(tokens, mine), (mine, 6), (tokens, 6)], 1),
+        "uneven K, a bias added on one rank": (
+            lambda x, a, c: funcol.all_reduce(((x @ a).view(2, -1, 6) + c if rank == 0 else (x @ a).view(2, -1, 6)), "sum", g),
+            [(tokens, mine), (mine, 6), (6,)],
+            1,
+        ),
         "uneven K, scattered": (lambda x, a, c: reduce_scatter(biased(x, a, c), "avg", 0, g), [(4 * w, mine), (mine, 6), (6,)], 1),
         "uneven K into a column-wise gradient": (
             lambda x, y, a, b: funcol.all_reduce(x @ a + y @ b, "sum", g),
