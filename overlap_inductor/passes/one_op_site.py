@@ -133,10 +133,14 @@ class OneOpSchedule:
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
         return self.pieces(site, config, 0)
 
+    def settings_for(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
+        """The op's parameters. They are part of what ranks compare: a protocol between ranks rests on them and on what moves, never on the sizes of a rank's own matmuls."""
+        return self.plan.settings_for(site.facts.pattern, config.transport)
+
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
         """From ``min_rows`` tokens on, and for a dynamic count up to those that workspace is planned for."""
         own = looping.served(site)
-        settings = self.plan.settings_for(site.facts.pattern, config.transport) | ({"min_rows": min_rows} if min_rows else {})
+        settings = self.settings_for(site, config) | ({"min_rows": min_rows} if min_rows else {})
         if config.replay == "off" and self.replays:
             settings["replays"] = False
         # (A schedule with several transports that are all allowed takes the one for the bytes of each call.)
