@@ -128,6 +128,18 @@ class Comparison:
         """Count one call, and compare where that is needed.
 
         Raises:
+            AgreementError: as ``_call`` says; or the groups' store is gone, and with it the rank that kept it.
+        """
+        try:
+            return self._call()
+        except dist.DistError as error:
+            names = ", ".join(repr(g.group_name) for g in self.groups)
+            raise AgreementError(f"rank {dist.get_rank()} cannot read the plans of group {names}: {error}. A rank probably died; see its own log first.") from error
+
+    def _call(self) -> Outcome:
+        """What ``call`` says.
+
+        Raises:
             AgreementError: a rank has another version, died, or runs an earlier plan that was agreed upon.
             StrictError: in mode ``strict``, the plans differ.
         """
@@ -189,9 +201,10 @@ def plans_waiting(group: dist.ProcessGroup) -> str:
     store, found = group_store(group), {}
     try:
         for peer in _peers(group):
-            key = state.key(state.calls, peer)
-            if store.check([key]):
-                found[peer] = store.get(key).decode()
+            # (This rank has counted the call that found no partner, or, in a graph outside of Inductor's callable, has not.)
+            for key in (state.key(state.calls, peer), state.key(state.calls + 1, peer)):
+                if store.check([key]):
+                    found[peer] = store.get(key).decode()
         plans = _plans(state, found, state.newest)
     except RuntimeError:
         # The store may have died with its rank.
@@ -344,31 +357,25 @@ def _digests(state: _GroupState, mine: ExchangePlan, deadline: float) -> dict[in
 
     A rank that has not announced itself ``ABSENT`` seconds after this one began to wait is not waited for any longer. Where it is only slow, it
     finds the verdict of the others and does as they do.
-
-    Raises:
-        AgreementError: the group's store is gone, and with it the rank that kept it.
     """
     store, waiting = group_store(state.group), {r: state.key(state.calls, r) for r in _peers(state.group)}
     found: dict[int, str] = {}
     begun, said, pause = time.monotonic(), False, 1e-4
-    try:
-        while True:
-            done = store.check(list(waiting.values()))
-            for rank in [r for r, key in waiting.items() if done or store.check([key])]:
-                found[rank] = store.get(waiting.pop(rank)).decode()
-            now = time.monotonic()
-            if not waiting or now > deadline or any(p.mode == "off" for p in _plans(state, found, mine).values()):
-                return found
-            if now - begun > ABSENT and not any(_is_here(_global(state.group, r)) for r in waiting):
-                return found
-            if not said and now - begun > _PATIENCE:
-                said = True
-                ranks = ", ".join(str(_global(state.group, r)) for r in waiting)
-                log.warning("overlap_inductor: rank %d waits for rank %s to compile the same graph", dist.get_rank(), ranks)
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE)
-    except RuntimeError as error:
-        raise AgreementError(f"rank {dist.get_rank()} cannot read the plans of group {state.group.group_name!r}: {error}. A rank probably died; see its own log first.") from error
+    while True:
+        done = store.check(list(waiting.values()))
+        for rank in [r for r, key in waiting.items() if done or store.check([key])]:
+            found[rank] = store.get(waiting.pop(rank)).decode()
+        now = time.monotonic()
+        if not waiting or now > deadline or any(p.mode == "off" for p in _plans(state, found, mine).values()):
+            return found
+        if now - begun > ABSENT and not any(_is_here(_global(state.group, r)) for r in waiting):
+            return found
+        if not said and now - begun > _PATIENCE:
+            said = True
+            ranks = ", ".join(str(_global(state.group, r)) for r in waiting)
+            log.warning("overlap_inductor: rank %d waits for rank %s to compile the same graph", dist.get_rank(), ranks)
+        time.sleep(pause)
+        pause = min(pause * 1.5, _LONGEST_PAUSE)
 
 
 def _is_here(rank: int) -> bool:
