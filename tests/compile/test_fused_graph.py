@@ -405,7 +405,7 @@ class TestGolden(TestCase):
 x: bfloat16[24, 16] = input
 w: bfloat16[16, 40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["all_gather_matmul-6b87b511", 1536, 4]]', 4096)
-fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], False, '{"copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-6b87b511')
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], False, '{"column_tiles": 1, "copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-6b87b511')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
 getitem_2: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
 return [getitem_2]
@@ -419,7 +419,7 @@ bias: bfloat16[8] = input
 v: bfloat16[16, 8] = input
 w: bfloat16[16, 40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["all_gather_matmul-6b87b511", 1536, 4]]', 4096)
-fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [v, w], [bias, None], True, '{"copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-6b87b511')
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [v, w], [bias, None], True, '{"column_tiles": 2, "copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-6b87b511')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
 getitem_2: bfloat16[48, 16] = <built-in function getitem>(getitem, 2)
 getitem_3: bfloat16[48, 8] = <built-in function getitem>(getitem, 0)
@@ -435,7 +435,7 @@ x: bfloat16[24, 16] = input
 activations: bfloat16[48, 8] = input
 w: bfloat16[16, 40] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["all_gather_matmul-6b87b511", 1536, 4]]', 4096)
-fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], True, '{"copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-6b87b511')
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], True, '{"column_tiles": 1, "copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-6b87b511')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
 getitem_2: bfloat16[48, 16] = <built-in function getitem>(getitem, 1)
 getitem_3: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
 import pytest
 import torch
 
+from overlap_inductor.lowerings import fused_plan
 from overlap_inductor.passes.site_sizes import rounded
 from overlap_inductor.report import OverlapReport
+from overlap_inductor.torch_compat import symmetric
 from tests.fake_group import fake_group
 from tests.fake_group import report_of
 from tests.hand_graph import HandGraph
@@ -78,3 +81,20 @@ def test_a_bias_of_one_rank_changes_nothing_that_is_unrolled(budget: int) -> Non
         reports = [layer(2048, bias, adds).run(step_node_budget=budget) for bias, adds in ((False, 0), (True, 0), (False, 1))]
     unrolled = [[s.decision.moving.parameters.get("unrolled") for s in r.sites] for r in reports]
     assert unrolled[0] == unrolled[1] == unrolled[2], reports
+
+
+def test_a_fused_gather_is_sliced_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices are pushed and waited for one by one: a rank whose weight has a tile more than its peers' waited for flags that nobody sets."""
+    monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
+    found = []
+    for rank, columns in enumerate((2312, 2304)):
+        with fake_group(2, rank):
+            made = HandGraph()
+            x, w = made.on("cuda:0", 896, 1024, dtype=torch.bfloat16), made.on("cuda:0", 1024, columns, dtype=torch.bfloat16, name="w")
+            (site,) = made.output(made.mm(made.gather(x), w)).run(schedule="fused").sites
+            settings = site.decision.moving.parameters["settings"]
+        shard, weight = torch.empty(896, 1024, device="meta"), torch.empty(1024, columns, device="meta")
+        parameters = fused_plan.parameters_of(settings, 132)
+        own = fused_plan.slices_of(2, shard, [weight], dataclasses.replace(parameters, column_tiles=0))
+        found.append((settings, fused_plan.slices_of(2, shard, [weight], parameters), own))
+    assert found[0][:2] == found[1][:2] and found[0][2] != found[1][2], found
