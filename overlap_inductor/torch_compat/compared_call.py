@@ -64,12 +64,17 @@ class ComparedCall:
         self.on_accelerator = on_accelerator
         self.comparison: agreement.Comparison | None = None
         self.groups: list[dist.ProcessGroup] = []
-        self.prepared = False
+        self.overlaps = any(p.overlaps for p in self.plans)
+        self.ready = not self.overlaps
+        """Whether ``overlapped`` may run as soon as all ranks agree: its workspace is there, or it needs none."""
         self.plain: Callable[[list[Any]], Any] | None = None
         self._boxed_call = True
 
     def __call__(self, inputs: list[Any]) -> Any:
-        outcome = self._comparison().call()
+        comparison = self._comparison()
+        if self.ready and comparison.count():
+            return self.overlapped(inputs)
+        outcome = comparison.call()
         if outcome.overlapped:
             self._prepare(inputs)
             return self.overlapped(inputs)
@@ -81,12 +86,12 @@ class ComparedCall:
         """Made anew where a group of the same name has taken the place of one that was destroyed."""
         groups = [resolve_group(name) for name in self.names]
         if self.comparison is None or any(a is not b for a, b in zip(groups, self.groups, strict=True)):
-            self.groups, self.prepared = groups, False
+            self.groups, self.ready = groups, not self.overlaps
             self.comparison = agreement.Comparison(ExchangePlan.joined(self.plans), groups, every_call=not self.on_accelerator)
         return self.comparison
 
     def _prepare(self, inputs: Sequence[Any]) -> None:
-        if self.prepared:
+        if self.ready:
             return
         for group in self.groups:
             for plan in self.plans:
@@ -94,10 +99,10 @@ class ComparedCall:
         for name, requests, limit in self.needs:
             device = next(i.device for i in inputs if isinstance(i, torch.Tensor) and (i.device.type != "cpu" or not self.on_accelerator))
             prepare(resolve_group(name), device, requests, limit << 20)
-        self.prepared = True
+        self.ready = True
 
     def _plain(self) -> Callable[[list[Any]], Any]:
-        if not any(p.overlaps for p in self.plans):
+        if not self.overlaps:
             return self.overlapped
         if self.plain is None:
             if self.program is None:

@@ -22,6 +22,7 @@ with an error at its deadline.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Mapping
@@ -119,10 +120,16 @@ class Comparison:
         self.every_call = every_call
         self.first = True
 
-    @property
-    def settled(self) -> bool:
-        """Whether later calls have nothing to compare or to count."""
-        return not self.groups
+        self.states: list[_GroupState] | None = None
+        """Of the groups, once later calls need only be counted: the plan was agreed upon, or overlaps nothing."""
+
+    def count(self) -> bool:
+        """Count one call that has nothing to compare, which must cost the host little; false where ``call`` has to be asked."""
+        if self.states is None or any(s.apart for s in self.states):
+            return False
+        for state in self.states:
+            state.calls += 1
+        return True
 
     def call(self) -> Outcome:
         """Count one call, and compare where that is needed.
@@ -153,16 +160,24 @@ class Comparison:
                 _publish(states, self.plan)
                 if first and self.plan.mode == "strict":
                     _insist_on_nobody(states, self.plan)
+            self.states = None if self.every_call else states
             return _NO
         if any(s.apart for s in states):
             return _NO
         if all(digest in s.agreed for s in states):
-            return _compared(states, self.plan, known=True) if self.every_call else _YES
+            if self.every_call and states:
+                return _compared(states, self.plan, known=True)
+            self.states = states
+            return _YES
         if any(digest in s.rejected for s in states):
             if living and self.every_call:
                 _publish(states, self.plan)
             return _NO
         return _compared(states, self.plan, known=False)
+
+
+# (An op asks at every call.)
+_parsed = functools.lru_cache(maxsize=4096)(ExchangePlan.from_json)
 
 
 def require(group: dist.ProcessGroup, text: str) -> None:
@@ -171,7 +186,7 @@ def require(group: dist.ProcessGroup, text: str) -> None:
     Raises:
         AgreementError: the ranks' plans differ.
     """
-    plan = ExchangePlan.from_json(text)
+    plan = _parsed(text)
     if moves_nothing(group) or plan.digest in _state(group).agreed:
         return
     outcome = Comparison(plan, [group], every_call=False).call()
