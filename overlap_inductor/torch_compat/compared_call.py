@@ -75,8 +75,12 @@ class ComparedCall:
         if self.ready and comparison.count():
             return self.overlapped(inputs)
         outcome = comparison.call()
+        if outcome.overlapped and not self.ready:
+            failure = self._prepare(inputs)
+            # (Where this rank alone compiled the same plan again, the others are not here, and all is prepared.)
+            outcome = comparison.also(failure) if outcome.fresh or failure else outcome
+            self.ready = outcome.overlapped
         if outcome.overlapped:
-            self._prepare(inputs)
             return self.overlapped(inputs)
         if outcome.difference:
             reporting.fell_back(self.reports, outcome.difference, self.dump)
@@ -90,16 +94,17 @@ class ComparedCall:
             self.comparison = agreement.Comparison(ExchangePlan.joined(self.plans), groups, every_call=not self.on_accelerator)
         return self.comparison
 
-    def _prepare(self, inputs: Sequence[Any]) -> None:
-        if self.ready:
-            return
+    def _prepare(self, inputs: Sequence[Any]) -> str:
+        """Make the workspace that the graph's sites share with their peers, all ranks of a group together. Returns why that failed, alike on all of them, or ``""``."""
         for group in self.groups:
             for plan in self.plans:
                 agreement.accept(group, plan)
         for name, requests, limit in self.needs:
             device = next(i.device for i in inputs if isinstance(i, torch.Tensor) and (i.device.type != "cpu" or not self.on_accelerator))
-            prepare(resolve_group(name), device, requests, limit << 20)
-        self.ready = True
+            failure = prepare(resolve_group(name), device, requests, limit << 20)
+            if failure is not None:
+                return failure
+        return ""
 
     def _plain(self) -> Callable[[list[Any]], Any]:
         if not self.overlaps:

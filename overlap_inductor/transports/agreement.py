@@ -97,10 +97,12 @@ def _state(group: dist.ProcessGroup) -> _GroupState:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``overlapped``: every rank runs the same exchange. Else ``difference`` says why not; it is empty where that is known already, or another rank says it."""
+    """``overlapped``: every rank runs the same exchange; ``fresh`` where all ranks have found so just now. Else ``difference`` says why not; it is empty where
+    that is known already."""
 
     overlapped: bool
     difference: str = ""
+    fresh: bool = False
 
 
 _YES, _NO = Outcome(True), Outcome(False)
@@ -174,6 +176,33 @@ class Comparison:
                 _publish(states, self.plan)
             return _NO
         return _compared(states, self.plan, known=False)
+
+    def also(self, failure: str) -> Outcome:
+        """Whether all ranks can go on after a call that compared equal. ``failure``: why this rank cannot, alike on all ranks of the group that it comes from; or ``""``.
+
+        A group's failure reaches the ranks of the graph's other groups by rounds of their own.
+        """
+        states = [_state(g) for g in self.groups]
+        verdict = _DIFFERENT if failure else _EQUAL
+        if len(states) > 1:
+            begun = time.monotonic()
+            limit = max(_limit(s.group, self.plan, known=False) for s in states)
+            peers = [dict.fromkeys(_peers(s.group), self.plan.digest) for s in states]
+            for number in range(len(states)):
+                verdict = _round(states, self.plan, peers, number, verdict, begun, limit, "/workspace")
+        if verdict == _EQUAL:
+            return _YES
+        why = failure or "ranks of another group of this graph have no memory left for it"
+        for state in states:
+            state.agreed.discard(self.plan.digest)
+            state.rejected[self.plan.digest] = why
+        self.states = None
+        if self.plan.mode == "strict":
+            raise StrictError(f"OVERLAP_INDUCTOR=strict: the workspace of a graph cannot be made: {why}")
+        text = f"all ranks run a graph without overlap, because its workspace cannot be made: {why}"
+        first = all(s.group.rank() == 0 for s in states)
+        log.log(logging.WARNING if first else logging.INFO, "overlap_inductor: %s", text)
+        return Outcome(False, text)
 
 
 # (An op asks at every call.)
@@ -260,7 +289,7 @@ def _compared(states: Sequence[_GroupState], plan: ExchangePlan, known: bool) ->
         for state in states:
             state.agreed.add(plan.digest)
             state.newest = plan
-        return _YES
+        return Outcome(True, fresh=not known)
     return _rejected(states, plan, texts, differences, verdict)
 
 
@@ -291,16 +320,16 @@ def _difference(state: _GroupState, plan: ExchangePlan, plans: Mapping[int, Exch
 
 
 def _round(
-    states: Sequence[_GroupState], plan: ExchangePlan, found: Sequence[Mapping[int, str]], number: int, verdict: str, begun: float, limit: float
+    states: Sequence[_GroupState], plan: ExchangePlan, found: Sequence[Mapping[int, str]], number: int, verdict: str, begun: float, limit: float, kind: str = ""
 ) -> str:
-    """The worst verdict of this rank and of all that run the same plan in its groups: ``verdict``, ``number`` groups further."""
+    """The worst verdict of this rank and of all that run the same plan in its groups: ``verdict``, ``number`` groups further. ``kind`` keeps rounds of one call apart."""
     for state in states:
-        group_store(state.group).set(f"{state.key(state.calls, state.group.rank())}/{number}", verdict)
+        group_store(state.group).set(f"{state.key(state.calls, state.group.rank())}{kind}/{number}", verdict)
     said = [verdict]
     for state, digests in zip(states, found, strict=True):
         store, deadline = group_store(state.group), begun + (number + 2) * limit
         for rank in sorted(r for r, d in digests.items() if d == plan.digest):
-            key = f"{state.key(state.calls, rank)}/{number}"
+            key = f"{state.key(state.calls, rank)}{kind}/{number}"
             if not _waited(store, key, deadline):
                 raise AgreementError(
                     f"rank {_global(state.group, rank)} of group {state.group.group_name!r} published its plan and then nothing within {limit:.0f} s: it probably died. "

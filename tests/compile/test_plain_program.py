@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 import overlap_inductor
+from overlap_inductor import reporting
 from overlap_inductor.torch_compat import compared_call
 from overlap_inductor.torch_compat import hooks
 from overlap_inductor.torch_compat import plain_program
@@ -75,9 +76,9 @@ def test_the_plain_program_computes_what_plain_compile_does(function: Callable[.
     inputs = [torch.randn(6, 8), torch.randn(8, 5), torch.randn(5, 7)]
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         with overlap_inductor.overlap(schedule="ring"):
-            overlap_inductor.forget_reports()
+            reporting.forget_reports()
             found = torch.compile(function, dynamic=dynamic)(*inputs)
-            reports = overlap_inductor.all_reports()
+            reports = reporting.all_reports()
     assert sum(r.counters()["sites_overlapped"] for r in reports) == 2 and all(r.notices == ["they differ"] for r in reports)
     assert len(ranks_differ) == 1 and found.shape[1:] == (7,)
     code = ranks_differ[0][0].source_code
