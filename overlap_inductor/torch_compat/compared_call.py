@@ -64,14 +64,23 @@ class ComparedCall:
         self.on_accelerator = on_accelerator
         self.comparison: agreement.Comparison | None = None
         self.groups: list[dist.ProcessGroup] = []
-        self.prepared = False
+        self.overlaps = any(p.overlaps for p in self.plans)
+        self.ready = not self.overlaps
+        """Whether ``overlapped`` may run as soon as all ranks agree: its workspace is there, or it needs none."""
         self.plain: Callable[[list[Any]], Any] | None = None
         self._boxed_call = True
 
     def __call__(self, inputs: list[Any]) -> Any:
-        outcome = self._comparison().call()
+        comparison = self._comparison()
+        if self.ready and comparison.count():
+            return self.overlapped(inputs)
+        outcome = comparison.call()
+        if outcome.overlapped and not self.ready:
+            failure = self._prepare(inputs)
+            # (Where this rank alone compiled the same plan again, the others are not here, and all is prepared.)
+            outcome = comparison.also(failure) if outcome.fresh or failure else outcome
+            self.ready = outcome.overlapped
         if outcome.overlapped:
-            self._prepare(inputs)
             return self.overlapped(inputs)
         if outcome.difference:
             reporting.fell_back(self.reports, outcome.difference, self.dump)
@@ -81,23 +90,24 @@ class ComparedCall:
         """Made anew where a group of the same name has taken the place of one that was destroyed."""
         groups = [resolve_group(name) for name in self.names]
         if self.comparison is None or any(a is not b for a, b in zip(groups, self.groups, strict=True)):
-            self.groups, self.prepared = groups, False
+            self.groups, self.ready = groups, not self.overlaps
             self.comparison = agreement.Comparison(ExchangePlan.joined(self.plans), groups, every_call=not self.on_accelerator)
         return self.comparison
 
-    def _prepare(self, inputs: Sequence[Any]) -> None:
-        if self.prepared:
-            return
+    def _prepare(self, inputs: Sequence[Any]) -> str:
+        """Make the workspace that the graph's sites share with their peers, all ranks of a group together. Returns why that failed, alike on all of them, or ``""``."""
         for group in self.groups:
             for plan in self.plans:
                 agreement.accept(group, plan)
         for name, requests, limit in self.needs:
             device = next(i.device for i in inputs if isinstance(i, torch.Tensor) and (i.device.type != "cpu" or not self.on_accelerator))
-            prepare(resolve_group(name), device, requests, limit << 20)
-        self.prepared = True
+            failure = prepare(resolve_group(name), device, requests, limit << 20)
+            if failure is not None:
+                return failure
+        return ""
 
     def _plain(self) -> Callable[[list[Any]], Any]:
-        if not any(p.overlaps for p in self.plans):
+        if not self.overlaps:
             return self.overlapped
         if self.plain is None:
             if self.program is None:

@@ -78,19 +78,21 @@ def _attribute(gm: fx.GraphModule, name: str) -> Any:
     return value
 
 
-def _written(gm: fx.GraphModule) -> _Program:
+def _written(gm: fx.GraphModule, within: bool = False) -> _Program:
+    """``within``: the graph is another's subgraph, whose shapes nobody propagates anew. (Nor are sizes made again that only the run tells, whose symbols are known by values.)"""
     places = {node: _Node(i) for i, node in enumerate(gm.graph.nodes)}
 
     def meta(node: fx.Node) -> dict[str, Any]:
         kept = _OUTPUT_META if node.op == "output" else _META
-        return {k: node.meta[k] for k in kept if k in node.meta}
+        values = ("val",) if within or "unbacked_bindings" in node.meta else ()
+        return {k: node.meta[k] for k in (*kept, *values) if k in node.meta}
 
     nodes = [(n.op, n.name, n.target, fx.map_arg(n.args, places.__getitem__), fx.map_arg(n.kwargs, places.__getitem__), meta(n)) for n in gm.graph.nodes]
     held: dict[str, Any] = {}
     for name in _names_held(gm):
         value = _attribute(gm, name)
         if isinstance(value, fx.GraphModule):
-            value = _written(value)
+            value = _written(value, within=True)
         elif isinstance(value, torch.Tensor) and _is_large(value):
             value = _Elsewhere(name)
         held[name] = value

@@ -22,6 +22,7 @@ with an error at its deadline.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Mapping
@@ -96,10 +97,12 @@ def _state(group: dist.ProcessGroup) -> _GroupState:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``overlapped``: every rank runs the same exchange. Else ``difference`` says why not; it is empty where that is known already, or another rank says it."""
+    """``overlapped``: every rank runs the same exchange; ``fresh`` where all ranks have found so just now. Else ``difference`` says why not; it is empty where
+    that is known already."""
 
     overlapped: bool
     difference: str = ""
+    fresh: bool = False
 
 
 _YES, _NO = Outcome(True), Outcome(False)
@@ -119,10 +122,16 @@ class Comparison:
         self.every_call = every_call
         self.first = True
 
-    @property
-    def settled(self) -> bool:
-        """Whether later calls have nothing to compare or to count."""
-        return not self.groups
+        self.states: list[_GroupState] | None = None
+        """Of the groups, once later calls need only be counted: the plan was agreed upon, or overlaps nothing."""
+
+    def count(self) -> bool:
+        """Count one call that has nothing to compare, which must cost the host little; false where ``call`` has to be asked."""
+        if self.states is None or any(s.apart for s in self.states):
+            return False
+        for state in self.states:
+            state.calls += 1
+        return True
 
     def call(self) -> Outcome:
         """Count one call, and compare where that is needed.
@@ -153,16 +162,51 @@ class Comparison:
                 _publish(states, self.plan)
                 if first and self.plan.mode == "strict":
                     _insist_on_nobody(states, self.plan)
+            self.states = None if self.every_call else states
             return _NO
         if any(s.apart for s in states):
             return _NO
         if all(digest in s.agreed for s in states):
-            return _compared(states, self.plan, known=True) if self.every_call else _YES
+            if self.every_call and states:
+                return _compared(states, self.plan, known=True)
+            self.states = states
+            return _YES
         if any(digest in s.rejected for s in states):
             if living and self.every_call:
                 _publish(states, self.plan)
             return _NO
         return _compared(states, self.plan, known=False)
+
+    def also(self, failure: str) -> Outcome:
+        """Whether all ranks can go on after a call that compared equal. ``failure``: why this rank cannot, alike on all ranks of the group that it comes from; or ``""``.
+
+        A group's failure reaches the ranks of the graph's other groups by rounds of their own.
+        """
+        states = [_state(g) for g in self.groups]
+        verdict = _DIFFERENT if failure else _EQUAL
+        if len(states) > 1:
+            begun = time.monotonic()
+            limit = max(_limit(s.group, self.plan, known=False) for s in states)
+            peers = [dict.fromkeys(_peers(s.group), self.plan.digest) for s in states]
+            for number in range(len(states)):
+                verdict = _round(states, self.plan, peers, number, verdict, begun, limit, "/workspace")
+        if verdict == _EQUAL:
+            return _YES
+        why = failure or "ranks of another group of this graph have no memory left for it"
+        for state in states:
+            state.agreed.discard(self.plan.digest)
+            state.rejected[self.plan.digest] = why
+        self.states = None
+        if self.plan.mode == "strict":
+            raise StrictError(f"OVERLAP_INDUCTOR=strict: the workspace of a graph cannot be made: {why}")
+        text = f"all ranks run a graph without overlap, because its workspace cannot be made: {why}"
+        first = all(s.group.rank() == 0 for s in states)
+        log.log(logging.WARNING if first else logging.INFO, "overlap_inductor: %s", text)
+        return Outcome(False, text)
+
+
+# (An op asks at every call.)
+_parsed = functools.lru_cache(maxsize=4096)(ExchangePlan.from_json)
 
 
 def require(group: dist.ProcessGroup, text: str) -> None:
@@ -171,7 +215,7 @@ def require(group: dist.ProcessGroup, text: str) -> None:
     Raises:
         AgreementError: the ranks' plans differ.
     """
-    plan = ExchangePlan.from_json(text)
+    plan = _parsed(text)
     if moves_nothing(group) or plan.digest in _state(group).agreed:
         return
     outcome = Comparison(plan, [group], every_call=False).call()
@@ -245,7 +289,7 @@ def _compared(states: Sequence[_GroupState], plan: ExchangePlan, known: bool) ->
         for state in states:
             state.agreed.add(plan.digest)
             state.newest = plan
-        return _YES
+        return Outcome(True, fresh=not known)
     return _rejected(states, plan, texts, differences, verdict)
 
 
@@ -276,16 +320,16 @@ def _difference(state: _GroupState, plan: ExchangePlan, plans: Mapping[int, Exch
 
 
 def _round(
-    states: Sequence[_GroupState], plan: ExchangePlan, found: Sequence[Mapping[int, str]], number: int, verdict: str, begun: float, limit: float
+    states: Sequence[_GroupState], plan: ExchangePlan, found: Sequence[Mapping[int, str]], number: int, verdict: str, begun: float, limit: float, kind: str = ""
 ) -> str:
-    """The worst verdict of this rank and of all that run the same plan in its groups: ``verdict``, ``number`` groups further."""
+    """The worst verdict of this rank and of all that run the same plan in its groups: ``verdict``, ``number`` groups further. ``kind`` keeps rounds of one call apart."""
     for state in states:
-        group_store(state.group).set(f"{state.key(state.calls, state.group.rank())}/{number}", verdict)
+        group_store(state.group).set(f"{state.key(state.calls, state.group.rank())}{kind}/{number}", verdict)
     said = [verdict]
     for state, digests in zip(states, found, strict=True):
         store, deadline = group_store(state.group), begun + (number + 2) * limit
         for rank in sorted(r for r, d in digests.items() if d == plan.digest):
-            key = f"{state.key(state.calls, rank)}/{number}"
+            key = f"{state.key(state.calls, rank)}{kind}/{number}"
             if not _waited(store, key, deadline):
                 raise AgreementError(
                     f"rank {_global(state.group, rank)} of group {state.group.group_name!r} published its plan and then nothing within {limit:.0f} s: it probably died. "

@@ -275,3 +275,31 @@ def test_a_dry_run_on_the_fake_backend_runs() -> None:
             assert torch.compile(_block, dynamic=False)(*inputs).shape == (8 * world_size, 16)
             report = overlap_inductor.last_report()
             assert report is not None and report.counters()["sites_overlapped"] == 2
+
+
+def _without_memory(rank: int, world_size: int) -> dict[str, Any]:
+    """A mesh of two rows of which one has no memory for its workspace: the workspace itself is made up, since rings need none."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from overlap_inductor.torch_compat import compared_call
+
+    compile_anew()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rows, columns = mesh["tp"].get_group(), mesh["dp"].get_group()
+
+    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return all_reduce(torch.relu(all_gather(x, 0, rows) @ a) @ b, "sum", columns)
+
+    made = compared_call.ComparedCall._prepare
+    compared_call.ComparedCall._prepare = lambda self, inputs: made(self, inputs) or ("rank 3 has no memory left" if rank > 1 else "")  # type: ignore[method-assign]
+    heard, inputs = _Heard(), _inputs(rank)
+    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
+        compiled = torch.compile(function, dynamic=False)
+        problems = [p for _ in range(2) for p in _wrong(compiled(*inputs), function, inputs)]
+    return {"problems": problems, "warnings": heard.texts, "counts": _counts()}
+
+
+def test_memory_that_one_group_of_a_mesh_lacks_is_lacked_by_all() -> None:
+    results = run_ranks(4, _without_memory)
+    assert all(r["problems"] == [] and r["counts"]["reason.ranks_differ"] == 2 for r in results), results
+    assert len([w for r in results for w in r["warnings"]]) == 1, results
