@@ -32,7 +32,8 @@ class FusedParameters:
         unit: tiles beside each other that are pushed at once (all-reduce).
         slices, slices_tiles, slices_pushers: slices along K in which a shard is pushed, by so many blocks, and a tile waits for it (all-gather), up to so many tiles;
             fewer of more tiles (``slices_of``). Numbers of the plan, not of the GPU: all ranks must cut alike.
-        column_tiles: tiles in a row of all weights of a gather, as the ranks count them alike, who may have more or less columns; 0: as the weights have.
+        column_tiles: tiles in a row of all weights of a gather. Ranks may have more or less columns, and count them
+            alike here; 0: as the weights have.
         stagger_ns: between the starts of neighbouring blocks (reduce-scatter).
         halves: tiles are stored in two halves, which leaves shared memory for one stage more.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
@@ -107,7 +108,8 @@ def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor],
     """
     if shard.nbytes > parameters.copies_from:
         return 1
-    tiles = world_size * -(-shard.shape[0] // parameters.block_m) * (parameters.column_tiles or column_tiles([b.shape[1] for b in rhs], parameters))
+    across = parameters.column_tiles or column_tiles([b.shape[1] for b in rhs], parameters)
+    tiles = world_size * -(-shard.shape[0] // parameters.block_m) * across
     return max(1, parameters.slices * parameters.slices_tiles // max(parameters.slices_tiles, tiles, 1))
 
 

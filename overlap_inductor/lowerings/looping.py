@@ -218,15 +218,24 @@ def _matmul_all_gather(
 
 
 def _matmul_all_gather_fake(
-    chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: object, width: int, parts: int, floor: int, dtype: torch.dtype, group_name: str, site: str
+    chain: torch.Tensor,
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: object,
+    width: int,
+    parts: int,
+    floor: int,
+    dtype: torch.dtype,
+    group_name: str,
+    site: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return lhs.new_empty(resolve_group(group_name).size() * lhs.shape[0], width, dtype=dtype), chain.new_empty(1)
 
 
 # ``width``: columns of the gathered tensor, of which this rank may have fewer; the others are zeros.
 define(
-    "matmul_all_gather(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, SymInt width, int parts, SymInt min_rows, ScalarType dtype, "
-    "str group_name, str site) -> (Tensor, Tensor)",
+    "matmul_all_gather(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, SymInt width, int parts, SymInt min_rows, "
+    "ScalarType dtype, str group_name, str site) -> (Tensor, Tensor)",
     _matmul_all_gather,
     _matmul_all_gather_fake,
 )

@@ -290,7 +290,9 @@ define(
 )
 
 
-def _rows_below(x: torch.Tensor, dim: int, shift: int, chunk: int, start: int, size: int, group_name: str) -> torch.Tensor:
+def _rows_below(
+    x: torch.Tensor, dim: int, shift: int, chunk: int, start: int, size: int, group_name: str
+) -> torch.Tensor:
     group = resolve_group(group_name)
     first = (group.rank() + shift) % group.size() * chunk + start
     kept = min(max(size - first, 0), x.shape[dim])
@@ -299,7 +301,8 @@ def _rows_below(x: torch.Tensor, dim: int, shift: int, chunk: int, start: int, s
     return out
 
 
-# ``x`` holds rows ``start, start + 1 ...`` of the shard of rank ``r + shift``; those that are row ``size`` of the gathered tensor, or stand behind it, become zeros.
+# ``x`` holds rows ``start, start + 1 ...`` of the shard of rank ``r + shift``. Row ``size`` of the gathered tensor, and
+# those behind it, become zeros.
 define(
     "rows_below(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt size, str group_name) -> Tensor",
     _rows_below,

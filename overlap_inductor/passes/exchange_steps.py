@@ -115,7 +115,8 @@ def _sent(nodes: GatherNodes, plan: list[PlanPiece]) -> str:
 
 
 def _cut(nodes: ReduceNodes) -> list[Any]:
-    """``[rows of the cut dim: outer, chunk; of an output that is gathered all rows], the order of a piece's elements`` where that is not the collective's."""
+    """``[rows of the cut dim: outer, chunk; of an output that is gathered all rows], the order of a piece's elements``
+    where that is not the collective's."""
     order = _order(nodes.leaf_layout, nodes.layouts[nodes.computed[0]])
     if nodes.collectives[0].kind == "all_gather":
         # (A rank may have less of it than it sends.)

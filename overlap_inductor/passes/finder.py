@@ -184,8 +184,9 @@ class SiteFinder:
             anchor = nodes.leaves[0].node
         facts = finding.describe(collective.node, collective.kind, dim, role)
         module = naming.module_of(anchor) or naming.module_of(collective.node)
-        # Node names are no part of the identity (Inductor numbers them after what it did elsewhere in the graph), nor are the matmuls: ranks may have more or less of a
-        # dim, a bias, or padding of their own. What the collective moves is the same on all of them, and so is its place among the graph's collectives.
+        # Node names are no part of the identity (Inductor numbers them after what it did elsewhere in the graph), nor
+        # are the matmuls: ranks may have more or less of a dim, a bias, or padding of their own. What the collective
+        # moves is the same on all of them, and so is its place among the graph's collectives.
         ordinal = self._ordinals[collective.node]
         moves = f"{facts.reduce_op}:{facts.dtype}:{tools.size_text(tools.shape(collective.input)[-1])}"
         identity = naming.site_id(pattern, module, self.phase, ordinal, moves)

@@ -49,7 +49,8 @@ class FusedSchedule(OneOpSchedule):
         settings = super().settings_for(site, config)
         if not isinstance(site.nodes, GatherNodes):
             return settings
-        # A shard is pushed in slices that rest on the tiles of all weights. A rank may have more or less columns of them than its peers.
+        # A shard is pushed in slices, whose number rests on the tiles of all weights. A rank may have more or less
+        # columns of them than its peers.
         rights = [right for _, right in operands(looping.served(site))]
         columns = [rounded(int(rights[i].shape[1])) for i in in_one_launch(rights)]
         return {**settings, "column_tiles": column_tiles(columns, parameters_of(json.dumps(settings), 1))}

@@ -135,7 +135,9 @@ class _Follower:
         layout, kept = self.layouts[source], tools.shape(node)[dim]
         if same_size(kept, tools.shape(source)[dim]):
             self._pass_on(node, source, layout)
-        elif start == 0 and operators.argument(node, "step") == 1 and layout.leads_with_rank(dim) and not (isinstance(kept, int) and kept < 2):
+        elif isinstance(kept, int) and kept < 2:
+            return
+        elif start == 0 and operators.argument(node, "step") == 1 and layout.leads_with_rank(dim):
             self._pass_on(node, source, layout.cut_short(dim, kept))
 
     def _visit_pointwise(self, node: fx.Node, source: fx.Node) -> None:
@@ -173,7 +175,8 @@ class _Follower:
             sharded = ShardedDim.of(layout)
             role = matmul.role(operand, sharded.dim)
             if role == "K" and matmul.kind == "scaled_mm":
-                self.obstacles.append(Reason("split_contraction", f"{matmul.node.name} contracts the gathered dim and its operands are scaled"))
+                text = f"{matmul.node.name} contracts the gathered dim and its operands are scaled"
+                self.obstacles.append(Reason("split_contraction", text))
                 return
             if role == "B":
                 self.obstacles.append(Reason("layout", f"{matmul.node.name} is batched over the gathered dim"))

@@ -33,8 +33,8 @@ def same_size(a: Size, b: Size) -> bool:
 @dataclass(eq=False)
 class Atom:
     """A run of consecutive indices. ``rank`` marks the rank atom; ``total`` is its dim's full size where that is no known
-    multiple of the world size (``D`` for ``R * (D // R)``: collectives demand divisibility, symbols do not show it), or where
-    the last shards of ``chunk`` are short or empty (``Layout.cut_short``)."""
+    multiple of the world size (``D`` for ``R * (D // R)``: collectives demand divisibility, symbols do not show it), or
+    where the last shards of ``chunk`` are short or empty (``Layout.cut_short``)."""
 
     size: Size
     rank: bool = False
@@ -90,7 +90,8 @@ class Layout:
         return cls(((rank, Atom(size // world_size)), *((Atom(s),) for s in shape[1:])))
 
     def refined(self) -> Layout:
-        """With atoms replaced by the pieces they were split into since. Raises ``LayoutError`` where shards that are short were split."""
+        """With atoms replaced by the pieces they were split into since. Raises ``LayoutError`` where shards that are
+        short were split."""
         if any(atom.chunk is not None and atom.chunk.children for dim in self.dims for atom in dim):
             raise LayoutError("the shards are split into smaller dims elsewhere, and the last ones are short here")
         return Layout(tuple(tuple(leaf for atom in dim for leaf in atom.leaves()) for dim in self.dims))
@@ -156,14 +157,16 @@ class Layout:
         return len(atoms) == 2 and atoms[0].rank and not atoms[0].short
 
     def cut_short(self, dim: int, size: Size) -> Layout:
-        """The layout with only the first ``size`` indices of ``dim``, without what makes the ranks' shards equal: the last shards are short, or empty. Raises
-        ``LayoutError`` where that is not the sharded dim, or one row is left."""
+        """The layout with only the first ``size`` indices of ``dim``, without what makes the ranks' shards equal: the
+        last shards are short, or empty. Raises ``LayoutError`` where that is not the sharded dim, or one row is
+        left."""
         if not self.leads_with_rank(dim):
             raise LayoutError("rows are appended to, or cut off, a dim that is not made of the ranks' shards")
         dims = list(self.refined().dims)
         rank, chunk = dims[dim]
         if isinstance(size, int) and size < 2:
-            raise LayoutError(f"the sharded dim has {size} rows without padding: a reshape of that could move them anywhere")
+            text = f"the sharded dim has {size} rows without padding: a reshape of that could move them anywhere"
+            raise LayoutError(text)
         dims[dim] = (Atom(rank.size, rank=True, total=size, chunk=chunk), chunk)
         return Layout(tuple(dims))
 

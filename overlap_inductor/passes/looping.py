@@ -64,7 +64,9 @@ def loopable(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
     if isinstance(site.nodes, GatherNodes):
         return all(map(_one_bias_row, site.matmuls)) and all(_gathers_rows(c, site.nodes) for c in site.nodes.consumers) and _one_shape(site.nodes.consumers)
     biases = biases_of(site.nodes, site.nodes.computed)
-    return biases is not None and all(b is None or _is_row(b) for b in biases) and reduced_in_rows(site.facts.pattern, site.nodes, biases)
+    if biases is None or any(b is not None and not _is_row(b) for b in biases):
+        return False
+    return reduced_in_rows(site.facts.pattern, site.nodes, biases)
 
 
 def chooses_at_run_time(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
@@ -106,7 +108,8 @@ def behind_views(node: fx.Node, nodes: GatherNodes) -> fx.Node:
 def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
     """Whether what each rank gets is rows of the matmuls' result (or columns, without a bias), in its own order of elements."""
     sharded = nodes.sharded
-    in_order = sharded.dim == 0 and (pattern == "matmul_all_gather" or isinstance(sharded.outer, int) and sharded.outer == 1)
+    one_run = pattern == "matmul_all_gather" or isinstance(sharded.outer, int) and sharded.outer == 1
+    in_order = sharded.dim == 0 and one_run
     if pattern != "matmul_reduce_scatter" and not in_order:
         return False
     if sharded.dim == 1 and any(b is not None for b in biases):
@@ -117,8 +120,9 @@ def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
 
 
 def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
-    """The bias of each matmul, where ``terms`` together are the sum of the matmuls, each once, and of rows that are added to all rows alike: such a row is the bias of a plain
-    matmul that has none. ``None`` where they are anything else (a factor, a scalar, another op)."""
+    """The bias of each matmul, where ``terms`` together are the sum of the matmuls, each once, and of rows that are
+    added to all rows alike: such a row is the bias of a plain matmul that has none. ``None`` where they are anything else
+    (a factor, a scalar, another op)."""
     leaves = {m.node: m for m in nodes.leaves}
     found: list[fx.Node] = []
     rows: list[fx.Node] = []
@@ -139,10 +143,11 @@ def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
             return None
     biases = [nodes.bias_of(m) for m in nodes.leaves]
     for row in rows:
-        free = [i for i, m in enumerate(nodes.leaves) if biases[i] is None and m.kind in PLAIN and _of_one_width(row, m.node)]
-        if not free:
+        plain = [i for i, m in enumerate(nodes.leaves) if m.kind in PLAIN and _of_one_width(row, m.node)]
+        free = next((i for i in plain if biases[i] is None), None)
+        if free is None:
             return None
-        biases[free[0]] = row
+        biases[free] = row
     return biases if len(found) == len(leaves) == len(set(found)) else None
 
 
@@ -203,17 +208,23 @@ def gathered_as(emit: StepEmitter, nodes: GatherNodes, gathered: fx.Node) -> dic
     return {nodes.collective.wait: whole, nodes.collective.node: whole}
 
 
-def rewrite_reduce(emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall, biases: Biases) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+def rewrite_reduce(
+    emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall, biases: Biases
+) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
     """As ``rewrite_gather``; the result has the collective's shape and is contiguous."""
     columns = nodes.sharded.dim == 1
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
 
     def in_ranks_order(x: fx.Node) -> fx.Node:
         # (Of an output that is gathered each rank sends all of its rows.)
-        return x if nodes.collectives[0].kind == "all_gather" else rows_in_place(emit, x, nodes.sharded, from_ranks=False)
+        gathers = nodes.collectives[0].kind == "all_gather"
+        return x if gathers else rows_in_place(emit, x, nodes.sharded, from_ranks=False)
+
+    def as_bias(x: fx.Node | None) -> fx.Node | None:
+        return x if x is None else bias_row(emit, x) if _is_row(x) else in_ranks_order(x)
 
     lhs = [in_ranks_order(emit.whole_chunks(a, 0, nodes.sharded)) for a, _ in pairs]
-    out = call(lhs, [b for _, b in pairs], [b if b is None else bias_row(emit, b) if _is_row(b) else in_ranks_order(b) for b in biases], nodes.collectives[0].reduce_op or "sum")
+    out = call(lhs, [b for _, b in pairs], list(map(as_bias, biases)), nodes.collectives[0].reduce_op or "sum")
     result, chain = (emit.call(getitem, out, i) for i in range(2))
     result = emit.contiguous(transposed(emit, result)) if columns else result
     return chain, reduced(nodes, emit.reshape(result, tools.shape(nodes.collectives[0].node)))

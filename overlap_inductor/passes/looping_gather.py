@@ -44,7 +44,9 @@ def forms_of(nodes: GatherNodes) -> list[Form] | None:
 
 
 def _is_plain(consumer: GatherConsumer) -> bool:
-    if consumer.matmul.kind not in looping.PLAIN or consumer.role not in ("M", "N", "K") or (consumer.role == "K" and consumer.sharded.short):
+    if consumer.matmul.kind not in looping.PLAIN or consumer.role not in ("M", "N", "K"):
+        return False
+    if consumer.role == "K" and consumer.sharded.short:
         return False
     bias = consumer.matmul.bias
     return bias is None or len(tools.shape(bias)) == 1 and consumer.role != "N"

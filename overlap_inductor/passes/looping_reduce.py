@@ -23,7 +23,9 @@ overlap = torch.ops.overlap_inductor
 def computes(pattern: str, nodes: ReduceNodes) -> bool:
     """Whether a looping op computes this site."""
     biases = _biases(nodes)
-    if biases is None or any(m.kind not in looping.PLAIN or not _bias_fits(m, b) for m, b in zip(nodes.leaves, biases, strict=True)):
+    if biases is None or any(m.kind not in looping.PLAIN for m in nodes.leaves):
+        return False
+    if not all(map(_bias_fits, nodes.leaves, biases)):
         return False
     return looping.reduced_in_rows(pattern, nodes, biases)
 
@@ -67,7 +69,8 @@ def rewrite(emit: StepEmitter, site: OverlapSite, parts: int, floor: int) -> tup
     def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
         if pattern == "matmul_all_gather":
             width = gathered_shape(nodes)[-1]
-            return emit.communicate(overlap.matmul_all_gather.default, emit.chain, lhs[0], rhs[0], biases[0], width, parts, floor, dtype, *where)
+            gather = overlap.matmul_all_gather.default
+            return emit.communicate(gather, emit.chain, lhs[0], rhs[0], biases[0], width, parts, floor, dtype, *where)
         op = getattr(overlap, pattern).default
         return emit.communicate(op, emit.chain, lhs, rhs, biases, parts, floor, dtype, reduce_op, *where)
 

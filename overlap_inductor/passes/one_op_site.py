@@ -114,7 +114,8 @@ class OneOpSchedule:
         if facts.pattern != "all_gather_matmul" and len(site.matmuls) > 1:
             if not self.sums or scaled_site.is_scaled(site):
                 return f"{len(site.matmuls)} matmuls are summed into one reduction; a {self.noun} has one"
-            if not isinstance(site.nodes, GatherNodes) and (biased := sum(b is not None for b in looping.summed(site.nodes))) > 1:
+            biases = [] if isinstance(site.nodes, GatherNodes) else looping.summed(site.nodes)
+            if (biased := sum(b is not None for b in biases)) > 1:
                 return f"{biased} of the matmuls that are summed into one reduction have a bias; a {self.noun} adds one"
             if len(dtypes := {str(tools.dtype(m.lhs)) for m in site.matmuls}) > 1:
                 return f"matmuls of {' and '.join(sorted(dtypes))} are summed into one reduction; expected one dtype"
@@ -134,7 +135,8 @@ class OneOpSchedule:
         return self.pieces(site, config, 0)
 
     def settings_for(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        """The op's parameters. They are part of what ranks compare: a protocol between ranks rests on them and on what moves, never on the sizes of a rank's own matmuls."""
+        """The op's parameters, which ranks compare: a protocol between ranks rests on them and on what moves, never on
+        the sizes of a rank's own matmuls."""
         return self.plan.settings_for(site.facts.pattern, config.transport)
 
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:

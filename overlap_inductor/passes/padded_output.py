@@ -1,8 +1,9 @@
-"""Padding of an output that is gathered: a rank whose shard of the output is smaller than others' appends zeros, since an all-gather moves as much of every rank.
+"""Padding of an output that is gathered: a rank whose shard of the output is smaller than others' appends zeros, since
+an all-gather moves as much of every rank.
 
 The site is what it is on ranks that have all of it; on this one each piece is padded when it leaves::
 
-    mm [rows, 50] -> view [b, t, 50] -> pad [b, t, 51] -> all_gather          # here; 51 columns and no padding elsewhere
+    mm [rows, 50] -> view [b, t, 50] -> pad [b, t, 51] -> all_gather         # elsewhere 51 columns, and no padding
     for band in rows: send pad(mm(band))                                      # bands of the rows that all ranks have
 
 Bands, sizes and the order of what moves rest on the gathered tensor, never on what this rank has of it.
@@ -42,9 +43,11 @@ def nodes_between(node: fx.Node, source: fx.Node) -> set[fx.Node]:
     return found
 
 
-def padded_output(padding: fx.Node, leaf: MatmulNode, layout: Layout, sharded: ShardedDim) -> tuple[Padding, ShardedDim]:
-    """What ``padding`` appends zeros to, and how the output of ``leaf`` (in ``layout``) is cut then: as ``sharded`` where that is columns, with missing rows where it is rows.
-    Raises ``LayoutError`` where it is neither."""
+def padded_output(
+    padding: fx.Node, leaf: MatmulNode, layout: Layout, sharded: ShardedDim
+) -> tuple[Padding, ShardedDim]:
+    """What ``padding`` appends zeros to, and how the output of ``leaf`` (in ``layout``) is cut then: as ``sharded``
+    where that is columns, with missing rows where it is rows. Raises ``LayoutError`` where it is neither."""
     source, dim = padded(padding)  # type: ignore[misc]
     shape, out = tools.shape(source), tools.shape(leaf.node)
     appended = tools.shape(padding)[dim] - shape[dim]
@@ -54,17 +57,29 @@ def padded_output(padding: fx.Node, leaf: MatmulNode, layout: Layout, sharded: S
     if same_size(ahead, 1) and same_size(shape[dim], out[0]):
         return Padding(padding, 0), ShardedDim(0, 1, shape[dim] + appended, shape[dim], (), (), appended)
     # (Only views stand between, so that the padded dim is one atom of the rows.)
-    at = next((i for i, a in enumerate(atoms) if same_size(a.size, shape[dim]) and same_size(product(atoms[:i]), ahead)), None)
+    at = next(
+        (i for i, a in enumerate(atoms) if same_size(a.size, shape[dim]) and same_size(product(atoms[:i]), ahead)), None
+    )
     if at is None or len(out) != 2:
-        raise LayoutError(f"zeros are appended to dim {dim} of the output {shape}, which is neither rows nor columns of {leaf.node.name} {out}")
+        raise LayoutError(
+            f"zeros are appended to dim {dim} of the output {shape}, "
+            f"which is neither rows nor columns of {leaf.node.name} {out}"
+        )
     before, after = atoms[:at], atoms[at + 1 :]
     unit = product(after)
-    return Padding(padding, 0), ShardedDim(0, product(before), (shape[dim] + appended) * unit, out[0], tuple(before), tuple(after), appended * unit)
+    return Padding(padding, 0), ShardedDim(
+        0, product(before), (shape[dim] + appended) * unit, out[0], tuple(before), tuple(after), appended * unit
+    )
 
 
 def gathered_shape(nodes: ReduceNodes) -> list[Size]:
-    """The shape of the matmul's result with the rows and columns that its rank appends before it is gathered: the same on every rank."""
+    """The shape of the matmul's result with the rows and columns that its rank appends before it is gathered: the same
+    on every rank."""
     shape, sharded = tools.shape(nodes.leaves[0].node), nodes.sharded
     if nodes.padding is None:
         return shape
-    return [sharded.outer * sharded.chunk if sharded.short else shape[0], *shape[1:-1], shape[-1] + nodes.padding.columns]
+    return [
+        sharded.outer * sharded.chunk if sharded.short else shape[0],
+        *shape[1:-1],
+        shape[-1] + nodes.padding.columns,
+    ]

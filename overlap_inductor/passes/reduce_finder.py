@@ -204,7 +204,8 @@ def find_reduce(
         left += tracer.left
         if left and not tracer.leaves:
             names = ", ".join(n.name for n in left)
-            return None, Reason("shares_nodes", f"the sum that it takes is computed within {names}, which belongs to another site"), left
+            text = f"the sum that it takes is computed within {names}, which belongs to another site"
+            return None, Reason("shares_nodes", text), left
         nodes, obstacle = _site(collectives, result, tracer)
     except LayoutError as error:
         return None, Reason("layout", str(error)), left
@@ -242,7 +243,8 @@ def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: _Tracer) -
     role = leaf.output_role(sharded.dim)
     if sharded.short and (reason := _not_zero(tracer, sharded, role)) is not None:
         return None, reason
-    nodes = ReduceNodes(collectives, result, tracer.leaves, tracer.layouts, tracer.through, tracer.externals, sharded, role, tracer.unfolded, padding)
+    found = (tracer.leaves, tracer.layouts, tracer.through, tracer.externals)
+    nodes = ReduceNodes(collectives, result, *found, sharded, role, tracer.unfolded, padding)
     ends = {c.node for c in collectives} | nodes_between(first.input, tracer.root)
     inside = tracer.region | ends | set(tracer.through)
     outside = [(n, u) for n in tracer.region for u in n.users if u not in inside and not _is_piece(u, inside)]
@@ -256,7 +258,8 @@ def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: _Tracer) -
 def _not_zero(tracer: _Tracer, sharded: ShardedDim, role: str) -> Reason | None:
     """Why rows of zeros in the matmuls' operands would not give the rows of zeros that are appended to their result."""
     for matmul in tracer.leaves:
-        if matmul.kind == "scaled_mm" or role == "B" or (matmul.bias is not None and matmul.bias not in tracer.unfolded):
+        biased = matmul.bias is not None and matmul.bias not in tracer.unfolded
+        if matmul.kind == "scaled_mm" or role == "B" or biased:
             return Reason("not_plain_scatter", f"the result of {matmul.node.name} ({matmul.kind}) is padded, which its operands cannot stand for")
     if not same_size(sharded.size, tools.shape(tracer.leaves[0].node)[sharded.dim]):
         return Reason("layout", f"rows of {tracer.leaves[0].node.name} are appended to in a dim that is cut further")

@@ -140,7 +140,8 @@ class _Consumer:
         self.totals[band] = node
 
     def _whole(self, x: fx.Node, dim: int) -> fx.Node:
-        """``x``, which is indexed along ``dim`` as the gathered dim is, with rows of zeros for what its last shards are short of."""
+        """``x``, which is indexed along ``dim`` as the gathered dim is, with rows of zeros for what its last shards are
+        short of."""
         if x not in self.whole:
             self.whole[x] = self.emit.whole_chunks(x, dim, self.consumer.sharded)
         return self.whole[x]

@@ -127,21 +127,25 @@ def _nodes_a_piece(consumer: GatherConsumer) -> int:
 
 
 def _in_eights(nodes: Iterable[fx.Node]) -> int:
-    """How many ops ``nodes`` compute besides matmuls, in whole eights: a bias, a cast or padding that one rank has and others have not must not change what is unrolled."""
+    """How many ops ``nodes`` compute besides matmuls, in whole eights: a bias, a cast or padding that one rank has and
+    others have not must not change what is unrolled."""
     return sum(tools.is_pointwise(n) and n.target not in tools.SAME for n in nodes) // 8 * 8
 
 
 def unrolled_nodes(site: OverlapSite) -> int:
-    """About how many FX nodes the site's unrolled steps take: the same number on every rank, whatever each of them computes for itself."""
+    """About how many FX nodes the site's unrolled steps take: the same number on every rank, whatever each of them
+    computes for itself."""
     assert site.decision is not None
     piece = site.decision.moving
     parts, world_size = piece.parameters["sub_chunks"], site.facts.collective.world_size
     if isinstance(site.nodes, GatherNodes):
         hops = routes.hop_count(piece.parameters["route"], world_size, parts)
-        computed = _in_eights([*(n for n in between(site.nodes) if n not in site.nodes.through), *site.nodes.epilogue.nodes])
+        ahead = [n for n in between(site.nodes) if n not in site.nodes.through]
+        computed = _in_eights([*ahead, *site.nodes.epilogue.nodes])
         return 4 + hops + ((world_size - 1) * parts + 1) * (2 + sum(map(_nodes_a_piece, site.nodes.consumers)) + computed)
     nodes = site.nodes
-    region = len(nodes.leaves) + _in_eights(n for n in nodes.layouts if n not in nodes.through and n not in nodes.externals)
+    own = (n for n in nodes.layouts if n not in nodes.through and n not in nodes.externals)
+    region = len(nodes.leaves) + _in_eights(own)
     if site.facts.pattern == "matmul_all_gather":
         return 4 + parts * (2 + region)
     region += len(nodes.leaves) - 1

@@ -37,7 +37,8 @@ class CollectiveNode:
 
 @dataclass(frozen=True)
 class GatherConsumer:
-    """A matmul one of whose operands is the gathered tensor. ``layout`` is the operand's, without the padding of uneven shards where that was cut off."""
+    """A matmul one of whose operands is the gathered tensor. ``layout`` is the operand's, without the padding of uneven
+    shards where that was cut off."""
 
     matmul: MatmulNode
     operand: str
@@ -80,8 +81,8 @@ class GatherNodes:
 
 @dataclass(frozen=True)
 class Padding:
-    """``node`` appends zeros to a rank's output before it is gathered, where other ranks have more: ``columns`` to the matmul's columns; where that is 0, rows, which
-    ``ReduceNodes.sharded`` counts as missing."""
+    """``node`` appends zeros to a rank's output before it is gathered, where other ranks have more: ``columns`` to the
+    matmul's columns; where that is 0, rows, which ``ReduceNodes.sharded`` counts as missing."""
 
     node: fx.Node
     columns: int

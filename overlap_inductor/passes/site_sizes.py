@@ -1,8 +1,10 @@
 """How large a site is: what the cost model is given, at the token count of the example or at a multiple of it.
 
-Ranks of a group must decide alike, and may hold more or less of a dim: 3670 columns of a weight of 11008 here and 3668 there. Sizes of what moves are the same on all of
-them. Of a matmul's dims that do not move, each rank sees its own size alone; that is rounded to five significant bits, so that shards whose sizes differ by less than
-the group's ranks count the same (3712 in the example), unless the middle of two such sizes lies just between them. Then ranks may choose differently, and do not agree.
+Ranks of a group must decide alike, and may hold more or less of a dim: 3670 columns of a weight of 11008 here and 3668
+there. Sizes of what moves are the same on all of them. Of a matmul's dims that do not move, each rank sees its own size
+alone; that is rounded to five significant bits, so that shards whose sizes differ by less than the group's ranks count
+the same (3712 in the example), unless the middle of two such sizes lies just between them. Then ranks may choose
+differently, and do not agree.
 """
 
 from __future__ import annotations

@@ -108,18 +108,19 @@ class StepEmitter:
             return x
         shape, full = tools.shape(x), self.world_size * sharded.chunk
         split = self.reshape(x, [*shape[:dim], sharded.outer, full, *shape[dim + 1 :]])
-        return self.reshape(self.narrow(split, dim + 1, 0, full - sharded.missing), [*shape[:dim], sharded.size, *shape[dim + 1 :]])
+        kept = self.narrow(split, dim + 1, 0, full - sharded.missing)
+        return self.reshape(kept, [*shape[:dim], sharded.size, *shape[dim + 1 :]])
 
     def without_padding(self, x: fx.Node, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
-        """``x``, whose dim ``sharded.dim`` is ``block`` of rank ``r + shift``, with zeros for rows behind the last one of the gathered dim: whatever its rank sent there adds
-        nothing to a sum over them."""
+        """``x``, whose dim ``sharded.dim`` is ``block`` of rank ``r + shift``, with zeros for rows behind the last one
+        of the gathered dim: whatever its rank sent there adds nothing to a sum over them."""
         if not sharded.short:
             return x
         dim, shape = sharded.dim, tools.shape(x)
         split = self.reshape(x, [*shape[:dim], block.outer_length, block.length, *shape[dim + 1 :]])
         size = self.world_size * sharded.chunk - sharded.missing
-        kept = self.call(overlap.rows_below.default, split, dim + 1, shift, sharded.chunk, block.start, size, self.group_name)
-        return self.reshape(kept, shape)
+        where = (dim + 1, shift, sharded.chunk, block.start, size, self.group_name)
+        return self.reshape(self.call(overlap.rows_below.default, split, *where), shape)
 
     def convert(self, x: fx.Node, source: Layout, target: Layout, sizes: dict[int, Size] | None = None) -> fx.Node:
         """``x`` in layout ``source`` brought into layout ``target`` (same atoms in another order), views wherever they can be."""

@@ -170,7 +170,15 @@ def test_pointwise_ops_before_the_matmul_are_of_the_shards(kind: str, status: st
 
 @pytest.mark.parametrize(
     ("kind", "status"),
-    [("another result added", "overlapped"), ("another result, read elsewhere, added", "overlapped"), ("cast", "overlapped"), ("cast twice", "refused"), ("each cast", "refused"), ("one row added", "overlapped"), ("a number added", "refused")],
+    [
+        ("another result added", "overlapped"),
+        ("another result, read elsewhere, added", "overlapped"),
+        ("cast", "overlapped"),
+        ("cast twice", "refused"),
+        ("each cast", "refused"),
+        ("one row added", "overlapped"),
+        ("a number added", "refused"),
+    ],
 )
 def test_what_looping_reductions_compute_behind_the_matmul(kind: str, status: str) -> None:
     """A sum as Inductor writes it, one matmul the bias of the other, and one change of dtype; what is left out would be a wrong number."""

@@ -1,4 +1,5 @@
-"""Ranks of one group whose graphs differ rightly (uneven shards, a bias on one rank): each finds the same sites, by the same ids, and moves the same in the same order."""
+"""Ranks of one group whose graphs differ rightly (uneven shards, a bias on one rank): each finds the same sites, by the
+same ids, and moves the same in the same order."""
 
 from __future__ import annotations
 
@@ -19,19 +20,33 @@ from tests.hand_graph import HandGraph
 from tests.hand_graph import aten
 from tests.numerics.test_uneven import _cases
 
-MOVES = re.compile(r"(overlap_inductor\.(?:gather_|exchange_|matmul_|all_gather_|reduce_tail)\w*|_c10d_functional\.\w+)\.default\((.*)\)")
+MOVES = re.compile(
+    r"(overlap_inductor\.(?:gather_|exchange_|matmul_|all_gather_|reduce_tail)\w*|_c10d_functional\.\w+)"
+    r"\.default\((.*)\)"
+)
 
 
 def exchange(report: OverlapReport) -> list[Any]:
-    """What a rank moves: every op that does so in order, with its sizes and words but without its operands' names; and the sites, as planned."""
+    """What a rank moves: every op that does so in order, with its sizes and words but without its operands' names; and
+    the sites, as planned."""
     moved = []
     for name, arguments in (m.groups() for m in map(MOVES.search, report.after.splitlines()) if m):
         moved.append((name, re.findall(r"'[^']*'|\[[\d, ]*\]|(?<![\w.])\d+|torch\.\w+", arguments)))
-    sites = [(s.facts.id, s.facts.collective, [(p.schedule, p.transport, p.tokens, p.parameters) for p in s.decision.plan]) for s in report.sites]
-    return [report.plan_hash, moved, sites, [(m.collective.kind, m.collective.bytes, m.reason.code) for m in report.near_misses]]
+    sites = [
+        (s.facts.id, s.facts.collective, [(p.schedule, p.transport, p.tokens, p.parameters) for p in s.decision.plan])
+        for s in report.sites
+    ]
+    return [
+        report.plan_hash,
+        moved,
+        sites,
+        [(m.collective.kind, m.collective.bytes, m.reason.code) for m in report.near_misses],
+    ]
 
 
-@pytest.mark.parametrize("fields", [{}, {"step_node_budget": 1}, {"step_node_budget": 60}], ids=["unrolled", "looping", "some of each"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"step_node_budget": 1}, {"step_node_budget": 60}], ids=["unrolled", "looping", "some of each"]
+)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", _cases(0, 2))
 def test_ranks_exchange_alike(name: str, world_size: int, fields: dict[str, Any]) -> None:
@@ -45,9 +60,13 @@ def test_ranks_exchange_alike(name: str, world_size: int, fields: dict[str, Any]
 
 
 def layer(inner: int, bias: bool, adds: int = 0) -> HandGraph:
-    """A row-wise layer of bf16 on GPUs: ``inner`` columns of a weight, ``bias`` in its matmul, and as many other additions before the all-reduce as asked for."""
+    """A row-wise layer of bf16 on GPUs: ``inner`` columns of a weight, ``bias`` in its matmul, and as many other
+    additions before the all-reduce as asked for."""
     made = HandGraph()
-    x, w = made.on("cuda:0", 8192, inner, dtype=torch.bfloat16), made.on("cuda:0", inner, 4096, dtype=torch.bfloat16, name="w")
+    x, w = (
+        made.on("cuda:0", 8192, inner, dtype=torch.bfloat16),
+        made.on("cuda:0", inner, 4096, dtype=torch.bfloat16, name="w"),
+    )
     b = made.on("cuda:0", 4096, dtype=torch.bfloat16, name="b")
     y = made.call(aten.addmm.default, b, x, w) if bias else made.mm(x, w)
     for _ in range(adds):
@@ -78,19 +97,25 @@ def test_sizes_of_uneven_shards_count_the_same(total: int, world_size: int) -> N
 def test_a_bias_of_one_rank_changes_nothing_that_is_unrolled(budget: int) -> None:
     """The budget of steps is spent alike: a bias that is added behind the matmul is a node more in every piece."""
     with fake_group(2):
-        reports = [layer(2048, bias, adds).run(step_node_budget=budget) for bias, adds in ((False, 0), (True, 0), (False, 1))]
+        reports = [
+            layer(2048, bias, adds).run(step_node_budget=budget) for bias, adds in ((False, 0), (True, 0), (False, 1))
+        ]
     unrolled = [[s.decision.moving.parameters.get("unrolled") for s in r.sites] for r in reports]
     assert unrolled[0] == unrolled[1] == unrolled[2], reports
 
 
 def test_a_fused_gather_is_sliced_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices are pushed and waited for one by one: a rank whose weight has a tile more than its peers' waited for flags that nobody sets."""
+    """Slices are pushed and waited for one by one: a rank whose weight has a tile more than its peers' waited for flags
+    that nobody sets."""
     monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
     found = []
     for rank, columns in enumerate((2312, 2304)):
         with fake_group(2, rank):
             made = HandGraph()
-            x, w = made.on("cuda:0", 896, 1024, dtype=torch.bfloat16), made.on("cuda:0", 1024, columns, dtype=torch.bfloat16, name="w")
+            x, w = (
+                made.on("cuda:0", 896, 1024, dtype=torch.bfloat16),
+                made.on("cuda:0", 1024, columns, dtype=torch.bfloat16, name="w"),
+            )
             (site,) = made.output(made.mm(made.gather(x), w)).run(schedule="fused").sites
             settings = site.decision.moving.parameters["settings"]
         shard, weight = torch.empty(896, 1024, device="meta"), torch.empty(1024, columns, device="meta")

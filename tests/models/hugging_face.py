@@ -33,7 +33,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     # Sizes that neither two nor three ranks divide, but for the heads.
     "llama, odd vocabulary": ("Llama", {"vocab_size": 101}),
-    "llama, odd vocabulary and ffn": ("Llama", {"vocab_size": 101, "hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 6, "num_key_value_heads": 6}),
+    "llama, odd vocabulary and ffn": (
+        "Llama",
+        {
+            "vocab_size": 101,
+            "hidden_size": 36,
+            "intermediate_size": 50,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+        },
+    ),
 }
 
 

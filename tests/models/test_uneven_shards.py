@@ -1,4 +1,5 @@
-"""DTensor layers of sizes that the group does not divide, forward and backward: one plan on all ranks, and the results of the sharded layers run eagerly."""
+"""DTensor layers of sizes that the group does not divide, forward and backward: one plan on all ranks, and the results
+of the sharded layers run eagerly."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape = torch.Size([x.shape[0], TOKENS, HIDDEN])
-        whole = DTensor.from_local(x, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=(TOKENS * HIDDEN, HIDDEN, 1))
+        whole = DTensor.from_local(
+            x, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=(TOKENS * HIDDEN, HIDDEN, 1)
+        )
         return (whole + self.mlp(self.norm(whole))).to_local()
 
 
@@ -87,7 +90,9 @@ Built = tuple[nn.Module, torch.Tensor]
 
 
 def _head(mesh: DeviceMesh, rank: int, bias: bool) -> Built:
-    return parallelize_module(nn.Linear(HIDDEN, 101, bias=bias), mesh, ColwiseParallel(output_layouts=Replicate())), torch.randn(2, 6, HIDDEN)
+    return parallelize_module(
+        nn.Linear(HIDDEN, 101, bias=bias), mesh, ColwiseParallel(output_layouts=Replicate())
+    ), torch.randn(2, 6, HIDDEN)
 
 
 def _row_wise(mesh: DeviceMesh, rank: int) -> Built:
@@ -96,7 +101,9 @@ def _row_wise(mesh: DeviceMesh, rank: int) -> Built:
 
 def _mlp(mesh: DeviceMesh, rank: int, bias: bool) -> Built:
     column = ColwiseParallel(use_local_output=False)
-    return parallelize_module(Mlp(110, bias), mesh, {"gate": column, "up": column, "down": RowwiseParallel()}), torch.randn(2, 6, HIDDEN)
+    return parallelize_module(
+        Mlp(110, bias), mesh, {"gate": column, "up": column, "down": RowwiseParallel()}
+    ), torch.randn(2, 6, HIDDEN)
 
 
 def _block(mesh: DeviceMesh, rank: int) -> Built:
@@ -108,7 +115,9 @@ def _block(mesh: DeviceMesh, rank: int) -> Built:
         "mlp.up": column,
         "mlp.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
     }
-    return parallelize_module(Block(mesh), mesh, plan), torch.randn(2, TOKENS, HIDDEN).chunk(mesh.size(), 1)[rank].contiguous()
+    return parallelize_module(Block(mesh), mesh, plan), torch.randn(2, TOKENS, HIDDEN).chunk(mesh.size(), 1)[
+        rank
+    ].contiguous()
 
 
 def _bias_on_one(mesh: DeviceMesh, rank: int) -> Built:
@@ -127,7 +136,9 @@ LAYERS: dict[str, tuple[Callable[[DeviceMesh, int], Built], dict[str, dict[str, 
 """Each layer, and the sites that must be overlapped: where two all-reduced gradients are added they are one."""
 
 
-def _run(model: Callable[..., torch.Tensor], parameters: dict[str, nn.Parameter], x: torch.Tensor) -> dict[str, torch.Tensor]:
+def _run(
+    model: Callable[..., torch.Tensor], parameters: dict[str, nn.Parameter], x: torch.Tensor
+) -> dict[str, torch.Tensor]:
     x = x.clone().requires_grad_()
     out = model(x)
     out.backward(torch.linspace(-1, 1, out.numel()).reshape(out.shape))
@@ -138,8 +149,11 @@ def _run(model: Callable[..., torch.Tensor], parameters: dict[str, nn.Parameter]
     return {name: value for name, value in found.items() if value is not None}
 
 
-def problems(rank: int, world_size: int, names: list[str], generated: bool, device: str = "cpu") -> tuple[list[str], list[Any]]:
-    """What is wrong on this rank, and what every rank must have alike; ``generated`` runs Inductor's code, else the rewritten graphs are interpreted."""
+def problems(
+    rank: int, world_size: int, names: list[str], generated: bool, device: str = "cpu"
+) -> tuple[list[str], list[Any]]:
+    """What is wrong on this rank, and what every rank must have alike; ``generated`` runs Inductor's code, else the
+    rewritten graphs are interpreted."""
     import overlap_inductor
     from overlap_inductor import reporting
 
@@ -161,16 +175,31 @@ def problems(rank: int, world_size: int, names: list[str], generated: bool, devi
                 found = _run(torch.compile(model, fullgraph=True), parameters, x)
             reports = reporting.all_reports()
         else:
-            found = _run(torch.compile(model, backend=interpreted(OverlapConfig(schedule="ring"), reports), fullgraph=True), parameters, x)
+            found = _run(
+                torch.compile(model, backend=interpreted(OverlapConfig(schedule="ring"), reports), fullgraph=True),
+                parameters,
+                x,
+            )
         for what, value in exact.items():
-            if what not in found or found[what].shape != value.shape or not torch.allclose(found[what], value, rtol=1e-4, atol=1e-4):
+            if (
+                what not in found
+                or found[what].shape != value.shape
+                or not torch.allclose(found[what], value, rtol=1e-4, atol=1e-4)
+            ):
                 wrong.append(f"{name}: {what} is {'missing' if what not in found else 'wrong'}")
-        counts = {r.phase: dict(Counter(s.facts.pattern for s in r.sites if s.decision.status == "overlapped")) for r in reports}
-        if {phase: sites for phase, sites in expected.items() if sites} != {phase: sites for phase, sites in counts.items() if sites}:
+        counts = {
+            r.phase: dict(Counter(s.facts.pattern for s in r.sites if s.decision.status == "overlapped"))
+            for r in reports
+        }
+        if {phase: sites for phase, sites in expected.items() if sites} != {
+            phase: sites for phase, sites in counts.items() if sites
+        }:
             reasons = [f"{m.reason.code}: {m.reason.text}" for r in reports for m in r.near_misses]
             wrong.append(f"{name}: {counts} overlapped, expected {expected}; {reasons}")
         wrong += [f"{name}: {text}" for r in reports for text in (*waste(r), *r.notices)]
-        plans.append([[(s.facts.id, s.facts.collective, s.decision.moving.parameters) for s in r.sites] for r in reports])
+        plans.append(
+            [[(s.facts.id, s.facts.collective, s.decision.moving.parameters) for s in r.sites] for r in reports]
+        )
     return wrong, plans
 
 
@@ -180,7 +209,8 @@ def problems(rank: int, world_size: int, names: list[str], generated: bool, devi
     ids=["2 ranks", "3 ranks", "2 ranks, generated code"],
 )
 def test_layers_that_the_group_does_not_divide(world_size: int, names: list[str], generated: bool) -> None:
-    """Catches a rank that finds another site than its peers, a padded row or column that is summed, and gradients of one."""
+    """Catches a rank that finds another site than its peers, a padded row or column that is summed, and gradients of
+    one."""
     found = run_ranks(world_size, problems, names, generated, timeout=400)
     for rank, (wrong, plans) in enumerate(found):
         assert not wrong, f"rank {rank}: " + "\n".join(wrong)

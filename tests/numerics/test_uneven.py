@@ -1,4 +1,5 @@
-"""Ranks of one group that hold more and less of a dim, a bias or none: they run one plan, and their results are those of the plain computation in fp64."""
+"""Ranks of one group that hold more and less of a dim, a bias or none: they run one plan, and their results are those
+of the plain computation in fp64."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def _padded(x: torch.Tensor, dim: int, size: int, value: float = 0.0) -> torch.T
 
 
 def _cases(rank: int, world_size: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """``name: (function, input shapes, sites that must be overlapped)``, each as ``rank`` has it: ``mine`` of ``total`` rows or columns, in shards of ``chunk``."""
+    """``name: (function, input shapes, sites that must be overlapped)``, each as ``rank`` has it: ``mine`` of ``total``
+    rows or columns, in shards of ``chunk``."""
     g, w = dist.group.WORLD, world_size
     chunk, total = 5, 5 * w - 2
     mine = total - chunk * (w - 1) if rank == w - 1 else chunk
@@ -55,14 +57,28 @@ def _cases(rank: int, world_size: int) -> dict[str, tuple[Any, list[tuple[int, .
         ),
         "head of uneven rows": (lambda x, a: joined(x @ a, 0), [(mine, 8), (8, 6)], 1),
         "head of uneven rows of a batch": (lambda x, a: joined(x @ a, 1), [(2, mine, 8), (8, 6)], 1),
-        "uneven K, a bias on one rank": (lambda x, a, c: funcol.all_reduce(biased(x, a, c), "sum", g), [(tokens + 1, mine), (mine, 6), (6,)], 1),
-        "uneven K, a bias of rows on one rank": (lambda x, a, c: funcol.all_reduce(biased(x, a, c), "sum", g), [(tokens, mine), (mine, 6), (tokens, 6)], 1),
+        "uneven K, a bias on one rank": (
+            lambda x, a, c: funcol.all_reduce(biased(x, a, c), "sum", g),
+            [(tokens + 1, mine), (mine, 6), (6,)],
+            1,
+        ),
+        "uneven K, a bias of rows on one rank": (
+            lambda x, a, c: funcol.all_reduce(biased(x, a, c), "sum", g),
+            [(tokens, mine), (mine, 6), (tokens, 6)],
+            1,
+        ),
         "uneven K, a bias added on one rank": (
-            lambda x, a, c: funcol.all_reduce(((x @ a).view(2, -1, 6) + c if rank == 0 else (x @ a).view(2, -1, 6)), "sum", g),
+            lambda x, a, c: funcol.all_reduce(
+                ((x @ a).view(2, -1, 6) + c if rank == 0 else (x @ a).view(2, -1, 6)), "sum", g
+            ),
             [(tokens, mine), (mine, 6), (6,)],
             1,
         ),
-        "uneven K, scattered": (lambda x, a, c: reduce_scatter(biased(x, a, c), "avg", 0, g), [(4 * w, mine), (mine, 6), (6,)], 1),
+        "uneven K, scattered": (
+            lambda x, a, c: reduce_scatter(biased(x, a, c), "avg", 0, g),
+            [(4 * w, mine), (mine, 6), (6,)],
+            1,
+        ),
         "uneven K into a column-wise gradient": (
             lambda x, y, a, b: funcol.all_reduce(x @ a + y @ b, "sum", g),
             [(tokens, mine), (tokens, mine), (mine, 6), (mine, 6)],
@@ -83,13 +99,21 @@ def _cases(rank: int, world_size: int) -> dict[str, tuple[Any, list[tuple[int, .
             [(mine, 8), (total, 6), (8, 4)],
             1,
         ),
-        "gather uneven rows, a bias for each": (lambda x, a, c: torch.addmm(c, gathered(x, 0), a), [(mine, 8), (8, 4), (total, 4)], 1),
+        "gather uneven rows, a bias for each": (
+            lambda x, a, c: torch.addmm(c, gathered(x, 0), a),
+            [(mine, 8), (8, 4), (total, 4)],
+            1,
+        ),
         "gather uneven columns and contract": (lambda x, a: gathered(x, 1) @ a, [(6, mine), (total, 4)], 1),
         "gather uneven columns of the right": (lambda x, a: a @ gathered(x * 3, 0).t(), [(mine, 8), (6, 8)], 1),
         "bmm of uneven rows": (lambda x, a: torch.bmm(gathered(x, 1), a), [(3, mine, 8), (3, 8, 4)], 1),
         "bmm of an uneven contraction": (lambda x, a: torch.bmm(gathered(x, 2), a), [(3, 6, mine), (3, total, 4)], 1),
         "activation of uneven rows": (lambda x, a: F.silu(gathered(x, 1) + 1) @ a, [(2, mine, 8), (8, 4)], 1),
-        "scatter a sum of matmuls to uneven rows": (lambda x, a, b: scattered(x @ a + (x * 2) @ b, 0), [(total, 8), (8, 6), (8, 6)], 1),
+        "scatter a sum of matmuls to uneven rows": (
+            lambda x, a, b: scattered(x @ a + (x * 2) @ b, 0),
+            [(total, 8), (8, 6), (8, 6)],
+            1,
+        ),
         "scatter a sum of matmuls to an uneven sequence": (
             lambda x, a, b: scattered((x @ a + (x * 2) @ b).to(torch.float64), 1, "avg"),
             [(2, total, 8), (8, 6), (8, 6)],
@@ -142,7 +166,11 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
                 found = _tuple(torch.compile(function)(*inputs))
             reports = [r for r in [overlap_inductor.last_report()] if r is not None]
         else:
-            found = _tuple(torch.compile(function, backend=interpreted(OverlapConfig(schedule="ring", **fields), reports), dynamic=False)(*inputs))
+            found = _tuple(
+                torch.compile(
+                    function, backend=interpreted(OverlapConfig(schedule="ring", **fields), reports), dynamic=False
+                )(*inputs)
+            )
         for e, f in zip(exact, found, strict=True):
             if f.shape != e.shape or not torch.allclose(f.double(), e, rtol=1e-4, atol=4e-4):
                 problems.append(f"{name}: off by {(f.double() - e).abs().max():.3g}")
@@ -150,7 +178,9 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
         if "step_node_budget" in fields and name in WITHOUT_LOOPING_OP:
             expected = 0
         if reports[0].counters()["sites_overlapped"] != expected:
-            said = [f"{n.reason.code}: {n.reason.text}" for n in reports[0].near_misses] + [r.text for s in reports[0].sites for r in s.decision.reasons]
+            said = [f"{n.reason.code}: {n.reason.text}" for n in reports[0].near_misses] + [
+                r.text for s in reports[0].sites for r in s.decision.reasons
+            ]
             problems.append(f"{name}: {dict(reports[0].counters())}, expected {expected} sites; {said}")
     return problems
 
@@ -165,7 +195,10 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
     ],
     ids=["2 ranks", "2 ranks, generated code", "3 ranks", "3 ranks, looping ops"],
 )
-def test_uneven_shards_are_overlapped(world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool) -> None:
-    """Catches ranks that find other sites or cut them otherwise, rows of one shard taken for another's, and padding that is summed."""
+def test_uneven_shards_are_overlapped(
+    world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool
+) -> None:
+    """Catches ranks that find other sites or cut them otherwise, rows of one shard taken for another's, and padding
+    that is summed."""
     for rank, problems in enumerate(run_ranks(world_size, _check, fields, names, generated, timeout=400)):
         assert not problems, f"rank {rank}: " + "\n".join(problems)

@@ -206,7 +206,9 @@ def _() -> OverlapReport:
     x, w = made.input(32, 16, dtype=torch.float8_e4m3fn), made.input(48, 32, dtype=torch.float8_e4m3fn, name="w")
     scales = [made.input(name=name) for name in ("scale_a", "scale_b")]
     gathered = made.gather_on(x, 1)
-    return made.output(made.call(aten._scaled_mm.default, gathered, made.call(aten.permute.default, w, [1, 0]), *scales, None, None, torch.bfloat16)).run()
+    turned = made.call(aten.permute.default, w, [1, 0])
+    y = made.call(aten._scaled_mm.default, gathered, turned, *scales, None, None, torch.bfloat16)
+    return made.output(y).run()
 
 
 @case("layout", "near_miss", "gather")
