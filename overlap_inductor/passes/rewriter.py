@@ -23,6 +23,7 @@ from overlap_inductor.torch_compat.guards import same_expression
 from overlap_inductor.torch_compat.lowering import register_lowerings
 from overlap_inductor.torch_compat.ordering import note_order
 from overlap_inductor.torch_compat.ordering import preserve_order
+from overlap_inductor.torch_compat.step_values import StepValues
 
 overlap = torch.ops.overlap_inductor
 _STACK = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
@@ -36,6 +37,7 @@ class Rewriter:
         self.chains: dict[str, fx.Node] = {}
         self.order: dict[fx.Node, set[fx.Node]] = {}
         self.emitted: dict[str, list[fx.Node]] = {}
+        self.values = StepValues()
         self.current: OverlapSite | None = None
         """The site at work, to blame where it fails."""
 
@@ -115,7 +117,7 @@ class Rewriter:
         piece = site.decision.moving  # type: ignore[union-attr]
         with self.graph.inserting_before(anchor):
             group = site.facts.collective
-            emit = StepEmitter(self.graph, group.group_name, group.world_size, site.facts.id, self.chains[group.group_name], module)
+            emit = StepEmitter(self.graph, group.group_name, group.world_size, site.facts.id, self.chains[group.group_name], module, self.values)
             self.chains[group.group_name], replaced = schedule_named(piece.schedule).rewrite(emit, site, piece.parameters)
         for old, new in replaced.items():
             if not _alike(old, new):
