@@ -1,13 +1,19 @@
-"""CPU time that a compile takes with the pass on, against plain ``torch.compile``: a Hugging Face Llama of 32 layers, sharded by ``tp_plan="auto"``. One process.
+"""CPU time of a compile with the pass on, against plain ``torch.compile``. One process.
 
-    python -m bench.compile_cost [--layers 32] [--world-size 2] [--repeats 3] [--out bench/results/compile_cost.jsonl]
+    python -m bench.compile_cost [--layers 32] [--repeats 3] [--out bench/results/compile_cost.jsonl]
     python -m bench.compile_cost --profile ring --repeats 1 [--phases training] [--sort tottime]
 
-The group is torch's fake one and this process is its rank 0: it compiles what a rank compiles, and runs nothing of it. Two programs: the forward without gradients
-(``inference``), and forward and backward (``training``). Settings: ``plain`` (our hooks not installed), ``auto``, ``ring`` (forced, as many sites unrolled as the default budget
-holds), ``looping`` (forced, every ring one op). Each compile is cold, of one thread, from Dynamo to generated code; settings take turns, and a row is the repetition with
-the least CPU time. ``seconds``: this process's CPU time; ``compiler_seconds``: that of the C++ compiler it calls; ``pass_seconds``, ``lowering_seconds``, ``hook_seconds``: what of
-``seconds`` goes into ``run_overlap_pass``, into our lowerings, and into our wrappers of Inductor's functions without those functions.
+The model is a Hugging Face Llama of 32 layers, sharded by ``tp_plan="auto"``. The group is torch's fake one and this
+process is its rank 0: it compiles what a rank compiles, and runs nothing of it. Two programs: the forward without
+gradients (``inference``), and forward and backward (``training``). Settings: ``plain`` (our hooks not installed),
+``auto``, ``ring`` (forced; as many sites unrolled as the default budget holds), ``looping`` (every ring one op).
+Each compile is cold, of one thread, from Dynamo to generated code; settings take turns, and a row is the repetition
+with the least CPU time.
+
+``seconds``: this process's CPU time. ``compiler_seconds``: that of the C++ compiler that it calls. ``pass_seconds``,
+``lowering_seconds``, ``hook_seconds``: what of ``seconds`` goes into ``run_overlap_pass``, into our lowerings, and into
+our wrappers of Inductor's functions without those functions. ``gc_seconds``: the garbage collector, which runs where
+it happens to, and counts for none of these three.
 """
 
 from __future__ import annotations
@@ -72,21 +78,30 @@ class Clock:
             self.seconds[self._running[-1]] += now - self._since
         self._since = now
 
+    def enter(self, name: str) -> None:
+        self._switch()
+        self._running.append(name)
+
+    def leave(self) -> None:
+        self._switch()
+        self._running.pop()
+
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._switch()
-            self._running.append(name)
+            self.enter(name)
             try:
                 return function(*args, **kwargs)
             finally:
-                self._switch()
-                self._running.pop()
+                self.leave()
 
         return call
 
 
 def instrument(clock: Clock) -> list[OverlapReport]:
-    """Count the pass, our lowerings and our hooks on ``clock`` from now on; returns the list that reports of the pass are appended to."""
+    """Count the pass, our lowerings and our hooks on ``clock`` from now on.
+
+    Returns the list that reports of the pass are appended to.
+    """
     reports: list[OverlapReport] = []
     run_pass, wrap = clock.timed("pass", overlap_pass.run_overlap_pass), hooks._wrap
 
@@ -100,6 +115,10 @@ def instrument(clock: Clock) -> list[OverlapReport]:
 
         wrap(owner, name, call)
 
+    def collecting(phase: str, info: object) -> None:
+        clock.enter("gc") if phase == "start" else clock.leave()
+
+    gc.callbacks.append(collecting)
     overlap_pass.run_overlap_pass = noted  # type: ignore[assignment]
     hooks._wrap = timed_wrap
     for name in ("_agree", "_take", "_narrow", "_packed", "_after", "_gather_step", "_assemble"):
@@ -113,8 +132,9 @@ def save_llama(folder: str, layers: int) -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=layers, num_attention_heads=HEADS, num_key_value_heads=HEADS,
-        max_position_embeddings=TOKENS, tie_word_embeddings=False, use_cache=False,
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=layers,
+        num_attention_heads=HEADS, num_key_value_heads=HEADS, max_position_embeddings=TOKENS,
+        tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
 
@@ -122,8 +142,8 @@ def save_llama(folder: str, layers: int) -> None:
 @contextmanager
 def sharded_llama(layers: int, world_size: int) -> Iterator[Any]:
     """The model's shards of rank 0, under a fake default group."""
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
-        os.environ[name] = str(value)
+    rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    os.environ.update({name: str(value) for name, value in rank.items()})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +164,8 @@ def compile_once(model: Any, config: OverlapConfig | None, trains: bool) -> None
 
     def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         if config is None:
-            return inductor.compile_graph(gm, example_inputs, inductor.option_patches(None, {}), inner_compile=compile_one)
+            patches = inductor.option_patches(None, {})
+            return inductor.compile_graph(gm, example_inputs, patches, inner_compile=compile_one)
         return backend.compile_with(config, gm, example_inputs, None, {}, inner_compile=compile_one)
 
     ids = torch.zeros(1, TOKENS, dtype=torch.long)
@@ -157,7 +178,14 @@ def compile_once(model: Any, config: OverlapConfig | None, trains: bool) -> None
         torch.compile(model, backend=compile_graph, fullgraph=True)(ids)
 
 
-def measured(model: Any, setting: str, phase: str, clock: Clock, reports: list[OverlapReport], profile: cProfile.Profile | None = None) -> dict[str, Any]:
+def measured(
+    model: Any,
+    setting: str,
+    phase: str,
+    clock: Clock,
+    reports: list[OverlapReport],
+    profile: cProfile.Profile | None = None,
+) -> dict[str, Any]:
     reports.clear()
     clock.seconds.clear()
     gc.collect()
@@ -169,16 +197,16 @@ def measured(model: Any, setting: str, phase: str, clock: Clock, reports: list[O
         if profile is not None:
             profile.disable()
         seconds, after = time.process_time() - before, resource.getrusage(resource.RUSAGE_CHILDREN)
-    sites = Counter(s.decision.status for r in reports for s in r.sites)
-    unrolled = sum(s.decision.status == "overlapped" and s.decision.moving.parameters.get("unrolled") is True for r in reports for s in r.sites)
+    decisions = [s.decision for r in reports for s in r.sites]
+    moving = [d.moving for d in decisions if d.status == "overlapped"]
     return {
         "setting": setting,
         "phase": phase,
-        "sites": dict(sites),
-        "unrolled": unrolled,
+        "sites": dict(Counter(d.status for d in decisions)),
+        "unrolled": sum(piece.parameters.get("unrolled") is True for piece in moving),
         "seconds": round(seconds, 2),
         "compiler_seconds": round(after.ru_utime + after.ru_stime - compiler.ru_utime - compiler.ru_stime, 2),
-        **{f"{name}_seconds": round(clock.seconds[name], 3) for name in ("pass", "lowering", "hook")},
+        **{f"{name}_seconds": round(clock.seconds[name], 3) for name in ("pass", "lowering", "hook", "gc")},
     }
 
 
@@ -196,7 +224,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--phases", nargs="*", choices=PHASES, default=list(PHASES))
-    parser.add_argument("--profile", choices=SETTINGS, default=None, help="print a profile of this setting's compiles instead of rows")
+    parser.add_argument("--profile", choices=SETTINGS, help="print this setting's profile instead of rows")
     parser.add_argument("--sort", choices=("cumulative", "tottime"), default="cumulative")
     parser.add_argument("--save-profile", default=None, help="a file for pstats, too")
     parser.add_argument("--out", default=None)
@@ -210,8 +238,9 @@ def main() -> None:
             for phase in arguments.phases:
                 measured(model, setting, phase, clock, reports)
     where = {
-        **rows.environment(torch.device("cpu")), "python": platform.python_version(), "cpu": cpu_name(), "layers": arguments.layers,
-        "world_size": arguments.world_size, "tokens": TOKENS, "repeats": arguments.repeats,
+        **rows.environment(torch.device("cpu")), "python": platform.python_version(), "cpu": cpu_name(),
+        "layers": arguments.layers, "world_size": arguments.world_size, "tokens": TOKENS,
+        "repeats": arguments.repeats, "step_node_budget": OverlapConfig().step_node_budget,
     }  # fmt: skip
     best: dict[tuple[str, str], dict[str, Any]] = {}
     profile = cProfile.Profile() if arguments.profile else None

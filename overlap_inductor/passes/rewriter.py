@@ -24,6 +24,7 @@ from overlap_inductor.torch_compat.lowering import register_lowerings
 from overlap_inductor.torch_compat.ordering import note_order
 from overlap_inductor.torch_compat.ordering import preserve_order
 from overlap_inductor.torch_compat.step_values import StepValues
+from overlap_inductor.torch_compat.step_values import mark
 
 overlap = torch.ops.overlap_inductor
 _STACK = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
@@ -84,6 +85,8 @@ class Rewriter:
                     node = self.graph.call_function(overlap.agree.default, (name, self.plan, _first_on(source.device, first), *terms))
                     with source.fake_mode:
                         node.meta["val"] = torch.empty(1, dtype=torch.uint8, device=source.device)
+                    # (Evaluated anew it would be another tensor, and so would all steps of its chain.)
+                    mark(node)
                     self.chains[name] = node
             for chain in self.chains.values():
                 for other in self.chains.values():
@@ -122,7 +125,8 @@ class Rewriter:
         for old, new in replaced.items():
             if not _alike(old, new):
                 raise RuntimeError(f"{old.name} {tools.shape(old)} {tools.dtype(old)} would become {tools.shape(new)} {tools.dtype(new)}")
-            old.replace_all_uses_with(new)
+            for reader in old.replace_all_uses_with(new):
+                self.values.keep(reader)
         ends = {n for c in site.collectives for n in (c.wait, c.node)}
         if isinstance(site.nodes, GatherNodes) and site.nodes.collective.wait not in replaced:
             # No one reads what was gathered: the views of it go with the matmuls.
