@@ -1,4 +1,4 @@
-"""The values (``meta["val"]``) of nodes that a rewrite writes: computed once for alike nodes, not again behind the pass.
+"""Values (``meta["val"]``) of nodes that a rewrite writes: computed once for alike nodes, not again behind the pass.
 
 The steps of one layer are those of the layer before: the same operators on tensors of the same sizes. What a fake
 function answers is remembered, and the next such node gets a new fake tensor of that size without asking. (32 layers
