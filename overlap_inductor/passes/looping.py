@@ -121,8 +121,8 @@ def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
 
 def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
     """The bias of each matmul, where ``terms`` together are the sum of the matmuls, each once, and of rows that are
-    added to all rows alike: such a row is the bias of a plain matmul that has none. ``None`` where they are anything else
-    (a factor, a scalar, another op)."""
+    added to all rows alike: such a row is the bias of a plain matmul that has none. ``None`` where another
+    op stands between (a factor, a scalar)."""
     leaves = {m.node: m for m in nodes.leaves}
     found: list[fx.Node] = []
     rows: list[fx.Node] = []
