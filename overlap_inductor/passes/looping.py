@@ -100,7 +100,7 @@ def only_views(node: fx.Node, nodes: GatherNodes) -> bool:
 
 def behind_views(node: fx.Node, nodes: GatherNodes) -> fx.Node:
     """What ``node`` is in another shape and order: the gathered tensor, or what was computed on it."""
-    while node is not nodes.collective.wait and (node in nodes.through or tools.is_bitcast(node)):
+    while node is not nodes.collective.wait and (node in nodes.through or _copies(node)):
         node = nodes.through.get(node, node.args[0])  # type: ignore[arg-type]
     return node
 
@@ -168,6 +168,10 @@ def _of_one_width(row: fx.Node, matmul: fx.Node) -> bool:
     return same_size(tools.shape(row)[-1], tools.shape(matmul)[-1]) and tools.dtype(row) == tools.dtype(matmul)
 
 
+def _copies(node: fx.Node) -> bool:
+    return tools.is_bitcast(node) or node.target in tools.SAME
+
+
 def gathered_used(nodes: GatherNodes) -> bool:
     """Whether something besides the site's matmuls reads the gathered tensor."""
     matmuls = {c.matmul.node for c in nodes.consumers}
@@ -175,7 +179,7 @@ def gathered_used(nodes: GatherNodes) -> bool:
     while pending:
         for user in pending.pop().users:
             # (Pieces that are joined along another dim are pieces no more.)
-            if user in nodes.through or tools.is_bitcast(user) or user.target in (*tools.SPLITS, getitem):
+            if user in nodes.through or _copies(user) or user.target in (*tools.SPLITS, getitem):
                 pending.append(user)
             elif user not in matmuls:
                 return True
