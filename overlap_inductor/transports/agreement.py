@@ -152,6 +152,8 @@ class Comparison:
             AgreementError: a rank has another version, died, or runs an earlier plan that was agreed upon.
             StrictError: in mode ``strict``, the plans differ.
         """
+        if self.withdrawn:
+            return _NO
         states = [_state(g) for g in self.groups]
         for state in states:
             state.calls += 1

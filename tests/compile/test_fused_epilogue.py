@@ -19,6 +19,7 @@ from overlap_inductor.lowerings import site_ops
 from overlap_inductor.passes import fused_site
 from overlap_inductor.render_text import render_text
 from overlap_inductor.report import OverlapReport
+from overlap_inductor.torch_compat import compared_call
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports import agreement
 from tests.fake_group import all_gather
@@ -224,6 +225,8 @@ def test_kernels_behind_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
     monkeypatch.setattr(ops, "prepare", lambda *arguments: None)
+    monkeypatch.setattr(compared_call, "prepare", lambda *arguments: None)
+    monkeypatch.setattr(compared_call, "is_fake", lambda group: False)
     for module in (fused_ops, site_ops):
         monkeypatch.setattr(module, "ready", lambda *arguments: None)
     if not epilogue:
