@@ -121,6 +121,8 @@ class Comparison:
         self.groups = [g for g in groups if not moves_nothing(g)]
         self.every_call = every_call
         self.first = True
+        self.withdrawn = False
+        """Whether this rank runs the plain program whatever the others do: all of them do so for a reason of their own."""
 
         self.states: list[_GroupState] | None = None
         """Of the groups, once later calls need only be counted: the plan was agreed upon, or overlaps nothing."""

@@ -186,6 +186,6 @@ def test_a_dry_run_of_kernels_runs_the_plain_program(monkeypatch: pytest.MonkeyP
         plan = ExchangePlan("1", "strict", ("g0: all_reduce float32 [4] in matmul_all_reduce by fused/sm_push",), True)
         report = OverlapReport("1", "t", "strict", "", "", 8, exchange=plan.to_json(), groups={group.group_name: ['[["site", 4096, 4]]', 1]})
         program = compared_call.PlainProgram(b"", {}, {}, {}, None)
-        monkeypatch.setattr(program, "compile", lambda: lambda inputs: "plain")
+        monkeypatch.setattr(compared_call.PlainProgram, "compile", lambda self: lambda inputs: "plain")
         call = compared_call.ComparedCall(lambda inputs: "overlapped", [report], program, True, None)
         assert [call([]) for _ in range(2)] == ["plain", "plain"] and len(report.notices) == 1
