@@ -85,7 +85,8 @@ def _is_product_with_vector(node: fx.Node) -> bool:
 
 
 def _nearest(start: fx.Node, forward: bool) -> _Way | None:
-    """The matmul nearest to ``start`` on a way without another collective, with the first op on it that computes, and the first that takes or joins parts; grouped ones first."""
+    """The matmul nearest to ``start`` on ways without another collective (a grouped one before others), with the first op on such a way that computes, and the first that takes or
+    joins parts."""
     frontier: list[_Way] = [(start, None, None)]
     seen, found = {(start, True)}, []
     for _ in range(STEPS):
@@ -104,7 +105,10 @@ def _nearest(start: fx.Node, forward: bool) -> _Way | None:
                     seen.add((other, computed is None))
                     reached.append((other, computed, moved))
         frontier = reached
-    return min(found, key=lambda way: _other_matmul(way[0]) != "grouped", default=None)
+    if not found:
+        return None
+    nearest = next((way[0] for way in found if _other_matmul(way[0]) == "grouped"), found[0][0])
+    return min((way for way in found if way[0] is nearest), key=lambda way: (way[1] is None, way[2] is None))
 
 
 def _takes(node: fx.Node) -> bool:

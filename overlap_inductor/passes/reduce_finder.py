@@ -203,7 +203,7 @@ def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: Tracer) ->
     forks = any(u not in tracer.region for u in leaf.node.users)
     for node in tracer.externals if forks else []:
         if tools.depends_on(node, leaf.node, known):
-            return None, Reason("op_between", f"{node.target} stands between {leaf.node.name} and the collective and does not commute with it")
+            return None, Reason("op_between", f"{node.name} ({node.target}) stands between {leaf.node.name} and the collective and is not computed in pieces")
     try:
         sharded = _cut(first.kind, leaf, layout, tracer.layouts[first.input], world_size)
         _check_externals(tracer, layout)

@@ -118,7 +118,7 @@ def find(collectives: list[CollectiveNode], result: fx.Node, owned: Collection[f
             return None, Reason("matmul_form", refusal)
         region, sharded = _region(tracer, collectives[0])
     except LayoutError as error:
-        return None, Reason("layout", str(error))
+        return None, before or Reason("layout", str(error))
     role = tracer.leaves[0].output_role(region.cut)
     # (What was read before it was seen to lead to a matmul.)
     externals = [n for n in tracer.externals if n not in tracer.region]

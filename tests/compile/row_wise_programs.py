@@ -78,6 +78,8 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expe
         (GATHER, ["mm M"]),
     ),
     "norm of one row": (lambda x, g, w: rms(gather(x), g) @ w, lambda n: [(1, 16), (16,), (16, 6)], (GATHER, ["mm M"])),
+    "norm without a weight": (lambda x, w: F.layer_norm(gather(x, 1), (16,)) @ w, lambda n: [(2, 3, 16), (16, 6)], (GATHER, ["mm M"])),
+    "a scale of more dims": (lambda x, s, w: (gather(x) * s).mT @ w, lambda n: [(4, 8), (1, 1, 1), (1, 4 * n, 6)], (GATHER, ["bmm K"])),
     "softmax": (lambda x, w: gather(x).softmax(-1) @ w, lambda n: [(4, 16), (16, 6)], (GATHER, ["mm M"])),
     "norm, contracted": (lambda x, g, y: y @ rms(gather(x), g), lambda n: [(4, 16), (16,), (6, 4 * n)], (GATHER, ["mm K"])),
     "norm, columns": (lambda x, g, y: y @ rms(gather(x), g).t(), lambda n: [(4, 16), (16,), (6, 16)], (GATHER, ["mm N"])),
@@ -168,6 +170,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expe
     "a layer, trained": (trained_norm, lambda n: [(2, 3, 16), (16,), (16, 6), (6, 16)], (GATHER, ["mm M"])),
 }
 TRAINED = {"a layer, trained", "experts, trained"}
+
+
+LOOPING = {"norm without a weight", "softmax"}
+"""What one op computes, too: the shard's rows before they travel, with no tensor of another rank's own."""
 
 
 def arguments(name: str, world_size: int, generator: torch.Generator) -> list[torch.Tensor]:
