@@ -22,11 +22,19 @@ def new_notices() -> list[str]:
     from torch._dynamo.utils import graph_break_reasons
 
     found = []
-    for reason in list(graph_break_reasons):
+    reasons = list(graph_break_reasons)
+    for i, reason in enumerate(reasons):
         if not hasattr(reason, _TOLD):
             setattr(reason, _TOLD, True)
-            found += [_sentence(reason)] if _users_line(reason) is not None and _calls(reason) else []
+            # (A break within a function breaks its caller's graph, too, and comes once more when the function is compiled by itself.)
+            known = any(_ends_with(before, reason) for before in reasons[:i])
+            found += [_sentence(reason)] if not known and _users_line(reason) is not None and _calls(reason) else []
     return found
+
+
+def _ends_with(reason: Any, other: Any) -> bool:
+    mine, theirs = ([(f.filename, f.lineno) for f in r.user_stack] for r in (reason, other))
+    return mine[-len(theirs) :] == theirs
 
 
 def _calls(reason: Any) -> str | None:
@@ -50,9 +58,8 @@ def _sentence(reason: Any) -> str:
 
 
 def _users_line(reason: Any) -> FrameSummary | None:
-    """The call in the user's program. (A wrapper of a library's is compiled by itself behind a break within it, which is told as the user's own.)"""
-    first = reason.user_stack[0] if reason.user_stack else None
-    return None if first is None or _is_torch(first) or Path(first.filename).name == "typing_extensions.py" else first
+    """The call in the user's program; none in a wrapper of a library's, which is compiled by itself behind a break within it."""
+    return next((f for f in reversed(reason.user_stack) if not _is_torch(f) and Path(f.filename).name != "typing_extensions.py"), None)
 
 
 def _is_torch(frame: FrameSummary) -> bool:
