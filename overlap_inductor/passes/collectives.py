@@ -25,6 +25,7 @@ _NAMES = {
 
 _NOT_MOVING = {"wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group", "get_remote_tensors", "_rendezvous", "memset32_", "check_for_nan"}
 """Operators of those namespaces that move no data between ranks."""
+_POINT_TO_POINT = {"isend", "irecv", "batch_p2p_ops", "nccl_put", "nccl_get", "nvshmem_put", "nvshmem_get", "nccl_put_with_signal", "nvshmem_put_with_signal"}
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem")
 
 
@@ -71,9 +72,9 @@ def group_of(node: fx.Node) -> str | None:
 
 
 def kept_kind(node: fx.Node) -> str | None:
-    """``"all_reduce bfloat16"`` where ``node`` is a collective of any spelling, else ``None``."""
+    """``"all_reduce bfloat16"`` where ``node`` is a collective that all ranks of its group call, else ``None`` (one rank sends what another one receives)."""
     found = _kind(node)
-    if found is None:
+    if found is None or found[0] in _POINT_TO_POINT or operators.qualified_name(node)[0] in ("c10d", "c10d_functional"):
         return None
     sources = [n for n in node.all_input_nodes if tools.is_tensor(n)]
     return f"{found[0]} {str(tools.dtype(sources[0])).removeprefix('torch.')}" if sources else found[0]

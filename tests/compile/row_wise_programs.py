@@ -83,6 +83,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expe
     "softmax": (lambda x, w: gather(x).softmax(-1) @ w, lambda n: [(4, 16), (16, 6)], (GATHER, ["mm M"])),
     "norm, contracted": (lambda x, g, y: y @ rms(gather(x), g), lambda n: [(4, 16), (16,), (6, 4 * n)], (GATHER, ["mm K"])),
     "norm, columns": (lambda x, g, y: y @ rms(gather(x), g).t(), lambda n: [(4, 16), (16,), (6, 16)], (GATHER, ["mm N"])),
+    "one scale of the rank's own": (lambda x, s, w: (gather(x) * s) @ w, lambda n: [(4, 16), (1,), (16, 6)], (GATHER, ["mm M"])),
     "a scale of rows": (lambda x, s, w: (gather(x) * s) @ w, lambda n: [(4, 16), (4 * n, 1), (16, 6)], (GATHER, ["mm M"])),
     "a scale of rows of a sequence": (
         lambda x, s, w: (gather(x, 1) * s[..., None]) @ w,
@@ -173,7 +174,9 @@ TRAINED = {"a layer, trained", "experts, trained"}
 
 
 LOOPING = {"norm without a weight", "softmax"}
-"""What one op computes, too: the shard's rows before they travel, with no tensor of another rank's own."""
+"""What one op computes, too: the shard's rows before they travel."""
+OWN = {"one scale of the rank's own", "rms norm"}
+"""What it must not compute: a rank would scale its rows for others with its own tensor."""
 
 
 def arguments(name: str, world_size: int, generator: torch.Generator) -> list[torch.Tensor]:

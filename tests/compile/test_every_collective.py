@@ -141,3 +141,13 @@ def test_every_operator_that_moves_data_is_a_collective() -> None:
                 names.add(name)
                 assert collectives._kind(graph.call_function(target)) is not None or operator in collectives._NOT_MOVING, name
     assert {"_c10d_functional::broadcast", "c10d::allreduce_", "symm_mem::one_shot_all_reduce"} <= names
+
+
+@pytest.mark.usefixtures("two")
+def test_ranks_that_send_and_receive_exchange_alike() -> None:
+    """One rank's graph sends what another one's receives: a comparison of both would find that they differ."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(2)
+    calls = {name: graph.call_function(getattr(torch.ops._c10d_functional, name).default, (x, 0, 0, world().group_name)) for name in ("isend", "irecv", "broadcast")}
+    assert {name: collectives.kept_kind(node) for name, node in calls.items()} == {"isend": None, "irecv": None, "broadcast": "broadcast float32"}

@@ -33,3 +33,5 @@ def test_other_schedules_refuse(name: str, schedule: str) -> None:
     (site,) = report.sites
     assert site.decision.status == "refused" and site.decision.reasons[0].code == "schedule_not_available"
     assert report.before == report.after
+    between = name not in ("a batch that is gathered", "int8, reduced") and not (name == "rms norm" and schedule in ("wave_groups", "small_message"))
+    assert ("stands between its matmuls and the collective" in site.decision.reasons[0].text) is between
