@@ -106,7 +106,6 @@ class Rewriter:
     def _placed(self, sites: list[OverlapSite]) -> list[tuple[OverlapSite, fx.Node]]:
         """Sites with the node before which each is written, in graph order (their chain runs in that order); moves what must be moved."""
         anchors: list[tuple[fx.Node, OverlapSite]] = []
-        behind: set[fx.Node] = set()
         for site in sites:
             self.current = site
             if isinstance(site.nodes, GatherNodes):
@@ -114,14 +113,13 @@ class Rewriter:
                 if placement.obstacle is not None:
                     raise RuntimeError(f"{placement.obstacle.name} is now in the way of site {site.facts.id}")
                 placement.apply()
-                # (What other sites move to the same place stands behind these nodes, and may need them.)
-                anchors.append((placement.sunk[-1] if placement.sunk else placement.anchor, site))
-                behind.update(placement.sunk[-1:])
+                # (Nodes that sink with the gather and are read elsewhere, too, read the steps' buffer. What other sites move to the same place stands behind them.)
+                anchors.append((placement.sunk[0] if placement.sunk else placement.anchor, site))
             else:
                 chosen = schedule_named(site.decision.moving.schedule).anchor(site)  # type: ignore[union-attr]
                 anchors.append((chosen or max(c.node for c in site.collectives), site))
         self.current = None
-        return [(site, anchor.next if anchor in behind else anchor) for anchor, site in sorted(anchors, key=lambda pair: pair[0])]
+        return [(site, anchor) for anchor, site in sorted(anchors, key=lambda pair: pair[0])]
 
     def _site(self, site: OverlapSite, anchor: fx.Node) -> dict[fx.Node, fx.Node]:
         """Write one site's steps; returns what they replace."""

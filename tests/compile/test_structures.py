@@ -228,4 +228,16 @@ def test_operand_behind_another_collective() -> None:
     assert ", x," in report.after[starts[0] :].splitlines()[0] and len(starts) == 2
 
 
+def test_what_sinks_with_a_gather_and_stays() -> None:
+    """An op between a gather that sinks and its matmuls, which something else reads, too, stood before the steps whose buffer it reads: the rewrite failed."""
+    with fake_group(2):
+        made = HandGraph()
+        gradient = made.call(aten.relu.default, made.gather(made.input(4, 16, name="g")))
+        data = made.mm(gradient, made.input(16, 8, name="w"))
+        again = made.mm(made.gather(made.input(4, 6, name="x")), made.input(6, 8, name="v"))
+        weights = made.mm(made.call(aten.permute.default, gradient, [1, 0]), made.call(aten.relu.default, again))
+        report = made.output(made.call(aten.mul.Tensor, data, again), weights, gradient).run()
+    assert [status for _, _, status in facts(report)] == ["overlapped", "overlapped"] and report.notices == []
+
+
 # Sites that read each other, and what they leave behind
