@@ -16,6 +16,7 @@ from overlap_inductor.passes import exchange_steps
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import planner
 from overlap_inductor.passes.layouts import same_size
+from overlap_inductor.passes.placement import between
 from overlap_inductor.passes.placement import place
 from overlap_inductor.passes.schedules import schedule_named
 from overlap_inductor.passes.site_nodes import GatherNodes
@@ -111,6 +112,7 @@ class Rewriter:
     def _placed(self, sites: list[OverlapSite]) -> list[tuple[OverlapSite, fx.Node]]:
         """Sites with the node before which each is written, in graph order (their chain runs in that order); moves what must be moved."""
         anchors: list[tuple[fx.Node, OverlapSite]] = []
+        behind: set[fx.Node] = set()
         for site in sites:
             self.current = site
             if isinstance(site.nodes, GatherNodes):
@@ -118,13 +120,20 @@ class Rewriter:
                 if placement.obstacle is not None:
                     raise RuntimeError(f"{placement.obstacle.name} is now in the way of site {site.facts.id}")
                 placement.apply()
-                # (Nodes that sink with the gather and are read elsewhere, too, read the steps' buffer. What other sites move to the same place stands behind them.)
-                anchors.append((placement.sunk[0] if placement.sunk else placement.anchor, site))
+                inside = between(site.nodes)
+                members = inside | {m.node for m in site.matmuls}
+                if placement.sunk and any(user not in members for node in inside for user in node.users):
+                    # (What stands between and is read elsewhere, too, reads the steps' buffer.)
+                    anchors.append((placement.sunk[0], site))
+                    continue
+                # (What other sites move to the same place stands behind these nodes, and may need them.)
+                anchors.append((placement.sunk[-1] if placement.sunk else placement.anchor, site))
+                behind.update(placement.sunk[-1:])
             else:
                 chosen = schedule_named(site.decision.moving.schedule).anchor(site)  # type: ignore[union-attr]
                 anchors.append((chosen or max(c.node for c in site.collectives), site))
         self.current = None
-        return [(site, anchor) for anchor, site in sorted(anchors, key=lambda pair: pair[0])]
+        return [(site, anchor.next if anchor in behind else anchor) for anchor, site in sorted(anchors, key=lambda pair: pair[0])]
 
     def _site(self, site: OverlapSite, anchor: fx.Node) -> dict[fx.Node, fx.Node]:
         """Write one site's steps; returns what they replace."""
