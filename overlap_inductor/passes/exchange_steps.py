@@ -109,7 +109,7 @@ def _sent(nodes: GatherNodes, plan: list[PlanPiece]) -> str:
     if all(p.parameters.get("unrolled", p.schedule == "keep") for p in plan):
         return ""
     # (In the graph's order; a cat of pieces is seen through, and its pieces with it.)
-    computed = sorted(n for n in between(nodes) if n not in nodes.through and tools.is_pointwise(n))
+    computed = sorted(n for n in between(nodes) if n not in nodes.through and (tools.is_pointwise(n) or n in nodes.layouts))
     words = [f"{n.target}{[a for a in n.args if not isinstance(a, fx.Node)]}" for n in computed]
     return f" behind {', '.join(words)}" if words else ""
 

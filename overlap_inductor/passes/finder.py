@@ -8,11 +8,11 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from overlap_inductor.passes import beside
 from overlap_inductor.passes import collectives as finding
 from overlap_inductor.passes import graph_tools as tools
-from overlap_inductor.passes import grouped_matmuls
 from overlap_inductor.passes import naming
-from overlap_inductor.passes.gather_finder import blocked_by
+from overlap_inductor.passes import reduce_region
 from overlap_inductor.passes.gather_finder import find_gather
 from overlap_inductor.passes.gather_finder import is_weight_gather
 from overlap_inductor.passes.reduce_finder import find_reduce
@@ -26,7 +26,6 @@ from overlap_inductor.site import SiteFacts
 from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
-NO_MATMUL = "no matmul stands beside it: there is nothing to hide it behind"
 
 
 class SiteFinder:
@@ -68,7 +67,7 @@ class SiteFinder:
 
     def _gather(self, collective: CollectiveNode) -> None:
         if not tools.shape(collective.input):
-            self._miss(collective.node, "all_gather", Reason("no_matmul", NO_MATMUL))
+            self._miss(collective.node, "all_gather", Reason("no_matmul", beside.NO_MATMUL))
             return
         nodes, obstacles = self._gathered(collective)
         if nodes is not None:
@@ -81,11 +80,13 @@ class SiteFinder:
             return
         # Whatever uses the gathered output, it may be a matmul's own.
         reduced, obstacle, _ = find_reduce([collective], collective.wait)
+        if reduced is None:
+            reduced, obstacle = reduce_region.find([collective], collective.wait, self._owned(), obstacle)
         if reduced is not None:
             self._add("matmul_all_gather", collective, reduced, None, reduced.role, obstacle)
             return
-        obstacles += [o for o in (obstacle, blocked_by(collective.wait)) if o is not None]
-        self._miss(collective.node, "all_gather", obstacles[0] if obstacles else grouped_matmuls.beside(collective) or Reason("no_matmul", NO_MATMUL))
+        obstacles = obstacles + [o for o in (obstacle,) if o is not None]
+        self._miss(collective.node, "all_gather", obstacles[0] if obstacles else beside.reason(collective))
 
     def _added_later(self, collective: CollectiveNode) -> tuple[list[CollectiveNode], fx.Node] | None:
         """All-reduces whose results are only added to each other: one reduction of the sum serves (linearity)."""
@@ -161,7 +162,9 @@ class SiteFinder:
         self.left.update(left)
         first = collectives[0]
         if nodes is None:
-            self._miss(first.node, first.kind, obstacle or grouped_matmuls.beside(first) or Reason("no_matmul", NO_MATMUL))
+            nodes, obstacle = reduce_region.find(collectives, result, self._owned(), obstacle)
+        if nodes is None:
+            self._miss(first.node, first.kind, obstacle or beside.reason(first))
             return
         pattern = "matmul_reduce_scatter" if first.kind == "reduce_scatter" else "matmul_all_reduce"
         dim = nodes.sharded.dim if first.kind == "reduce_scatter" else None

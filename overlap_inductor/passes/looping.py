@@ -69,6 +69,14 @@ def loopable(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
     return reduced_in_rows(site.facts.pattern, site.nodes, biases)
 
 
+def computed_between(site: OverlapSite) -> fx.Node | None:
+    """An op between gather and matmuls, or matmuls and reduction, that changes more than single elements (``row_wise``, ``reduce_region``), if any."""
+    nodes = site.nodes
+    if isinstance(nodes, GatherNodes):
+        return next((n for n in nodes.layouts if n is not nodes.collective.wait and n not in nodes.through), None)
+    return next(iter((*nodes.region.reduced, *nodes.region.joined)), None) if nodes.region is not None else None
+
+
 def chooses_at_run_time(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
     """Whether the op can also tell from its rows how many tokens there are, to run the plain collective where they are few."""
     return loopable(site, kinds) and (isinstance(site.nodes, GatherNodes) or site.nodes.sharded.dim == 0)

@@ -110,6 +110,8 @@ class OneOpSchedule:
                 return reason
             why_not, kinds, why_not_right = self.why_not_scaled, looping.SCALED, scaled_site.why_not_right
         if not looping.loopable(site, kinds):
+            if (between := looping.computed_between(site)) is not None:
+                return f"{between.name} ({between.target}) stands between its matmuls and the collective; a {self.noun} computes nothing there"
             return "its rows do not lie in the ranks' order, or its matmuls are not plain ones with a bias of one row"
         if facts.pattern != "all_gather_matmul" and len(site.matmuls) > 1:
             if not self.sums or scaled_site.is_scaled(site):

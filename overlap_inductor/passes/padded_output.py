@@ -75,7 +75,7 @@ def padded_output(
 def gathered_shape(nodes: ReduceNodes) -> list[Size]:
     """The shape of the matmul's result with the rows and columns that its rank appends before it is gathered: the same
     on every rank."""
-    shape, sharded = tools.shape(nodes.leaves[0].node), nodes.sharded
+    shape, sharded = nodes.shape, nodes.sharded
     if nodes.padding is None:
         return shape
     return [

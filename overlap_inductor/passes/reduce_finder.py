@@ -56,6 +56,11 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
     return source, dim
 
 
+def like(a: fx.Node, b: fx.Node) -> bool:
+    """Whether both have one shape."""
+    return len(tools.shape(a)) == len(tools.shape(b)) and all(same_size(x, y) for x, y in zip(tools.shape(a), tools.shape(b), strict=True))
+
+
 def _is_matmul_result(node: fx.Node) -> bool:
     """Whether ``node`` is the result of a matmul, or a sum of such, in another form."""
     pending, seen = [node], {node}
@@ -80,7 +85,7 @@ def _summands(node: fx.Node) -> list[fx.Node]:
     return list(node.args)  # type: ignore[arg-type]
 
 
-class _Tracer:
+class Tracer:
     """Walks backward from the collective's input, assigning every region node its layout. ``unfolds``: whether a matmul may be added up with others that are its
     bias; those in ``owned`` may not, and are in ``left`` then. ``read``: matmuls that are read like any other tensor."""
 
@@ -140,16 +145,20 @@ class _Tracer:
                 inverse = sorted(range(len(order)), key=order.__getitem__)
                 self._through(node, node.args[0], layout.permute(inverse), pending)  # type: ignore[arg-type]
             elif tools.is_pointwise(node):
-                for source in tools.tensor_inputs(node):
-                    if len(tools.shape(source)) == len(tools.shape(node)) and all(
-                        same_size(a, b) for a, b in zip(tools.shape(source), tools.shape(node), strict=True)
-                    ):
-                        pending.append((source, layout))
-                    else:
-                        self.layouts[source] = Layout.of_shape(tools.shape(source))
-                        self._external(source)
+                self.visit_pointwise(node, layout, pending)
             else:
-                self._external(node)
+                self.visit_other(node, layout, pending)
+
+    def visit_pointwise(self, node: fx.Node, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
+        for source in tools.tensor_inputs(node):
+            if like(source, node):
+                pending.append((source, layout))
+            else:
+                self.layouts[source] = Layout.of_shape(tools.shape(source))
+                self._external(source)
+
+    def visit_other(self, node: fx.Node, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
+        self._external(node)
 
     def _through(self, node: fx.Node, source: Any, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
         self.through[node] = source
@@ -161,26 +170,10 @@ class _Tracer:
             self.externals.append(node)
 
 
-def _blocking_op(root: fx.Node) -> Reason | None:
-    """A matmul stands close behind an op that does not commute with the collective: name that op."""
-    node = root
-    for _ in range(8):
-        if tools.is_reshape(node) or tools.permutation(node) is not None or tools.is_pointwise(node):
-            node = node.args[0]  # type: ignore[assignment]
-            if not tools.is_tensor(node):
-                return None
-            continue
-        inputs = [i for i in node.all_input_nodes if tools.is_tensor(i)]
-        if matmuls.parse(node) is None and any(matmuls.parse(i) for i in inputs):
-            return Reason("op_between", f"{node.target} stands between a matmul and the collective and does not commute with it")
-        return None
-    return None
-
-
-def _traced(collectives: list[CollectiveNode], owned: Collection[fx.Node], read: Collection[fx.Node]) -> _Tracer:
+def traced(collectives: list[CollectiveNode], owned: Collection[fx.Node], read: Collection[fx.Node], tracer_type: type[Tracer] = Tracer) -> Tracer:
     """What the collectives' inputs are made of. Raises ``LayoutError``."""
     first = collectives[0]
-    tracer = _Tracer(first.world_size, first.kind != "all_gather", owned, read)
+    tracer = tracer_type(first.world_size, first.kind != "all_gather", owned, read)
     tracer.padding = padding_before(first.input) if first.kind == "all_gather" else None
     tracer.root = first.input if tracer.padding is None else tracer.padding.args[0]  # type: ignore[assignment]
     shape = tools.shape(tracer.root)
@@ -197,10 +190,10 @@ def find_reduce(
     need not be: as a term of a sum with another one it is added like any other tensor, and is one of ``left``."""
     left: list[fx.Node] = []
     try:
-        tracer = _traced(collectives, owned, ())
+        tracer = traced(collectives, owned, ())
         if any(m.node in owned for m in tracer.leaves) and any(m.node not in owned for m in tracer.leaves):
             left = [m.node for m in tracer.leaves if m.node in owned]
-            tracer = _traced(collectives, owned, owned)
+            tracer = traced(collectives, owned, owned)
         left += tracer.left
         if left and not tracer.leaves:
             names = ", ".join(n.name for n in left)
@@ -212,13 +205,13 @@ def find_reduce(
     return nodes, obstacle, left
 
 
-def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: _Tracer) -> tuple[ReduceNodes | None, Reason | None]:
+def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: Tracer) -> tuple[ReduceNodes | None, Reason | None]:
     first = collectives[0]
     world_size = first.world_size
     if tracer.obstacle is not None:
         return None, tracer.obstacle
     if not tracer.leaves:
-        return None, _blocking_op(tracer.root)
+        return None, None
     refusal = next((r for r in (m.refusal() for m in tracer.leaves) if r), None)
     if refusal is not None:
         return None, Reason("matmul_form", refusal)
@@ -234,7 +227,7 @@ def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: _Tracer) -
     forks = any(u not in tracer.region for u in leaf.node.users)
     for node in tracer.externals if forks else []:
         if tools.depends_on(node, leaf.node, known):
-            return None, Reason("op_between", f"{node.target} stands between {leaf.node.name} and the collective and does not commute with it")
+            return None, Reason("op_between", f"{node.name} ({node.target}) stands between {leaf.node.name} and the collective and is not computed in pieces")
     sharded = _cut(first.kind, leaf, layout, tracer.layouts[tracer.root], world_size)
     _check_externals(tracer, layout)
     padding = None
@@ -244,18 +237,22 @@ def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: _Tracer) -
     if sharded.short and (reason := _not_zero(tracer, sharded, role)) is not None:
         return None, reason
     found = (tracer.leaves, tracer.layouts, tracer.through, tracer.externals)
-    nodes = ReduceNodes(collectives, result, *found, sharded, role, tracer.unfolded, padding)
-    ends = {c.node for c in collectives} | nodes_between(first.input, tracer.root)
+    nodes = ReduceNodes(collectives, result, *found, sharded, role, tracer.unfolded, padding=padding)
+    return nodes, used_elsewhere(collectives, tracer)
+
+
+def used_elsewhere(collectives: list[CollectiveNode], tracer: Tracer) -> Reason | None:
+    """A node of the region that something besides the collectives reads."""
+    ends = {c.node for c in collectives} | nodes_between(collectives[0].input, tracer.root)
     inside = tracer.region | ends | set(tracer.through)
     outside = [(n, u) for n in tracer.region for u in n.users if u not in inside and not _is_piece(u, inside)]
-    obstacle = None
-    if outside:
-        node, user = outside[0]
-        obstacle = Reason("other_users", f"{node.name} is also used by {user.name}, which needs the whole result before the collective")
-    return nodes, obstacle
+    if not outside:
+        return None
+    node, user = outside[0]
+    return Reason("other_users", f"{node.name} is also used by {user.name}, which needs the whole result before the collective")
 
 
-def _not_zero(tracer: _Tracer, sharded: ShardedDim, role: str) -> Reason | None:
+def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
     """Why rows of zeros in the matmuls' operands would not give the rows of zeros that are appended to their result."""
     for matmul in tracer.leaves:
         biased = matmul.bias is not None and matmul.bias not in tracer.unfolded
@@ -290,7 +287,7 @@ def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, gathered: Layout, 
     return ShardedDim(dim, 1, size // world_size, size, (), ())
 
 
-def _check_externals(tracer: _Tracer, layout: Layout) -> None:
+def _check_externals(tracer: Tracer, layout: Layout) -> None:
     for node in tracer.externals:
         shape = tools.shape(node)
         if tools.is_scalar_like(node) or not shape:

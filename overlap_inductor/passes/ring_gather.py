@@ -21,10 +21,10 @@ from torch import fx
 
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import matmuls
+from overlap_inductor.passes import row_pieces
 from overlap_inductor.passes.layouts import Atom
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import Size
-from overlap_inductor.passes.layouts import product
 from overlap_inductor.passes.layouts import same_size
 from overlap_inductor.passes.site_nodes import Epilogue
 from overlap_inductor.passes.site_nodes import GatherConsumer
@@ -46,29 +46,20 @@ def leading_atom(nodes: GatherNodes) -> Atom | None:
 
 
 def can_cut(nodes: GatherNodes) -> bool:
-    """Whether a sub-chunk of the shard is a rectangular block of every consumer's operand."""
+    """Whether a sub-chunk of the shard is a rectangular block of every consumer's operand, and of all that it is computed from."""
     lead = leading_atom(nodes)
-    return lead is not None and all(_axis(c, lead) is not None for c in nodes.consumers)
+    return lead is not None and all(_axis(c, lead) is not None for c in nodes.consumers) and row_pieces.can_cut(nodes, lead)
 
 
 def _axis(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | None:
     """Where the cut atom stands in the operand: ``(chunk | outer | cross, dim, rows a unit of the atom spans)``."""
-    dims = consumer.layout.refined().dims
-    sharded = consumer.sharded
-    for dim, atoms in enumerate(dims):
-        present = [a for a in atoms if a.rank or not (isinstance(a.size, int) and a.size == 1)]
-        if not any(a is lead for a in present):
-            continue
-        if dim != sharded.dim:
+    for dim, atoms in enumerate(consumer.layout.refined().dims):
+        if any(a is lead for a in atoms):
+            found = row_pieces.position(atoms, lead)
             # Cutting the contraction would make partial sums of what must stay whole (a shard of one row leads with its width).
-            crosses = present[0] is lead and consumer.matmul.role(consumer.operand, dim) != "K"
-            return ("cross", dim, product(present[1:])) if crosses else None
-        at = next(i for i, a in enumerate(present) if a.rank)
-        if present[at + 1 : at + 2] and present[at + 1] is lead:
-            return "chunk", dim, product(present[at + 2 :])
-        if present[0] is lead and at:
-            return "outer", dim, product(present[1:at])
-        return None
+            if found is None or found[0] == "cross" and consumer.matmul.role(consumer.operand, dim) == "K":
+                return None
+            return found[0], dim, found[1]
     return None
 
 
@@ -120,6 +111,8 @@ class _Consumer:
                 other = emit.narrow(other, 0, cross_start, cross_length)
         if role != "K":
             slicers[role] = lambda x, dim: emit.take_sharded(self._whole(x, dim), dim, sharded, shift, block)
+            if role == "B":
+                other = emit.take_sharded(other, 0, sharded, shift, block)
         else:
             other = emit.take_sharded(other, along, sharded, shift, block)
             operand = emit.without_padding(operand, sharded, shift, block)
@@ -284,9 +277,13 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tu
         raw = emit.take(rows, 0, shift, size, start, length)
         done: dict[fx.Node, fx.Node] = {}
         sizes = {id(lead): length} if lead is not None else {}
+        pieces = row_pieces.RowPieces(emit, nodes, raw, flat_layout, shift, lead, start, length) if nodes.layouts else None
         for target in consumers:
-            operand = evaluate(emit, nodes, target.consumer.operand_node, raw, done)
-            operand = emit.convert(operand, flat_layout, target.consumer.layout.without_rank(), sizes)
+            if pieces is not None:
+                operand = pieces.of(target.consumer.operand_node)
+            else:
+                operand = evaluate(emit, nodes, target.consumer.operand_node, raw, done)
+                operand = emit.convert(operand, flat_layout, target.consumer.layout.without_rank(), sizes)
             target.multiply(operand, shift, part, start, length)
         epilogue.compute()
 

@@ -37,14 +37,15 @@ from overlap_inductor.transports import routes
 
 
 class RingSchedule:
-    """See ``SiteSchedule``. Every legal site has a ring; a dynamic token count below the break-even runs the plain collective."""
+    """See ``SiteSchedule``. Every legal site has a ring, unless a piece would be too small for its kind of matmul; a dynamic token count below the break-even runs the plain collective."""
 
     name = "ring"
     transports = ("p2p",)
     called = "as a ring"
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
-        return why_no_send(site.facts.collective.group_name, tools.value(site.collectives[0].input).device)
+        no_send = why_no_send(site.facts.collective.group_name, tools.value(site.collectives[0].input).device)
+        return no_send or _too_small_for_integers(site, config)
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
         return [PlanPiece(self.name, "p2p", (0, None), _parameters(site, config))]
@@ -85,6 +86,22 @@ def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
     parts = part_count(site.nodes.sharded.chunk, parts)
     travels = config.numerics == "allow_hop_rounding" and site.facts.pattern == "matmul_reduce_scatter"
     return {"sub_chunks": parts, "route": "travel" if travels else "owner"}
+
+
+def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | None:
+    """``_int_mm`` on a GPU takes more than 16 rows, and multiples of 8 of the other two sizes: so must every piece."""
+    parts = site.facts.collective.world_size * _parameters(site, config)["sub_chunks"]
+    for matmul, facts in zip(site.matmuls, site.facts.matmuls, strict=True):
+        if matmul.kind != "int_mm" or not tools.value(matmul.lhs).is_cuda:
+            continue
+        rows, inner, columns = facts.m, facts.k, facts.n
+        if not (isinstance(rows, int) and isinstance(inner, int) and isinstance(columns, int)):
+            return f"{matmul.node.name} multiplies int8 of sizes that are only known when it runs: its pieces may be too small"
+        few = facts.role == "M" and rows // parts <= 16
+        if few or facts.role == "K" and inner % (8 * parts) or facts.role == "N" and columns % (8 * parts):
+            sizes = f"{rows} x {columns} x {inner}"
+            return f"{matmul.node.name} multiplies int8 of {sizes}: on a GPU each of {parts} pieces of {facts.role} must have more than 16 rows, or a multiple of 8 of the other sizes"
+    return None
 
 
 def _pays(site: OverlapSite, config: OverlapConfig, scale: float = 1.0) -> bool:

@@ -45,6 +45,8 @@ class SmallMessageSchedule:
         facts = site.facts
         if facts.pattern != "matmul_all_reduce":
             return f"no small-message kernel computes {facts.pattern}"
+        if (between := looping.computed_between(site)) is not None:
+            return f"{between.name} ({between.target}) stands between its matmuls and the collective; a small-message kernel computes nothing there"
         if not looping.loopable(site) or len(site.matmuls) > 1:
             return "its rows do not lie in the ranks' order, or it is no single plain matmul with a bias of one row"
         rows, columns, like = tokens(site), *_columns(site)

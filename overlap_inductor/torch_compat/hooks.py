@@ -27,6 +27,7 @@ from overlap_inductor.errors import StrictError
 from overlap_inductor.exchange import ExchangePlan
 from overlap_inductor.report import OverlapReport
 from overlap_inductor.torch_compat import compile_scope
+from overlap_inductor.torch_compat import graph_breaks
 from overlap_inductor.torch_compat import partitions
 from overlap_inductor.torch_compat import plain_program
 from overlap_inductor.torch_compat import step_values
@@ -318,6 +319,7 @@ def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = T
     config = config_in_effect()
     for report in reports:
         report.graph = current_graph_name() or report.graph
+        report.notices += graph_breaks.new_notices()
         try:
             reporting.activate(report, from_cache=from_cache, dump=config.dump if config else None)
         except StrictError as error:
