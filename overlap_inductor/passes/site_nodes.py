@@ -10,6 +10,7 @@ from torch import fx
 from overlap_inductor.passes.layouts import Atom
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import ShardedDim
+from overlap_inductor.passes.layouts import Size
 from overlap_inductor.passes.matmuls import MatmulNode
 from overlap_inductor.schedule import Decision
 from overlap_inductor.schedule import Reason
