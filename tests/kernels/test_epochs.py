@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import pytest
-import torch
 
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.transports.workspace import Launch
