@@ -188,7 +188,7 @@ def _fault_record(group: dist.ProcessGroup, device: torch.device) -> FaultRecord
     return FaultRecord.shared(group, ranks, device)
 
 
-def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> None:
+def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> str | None:
     """Give every site of a plan its slot, once. ``requests``: JSON text, ``[[site, bytes, signals]]`` in the plan's order, equal on all ranks; a
     protocol stands behind them where it is not credits.
 
@@ -199,6 +199,7 @@ def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit
     """
     place = workspace_of(group, device)
     if requests in place.prepared:
-        return
+        return None
     place.prepare([Request(*request) for request in json.loads(requests)], limit)
     place.prepared.add(requests)
+    return None
