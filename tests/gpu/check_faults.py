@@ -4,9 +4,12 @@ launcher would end all ranks when one dies); one JSON row a scenario. ``found``:
     python -m tests.gpu.check_faults [--ranks 2] [--late 15] [--only killed skipped]
     python -m tests.gpu.check_faults --late 60 --only late
     python -m tests.gpu.check_faults --only killed skipped --schedule chunked --pattern matmul_all_reduce
-    python -m tests.gpu.check_faults --ranks 3 --ranks-share-gpus --only uneven uneven_replays --schedule small_message --way two_shot
+    python -m tests.gpu.check_faults --ranks 3 --ranks-share-gpus --only uneven uneven_replays --schedule
+    small_message --way two_shot
 
-The last rank is the one that fails. Every rank is told, those that no kernel of theirs waited on, too. With ``--ranks-share-gpus`` ranks go round however few GPUs there are, without NCCL. Ranks of all scenarios import and compile at one time, and then wait for their turn.
+The last rank is the one that fails. Every rank is told, those that no kernel of theirs waited on, too. With
+``--ranks-share-gpus`` ranks go round however few GPUs there are, without NCCL. Ranks of all scenarios import and
+compile at one time, and then wait for their turn.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 @dataclass(frozen=True)
 class Expected:
     """How a scenario must go: exit status of the last rank and of the others, what rank 0 is told (in its log where ``logged``) after
-    how many seconds at least, which other ranks are told the same of rank 0 (with its name), and whether each GPU must be free for a bare process afterwards."""
+    how many seconds at least, which other ranks are told the same of rank 0 (with its name), and whether each GPU
+    must be free for a bare process afterwards."""
 
     last: int
     others: int
@@ -73,13 +77,14 @@ class Job:
     def __init__(self, scenario: str, arguments: argparse.Namespace, folder: Path, ranks: int | None = None) -> None:
         self.folder = folder / scenario
         self.folder.mkdir()
-        self.kind = {"schedule": arguments.schedule, "pattern": arguments.pattern, "way": arguments.way, "ranks_share_gpus": arguments.ranks_share_gpus}
+        self.kind = {name: getattr(arguments, name) for name in ("schedule", "pattern", "way", "ranks_share_gpus")}
         self.ranks = ranks = ranks or arguments.ranks
         self.logs = [self.folder / f"rank_{rank}.log" for rank in range(ranks)]
         # No workers that compile: they would outlive a rank that is killed.
         environment = {**rank_environment("cuda"), "LOCAL_WORLD_SIZE": str(ranks), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        command = [sys.executable, "-m", fault_scenarios.__name__, scenario, str(ranks), str(self.folder), str(arguments.late)]
-        command += [arguments.schedule, arguments.pattern, arguments.way, "share" if arguments.ranks_share_gpus else ""]
+        command = [sys.executable, "-m", fault_scenarios.__name__, scenario, str(ranks), str(self.folder)]
+        command += [str(arguments.late), arguments.schedule, arguments.pattern, arguments.way]
+        command += ["share" if arguments.ranks_share_gpus else ""]
         self.processes = []
         for rank, path in enumerate(self.logs):
             with path.open("w") as log:
@@ -166,7 +171,7 @@ def main() -> int:
     parser.add_argument("--late", type=float, default=15.0, help="seconds by which the late peer is late")
     parser.add_argument("--only", nargs="*", help="names of scenarios; all of them without")
     parser.add_argument("--schedule", default="fused", choices=SCHEDULES)
-    parser.add_argument("--way", default="", help="one of those of tests.gpu.stress_sites.variants: sm_push, copy_engine, two_shot, ...; the first of them without")
+    parser.add_argument("--way", default="", help="of tests.gpu.stress_sites.variants, as two_shot; the first without")
     parser.add_argument("--ranks-share-gpus", action="store_true")
     parser.add_argument("--pattern", choices=PATTERNS, help="matmul_reduce_scatter without, or matmul_all_reduce of small_message")
     arguments = parser.parse_args()

@@ -1,4 +1,5 @@
-"""What one rank does in a scenario of ``tests.gpu.check_faults``, which starts it: ``<scenario> <ranks> <folder> <late> <schedule> <pattern> <way> <share> <rank>``."""
+"""What one rank does in a scenario of ``tests.gpu.check_faults``, which starts it: ``<scenario> <ranks> <folder>
+<late> <schedule> <pattern> <way> <share> <rank>``."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ NAME = "faulty"
 
 @dataclass(frozen=True)
 class Kind:
-    """A site's schedule, what its matmul is beside, and in which way (``stress_sites.variants``; the first one where it is empty)."""
+    """A site's schedule, what its matmul is beside, and in which way (``stress_sites.variants``; the first one where
+    it is empty)."""
 
     schedule: str
     pattern: str
@@ -158,7 +160,8 @@ class Rank:
             self.await_error()
 
     def uneven(self) -> None:
-        """The last rank is later than rank 0's patience, and within the others': nobody is handed what rank 0 gave up for a result, and all are told at once."""
+        """The last rank is later than rank 0's patience, and within the others': nobody is handed what rank 0 gave up
+        for a result, and all are told at once."""
         self.site.calls(CALLS - 1)
         dist.barrier()
         start = time.monotonic()
@@ -231,7 +234,8 @@ class Rank:
         time.sleep(GRACE_SECONDS + 1)
 
     def aborted(self) -> None:
-        """Rank 0 aborts its group while its kernel and those of others wait: all end long before their patience does."""
+        """Rank 0 aborts its group while its kernel and those of others wait: all end long before their patience
+        does."""
         self.site.calls(CALLS - 1)
         if self.rank == 0:
             threading.Timer(1.0, self.site.faults.abort).start()
@@ -269,7 +273,17 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-def main(scenario: str, ranks: str, folder_name: str, late: str, schedule: str, pattern: str, way: str, share: str, number: str) -> int:
+def main(
+    scenario: str,
+    ranks: str,
+    folder_name: str,
+    late: str,
+    schedule: str,
+    pattern: str,
+    way: str,
+    share: str,
+    number: str,
+) -> int:
     rank, world_size, folder = int(number), int(ranks), Path(folder_name)
     watchdog.GRACE_SECONDS = GRACE_SECONDS
     # An aborted process need not write its memory to disk.

@@ -1,4 +1,5 @@
-"""A call of every schedule whose own kernels wait for peers, of which each rank knows the right result: for tests of what all of them have in common."""
+"""A call of every schedule whose own kernels wait for peers, of which each rank knows the right result: for tests of
+what all of them have in common."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ CHUNKED = ChunkedParameters(2, "sm_push", 1, grain=8, pushers=2)
 
 @dataclass(frozen=True)
 class Call:
-    """``run(launch, value)``: a call of operands that are all ``value``, on every rank; its result is ``16 * value`` everywhere where it ``gathers``, else so much of
+    """``run(launch, value)``: a call of operands that are all ``value``, on every rank; its result is ``16 * value``
+    everywhere where it ``gathers``, else so much of
     every rank together."""
 
     run: Callable[[Launch, float], torch.Tensor]
@@ -47,7 +49,10 @@ def _operands(pattern: str, launch: Launch, value: float) -> tuple[torch.Tensor,
 
 
 def _fused(pattern: str, parameters: FusedParameters = FUSED) -> Call:
-    return Call(lambda launch, value: getattr(fused, pattern)(*_operands(pattern, launch, value), launch, parameters), pattern == GATHER)
+    def run(launch: Launch, value: float) -> torch.Tensor:
+        return getattr(fused, pattern)(*_operands(pattern, launch, value), launch, parameters)
+
+    return Call(run, pattern == GATHER)
 
 
 def _chunked(pattern: str, parameters: ChunkedParameters = CHUNKED) -> Call:
@@ -68,7 +73,8 @@ def _small(two_shot: bool, norm: bool) -> Call:
         product = torch.full((4, 32), 16 * value).half()
         if not norm:
             return small_message.all_reduce(product, launch, parameters)
-        normed, residual_out = small_message.all_reduce_norm(product, torch.zeros(4, 32).half(), torch.ones(32).half(), 0.0, launch, parameters)
+        residual, weight = torch.zeros(4, 32).half(), torch.ones(32).half()
+        normed, residual_out = small_message.all_reduce_norm(product, residual, weight, 0.0, launch, parameters)
         # (Rows of one number have norm one.)
         return torch.where((normed == 1).all(), residual_out, normed)
 
@@ -81,7 +87,10 @@ EVERY = {
     "fused gather by copies": _fused(GATHER, replace(FUSED, copies_from=0)),
     **{f"chunked {pattern}, pushed": _chunked(pattern) for pattern in (GATHER, SCATTER, REDUCE)},
     "chunked all-reduce, copied in bands": _chunked(REDUCE, replace(CHUNKED, transport="copy_engine", bands=2)),
-    **{f"small_message, {'two' if two_shot else 'one'}-shot{' with norm' if norm else ''}": _small(two_shot, norm) for two_shot in (False, True) for norm in (False, True)},
+    "small_message, one-shot": _small(False, False),
+    "small_message, one-shot with norm": _small(False, True),
+    "small_message, two-shot": _small(True, False),
+    "small_message, two-shot with norm": _small(True, True),
 }
 NBYTES, SIGNALS = 40_000, 64
 

@@ -1,4 +1,5 @@
-"""Three ranks, one of which gives up: no rank is handed a wrong number without being told, every rank is told at once who gave up on what, and nothing is stored or
+"""Three ranks, one of which gives up: no rank is handed a wrong number without being told, every rank is told at once
+who gave up on what, and nothing is stored or
 signalled by who gave up, in replays either. Of every schedule with kernels of its own."""
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ WORLD = 3
 IMPATIENT_NS, PATIENT_NS = 100_000, 10**15
 """100 turns of a wait in the interpreter, and more than any test lasts."""
 SECONDS = 60.0
-FIRST = r"rank 0 gave up first: site some site of group 'tp' waited in vain for [a-z -]+ rank 2: call 2 was wanted, 1 had come"
+IN_VAIN = r"site some site of group 'tp' waited in vain for [a-z -]+ rank 2: call 2 was wanted, 1 had come"
+FIRST = "rank 0 gave up first: "
 
 
 def _meet(steps: torch.Tensor, rank: int, step: int) -> None:
@@ -48,13 +50,15 @@ def _as_a_graph(launch: Launch, patience_ns: int) -> Launch:
 def _flags_from(space: SharedWorkspace, source: int) -> torch.Tensor:
     """What ``source`` has told its peers: credits and signals."""
     flags = space.flags.view(WORLD, -1, FLAG_WORDS)[:, :, 0]
-    return torch.cat([flags[:, source : source + 1], flags[:, WORLD + source * SIGNALS : WORLD + (source + 1) * SIGNALS]], 1).clone()
+    first = WORLD + source * SIGNALS
+    return torch.cat([flags[:, source : source + 1], flags[:, first : first + SIGNALS]], 1)
 
 
 def _right_or_told(name: str, launch: Launch, call: int) -> None:
     found = EVERY[name].run(launch, call)
     told = launch.faults.error()
-    assert told is not None or EVERY[name].is_right(found, call, WORLD), f"rank {launch.rank} took {found.unique().tolist()} for the result of call {call}"
+    what = f"rank {launch.rank} took {found.unique().tolist()[:4]} for the result of call {call}"
+    assert told is not None or EVERY[name].is_right(found, call, WORLD), what
     if told is not None and name.startswith("small_message"):
         assert found.isnan().any() or EVERY[name].is_right(found, call, WORLD), "what was not summed is no number"
 
@@ -85,9 +89,11 @@ def _last_is_late(rank: int, space: SharedWorkspace, name: str, steps: torch.Ten
         _right_or_told(name, launch, call)
     _meet(steps, rank, 4)
     if rank == 0:
-        assert torch.equal(_flags_from(space, 0)[1:], signalled[1:]), "a rank that has given up told a peer something"
+        now = _flags_from(space, 0)[1:]
+        # (Copies go on, with a number that nobody waits for.)
+        assert (now[now != signalled[1:]] < 0).all(), "a rank that has given up told a peer something"
     del launch.faults.check
-    with pytest.raises(TransferError, match=FIRST.removeprefix("rank 0 gave up first: ") if rank == 0 else FIRST):
+    with pytest.raises(TransferError, match=IN_VAIN if rank == 0 else FIRST + IN_VAIN):
         EVERY[name].run(launch, 6)
 
 
@@ -107,7 +113,7 @@ def _host_aborts(rank: int, space: SharedWorkspace, name: str, steps: torch.Tens
     else:
         EVERY[name].run(launch, 2)
     calls = launch.slot.calls.clone()
-    with pytest.raises(TransferError, match="group 'tp' was aborted; its" if rank == 2 else "group 'tp' was aborted by rank 2; its"):
+    with pytest.raises(TransferError, match=f"group 'tp' was aborted{'' if rank == 2 else ' by rank 2'}; its"):
         EVERY[name].run(launch, 3)
     assert torch.equal(launch.slot.calls, calls), "nothing runs after an abort"
 

@@ -1,4 +1,5 @@
-"""Calls are counted modulo 2**32: schedules go on where the count wraps around, and take no flag for come that was last touched 2**31 calls ago."""
+"""Calls are counted modulo 2**32: schedules go on where the count wraps around, and take no flag for come that was
+last touched 2**31 calls ago."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def _at(call: int) -> int:
 
 
 def _count_from(launch: Launch, space: SharedWorkspace, calls: int, touched: int) -> None:
-    """As after ``calls`` calls, of which each touched the credits, and the ``touched``-th was the last to touch the signals. (Every rank writes the flags of all alike.)"""
+    """As after ``calls`` calls, of which each touched the credits, and the ``touched``-th was the last to touch the
+    signals. (Every rank writes the flags of all alike.)"""
     launch.slot.calls.fill_(_at(calls))
     flags = space.flags.view(WORLD, -1, FLAG_WORDS)[:, :, 0]
     flags[:, :WORLD] = _at(calls)

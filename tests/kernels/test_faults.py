@@ -59,7 +59,8 @@ def _peer_skips(rank: int, workspace: SharedWorkspace, pattern: str, finished: t
     while not int(finished[0]):
         time.sleep(0.01)
     # It was not there for the call, and is told so before its next one: the others have left.
-    with pytest.raises(TransferError, match=f"rank 0 gave up first: site some site of group 'tp' waited in vain for {PATTERNS[pattern][0]} from rank 1: call 2 was wanted, 1 had come"):
+    missed = f"site some site of group 'tp' waited in vain for {PATTERNS[pattern][0]} from rank 1"
+    with pytest.raises(TransferError, match=f"rank 0 gave up first: {missed}: call 2 was wanted, 1 had come"):
         _call(pattern, launch)
     assert launch.slot.calls.tolist() == [1]
 

@@ -80,7 +80,8 @@ def _signed(numbers: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("call", [0, 1, 2**20, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1])
 def test_a_flag_has_come_that_is_there_or_a_little_ahead(call: int) -> None:
-    """However many calls there have been; not one that was last touched 2**31 calls ago, nor the one of a copy engine that is to signal to nobody."""
+    """However many calls there have been; not one that was last touched 2**31 calls ago, nor the one of a copy engine
+    that is to signal to nobody."""
     ahead = [0, 1, WINDOW - 1, -1, -(2**31), -(2**31) - 5, NOBODY.value, WINDOW]
     found = torch.zeros(16, dtype=torch.int32)
     compare[(8,)](_signed([call + n for n in ahead]), _signed([call] * 8), found)
@@ -109,7 +110,8 @@ def _one_of_two(block: int, space: SharedWorkspace, steps: torch.Tensor) -> None
             pass
         if block == 0:
             _, code, peer, wanted, seen, *_ = space.board[BOARD_HEAD:].tolist()
-            assert (code, peer, wanted, seen) in ((8, 8, 8, -7), (9, 9, 9, -8)), f"of two records: code {code}, peer {peer}, call {wanted} wanted, {seen} seen"
+            found = code, peer, wanted, seen
+            assert found in ((8, 8, 8, -7), (9, 9, 9, -8)), f"code, peer, call wanted and seen of two records: {found}"
             assert space.board[0] == 1 and space.stop[:, 0].tolist() == [1, 1, 1], "every rank is told"
             space.stop[:, 0] = 0
             space.board[BOARD_HEAD : BOARD_HEAD + 5] = 0
