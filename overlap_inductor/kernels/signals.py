@@ -26,7 +26,7 @@ that every wait of every rank returns at once and kernels run to their ends, wit
 of the board. Nothing branches on the
 outcome, so no thread of a block is missing at a later barrier.
 
-After an abort a rank stores and signals nothing to its peers. Kernels look at the abort word (``look``) beside the
+After an abort a rank signals nothing to its peers, and stores nothing there without leave from before. Kernels look at the abort word (``look``) beside the
 call, where they store to peers without a wait
 before, and behind each wait whose outcome they store or signal; a wait that was given up has set the word before the
 barrier behind it, so that every thread of its block sees it.
