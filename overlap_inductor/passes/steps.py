@@ -15,8 +15,7 @@ from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import ShardedDim
 from overlap_inductor.passes.layouts import Size
 from overlap_inductor.passes.layouts import same_size
-from overlap_inductor.torch_compat.guards import without_guards
-from overlap_inductor.torch_compat.operators import fake_mode
+from overlap_inductor.torch_compat.step_values import StepValues
 from overlap_inductor.transports import routes
 
 aten = torch.ops.aten
@@ -29,6 +28,7 @@ class StepEmitter:
 
     Attributes:
         chain: the token of this group's ops.
+        values: evaluates the nodes; one for all sites of a graph.
         emitted: overlap ops that communicate, in program order.
     """
 
@@ -38,6 +38,7 @@ class StepEmitter:
     site: str
     chain: fx.Node
     module: dict[str, Any]
+    values: StepValues = field(default_factory=StepValues)
     emitted: list[fx.Node] = field(default_factory=list)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -45,11 +46,7 @@ class StepEmitter:
         return self.annotate(node)
 
     def annotate(self, node: fx.Node) -> fx.Node:
-        values = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        mode = fake_mode(values)
-        # Whatever a fake function asks about symbolic sizes here must not become a guard: the model was traced without them.
-        with mode, without_guards(mode.shape_env):
-            node.meta["val"] = node.target(*values[0], **values[1])  # type: ignore[operator]
+        node.meta["val"] = self.values.evaluate(node, self.site)
         node.meta.update(self.module)
         node.meta["overlap_site"] = self.site
         return node
@@ -94,13 +91,33 @@ class StepEmitter:
 
     def whole_chunks(self, x: fx.Node, dim: int, sharded: ShardedDim) -> fx.Node:
         """``x`` with rows of zeros for those that dim ``dim`` (laid out as ``sharded``) is short of."""
-        if not sharded.missing:
+        if not sharded.short:
             return x
         shape = tools.shape(x)
         have = shape[dim] // sharded.outer
         split = self.reshape(x, [*shape[:dim], sharded.outer, have, *shape[dim + 1 :]])
         padded = self.call(aten.constant_pad_nd.default, split, [0, 0] * (len(shape) - 1 - dim) + [0, sharded.missing])
         return self.reshape(padded, [*shape[:dim], sharded.outer * (have + sharded.missing), *shape[dim + 1 :]])
+
+    def cut_to_size(self, x: fx.Node, dim: int, sharded: ShardedDim) -> fx.Node:
+        """``x`` without the rows that ``whole_chunks`` adds to dim ``dim``."""
+        if not sharded.short:
+            return x
+        shape, full = tools.shape(x), self.world_size * sharded.chunk
+        split = self.reshape(x, [*shape[:dim], sharded.outer, full, *shape[dim + 1 :]])
+        kept = self.narrow(split, dim + 1, 0, full - sharded.missing)
+        return self.reshape(kept, [*shape[:dim], sharded.size, *shape[dim + 1 :]])
+
+    def without_padding(self, x: fx.Node, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
+        """``x``, whose dim ``sharded.dim`` is ``block`` of rank ``r + shift``, with zeros for rows behind the last one
+        of the gathered dim: whatever its rank sent there adds nothing to a sum over them."""
+        if not sharded.short:
+            return x
+        dim, shape = sharded.dim, tools.shape(x)
+        split = self.reshape(x, [*shape[:dim], block.outer_length, block.length, *shape[dim + 1 :]])
+        size = self.world_size * sharded.chunk - sharded.missing
+        where = (dim + 1, shift, sharded.chunk, block.start, size, self.group_name)
+        return self.reshape(self.call(overlap.rows_below.default, split, *where), shape)
 
     def convert(self, x: fx.Node, source: Layout, target: Layout, sizes: dict[int, Size] | None = None) -> fx.Node:
         """``x`` in layout ``source`` brought into layout ``target`` (same atoms in another order), views wherever they can be."""
