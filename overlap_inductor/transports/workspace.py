@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from overlap_inductor.errors import OverlapError
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.distributed import group_timeout
 from overlap_inductor.torch_compat.distributed import is_alive
@@ -165,13 +166,26 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspa
         for other in [k for k, w in _WORKSPACES.items() if not is_alive(w.group)]:
             del _WORKSPACES[other]
         arena = WorkspaceArena(group.size(), device, lambda n, dtype: symmetric.allocate(n, dtype, device, group), lambda: symmetric.capturing(), 2**62)
-        faults = FaultRecord.of(group.group_name, dist.get_process_group_ranks(group), device)
+        faults = _fault_record(group, device)
         patience = int(group_timeout(group).total_seconds() * 1e9)
         known = GroupWorkspace(group, arena, faults, patience, symmetric.multiprocessors(device))
         _WORKSPACES[key] = known
         if device.type == "cuda":
             watchdog.watch(faults, lambda: is_alive(group))
     return known
+
+
+def _fault_record(group: dist.ProcessGroup, device: torch.device) -> FaultRecord:
+    """One that all ranks share where their GPUs reach each other."""
+    ranks = dist.get_process_group_ranks(group)
+    if group.size() == 1 or symmetric.why_no_symmetric_memory(tuple(ranks), device) is not None:
+        return FaultRecord.of(group.group_name, ranks, device, group.rank())
+    if symmetric.capturing():
+        raise OverlapError(
+            f"group {group.group_name!r} needs memory to tell its ranks of faults while a CUDA graph is being "
+            "captured, where none can be allocated. Run the compiled function once before capturing it."
+        )
+    return FaultRecord.shared(group, ranks, device)
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> str | None:
