@@ -92,6 +92,11 @@ def stream_number(device: torch.device) -> int:
     return raw_stream(device.index) if device.type == "cuda" else 0
 
 
+def current_stream_number() -> int:
+    """Address of the current stream of the current GPU."""
+    return raw_stream(torch.cuda.current_device())
+
+
 def multiprocessors(device: torch.device) -> int:
     """SMs of a GPU; elsewhere 1, where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

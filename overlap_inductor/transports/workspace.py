@@ -2,13 +2,14 @@
 
 Made at the first run of a graph that needs it, behind the agreement of the ranks, by all of them together: allocating symmetric memory is a
 collective. It lives as long as the group; a destroyed group whose name is used again gets a new one. Calls of a rank run one after the
-other on its GPU, whatever their streams.
+other on its GPU, whatever their streams and threads (``transports.call_order``).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
@@ -85,17 +86,16 @@ class GroupWorkspace:
     prepared: set[str] = field(default_factory=set)
     _launches: dict[tuple[str, str], Launch] = field(default_factory=dict)
     _known: dict[Hashable, Any] = field(default_factory=dict)
+    _lock: Any = field(default_factory=threading.RLock, repr=False)
 
     def known(self, call: Hashable, make: Callable[[], Known | None]) -> Known | None:
-        """What ``make`` makes for a ``call``, which says all that it depends on: ``launch``, and what else its op has to know; the current stream may start its launches.
-        ``make`` is asked once, and again when a plan has been prepared or too many calls are known. ``None`` where the call is served by no kernel. Raises what ``make`` raises."""
+        """What ``make`` makes for a ``call``, which says all that it depends on: ``launch``, and what else its op has to know. Any thread may ask. ``make`` is asked once, and again when a plan has been prepared or too many calls are known. ``None`` where the call is served by no kernel. Raises what ``make`` raises."""
         found = self._known.get(call, _UNKNOWN)
         if found is _UNKNOWN:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            found = self._known[call] = make()
-        if found is not None and self.arena.device.type == "cuda":
-            one_after_the_other(self.arena.device)
+            with self._lock:
+                if len(self._known) >= MOST_KNOWN:
+                    self._known.clear()
+                found = self._known[call] = make()
         return found  # type: ignore[no-any-return]
 
     def launch(self, site: str, nbytes: int, signals: int, protocol: str = CREDITS) -> Launch | None:
@@ -129,29 +129,6 @@ class GroupWorkspace:
             self.arena.prepare(requests)
         # (A site's slot may be another one now.)
         self._known.clear()
-
-
-_LAST_STREAM: dict[tuple[int, bool], tuple[int, torch.cuda.Stream]] = {}
-"""By the device's number, and whether they are being captured."""
-
-
-def one_after_the_other(device: torch.device) -> None:
-    """The current stream waits for the stream of the call before, whatever its site, slot or group, so that all ranks run their calls in host order.
-
-    A kernel that waits for its peers fills the GPU: two on two streams, begun here in one order and there in the other, would wait for each
-    other for ever. Inside a capture the same among the streams of that capture; whoever replays a graph orders it behind what ran before.
-    """
-    raw, key = symmetric.stream_number(device), (device.index, symmetric.capturing())
-    last = _LAST_STREAM.get(key)
-    if last is not None and last[0] == raw:
-        return
-    stream = torch.cuda.current_stream(device)
-    if last is not None:
-        with torch.cuda.stream(last[1]):
-            same_capture = symmetric.capturing() == key[1]
-        if same_capture:
-            stream.wait_stream(last[1])
-    _LAST_STREAM[key] = raw, stream
 
 
 _WORKSPACES: dict[tuple[dist.ProcessGroup, torch.device], GroupWorkspace] = {}
