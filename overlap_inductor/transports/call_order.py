@@ -53,9 +53,14 @@ class _Last:
 
     raw: int | None = None
     stream: Any = None
+    event: Any = None
 
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event()
+    def ended(self, raw: int, stream: Any) -> None:
+        """A call ends here."""
+        if self.event is None:
+            self.event = torch.cuda.Event()
+        self.event.record(stream)
+        self.raw, self.stream = raw, stream
 
 
 @dataclass
@@ -150,8 +155,7 @@ class CallOrder:
             self._depth -= 1
             # (What a failed call has launched is ordered, too. But a capture in which something failed may be lost, and would hide that error behind one of its own.)
             if self._depth == 0 and (kind is None or self._last is self._outside):
-                self._last.event.record(self._stream)
-                self._last.raw, self._last.stream = self._raw, self._stream
+                self._last.ended(self._raw, self._stream)
         finally:
             self._lock.release()
 

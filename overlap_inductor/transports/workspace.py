@@ -25,10 +25,13 @@ from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.distributed import group_timeout
 from overlap_inductor.torch_compat.distributed import is_alive
 from overlap_inductor.transports import watchdog
+from overlap_inductor.transports.all_or_none import NotOnAllRanks
+from overlap_inductor.transports.all_or_none import all_or_none
 from overlap_inductor.transports.arena import CREDITS
 from overlap_inductor.transports.arena import Request
 from overlap_inductor.transports.arena import Slot
 from overlap_inductor.transports.arena import WorkspaceArena
+from overlap_inductor.transports.call_order import call_order
 from overlap_inductor.transports.faults import FaultRecord
 
 log = logging.getLogger("overlap_inductor")
@@ -116,7 +119,16 @@ class GroupWorkspace:
         return made
 
     def prepare(self, requests: Sequence[Request], limit: int) -> None:
-        """Give every site of a plan its slot, or none of them (``without_room``) where they do not fit under ``limit`` bytes, beside what graphs before hold."""
+        """Give every site of a plan its slot, or none of them (``without_room``) where they do not fit under ``limit`` bytes, beside what graphs before hold.
+
+        Raises:
+            OverlapError: memory would have to be allocated while a CUDA graph is captured.
+            NotOnAllRanks: a rank has no memory left; on all ranks alike, and their slots are as before.
+        """
+        with self._lock:
+            self._prepare(requests, limit)
+
+    def _prepare(self, requests: Sequence[Request], limit: int) -> None:
         self.arena.limit = limit
         missing = self.arena.missing_bytes(requests)
         if missing and self.arena.nbytes + missing > limit:
@@ -132,36 +144,64 @@ class GroupWorkspace:
 
 
 _WORKSPACES: dict[tuple[dist.ProcessGroup, torch.device], GroupWorkspace] = {}
+_MAKING: dict[tuple[str, torch.device], Any] = {}
+"""A lock for each group's name and device: ranks may make two groups' workspaces in two threads, in another order here than there."""
 
 
 def workspace_of(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspace:
-    """The group's workspace on ``device``, made on first use. Those of groups that are no more are dropped then."""
+    """The group's workspace on ``device``, made on first use by all ranks of the group together. Those of groups that are no more are dropped then.
+
+    Raises:
+        NotOnAllRanks: a rank has no memory left; on all ranks alike.
+    """
     key = (group, device)
     known = _WORKSPACES.get(key)
-    if known is None:
-        for other in [k for k, w in _WORKSPACES.items() if not is_alive(w.group)]:
-            del _WORKSPACES[other]
-        arena = WorkspaceArena(group.size(), device, lambda n, dtype: symmetric.allocate(n, dtype, device, group), lambda: symmetric.capturing(), 2**62)
-        faults = FaultRecord.of(group.group_name, dist.get_process_group_ranks(group), device)
-        patience = int(group_timeout(group).total_seconds() * 1e9)
-        known = GroupWorkspace(group, arena, faults, patience, symmetric.multiprocessors(device))
-        _WORKSPACES[key] = known
-        if device.type == "cuda":
-            watchdog.watch(faults, lambda: is_alive(group))
-    return known
+    if known is not None:
+        return known
+    with _MAKING.setdefault((group.group_name, device), threading.Lock()):
+        return _WORKSPACES.get(key) or _made(group, device)
 
 
-def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> None:
+def _made(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspace:
+    for other in [k for k, w in tuple(_WORKSPACES.items()) if not is_alive(w.group)]:
+        _WORKSPACES.pop(other, None)
+
+    def together(what: str, attempt: Callable[[], Any]) -> Any:
+        return all_or_none(group, what, attempt)
+
+    def allocate(elements: int, dtype: torch.dtype) -> Any:
+        return symmetric.allocate(elements, dtype, device, group, together)
+
+    faults = together("make its fault record", lambda: FaultRecord.of(group.group_name, dist.get_process_group_ranks(group), device))
+    arena = WorkspaceArena(group.size(), device, allocate, lambda: symmetric.capturing(), 2**62)
+    patience = int(group_timeout(group).total_seconds() * 1e9)
+    made = GroupWorkspace(group, arena, faults, patience, symmetric.multiprocessors(device))
+    # From here on CUDA graphs are seen: no capture that holds a call begins before.
+    call_order(device)
+    _WORKSPACES[group, device] = made
+    if device.type == "cuda":
+        watchdog.watch(faults, lambda: is_alive(group))
+    return made
+
+
+def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> str | None:
     """Give every site of a plan its slot, once. ``requests``: JSON text, ``[[site, bytes, signals]]`` in the plan's order, equal on all ranks; a
-    protocol stands behind them where it is not credits.
+    protocol stands behind them where it is not credits. All ranks of the group together.
 
     Where they do not fit under ``limit`` bytes all sites of the plan run as they stood (on all ranks alike), and the log says so.
+
+    Returns:
+        ``None``; or why no site of the plan has a slot, because a rank of the group has no memory left: the same text on every rank, which names the rank and the
+        bytes. All ranks must then run without overlap, or none; they may ask again.
 
     Raises:
         OverlapError: memory would have to be allocated while a CUDA graph is captured.
     """
-    place = workspace_of(group, device)
-    if requests in place.prepared:
-        return
-    place.prepare([Request(*request) for request in json.loads(requests)], limit)
-    place.prepared.add(requests)
+    try:
+        place = workspace_of(group, device)
+        if requests not in place.prepared:
+            place.prepare([Request(*request) for request in json.loads(requests)], limit)
+            place.prepared.add(requests)
+    except NotOnAllRanks as error:
+        return str(error)
+    return None

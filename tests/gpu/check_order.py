@@ -1,4 +1,5 @@
-"""The order of calls on GPUs: beside receives that are queued behind them, in graphs beside calls on another stream, and from two threads. One JSON row a scenario.
+"""The order of calls on GPUs: beside receives that are queued behind them, in graphs beside calls on another stream, and from two threads; and workspace that no GPU has room
+for. One JSON row a scenario.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_order [--rounds 30] [--ranks-share-gpus]
 
@@ -28,6 +29,7 @@ from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports.driver import Graph
 from overlap_inductor.transports.driver import own_stream
 from overlap_inductor.transports.faults import FaultRecord
+from overlap_inductor.transports.workspace import prepare
 from overlap_inductor.transports.workspace import workspace_of
 from tests.gpu import stress_sites
 from tests.gpu.ranks import device
@@ -162,7 +164,18 @@ def refused(place: Place, rounds: int) -> int:
     return 1
 
 
-SCENARIOS: tuple[Callable[[Place, int], int], ...] = (queued_behind, beside_graphs, two_threads, refused)
+def too_much(place: Place, rounds: int) -> int:
+    """Workspace of a TiB: every rank is told the same, and that which there was serves on."""
+    place.begin()
+    reason = prepare(dist.group.WORLD, device(), json.dumps([["too much", 2**40, 1]]), 2**42)
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    place.call(place.sites[0][0], place.first)
+    expected = f"rank 0 cannot allocate {2**40} bytes of symmetric memory"
+    return place.end() + int({reason} != {*reasons} or not (reason or "").startswith(expected))
+
+
+SCENARIOS: tuple[Callable[[Place, int], int], ...] = (queued_behind, beside_graphs, two_threads, refused, too_much)
 
 
 def main() -> int:
