@@ -124,11 +124,11 @@ def all_gather_matmul(
         while sending:
             sending = push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP)
 
-    last_block_ends(queues, calls, peer_flags, call, rank, WORLD, KEEP)
+    last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD, KEEP)
 
 
 @triton.jit
-def last_block_ends(queues, calls, peer_flags, call, rank, WORLD: tl.constexpr, KEEP: tl.constexpr):
+def last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD: tl.constexpr, KEEP: tl.constexpr):
     """The last block of the grid to come here clears what the kernel's blocks have claimed, and ends the call unless ``KEEP``."""
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")
@@ -136,7 +136,7 @@ def last_block_ends(queues, calls, peer_flags, call, rank, WORLD: tl.constexpr, 
         for word in tl.static_range(5):
             tl.store(queues + word, 0)
         if not KEEP:
-            finish_call(calls, peer_flags, call, rank, WORLD)
+            finish_call(calls, peer_flags, call, rank, stop, WORLD)
 
 
 @triton.jit

@@ -95,4 +95,4 @@ def all_gather_matmul_slices(
         _store(c_desc, c, total, extra0, extra1, weight, shard, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES, EPILOGUE)
         turn = claimed(following)
 
-    last_block_ends(queues, calls, peer_flags, call, rank, WORLD, KEEP)
+    last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD, KEEP)

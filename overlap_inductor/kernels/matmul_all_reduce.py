@@ -45,6 +45,7 @@ from overlap_inductor.kernels.signals import count_and_signal_all
 from overlap_inductor.kernels.signals import credit_flag
 from overlap_inductor.kernels.signals import finish_call
 from overlap_inductor.kernels.signals import may_store
+from overlap_inductor.kernels.signals import reached
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import store_fence
 from overlap_inductor.kernels.signals import wait_at_least
@@ -81,7 +82,7 @@ def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GRO
 @triton.jit
 def _is_there(flag, target):
     """Whether a flag has reached ``target``, the same answer for all threads; if so, what was written before it may be loaded."""
-    there = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - target >= 0
+    there = reached(tl.atomic_add(flag, 0, sem="acquire", scope="sys"), target)
     tl.debug_barrier()
     return there
 
@@ -306,4 +307,4 @@ def matmul_all_reduce(
     if ended == tl.num_programs(0) - 1:
         for queue in range(QUEUE_WORDS - 1):
             tl.store(queues + queue, 0)
-        finish_call(calls, peer_flags, call, rank, WORLD)
+        finish_call(calls, peer_flags, call, rank, stop, WORLD)

@@ -165,4 +165,4 @@ def matmul_reduce_scatter(
     if finished == tl.num_programs(0) - 1:
         tl.store(queues, 0)
         tl.store(queues + 1, 0)
-        finish_call(calls, peer_flags, call, rank, WORLD)
+        finish_call(calls, peer_flags, call, rank, stop, WORLD)

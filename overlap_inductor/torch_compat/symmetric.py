@@ -121,6 +121,11 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def ranks_share_gpus() -> bool:
+    """Whether symmetric memory is to allow several ranks on one GPU (torch's own switch)."""
+    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+
+
 def reach() -> tuple[object, ...]:
     """What decides whether kernels may reach other GPUs of this machine: capability, GPUs and ranks of the machine, GPUs out of reach. For the cache key, too."""
     if not torch.cuda.is_initialized():
@@ -156,7 +161,7 @@ def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str
     if reason is not None:
         return f"{reason} of one machine" if device.type != "cuda" else reason
     _, _, local, cut_off = reach()
-    if torch.cuda.device_count() < len(ranks):
+    if torch.cuda.device_count() < len(ranks) and not ranks_share_gpus():
         return f"this process sees {torch.cuda.device_count()} of the {len(ranks)} GPUs"
     if (machines := _machines(ranks)) > 1:
         return f"its ranks lie on {machines} machines ({local} ranks each)"

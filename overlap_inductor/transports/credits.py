@@ -31,6 +31,6 @@ def end_kernel(launch: Launch) -> PreparedKernel:
     kernel = launch.prepared.get("end")
     if kernel is None:
         slot = launch.slot
-        fixed = (slot.calls, slot.flags.pointers, launch.rank, launch.world_size)
+        fixed = (slot.calls, slot.flags.pointers, launch.rank, launch.faults.stop, launch.world_size)
         kernel = launch.prepared["end"] = PreparedKernel(end_call, 1, (), fixed, num_warps=1)
     return kernel

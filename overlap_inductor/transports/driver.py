@@ -65,6 +65,22 @@ def _copy_at_once(to: int, source: int, size: int, stream: int) -> None:
     ctypes.memmove(to, source, size)
 
 
+HOST_MEMORY_FOR_ALL = 1 | 2
+"""Of pages of the host: every GPU of the process may use them, at an address of its own."""
+
+
+def mapped_address(address: int, size: int, device_type: str) -> int:
+    """Let GPUs read and write whole pages of the host's memory. Returns their address for the current device. Raises ``RuntimeError``."""
+    if device_type == "cpu":
+        return address
+    # (The device's context must be this thread's.)
+    torch.cuda.is_current_stream_capturing()
+    _function("cuMemHostRegister_v2", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)(address, size, HOST_MEMORY_FOR_ALL)
+    found = ctypes.c_uint64()
+    _function("cuMemHostGetDevicePointer_v2", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)(ctypes.byref(found), address, 0)
+    return found.value
+
+
 BUFFER_ID = 7
 """Attribute of an address: a number of its allocation, which no other one of the process has had or will have."""
 

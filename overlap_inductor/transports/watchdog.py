@@ -3,7 +3,8 @@
 The next overlap call raises a fault by itself (``FaultRecord.check``). But a CUDA graph's replays never come there, nor does a program stuck elsewhere
 (in a collective of a peer that is gone, in a stream wait), nor one whose last call it was. What happens about a fault, in this order:
 
-1. Within ``POLL_SECONDS`` the log names site, group and peer. (There are no stream waits to free: every wait is a kernel's, which a clock bounds.)
+1. Within ``POLL_SECONDS``, on every rank of the group, the log names site, group and peer. The group's waits on this GPU are stopped, where whoever gave up could not reach
+   them. (There are no stream waits to free: every wait is a kernel's, which a clock bounds.)
 2. A program that is *told* goes on as it likes: ``check`` has raised the error to it, or it has aborted the group itself. So does one that has destroyed
    the group, which can run nothing more of it.
 3. Any other is ended ``GRACE_SECONDS`` after the fault was seen, by SIGABRT, with the error and the stacks of all threads on standard error: as
@@ -41,6 +42,7 @@ class Watched(Protocol):
     @property
     def told(self) -> bool: ...
     def error(self) -> str | None: ...
+    def stop_waits(self) -> None: ...
 
 
 @dataclass
@@ -117,6 +119,7 @@ class Watchdog:
 
     def _found(self, watch: _Watch, error: str) -> None:
         watch.seen = self._clock()
+        watch.faults.stop_waits()
         if not watch.faults.told:
             log.error("overlap_inductor: %s The process is ended in %g s, unless a call raises this error before.", error, GRACE_SECONDS)
 

@@ -21,6 +21,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from overlap_inductor.errors import OverlapError
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.distributed import group_timeout
 from overlap_inductor.torch_compat.distributed import is_alive
@@ -172,7 +173,7 @@ def _made(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspace:
     def allocate(elements: int, dtype: torch.dtype) -> Any:
         return symmetric.allocate(elements, dtype, device, group, together)
 
-    faults = together("make its fault record", lambda: FaultRecord.of(group.group_name, dist.get_process_group_ranks(group), device))
+    faults = _fault_record(group, device, together)
     arena = WorkspaceArena(group.size(), device, allocate, lambda: symmetric.capturing(), 2**62)
     patience = int(group_timeout(group).total_seconds() * 1e9)
     made = GroupWorkspace(group, arena, faults, patience, symmetric.multiprocessors(device))
@@ -182,6 +183,20 @@ def _made(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspace:
     if device.type == "cuda":
         watchdog.watch(faults, lambda: is_alive(group))
     return made
+
+
+def _fault_record(group: dist.ProcessGroup, device: torch.device, together: symmetric.Together) -> FaultRecord:
+    """One that all ranks share where their GPUs reach each other."""
+    ranks = dist.get_process_group_ranks(group)
+    if group.size() == 1 or symmetric.why_no_symmetric_memory(tuple(ranks), device) is not None:
+        found: FaultRecord = together("make its fault record", lambda: FaultRecord.of(group.group_name, ranks, device, group.rank()))
+        return found
+    if symmetric.capturing():
+        raise OverlapError(
+            f"group {group.group_name!r} needs memory to tell its ranks of faults while a CUDA graph is being captured, where none can be allocated. "
+            "Run the compiled function once before capturing it."
+        )
+    return FaultRecord.shared(group, ranks, device, together)
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> str | None:

@@ -100,7 +100,7 @@ def write_halves_each(peer, acknowledged, peer_flags, table, stop, first, rounds
         if added:
             add_flag(peer_flags + block * 128 + 96, 1)
         else:
-            signal_ranks(table, block * 128 + half * 32, i, rank, 2)
+            signal_ranks(table, block * 128 + half * 32, i, rank, 0, 2)
         wait_at_least(acknowledged + block * 128 + 64, i, stop, patience, 1, 0)
 
 

@@ -19,13 +19,11 @@ import pytest
 import torch
 
 from overlap_inductor.errors import TransferError
-from overlap_inductor.kernels.layout import FAULT_WORDS
 from overlap_inductor.kernels.layout import WAIT_KINDS
 from overlap_inductor.kernels.layout import WAIT_PART
 from overlap_inductor.transports import watchdog
 from overlap_inductor.transports import workspace
 from overlap_inductor.transports.faults import FaultRecord
-from overlap_inductor.transports.faults import stop_words
 from overlap_inductor.transports.watchdog import Watchdog
 from tests.fake_group import fake_group
 
@@ -39,15 +37,18 @@ class Scene:
     ends: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        record = torch.zeros(FAULT_WORDS, dtype=torch.int32)
-        self.faults = FaultRecord("tp", [4, 5, 6], record, stop_words(record), ["mlp/up"])
+        self.faults = FaultRecord.of("tp", [4, 5, 6], torch.device("cpu"))
+        self.site = self.faults.number("mlp/up")
         self.dog = Watchdog(self.ends.append, lambda: self.now)
         self.dog.watch(self.faults, lambda: self.alive)
 
-    def give_up(self) -> None:
-        """What a kernel leaves behind that has waited for call 8 of the group's second rank."""
-        self.faults.record[1:5] = torch.tensor([WAIT_KINDS * 0 + WAIT_PART, 1, 8, 7])
-        self.faults.record[0] = 1
+    def give_up(self, rank: int = 0, stamp: int = 0) -> None:
+        """What a kernel leaves behind that has waited for call 8 of the group's second rank, on the ``rank``-th one."""
+        record = self.faults.board.record(rank)
+        record[1:5] = torch.tensor([WAIT_KINDS * self.site + WAIT_PART, 1, 8, 7])
+        record[6:] = torch.tensor([stamp]).view(torch.int32)
+        record[0] = 1
+        self.faults.board.words[0] = 1
 
     def look(self, *moments: float) -> None:
         for moment in moments:
@@ -72,6 +73,34 @@ def test_a_fault_is_logged_once_and_ends_the_process_after_the_grace_period(capl
     assert "site mlp/up of group 'tp' waited in vain for rows from rank 5: call 8 was wanted, 7 had come" in caplog.text
     scene.look(160.2)
     assert len(scene.ends) == 1 and "rank 5" in scene.ends[0] and "In 60 s no call has raised this error" in scene.ends[0]
+
+
+def test_the_rank_that_gave_up_first_is_named_and_waits_here_are_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    """Its kernel may not have reached this GPU: where GPUs reach no other, or where it was a host that gave up."""
+    scene = Scene()
+    scene.give_up(0, stamp=7)
+    scene.give_up(2, stamp=6)
+    assert not scene.faults.stop[0]
+    with caplog.at_level(logging.ERROR, "overlap_inductor"):
+        scene.look(0)
+    assert "rank 6 gave up first: site mlp/up of group 'tp' waited in vain for rows from rank 5" in caplog.text
+    assert scene.faults.stop[0] == 1
+    with pytest.raises(TransferError, match="rank 6 gave up first"):
+        scene.faults.check()
+
+
+def test_a_call_whose_number_is_past_2_to_31_is_named() -> None:
+    scene = Scene()
+    scene.give_up()
+    scene.faults.board.record(0)[3:5] = torch.tensor([-(2**31), 2**31 - 1])
+    with pytest.raises(TransferError, match="call 2147483648 was wanted, 2147483647 had come"):
+        scene.faults.check()
+
+
+def test_a_site_has_one_number_on_all_ranks() -> None:
+    """Ranks may have met their sites in another order."""
+    ours, theirs = Scene().faults, FaultRecord.of("tp", [4, 5, 6], torch.device("cpu"))
+    assert theirs.number("other") != theirs.number("mlp/up") == ours.number("mlp/up") < 2**28
 
 
 def test_a_program_that_was_given_the_error_lives(caplog: pytest.LogCaptureFixture) -> None:
@@ -132,7 +161,8 @@ def test_a_grace_period_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_groups_on_gpus_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     watched: list[tuple[Any, Callable[[], bool]]] = []
     monkeypatch.setattr(watchdog, "watch", lambda *arguments: watched.append(arguments))
-    monkeypatch.setattr(FaultRecord, "of", lambda name, ranks, device: Scene().faults)
+    scene = Scene()
+    monkeypatch.setattr(FaultRecord, "of", lambda *arguments: scene.faults)
     monkeypatch.setattr(workspace.symmetric, "multiprocessors", lambda device: 1)
     with fake_group(2) as group:
         place = workspace.workspace_of(group, torch.device("cuda", 0))
@@ -152,6 +182,8 @@ class Faults:
     told = {told}
     def error(self):
         return "site a waited in vain for rank 1."
+    def stop_waits(self):
+        pass
 alive = [True]
 {before}
 watchdog.watch(Faults(), lambda: alive[0])
@@ -169,7 +201,7 @@ def _run(rest: str, before: str = "", told: bool = False, grace: float = 60.0) -
 def test_a_program_that_is_stuck_is_ended_as_by_nccl() -> None:
     status, said = _run("time.sleep(50)", grace=0.2)
     assert status == -signal.SIGABRT
-    assert "site a waited in vain for rank 1. In 0.2 s no call has raised" in said and 'File "<string>", line 12 in <module>' in said, "where it was stuck"
+    assert "site a waited in vain for rank 1. In 0.2 s no call has raised" in said and 'File "<string>", line 14 in <module>' in said, "where it was stuck"
 
 
 def test_a_program_ends_with_an_error_where_it_was_not_told() -> None:
