@@ -32,6 +32,7 @@ from overlap_inductor.transports.arena import CREDITS
 from overlap_inductor.transports.arena import Request
 from overlap_inductor.transports.arena import Slot
 from overlap_inductor.transports.arena import WorkspaceArena
+from overlap_inductor.transports.call_order import CallOrder
 from overlap_inductor.transports.call_order import call_order
 from overlap_inductor.transports.faults import FaultRecord
 
@@ -164,8 +165,9 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspa
 
 
 def _made(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspace:
-    for other in [k for k, w in tuple(_WORKSPACES.items()) if not is_alive(w.group)]:
-        _WORKSPACES.pop(other, None)
+    if not symmetric.capturing():
+        _drop_destroyed()
+    order = call_order(device)
 
     def together(what: str, attempt: Callable[[], Any]) -> Any:
         return all_or_none(group, what, attempt)
@@ -177,12 +179,19 @@ def _made(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspace:
     arena = WorkspaceArena(group.size(), device, allocate, lambda: symmetric.capturing(), 2**62)
     patience = int(group_timeout(group).total_seconds() * 1e9)
     made = GroupWorkspace(group, arena, faults, patience, symmetric.multiprocessors(device))
-    # From here on CUDA graphs are seen: no capture that holds a call begins before.
-    call_order(device)
     _WORKSPACES[group, device] = made
-    if device.type == "cuda":
-        watchdog.watch(faults, lambda: is_alive(group))
+    if isinstance(order, CallOrder):
+        watchdog.watch(faults, lambda: is_alive(group), order.in_flight)
     return made
+
+
+def _drop_destroyed() -> None:
+    """What a destroyed group had started may go on; its memory is not given back under it."""
+    for key in [k for k, w in tuple(_WORKSPACES.items()) if not is_alive(w.group)]:
+        order = call_order(key[1])
+        if isinstance(order, CallOrder):
+            order.finish()
+        _WORKSPACES.pop(key, None)
 
 
 def _fault_record(group: dist.ProcessGroup, device: torch.device, together: symmetric.Together) -> FaultRecord:

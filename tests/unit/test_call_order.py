@@ -265,6 +265,40 @@ def test_a_capture_that_the_driver_does_not_number_is_the_programs_still(rank: R
     assert rank.kinds(rank.second) == ["foreign"] and "may be captured in it (cuStreamGetCaptureInfo_v2" in caplog.text
 
 
+def test_whether_calls_are_in_flight_is_asked_of_the_last_ones_end(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, waited = [False], []
+    monkeypatch.setattr(Event, "query", lambda self: reached[0], raising=False)
+    monkeypatch.setattr(Event, "synchronize", lambda self: waited.append(self), raising=False)
+    assert not rank.order.in_flight(), "there was no call"
+    rank.order.finish()
+    rank.captured(rank.second, lambda: rank.call("A", rank.second))
+    assert not rank.order.in_flight() and not waited, "what is captured does not run"
+    rank.call("B", rank.first)
+    assert rank.order.in_flight()
+    reached[0] = True
+    assert not rank.order.in_flight()
+    rank.order.finish()
+    assert len(waited) == 1
+
+
+def test_memory_of_a_destroyed_group_is_given_back_when_its_calls_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    from overlap_inductor.transports import workspace
+    from tests.fake_group import fake_group
+
+    said: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(CallOrder, "finish", lambda self: said.append(len(workspace._WORKSPACES)))
+    monkeypatch.setattr(call_order, "_ORDERS", {CUDA: CallOrder(CUDA, CapturedGraphs())})
+    monkeypatch.setattr(workspace, "_WORKSPACES", {})
+    with fake_group(2) as group:
+        place = workspace.workspace_of(group, torch.device("cpu"))
+        workspace._WORKSPACES[group, CUDA] = workspace._WORKSPACES.pop((group, torch.device("cpu")))
+    assert place in workspace._WORKSPACES.values() and not said
+    with fake_group(2) as group:
+        workspace.workspace_of(group, torch.device("cpu"))
+    assert said == [1] and place not in workspace._WORKSPACES.values()
+
+
 def test_graphs_are_as_before_to_the_program() -> None:
     said: list[Any] = []
 
