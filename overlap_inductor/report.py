@@ -50,6 +50,9 @@ class OverlapReport:
         phase: ``forward`` | ``backward`` | ``inference``.
         before / after: the FX graph's readable code before and after the pass.
         plan_hash: identity of the plan; ranks compare it before they move data. Empty where nothing is overlapped.
+        exchange: JSON text of the ``ExchangePlan`` that the ranks compare at each first run; empty in a graph without collectives.
+        groups: process groups of the graph's collectives, in the plan's order, each with the workspace that its sites need (JSON text) and its limit in
+            MiB, or nothing.
         workspaces: symmetric memory that the graph's sites hold on each rank: ``{"ranks", "bytes"}`` of each group with any.
         notices: things the user should know that belong to no site (another pass took the sites, a limit was hit...).
     """
@@ -66,6 +69,8 @@ class OverlapReport:
     before: str = ""
     after: str = ""
     plan_hash: str = ""
+    exchange: str = ""
+    groups: dict[str, list[Any]] = field(default_factory=dict)
     workspaces: list[dict[str, Any]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
@@ -100,7 +105,7 @@ class OverlapReport:
             "near_misses": [m.to_dict() for m in self.near_misses],
         }
         if graphs:
-            value.update(before=self.before, after=self.after)
+            value.update(before=self.before, after=self.after, exchange=self.exchange, groups=self.groups)
         return value
 
     def to_json(self, graphs: bool = False) -> str:

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import Counter
 from collections import deque
+from collections.abc import Sequence
 
 from overlap_inductor.errors import StrictError
 from overlap_inductor.report import OverlapReport
@@ -58,6 +59,19 @@ def activate(report: OverlapReport, from_cache: bool = False, dump: str | None =
         write_dump(report, dump, telemetry.global_rank())
     if report.mode == "strict":
         _insist(report)
+
+
+def fell_back(reports: Sequence[OverlapReport], text: str, dump: str | None = None) -> None:
+    """Say in the reports of a graph, in the counters and in the dump that it runs without overlap, because ranks differ."""
+    for report in reports:
+        report.notices.append(text)
+        overlapped = report.counters()["sites_overlapped"]
+        if overlapped:
+            telemetry.count(Counter({"reason.ranks_differ": overlapped}))
+        if dump:
+            from overlap_inductor.dump import write_dump
+
+            write_dump(report, dump, telemetry.global_rank())
 
 
 def summary(report: OverlapReport) -> str:

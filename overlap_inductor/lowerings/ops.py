@@ -2,7 +2,7 @@
 
 A gather in the graph (W ranks, S sub-chunks; ``chain`` is a one-byte tensor that orders the ops of one group)::
 
-    chain    = agree(group, plan)                       # first run: ranks compare their plans
+    chain    = agree(group, plan)                       # the ranks have compared their plans, or do so now
     gathered = gather_start(chain!, shard)              # [W * d0, ...], own slot filled, first S hops in flight
     y0       = mm(take(gathered, shift=0), w)           # under hops 0 .. S-1
     gather_step(chain!, gathered!, hop=0)               # waits for hop 0, starts hop S
@@ -63,7 +63,7 @@ library.impl("group_rank", _group_rank, "CompositeExplicitAutograd")
 
 def _agree(group_name: str, plan: str, like: torch.Tensor, workspace: str | None = None, limit: int = 0) -> torch.Tensor:
     group = resolve_group(group_name)
-    agreement.agree(group, plan)
+    agreement.require(group, plan)
     if workspace is not None:
         reason = prepare(group, like.device, workspace, limit << 20)
         if reason is not None:

@@ -61,6 +61,15 @@ def group_of(node: fx.Node) -> str | None:
     return group_name(node) if operators.qualified_name(node)[0] == "_c10d_functional" else None
 
 
+def kept_kind(node: fx.Node) -> str | None:
+    """``"all_reduce bfloat16"`` where ``node`` is a collective of any spelling, else ``None``."""
+    found = _kind(node)
+    if found is None:
+        return None
+    sources = [n for n in node.all_input_nodes if tools.is_tensor(n)]
+    return f"{found[0]} {str(tools.dtype(sources[0])).removeprefix('torch.')}" if sources else found[0]
+
+
 def is_a_wait(node: fx.Node) -> bool:
     """Whether ``node`` is a collective's result, as it comes or seen otherwise."""
     while tools.is_reshape(node):

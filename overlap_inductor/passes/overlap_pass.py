@@ -18,10 +18,8 @@ Pseudo-code::
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import logging
-from collections import Counter
 from typing import Any
 
 import torch
@@ -30,6 +28,8 @@ from torch import fx
 from overlap_inductor import __version__
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.errors import StrictError
+from overlap_inductor.exchange import ExchangePlan
+from overlap_inductor.passes import exchange_steps
 from overlap_inductor.passes import fused_sums
 from overlap_inductor.passes import legality
 from overlap_inductor.passes import planner
@@ -71,29 +71,39 @@ def run_overlap_pass(
         if config.mode == "strict":
             raise StrictError(text) from error
         report = {"overlap_inductor": __version__, "torch": torch.__version__, "mode": config.mode, "phase": phase, "graph": graph_id}
-        return OverlapReport(**report, world_size=1, config=dict(config.cache_key()), sites=[], near_misses=[], before="", after="", plan_hash="", notices=[text])
+        # (Other ranks may overlap theirs, and must hear that this one does not.)
+        plan, groups = exchange_steps.plan_of(graph, config, {}, {})
+        exchange, needs = plan.to_json() if groups else "", {name: list[Any]() for name in groups}
+        return OverlapReport(**report, world_size=1, config=dict(config.cache_key()), exchange=exchange, groups=needs, notices=[text])
 
 
 def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, graph_id: str, refusal: str | None) -> OverlapReport:
     failed: dict[str, Reason] = {}
-    plan_hash, before = "", readable(graph) if any(True for _ in find_collectives(graph)) else ""
+    before = readable(graph) if any(True for _ in find_collectives(graph)) else ""
     if before:
         fused_sums.take_apart(graph)
+    plan: ExchangePlan | None = None
+    groups: list[str] = []
     workspaces: list[dict[str, Any]] = []
+    needs: dict[str, list[list[Any]]] = {}
     while True:
         found, chosen = _find_and_choose(graph, config, phase, refusal, failed)
         sites = found.sites
         if not chosen or config.mode not in ("on", "strict"):
             break
-        plan_hash, plan = plan_text(chosen, config)
         # (Behind the rewrite the sites' nodes are gone.)
-        workspaces = planner.workspace_bytes(chosen)
-        failures = rewrite_or_restore(graph, chosen, plan, config.workspace_limit)
+        workspaces, needs = planner.workspace_bytes(chosen), planner.workspace(chosen)
+        rewriter = Rewriter(graph, config)
+        failures = rewrite_or_restore(graph, chosen, rewriter)
         if not failures:
+            plan, groups = rewriter.plan, rewriter.groups
             break
         # The graph is as before; once more without the site that failed.
         failed.update(failures)
     fused_sums.put_back(graph)
+    if plan is None:
+        workspaces, needs = [], {}
+        plan, groups = exchange_steps.plan_of(graph, config, {}, {})
     notices = [f"the rewrite of {site} failed and was taken back: {reason.text}" for site, reason in failed.items()]
 
     return OverlapReport(
@@ -108,8 +118,10 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, graph_
         near_misses=found.near_misses,
         before=before,
         after=readable(graph) if before else "",
-        plan_hash=plan_hash if chosen and config.mode in ("on", "strict") else "",
-        workspaces=workspaces if chosen else [],
+        plan_hash=plan.digest if plan.overlaps else "",
+        exchange=plan.to_json() if groups else "",
+        groups={name: [json.dumps(needs[name]), config.workspace_limit] if name in needs else [] for name in groups},
+        workspaces=workspaces,
         notices=notices,
     )
 
@@ -186,11 +198,10 @@ def choose(sites: list[OverlapSite], config: OverlapConfig, refusal: str | None,
 _NOT_A_FAILURE = {"switched_off", "world_size_one"}
 
 
-def rewrite_or_restore(graph: fx.Graph, chosen: list[OverlapSite], plan: str, workspace_limit: int) -> dict[str, Reason]:
+def rewrite_or_restore(graph: fx.Graph, chosen: list[OverlapSite], rewriter: Rewriter) -> dict[str, Reason]:
     """Rewrite; if that fails put the graph back as it was. Returns the reason of the site that failed, or of all where none can be blamed."""
     snapshot = fx.Graph()
     _copy(graph, snapshot)
-    rewriter = Rewriter(graph, plan, workspace_limit)
     try:
         rewriter.apply(chosen)
     except Exception as error:  # noqa: BLE001  (whatever went wrong, the model must still compile; the report and strict mode say so)
@@ -216,40 +227,6 @@ def _copy(source: fx.Graph, target: fx.Graph) -> None:
         twin.meta = copy.copy(node.meta)
         # The graph still holds the erased nodes' names as taken.
         twin.name = node.name
-
-
-def plan_text(chosen: list[OverlapSite], config: OverlapConfig) -> tuple[str, str]:
-    """``(hash, JSON text)`` of what the ranks must agree on: versions, configuration, how many sites of each kind there are (so that an error can say what differs), and a
-    digest of every site's facts and plan."""
-    kinds = [_kind(s) for s in chosen]
-    sites = [
-        [s.facts.id, kind, [str(m) for m in s.facts.matmuls], [[p.schedule, p.transport, _agreed(p.parameters)] for p in s.decision.plan]]  # type: ignore[union-attr]
-        for s, kind in zip(chosen, kinds, strict=True)
-    ]
-    digest = hashlib.sha256(json.dumps(sites, sort_keys=True).encode()).hexdigest()[:16]
-    plan = {
-        "overlap_inductor": __version__,
-        "torch": torch.__version__,
-        "config": {k: list(v) if isinstance(v, tuple) else v for k, v in config.cache_key()},
-        "sites": dict(Counter(kinds)),
-        "plan": digest,
-    }
-    return digest, json.dumps(plan, sort_keys=True)
-
-
-def _kind(site: OverlapSite) -> str:
-    """What a site is and how it is overlapped, in words that are the same on all ranks (groups of other ranks have other ranks and names)."""
-    c = site.facts.collective
-    operation = f"{c.kind}({c.reduce_op})" if c.reduce_op else c.kind
-    where = f" on dim {c.dim}" if c.dim is not None else ""
-    matmuls = ", ".join(f"{m.kind} {m.m}x{m.n}x{m.k} {m.dtype}" for m in site.facts.matmuls)
-    how = "; ".join(p.schedule if p.transport is None else f"{p.schedule}/{p.transport}" for p in site.decision.plan)  # type: ignore[union-attr]
-    return f"{site.facts.pattern} of {matmuls} and {operation}{where} of {c.dtype} by {how}"
-
-
-def _agreed(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Without what a rank computes on its own results: its numbers may be its own."""
-    return {name: value for name, value in parameters.items() if name != "epilogue"}
 
 
 def graph_phase(graph: fx.Graph, is_inference: bool) -> str:

@@ -9,7 +9,10 @@ from operator import getitem
 import torch
 from torch import fx
 
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.exchange import ExchangePlan
 from overlap_inductor.passes import collectives
+from overlap_inductor.passes import exchange_steps
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import planner
 from overlap_inductor.passes.layouts import same_size
@@ -29,19 +32,24 @@ _STACK = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
 
 class Rewriter:
-    """Rewrites the sites of one graph in graph order. ``plan`` is the text that the ranks compare before data moves; ``workspace_limit`` in MiB."""
+    """Rewrites the sites of one graph in graph order. ``plan`` and ``groups``: what the ranks compare before data moves, once ``apply`` has succeeded."""
 
-    def __init__(self, graph: fx.Graph, plan: str, workspace_limit: int) -> None:
-        self.graph, self.plan, self.limit = graph, plan, workspace_limit
+    def __init__(self, graph: fx.Graph, config: OverlapConfig) -> None:
+        self.graph, self.config = graph, config
+        self.plan: ExchangePlan | None = None
+        self.groups: list[str] = []
         self.chains: dict[str, fx.Node] = {}
         self.order: dict[fx.Node, set[fx.Node]] = {}
         self.emitted: dict[str, list[fx.Node]] = {}
+        self.first: dict[fx.Node, str] = {}
+        self.agreements: list[fx.Node] = []
         self.current: OverlapSite | None = None
         """The site at work, to blame where it fails."""
 
     def apply(self, sites: list[OverlapSite]) -> None:
         """Place and rewrite ``sites`` (all decided as overlapped), chain what communicates, drop what is dead."""
         register_lowerings()
+        moved = exchange_steps.footprints(sites)
         with warnings.catch_warnings():
             # Sizes stand in the arguments as symbols, which is what Inductor prints into its code.
             warnings.filterwarnings("ignore", message="Raw SymInt value")
@@ -61,6 +69,10 @@ class Rewriter:
             if left := [c.node.name for c in site.collectives if c.node in live]:
                 self.current = site
                 raise RuntimeError(f"{', '.join(left)} is still there beside its replacement")
+        self.plan, self.groups = exchange_steps.plan_of(self.graph, self.config, moved, {n: s for n, s in self.first.items() if n in live})
+        text = self.plan.to_json()
+        for agree in self.agreements:
+            agree.args = (agree.args[0], text, *agree.args[2:])
         preserve_order(self.graph, {n: {d for d in ds if d in live} for n, ds in self.order.items() if n in live})
         note_order(self.graph)
         self.graph.lint()
@@ -78,8 +90,10 @@ class Rewriter:
                 name = site.facts.collective.group_name
                 if name not in self.chains:
                     source = tools.value(site.collectives[0].input)
-                    terms = (json.dumps(needs[name]), self.limit) if name in needs else ()
-                    node = self.graph.call_function(overlap.agree.default, (name, self.plan, _first_on(source.device, first), *terms))
+                    terms = (json.dumps(needs[name]), self.config.workspace_limit) if name in needs else ()
+                    # (What moves in which order is known once all is written; ``apply`` puts it in.)
+                    node = self.graph.call_function(overlap.agree.default, (name, "", _first_on(source.device, first), *terms))
+                    self.agreements.append(node)
                     with source.fake_mode:
                         node.meta["val"] = torch.empty(1, dtype=torch.uint8, device=source.device)
                     self.chains[name] = node
@@ -127,6 +141,7 @@ class Rewriter:
             ends |= {*replaced, *site.nodes.through}
         self._erase_unused([*replaced, *ends], ends)
         self.emitted.setdefault(group.group_name, []).extend(emit.emitted)
+        self.first.update(dict.fromkeys(emit.emitted[:1], site.facts.id))
         return replaced
 
     def _erase_unused(self, pending: list[fx.Node], ends: set[fx.Node]) -> None:

@@ -21,6 +21,7 @@ class CompileScope:
     Attributes:
         pinned: the graph must use ``config``, whatever is switched on now (a backward follows its forward).
         without_us: the graph was compiled, or loaded from a cache, without the pass having seen it.
+        refusal: why nothing may be overlapped in the graph, if anything speaks against it.
         reports: reports of the pass that no compiled graph carries yet; subgraphs come before their graph.
         seen: FX graphs that the pass has visited, kept alive so that an ``id`` is not used again.
     """
@@ -32,6 +33,7 @@ class CompileScope:
     pinned: bool = False
     config: OverlapConfig | None = None
     without_us: bool = False
+    refusal: str | None = None
     reports: list[OverlapReport] = field(default_factory=list)
     seen: dict[int, Any] = field(default_factory=dict)
 
@@ -59,6 +61,7 @@ class CompileScope:
 
 class _Local(threading.local):
     scope: CompileScope | None = None
+    plain: CompileScope | None = None
 
 
 _local = _Local()
@@ -76,3 +79,18 @@ def entered(scope: CompileScope) -> Iterator[CompileScope]:
         yield scope
     finally:
         _local.scope = outer
+
+
+@contextmanager
+def plain(scope: CompileScope) -> Iterator[None]:
+    """What is compiled inside runs in ``scope``, which switches overlap off: the plain program of a graph whose ranks differ."""
+    outer, _local.plain = _local.plain, scope
+    try:
+        yield
+    finally:
+        _local.plain = outer
+
+
+def forced() -> CompileScope | None:
+    """The scope of ``plain`` around this call, if any."""
+    return _local.plain

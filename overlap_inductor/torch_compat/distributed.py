@@ -64,3 +64,8 @@ def group_description(group_name: str) -> str | None:
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Whether the group has not been destroyed."""
     return group in distributed_c10d._world.pg_map
+
+
+def moves_nothing(group: dist.ProcessGroup) -> bool:
+    """Whether nothing is exchanged in the group: it has one rank, or the backend is ``fake`` (a dry run, in which no other rank exists)."""
+    return group.size() < 2 or dist.get_backend(group) == "fake"

@@ -17,19 +17,30 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from overlap_inductor import __version__
 from overlap_inductor import reporting
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.errors import StrictError
+from overlap_inductor.exchange import ExchangePlan
 from overlap_inductor.report import OverlapReport
 from overlap_inductor.torch_compat import compile_scope
 from overlap_inductor.torch_compat import partitions
+from overlap_inductor.torch_compat import plain_program
 from overlap_inductor.torch_compat.compile_scope import CompileScope
 from overlap_inductor.torch_compat.guards import without_guards
 from overlap_inductor.torch_compat.padding import beside_collective
+from overlap_inductor.transports import agreement
 
 log = logging.getLogger("overlap_inductor")
 
 ATTRIBUTE = "_overlap_inductor_reports"
+PLAIN = "_overlap_inductor_plain"
+"""The plain program of a graph with overlap, and the names of what it leaves out."""
+OFF = "_overlap_inductor_off"
+"""The process groups of a graph that was compiled with overlap switched off."""
 
 
 def _nothing() -> OverlapConfig | None:
@@ -133,14 +144,15 @@ def config_in_effect() -> OverlapConfig | None:
 
 
 def _compile_fx_inner(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    scope = CompileScope.of(kwargs)
+    forced = compile_scope.forced()
+    scope = forced or CompileScope.of(kwargs)
     with ExitStack() as stack:
         if scope.is_backward and scope.graph_id in _forward_configs:
             _follow_forward(scope, stack)
         stack.enter_context(compile_scope.entered(scope))
         config = config_in_effect()  # now, for a bad environment to be this compile's error even on a cache hit
         result = original(*args, **kwargs)
-    if not scope.is_backward and not scope.is_inference and scope.graph_id is not None:
+    if not forced and not scope.is_backward and not scope.is_inference and scope.graph_id is not None:
         _forward_configs[scope.graph_id] = None if scope.without_us else config
     return result
 
@@ -161,6 +173,14 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
     scope = compile_scope.current()
     if scope is None:
         return original(*args, **kwargs)
+    groups, plain = _groups_of(args[0]), None
+    config = config_in_effect()
+    if groups and config is not None and config.mode in ("on", "strict"):
+        agreement.announce()
+        try:
+            plain = plain_program.capture(args[0], args[1])
+        except Exception as error:  # noqa: BLE001  (what a graph may hold is the user's; without a plain program nothing is overlapped)
+            scope.refusal = f"the graph cannot be kept for a run without overlap ({type(error).__name__}: {error}), which ranks that differ would need"
     try:
         output = original(*args, **kwargs)
     except Exception:
@@ -170,14 +190,29 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
     if not scope.seen:
         _warn_overwritten()
     reports = scope.take_reports()
-    if reports:
-        from torch._inductor.output_code import CompiledFxGraph
+    from torch._inductor.output_code import CompiledFxGraph
 
-        if isinstance(output, CompiledFxGraph):
+    if isinstance(output, CompiledFxGraph):
+        if reports:
             setattr(output, ATTRIBUTE, _Attached(json.dumps([r.to_json(graphs=True) for r in reports])))
-        else:
-            _make_known(reports, from_cache=False)
+            if any(r.plan_hash for r in reports):
+                setattr(output, PLAIN, plain)
+        elif groups:
+            setattr(output, OFF, groups)
+    else:
+        _make_known(reports, from_cache=False)
     return output
+
+
+def _groups_of(gm: Any) -> list[str]:
+    """The process groups of the collectives in ``gm`` and its subgraphs."""
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    from overlap_inductor.passes.collectives import group_of
+
+    modules = [m for m in gm.modules() if isinstance(m, torch.fx.GraphModule)]
+    names = (group_of(n) for m in modules for n in m.graph.nodes if n.op == "call_function")
+    return list(dict.fromkeys(n for n in names if n is not None))
 
 
 def _post_compile(original: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
@@ -186,19 +221,48 @@ def _post_compile(original: Callable[..., Any], graph: Any, *args: Any, **kwargs
     scope = compile_scope.current()
     if text is None and scope is not None:
         scope.without_us = True
-    if text is None or getattr(text, "known", False):
+    if compile_scope.forced() is not None:
         return result
-    from_cache = not isinstance(text, _Attached)
-    known = _Attached(text)
-    known.known = True
-    setattr(graph, ATTRIBUTE, known)
+    if text is None:
+        if groups := getattr(graph, OFF, None):
+            _compare_calls(graph, [_switched_off(groups)], *args, **kwargs)
+        return result
     try:
         reports = [OverlapReport.from_json(one) for one in json.loads(text)]
     except ValueError as error:
         log.warning("the overlap report stored with a compiled graph cannot be read: %s", error)
         return result
-    _make_known(reports, from_cache)
+    if not getattr(text, "known", False):
+        from_cache = not isinstance(text, _Attached)
+        known = _Attached(text)
+        known.known = True
+        setattr(graph, ATTRIBUTE, known)
+        _make_known(reports, from_cache)
+    _compare_calls(graph, reports, *args, **kwargs)
     return result
+
+
+def _compare_calls(graph: Any, reports: list[OverlapReport], example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+    """Make the comparison with the other ranks the first act of the graph's calls."""
+    if not any(r.groups for r in reports) or graph.current_callable is None:
+        return
+    from overlap_inductor.torch_compat.compared_call import ComparedCall
+    from overlap_inductor.torch_compat.compared_call import PlainProgram
+
+    config, kept = config_in_effect(), getattr(graph, PLAIN, None)
+    plain = None
+    if kept is not None:
+        data, names = kept
+        large = plain_program.left_out(getattr(constants, "gm", None), names)
+        plain = PlainProgram(data, large, dict(graph_kwargs), plain_program.inductor_settings(), graph.output_strides)
+    on_accelerator = bool(set(graph.device_types) - {"cpu", "meta"})
+    graph.current_callable = ComparedCall(graph.current_callable, reports, plain, on_accelerator, config.dump if config else None)
+
+
+def _switched_off(groups: list[str]) -> OverlapReport:
+    """What stands for a graph that was compiled with overlap switched off, where other ranks may have it on."""
+    plan = ExchangePlan(__version__, "off")
+    return OverlapReport(__version__, torch.__version__, "off", "", "", 1, exchange=plan.to_json(), groups={name: [] for name in groups})
 
 
 def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
@@ -299,6 +363,8 @@ def refusal_context() -> str | None:
     if V.aot_compilation:
         return "AOTInductor compiles for a program without Python, where overlap_inductor's ops do not exist"
     scope = compile_scope.current()
+    if scope is not None and scope.refusal is not None:
+        return scope.refusal
     if config.cpp_wrapper or (scope is not None and scope.cpp_wrapper):
         return "torch._inductor.config.cpp_wrapper is on, and overlap_inductor's ops are called from Python only"
     return None

@@ -222,7 +222,7 @@ def test_kernels_behind_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) 
     """As Inductor's templates: matmul, bias, activation and residual are one kernel. What is planned without epilogues is one more for each result."""
     from torch._inductor.utils import run_and_get_code
 
-    monkeypatch.setattr(agreement, "agree", lambda group, plan: None)
+    monkeypatch.setattr(agreement, "require", lambda group, plan: None)
     monkeypatch.setattr(ops, "prepare", lambda *arguments: None)
     for module in (fused_ops, site_ops):
         monkeypatch.setattr(module, "ready", lambda *arguments: None)

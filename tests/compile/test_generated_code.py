@@ -35,7 +35,7 @@ EVENTS = {
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process is all ranks: nobody else publishes a plan."""
-    monkeypatch.setattr(agreement, "agree", lambda group, plan: None)
+    monkeypatch.setattr(agreement, "require", lambda group, plan: None)
 
 
 def lines_of(fn: Callable[..., Any], *shapes: tuple[int, ...], world_size: int = WORLD_SIZE, rank: int = 3, **fields: Any) -> list[str]:

@@ -66,7 +66,7 @@ def test_a_step_that_was_moved_is_found() -> None:
 
 
 def test_a_moved_step_ends_the_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "agree", lambda group, plan: None)
+    monkeypatch.setattr(agreement, "require", lambda group, plan: None)
     monkeypatch.setattr(lowering, "moved", lambda graph: "take_default")
     compiled = torch.compile(lambda x, w: all_gather(x, 0, dist.group.WORLD) @ w)
     settings = torch._inductor.config.patch(force_disable_caches=True)

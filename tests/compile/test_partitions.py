@@ -47,7 +47,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[type]]]:
         return call
 
     # (One process is all ranks: nobody else publishes a plan.)
-    monkeypatch.setattr(agreement, "agree", lambda group, plan: None)
+    monkeypatch.setattr(agreement, "require", lambda group, plan: None)
     monkeypatch.setattr(BaseSchedulerNode, "is_gpu", lambda node: not isinstance(node.node, GroupRank | ir.AssertScalar))
     utils.set_customized_partition_wrappers(recorded)
     yield seen

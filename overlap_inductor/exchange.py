@@ -1,0 +1,114 @@
+"""``ExchangePlan``: what the ranks of a group exchange in one graph, as text that every rank can compare. Plain data.
+
+Ranks must agree on what moves between them: in which order, of which size and dtype, by which schedule and transport. What a rank
+computes for itself (the contracted size, a bias, an epilogue, the kind of matmul, its own padding) is no part of the plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """One rank's plan of one graph.
+
+    Attributes:
+        version: version of overlap_inductor.
+        mode: the switch (``off``, ``report``, ``on``, ``strict``); no part of the digest, so that ``on`` and ``strict`` agree.
+        steps: one line for each transfer in the order of issue, of all groups; a collective left as it is counts, too.
+        overlaps: whether any of these lines is an overlapped one.
+        config: the switches, to name a likely cause where plans differ; no part of the digest.
+    """
+
+    version: str
+    mode: str
+    steps: tuple[str, ...] = ()
+    overlaps: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal on two ranks that exchange alike."""
+        text = json.dumps([self.version, list(self.steps), "off" if self.mode == "off" else "on"])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def collectives(self) -> tuple[str, ...]:
+        """The collectives behind the steps, overlapped or not, sorted: ``("g0: all_gather", ...)``."""
+        return tuple(sorted(" ".join(step.split(" ")[:2]).split("(")[0] for step in self.steps))
+
+    def to_json(self) -> str:
+        value = {
+            "config": {k: list(v) if isinstance(v, tuple) else v for k, v in self.config.items()},
+            "mode": self.mode,
+            "overlap_inductor": self.version,
+            "overlaps": self.overlaps,
+            "plan": self.digest,
+            "steps": list(self.steps),
+        }
+        return json.dumps(value)
+
+    @classmethod
+    def from_json(cls, text: str) -> ExchangePlan:
+        """The plan that ``to_json`` wrote, here or by another version, whose other fields are not read."""
+        value = json.loads(text)
+        version = str(value.get("overlap_inductor", "?"))
+        steps, config = value.get("steps", ()), value.get("config", {})
+        return cls(
+            version=version,
+            mode=str(value.get("mode", "on")),
+            steps=tuple(map(str, steps)) if isinstance(steps, list) else (),
+            overlaps=bool(value.get("overlaps", True)),
+            config=config if isinstance(config, dict) else {},
+        )
+
+    @classmethod
+    def joined(cls, plans: list[ExchangePlan]) -> ExchangePlan:
+        """The plan of a graph and its subgraphs."""
+        if len(plans) == 1:
+            return plans[0]
+        first = plans[0]
+        steps = tuple(step for plan in plans for step in plan.steps)
+        return cls(first.version, first.mode, steps, any(p.overlaps for p in plans), first.config)
+
+
+def difference(mine: ExchangePlan, others: Mapping[int, ExchangePlan]) -> str:
+    """How the plans of other ranks (by global rank) differ from ``mine``, the ranks of one plan together; ``""`` where none does."""
+    alike: dict[str, list[int]] = {}
+    for rank, plan in sorted(others.items()):
+        if plan.digest != mine.digest:
+            alike.setdefault(plan.digest, []).append(rank)
+    return "; ".join(f"{_ranks(ranks)}: {_one_difference(mine, others[ranks[0]])}" for ranks in alike.values())
+
+
+def _one_difference(mine: ExchangePlan, other: ExchangePlan) -> str:
+    if other.version != mine.version:
+        return f"overlap_inductor is '{mine.version}' here and '{other.version}' there"
+    if "off" in (mine.mode, other.mode):
+        return f"OVERLAP_INDUCTOR is {mine.mode} here and {other.mode} there"
+    parts = []
+    if len(mine.steps) != len(other.steps):
+        parts.append(f"{len(mine.steps)} transfers here and {len(other.steps)} there")
+    number = next((i for i, (a, b) in enumerate(zip(mine.steps, other.steps)) if a != b), min(len(mine.steps), len(other.steps)))
+    here, there = (plan.steps[number] if number < len(plan.steps) else "nothing" for plan in (mine, other))
+    parts.append(f"transfer {number + 1} is {here} here and {there} there")
+    switches = [k for k in sorted({*mine.config, *other.config}) if _plain(mine.config.get(k)) != _plain(other.config.get(k))]
+    parts += [f"{k} is {mine.config.get(k)!r} here and {other.config.get(k)!r} there" for k in switches if k != "mode"]
+    return ", ".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    numbers = list(ranks)
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"

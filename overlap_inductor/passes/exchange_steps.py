@@ -1,0 +1,161 @@
+"""Write down what a graph exchanges: one line for each transfer, equal on all ranks that move the same bytes in the same way.
+
+A line names the group, the collective, the dtype and shape that move, and for an overlapped site its pattern, schedule, transport and the
+parameters that both ends must share::
+
+    g0: all_gather bfloat16 [2048, 8192] in all_gather_matmul by ring/p2p (route=ring, sub_chunks=4)
+    g0: all_reduce bfloat16 kept
+
+Sizes are those of the collective, equal on all ranks. Symbols are named in their order of appearance (``d0``), since two ranks may have named
+the same size differently. Groups are named likewise (``g0``), since ranks of one mesh are in different groups of the same kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from overlap_inductor import __version__
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.exchange import ExchangePlan
+from overlap_inductor.passes import collectives
+from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes import planner
+from overlap_inductor.passes.layouts import Layout
+from overlap_inductor.passes.layouts import product
+from overlap_inductor.passes.placement import between
+from overlap_inductor.passes.site_nodes import GatherNodes
+from overlap_inductor.passes.site_nodes import OverlapSite
+from overlap_inductor.passes.site_nodes import ReduceNodes
+from overlap_inductor.schedule import PlanPiece
+
+_OWN = {"epilogue", "matmuls", "unrolled"}
+"""Parameters of what a rank computes for itself. (Unrolled steps and the looping op move the same bytes in the same order.)"""
+
+
+class _Names:
+    """Names of groups and symbols in their order of appearance."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, str] = {}
+        self.symbols: dict[Any, Any] = {}
+
+    def group(self, name: str) -> str:
+        return self.groups.setdefault(name, f"g{len(self.groups)}")
+
+    def size(self, size: Any) -> str:
+        if not isinstance(size, torch.SymInt):
+            return str(size)
+        expression = size.node.expr
+        for symbol in sorted(expression.free_symbols, key=str):
+            self.symbols.setdefault(symbol, sympy.Symbol(f"d{len(self.symbols)}", integer=True))
+        return str(expression.xreplace(self.symbols))
+
+    def shape(self, shape: list[Any]) -> str:
+        return f"[{', '.join(map(self.size, shape))}]"
+
+
+class SiteFootprint:
+    """What one overlapped site moves, read before the rewrite erases its nodes; ``lines`` writes it once its place in the order is known."""
+
+    def __init__(self, site: OverlapSite) -> None:
+        first = site.collectives[0]
+        facts = site.facts
+        self.group = first.group_name
+        self.added = len(site.collectives) - 1
+        op = f"({first.reduce_op})" if first.reduce_op else ""
+        self.what = f"{first.kind}{op} {str(tools.dtype(first.input)).removeprefix('torch.')}"
+        self.shape = tools.shape(first.input)
+        self.pattern = facts.pattern
+        plan = site.decision.plan if site.decision is not None else []
+        self.pieces = [(p, _shared_parameters(site, p)) for p in plan]
+        one_op = any(p.schedule not in ("keep", "ring") for p in plan)
+        self.sent = "" if isinstance(site.nodes, ReduceNodes) else _sent(site.nodes, plan)
+        self.cut = _cut(site.nodes) if isinstance(site.nodes, ReduceNodes) else []
+        # A one-op schedule holds workspace under the site's id, and its tiles follow the sharded dim's role in the matmul.
+        self.held = f" as {facts.id} {facts.matmuls[0].role} {planner.workspace([site])[self.group]}" if one_op and planner.workspace([site]) else ""
+
+    def lines(self, names: _Names) -> list[str]:
+        """The site's transfer, and one line for each all-reduce whose result was added to the first one's."""
+        return [self._line(names), *([f"{names.group(self.group)}: {self.what} added to the one before"] * self.added)]
+
+    def _line(self, names: _Names) -> str:
+        cut = f" cut {names.shape(self.cut[0])}{self.cut[1]}" if self.cut else ""
+        how = "; ".join(_how(piece, parameters) for piece, parameters in self.pieces)
+        return f"{names.group(self.group)}: {self.what} {names.shape(self.shape)}{cut}{self.sent} in {self.pattern} by {how}{self.held}"
+
+
+def _how(piece: PlanPiece, parameters: Mapping[str, Any]) -> str:
+    name = piece.schedule if piece.transport is None else f"{piece.schedule}/{piece.transport}"
+    values = f" ({', '.join(f'{k}={v}' for k, v in sorted(parameters.items()))})" if parameters else ""
+    return name + values + (f" for tokens {piece.tokens[0]} to {piece.tokens[1]}" if piece.tokens != (0, None) else "")
+
+
+def _shared_parameters(site: OverlapSite, piece: PlanPiece) -> dict[str, Any]:
+    parameters = {k: v for k, v in piece.parameters.items() if k not in _OWN}
+    if parameters.get("route") == "travel" and not piece.parameters.get("unrolled", True):
+        # (No looping op has a travelling accumulator.)
+        parameters["route"] = "owner"
+    return parameters
+
+
+def _sent(nodes: GatherNodes, plan: list[PlanPiece]) -> str:
+    """What is computed of a shard before it is sent: by unrolled steps nothing, by an op all that stands before the matmul."""
+    if all(p.parameters.get("unrolled", p.schedule == "keep") for p in plan):
+        return ""
+    computed = [n for n in between(nodes) if n not in nodes.through]
+    words = [f"{n.target}{[a for a in n.args if not isinstance(a, fx.Node)]}" for n in computed]
+    return f" behind {', '.join(words)}" if words else ""
+
+
+def _cut(nodes: ReduceNodes) -> list[Any]:
+    """``[rows of the cut dim: outer, chunk], the order of a piece's elements`` where that is not the collective's."""
+    order = _order(nodes.leaf_layout, nodes.layouts[nodes.collectives[0].input])
+    return [[nodes.sharded.outer, nodes.sharded.chunk], order]
+
+
+def _order(leaf: Layout, sent: Layout) -> str:
+    """How the matmul's result orders the elements of the collective's input: runs of consecutive dims, ``""`` for the same order."""
+    places = {id(atom): i for i, atom in enumerate(sent.flat())}
+    runs: list[list[Any]] = []
+    newest = None
+    for atom in leaf.flat():
+        place = places.get(id(atom))
+        if place is None:
+            return f" of {len(leaf.flat())} dims"
+        if newest is not None and place == newest + 1:
+            runs[-1].append(atom)
+        else:
+            runs.append([atom])
+        newest = place
+    if len(runs) < 2:
+        return ""
+    first = [places[id(run[0])] for run in runs]
+    return f" in order {[sorted(first).index(f) for f in first]} of {[str(product(run)) for run in runs]}"
+
+
+def footprints(sites: list[OverlapSite]) -> dict[str, SiteFootprint]:
+    """By site id, for ``plan_of``; to be called before the sites are rewritten."""
+    return {site.facts.id: SiteFootprint(site) for site in sites}
+
+
+def plan_of(
+    graph: fx.Graph, config: OverlapConfig, sites: Mapping[str, SiteFootprint], first_op: Mapping[fx.Node, str]
+) -> tuple[ExchangePlan, list[str]]:
+    """``(what the graph exchanges, its groups' names in the order g0, g1, ...)``. ``first_op``: the first op of each rewritten site, and its id."""
+    names = _Names()
+    steps = []
+    for node in graph.nodes:
+        if node in first_op:
+            steps += sites[first_op[node]].lines(names)
+        elif (kind := collectives.kept_kind(node)) is not None:
+            group = collectives.group_name(node)
+            if group is not None:
+                steps.append(f"{names.group(group)}: {kind} kept")
+    # (``dump`` is the rank's own.)
+    plan = ExchangePlan(__version__, config.mode, tuple(steps), bool(first_op), dict(config.cache_key()))
+    return plan, list(names.groups)

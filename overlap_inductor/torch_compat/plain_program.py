@@ -1,0 +1,176 @@
+"""The plain program of a graph: what Inductor was given before any pass of ours ran, kept so that it can be compiled without overlap later.
+
+It is kept as bytes beside the compiled graph, in the caches too, since a rank that loaded its graph from a cache may have to run without overlap
+as well. Kept are the nodes, the example inputs with their symbols, and what Inductor reads of nodes' metadata; shapes are propagated anew.
+Tensors that the graph holds (frozen weights) are kept where they are small; large ones are taken from the graph that is loaded or compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.errors import OverlapError
+from overlap_inductor.torch_compat import compile_scope
+from overlap_inductor.torch_compat.compile_scope import CompileScope
+
+LARGE = 1 << 20
+"""Bytes from which on a tensor of the graph is not copied."""
+_META = ("unbacked_bindings", "eager_input_vals", "custom", "recompute", "partitioner_tag", "mutation_region_id")
+_OUTPUT_META = ("user_visible_output_idxs", "output_stack_traces")
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node among the arguments of another: its place in the graph."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """A large tensor that the graph holds under this name."""
+
+    name: str
+
+
+@dataclass
+class _Program:
+    """A graph as data: ``nodes`` are ``(op, name, target, args, kwargs, meta)``, ``held`` what its ``get_attr`` nodes read."""
+
+    nodes: list[tuple[Any, ...]]
+    held: dict[str, Any]
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[bytes, list[str]]:
+    """The plain program of ``gm``, and the names of the tensors that it leaves out. Raises whatever pickling raises where the graph holds what cannot be kept."""
+    from torch.fx._graph_pickler import GraphPickler
+    from torch.fx._graph_pickler import Options
+
+    program = _written(gm)
+    left_out = [v.name for v in program.held.values() if isinstance(v, _Elsewhere)]
+    return GraphPickler.dumps((program, list(example_inputs)), Options(ops_filter=None)), left_out
+
+
+def left_out(gm: fx.GraphModule | None, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The tensors of ``gm`` that ``capture`` left out."""
+    return {name: _attribute(gm, name) for name in names} if gm is not None else {}
+
+
+def _names_held(gm: fx.GraphModule) -> list[str]:
+    return [str(n.target) for n in gm.graph.find_nodes(op="get_attr")]
+
+
+def _is_large(value: torch.Tensor) -> bool:
+    return value.numel() * value.element_size() >= LARGE
+
+
+def _attribute(gm: fx.GraphModule, name: str) -> Any:
+    value: Any = gm
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _written(gm: fx.GraphModule, within: bool = False) -> _Program:
+    """``within``: the graph is another's subgraph, whose shapes nobody propagates anew. (Nor are sizes made again that only the run tells, whose symbols are known by values.)"""
+    places = {node: _Node(i) for i, node in enumerate(gm.graph.nodes)}
+
+    def meta(node: fx.Node) -> dict[str, Any]:
+        kept = _OUTPUT_META if node.op == "output" else _META
+        values = ("val",) if within or "unbacked_bindings" in node.meta else ()
+        return {k: node.meta[k] for k in (*kept, *values) if k in node.meta}
+
+    nodes = [(n.op, n.name, n.target, fx.map_arg(n.args, places.__getitem__), fx.map_arg(n.kwargs, places.__getitem__), meta(n)) for n in gm.graph.nodes]
+    held: dict[str, Any] = {}
+    for name in _names_held(gm):
+        value = _attribute(gm, name)
+        if isinstance(value, fx.GraphModule):
+            value = _written(value, within=True)
+        elif isinstance(value, torch.Tensor) and _is_large(value):
+            value = _Elsewhere(name)
+        held[name] = value
+    return _Program(nodes, held)
+
+
+def _rebuilt(program: _Program, large: Mapping[str, torch.Tensor]) -> fx.GraphModule:
+    graph = fx.Graph()
+    made: list[fx.Node] = []
+
+    def argument(value: Any) -> Any:
+        return torch.utils._pytree.tree_map(lambda v: made[v.index] if isinstance(v, _Node) else v, value)
+
+    for op, name, target, args, kwargs, meta in program.nodes:
+        node = graph.create_node(op, target, argument(args), argument(kwargs), name=name)
+        node.meta.update(meta)
+        made.append(node)
+    root: dict[str, Any] = {}
+    for name, value in program.held.items():
+        if isinstance(value, _Elsewhere) and value.name not in large:
+            raise OverlapError(
+                f"the plain program of this graph cannot be restored: its tensor {value.name} was too large to be kept, and the graph that was loaded does not hold it. "
+                "Clear Inductor's caches, or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+            )
+        root[name] = _rebuilt(value, {}) if isinstance(value, _Program) else large[value.name] if isinstance(value, _Elsewhere) else value
+    return fx.GraphModule(root, graph)
+
+
+def inductor_settings() -> dict[str, Any]:
+    """Inductor's configuration as it is now, for ``compile_plain``."""
+    from torch._inductor import config
+
+    return config.get_config_copy()
+
+
+def compile_plain(data: bytes, large: Mapping[str, torch.Tensor], keywords: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[Any, fx.GraphModule]:
+    """``(compiled graph, its FX graph)`` of a plain program, compiled by Inductor with the arguments and the configuration of the overlapped graph, and without overlap.
+
+    Raises:
+        OverlapError: a large tensor of the graph is not to be had.
+    """
+    from torch._guards import TracingContext
+    from torch._guards import tracing
+    from torch._inductor import compile_fx
+    from torch._inductor import config
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx._graph_pickler import GraphPickler
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    program, inputs = GraphPickler.loads(data, mode)  # type: ignore[misc]
+    gm = _rebuilt(program, large)
+    current = config.get_config_copy()
+    changed = {k: v for k, v in settings.items() if k in current and current[k] is not v and current[k] != v}
+    scope = CompileScope(pinned=True, without_us=True)
+    with tracing(TracingContext(mode)), config.patch(changed), compile_scope.plain(scope):
+        return compile_fx.compile_fx_inner(gm, inputs, **keywords), gm
+
+
+def restrided(plain: Any, gm: fx.GraphModule, expected: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
+    """``plain`` with results in the strides of the graph whose place it takes (``CompiledFxGraph.output_strides``): a backward may be compiled for them."""
+    have = getattr(plain, "output_strides", None)
+    differing = [] if not expected or not have else [i for i, (a, b) in enumerate(zip(expected, have, strict=True)) if a is not None and a != b]
+    if not differing:
+        return plain
+    placeholders = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
+    import sympy
+
+    def run(inputs: list[Any]) -> Any:
+        known = {v.node.expr: i for v, i in zip(placeholders, inputs, strict=True) if isinstance(v, torch.SymInt)}
+        names = {str(symbol): int(value) for symbol, value in known.items()}
+        results = list(plain(inputs))
+        for index in differing:
+            strides = [int(sympy.sympify(text, locals={k: sympy.Integer(v) for k, v in names.items()})) for text in expected[index]]  # type: ignore[index]
+            result = results[index]
+            if list(result.stride()) != strides:
+                results[index] = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device).copy_(result)
+        return results
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

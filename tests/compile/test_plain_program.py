@@ -1,0 +1,177 @@
+"""The plain program of a graph: kept as bytes, compiled later, in the place of what was overlapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import overlap_inductor
+from overlap_inductor import reporting
+from overlap_inductor.torch_compat import compared_call
+from overlap_inductor.torch_compat import hooks
+from overlap_inductor.torch_compat import plain_program
+from overlap_inductor.transports import agreement
+from tests.fake_group import all_gather
+from tests.fake_group import all_reduce
+from tests.fake_group import fake_group
+
+
+@contextmanager
+def _no_caches() -> Iterator[None]:
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
+
+
+@pytest.fixture
+def ranks_differ(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Every graph runs its plain program; the compiled ones, in order."""
+    compiled: list[Any] = []
+    compile_plain = plain_program.compile_plain
+
+    def noted(*args: Any) -> Any:
+        compiled.append(compile_plain(*args))
+        return compiled[-1]
+
+    monkeypatch.setattr(plain_program, "compile_plain", noted)
+    monkeypatch.setattr(agreement.Comparison, "call", lambda self: agreement.Outcome(False, "they differ"))
+    with _no_caches(), fake_group(2):
+        yield compiled
+
+
+def _group() -> Any:
+    return torch.distributed.group.WORLD
+
+
+TABLE = torch.arange(7.0)
+
+
+def _plain(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return all_reduce(torch.relu(all_gather(x, 0, _group()) @ a) @ b, "sum", _group())
+
+
+def _with_a_constant(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return _plain(x, a, b) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+
+
+def _with_a_branch(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    y = _plain(x, a, b)
+    return torch.cond(y.sum() > 0, lambda v: v + 1, lambda v: v - 1, (y,))
+
+
+def _with_a_size_of_the_run(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    y = _plain(x, a, b)
+    return y[torch.nonzero(y.sum(1) == y.sum(1)).squeeze(1)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("function", [_plain, _with_a_constant, _with_a_branch, _with_a_size_of_the_run])
+def test_the_plain_program_computes_what_plain_compile_does(function: Callable[..., Any], dynamic: bool, ranks_differ: list[Any]) -> None:
+    """The fake group's collectives leave garbage, the same for one seed of memory: so sizes and strides are compared, and the code that ran."""
+    inputs = [torch.randn(6, 8), torch.randn(8, 5), torch.randn(5, 7)]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        with overlap_inductor.overlap(schedule="ring"):
+            reporting.forget_reports()
+            found = torch.compile(function, dynamic=dynamic)(*inputs)
+            reports = reporting.all_reports()
+    assert sum(r.counters()["sites_overlapped"] for r in reports) == 2 and all(r.notices == ["they differ"] for r in reports)
+    assert len(ranks_differ) == 1 and found.shape[1:] == (7,)
+    code = ranks_differ[0][0].source_code
+    assert "all_gather_into_tensor" in code and "all_reduce" in code and "torch.ops.overlap_inductor" not in code
+
+
+def test_one_plain_program_serves_every_size(ranks_differ: list[Any]) -> None:
+    inputs = [torch.randn(8, 5), torch.randn(5, 7)]
+    with overlap_inductor.overlap(schedule="ring"):
+        compiled = torch.compile(_plain, dynamic=True)
+        assert [compiled(torch.randn(n, 8), *inputs).shape[0] for n in (6, 9, 20)] == [12, 18, 40]
+    assert len(ranks_differ) == 1
+
+
+def test_a_backward_finds_what_its_forward_would_have_saved(ranks_differ: list[Any]) -> None:
+    inputs = [torch.randn(6, 8, requires_grad=True), torch.randn(8, 5, requires_grad=True), torch.randn(5, 7, requires_grad=True)]
+    with overlap_inductor.overlap(schedule="ring"):
+        torch.compile(_plain, dynamic=False)(*inputs).sum().backward()
+    assert len(ranks_differ) == 2 and [i.grad is not None and i.grad.shape == i.shape for i in inputs] == [True] * 3
+
+
+def test_results_have_the_strides_that_were_promised() -> None:
+    """A backward was compiled for the strides of the graph whose place the plain one takes."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    s0 = ShapeEnv().create_unbacked_symint()
+    graph = fx.Graph()
+    graph.placeholder("s").meta["val"] = s0
+    graph.placeholder("x").meta["val"] = None
+    graph.output(())
+    gm = fx.GraphModule({}, graph)
+
+    class Compiled:
+        output_strides = [("4", "1"), None, ("4", "1")]
+
+        def __call__(self, inputs: list[Any]) -> tuple[torch.Tensor, ...]:
+            return inputs[1], inputs[1].t(), inputs[1] + 1
+
+    x = torch.randn(3, 4)
+    run = plain_program.restrided(Compiled(), gm, [("4", "1"), None, ("1", str(s0))])
+    same, other, turned = run([3, x])
+    assert same is x and other.stride() == (1, 4) and turned.stride() == (1, 3) and torch.equal(turned, x + 1)
+    plain = Compiled()
+    assert plain_program.restrided(plain, gm, Compiled.output_strides) is plain
+
+
+def test_a_large_tensor_is_taken_from_the_graph_that_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_program, "LARGE", 16)
+    graph = fx.Graph()
+    x, w, c = graph.placeholder("x"), graph.get_attr("w"), graph.get_attr("c")
+    graph.output((graph.call_function(torch.ops.aten.add.Tensor, (graph.call_function(torch.ops.aten.mul.Tensor, (x, w)), c)),))
+    gm = fx.GraphModule({"w": torch.arange(8.0), "c": torch.tensor(2.0)}, graph)
+    program = plain_program._written(gm)
+    data, names = plain_program.capture(gm, [])
+    assert names == ["w"] and len(data) > 0
+    large = plain_program.left_out(gm, names)
+    assert large["w"] is gm.w
+    (found,) = plain_program._rebuilt(program, large)(torch.ones(8))
+    assert torch.equal(found, torch.arange(8.0) + 2)
+    with pytest.raises(overlap_inductor.errors.OverlapError, match="w was too large to be kept"):
+        plain_program._rebuilt(program, {})
+
+
+def test_without_a_plain_program_nothing_is_overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that cannot be kept could not run without overlap where ranks differ."""
+
+    def fails(*args: Any) -> Any:
+        raise TypeError("cannot pickle this")
+
+    monkeypatch.setattr(plain_program, "capture", fails)
+    with _no_caches(), fake_group(2), overlap_inductor.overlap(schedule="ring"):
+        torch.compile(_plain, dynamic=False)(torch.randn(6, 8), torch.randn(8, 5), torch.randn(5, 7))
+        report = overlap_inductor.last_report()
+    assert report is not None and {s.decision.status for s in report.sites} == {"refused"}
+    assert "cannot pickle this" in report.sites[0].decision.reasons[0].text
+
+
+def test_a_call_whose_plan_is_settled_is_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs: no text is parsed, no store is read."""
+    from overlap_inductor.exchange import ExchangePlan
+    from overlap_inductor.report import OverlapReport
+
+    assert hooks.ATTRIBUTE
+    with fake_group(2) as group:
+        monkeypatch.setattr(agreement, "moves_nothing", lambda group: False)
+        plan = ExchangePlan("1", "on", ("g0: all_reduce float32 [4]",), True)
+        report = OverlapReport("1", "t", "on", "", "", 2, exchange=plan.to_json(), groups={group.group_name: []})
+        call = compared_call.ComparedCall(lambda inputs: "overlapped", [report], None, True, None)
+        agreement.accept(group, plan)
+        assert call([]) == "overlapped" and agreement._state(group).calls == 1
+        monkeypatch.setattr(agreement.Comparison, "call", lambda self: pytest.fail("asked again"))
+        assert [call([]) for _ in range(3)] == ["overlapped"] * 3 and agreement._state(group).calls == 4
+        monkeypatch.undo()
+        monkeypatch.setattr(agreement, "moves_nothing", lambda group: False)
+        agreement._state(group).apart = "a rank is off"
+        assert not call.comparison.count()  # type: ignore[union-attr]

@@ -1,0 +1,76 @@
+"""Ranks on GPUs that do not exchange the same: all of them must run the plain program, with right results and one warning, by every schedule.
+
+    torchrun --nproc-per-node 3 -m tests.gpu.check_differ [--share] [--schedules fused chunked ...]
+
+``--share``: several ranks a GPU (``tests.gpu.ranks``). Each schedule runs one block twice: with the same switches on every rank, and with a pattern switched off on the last one. One JSON row a
+case; status 1 where a result is wrong, a case falls back that should not, or does not that should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import overlap_inductor
+from overlap_inductor import reporting
+from tests.fake_group import all_gather
+from tests.fake_group import all_reduce
+from tests.fake_group import reduce_scatter
+from tests.gpu.ranks import finish_rank
+from tests.gpu.ranks import start_rank
+
+SCHEDULES = ("ring", "fused", "chunked", "small_message")
+PATTERNS = {"ring": "all_gather_matmul", "fused": "all_gather_matmul", "chunked": "matmul_reduce_scatter", "small_message": "matmul_all_reduce"}
+"""What the last rank has switched off."""
+
+
+def block(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """One site of each pattern that a layer has."""
+    group = dist.group.WORLD
+    y = reduce_scatter(torch.relu(all_gather(x, 0, group) @ a) @ b, "sum", 0, group)
+    return all_reduce(y @ c, "sum", group)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--share", action="store_true")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
+    arguments = parser.parse_args()
+    rank, world_size = start_rank(seconds=120, share_gpus=arguments.share)
+    torch._inductor.config.fx_graph_cache = False
+    torch._functorch.config.enable_autograd_cache = False
+    failed = 0
+    for schedule in arguments.schedules:
+        for differs in (False, True):
+            begun = time.monotonic()
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            reporting.forget_reports()
+            patterns = tuple(p for p in overlap_inductor.OverlapConfig().patterns if not (differs and rank == world_size - 1 and p == PATTERNS[schedule]))
+            errors = []
+            with overlap_inductor.overlap(schedule=schedule, patterns=patterns, agreement_timeout=60):
+                compiled = torch.compile(block, dynamic=False)
+                for call in range(3):
+                    generator = torch.Generator("cuda").manual_seed(10 * call + rank)
+                    inputs = [(torch.randn(s, device="cuda", generator=generator) / 8).bfloat16() for s in ((256, 512), (512, 512), (512, 256), (256, 512))]
+                    exact, plain, found = block(*(i.double() for i in inputs)), block(*inputs), compiled(*inputs)
+                    errors.append(round(((found.double() - exact).norm() / exact.norm()).item(), 5))
+                    bound = 3 * ((plain.double() - exact).norm() / exact.norm()).item()
+                    failed += not errors[-1] <= max(bound, 1e-2)
+            counts = torch._dynamo.utils.counters["overlap_inductor"]
+            fell_back = counts["reason.ranks_differ"] > 0
+            failed += fell_back is not differs or counts["sites_overlapped"] == 0
+            row = {"check": "differ", "schedule": schedule, "differs": differs, "rank": rank, "world_size": world_size, "sites": counts["sites_overlapped"], "fell_back": fell_back}
+            if rank == 0 or failed:
+                print(json.dumps(row | {"errors": errors, "failed": failed, "s": round(time.monotonic() - begun, 1)}), flush=True)
+    finish_rank()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

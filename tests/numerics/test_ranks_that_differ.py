@@ -1,0 +1,305 @@
+"""Ranks that do not exchange the same: all of them run what they would run without overlap, and one of them says why."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_inductor
+from tests.fake_group import all_gather
+from tests.fake_group import all_reduce
+from tests.numerics.ranks import compile_anew
+from tests.numerics.ranks import run_ranks
+
+TIMEOUT = 60
+
+
+class _Heard(logging.Handler):
+    """Warnings of the package."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        logging.getLogger("overlap_inductor").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _inputs(rank: int, grad: bool = False) -> list[torch.Tensor]:
+    """A shard of rows, a weight to gather for, and one whose columns are this rank's; the weights' shapes are the same on all ranks."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(s, generator=generator, dtype=torch.float64).float().requires_grad_(grad) for s in ((8, 16), (16, 12), (12, 16))]
+
+
+def _block(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """One gather, one all-reduce."""
+    return all_reduce(torch.relu(all_gather(x, 0, dist.group.WORLD) @ a) @ b, "sum", dist.group.WORLD)
+
+
+def _wrong(found: torch.Tensor, function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> list[str]:
+    exact = function(*(i.detach().double() for i in inputs))
+    error = (found.double() - exact).abs().max().item()
+    return [] if error < 1e-3 else [f"off by {error:.3g}"]
+
+
+def _counts() -> dict[str, int]:
+    return dict(torch._dynamo.utils.counters["overlap_inductor"])
+
+
+def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str | None = None) -> dict[str, Any]:
+    """One call with switches of the rank's own."""
+    if caches is None:
+        compile_anew()
+    else:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{caches}/{rank}"
+    heard, inputs, begun = _Heard(), _inputs(rank), time.monotonic()
+    try:
+        with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **fields[rank]):
+            compiled = torch.compile(_block, dynamic=False)
+            problems = _wrong(compiled(*inputs), _block, inputs)
+            problems += _wrong(compiled(*inputs), _block, inputs)
+    except Exception as error:  # noqa: BLE001  (the outcome is what is tested)
+        return {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - begun}
+    counters = torch._dynamo.utils.counters
+    hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    report = overlap_inductor.last_report()
+    return {"problems": problems, "warnings": heard.texts, "counts": _counts(), "hits": hits, "notices": report.notices if report else []}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ([{}, {}, {"sub_chunks": 2}], "sub_chunks is 4 here and 2 there"),
+        ([{}, {"ring_direction": "bidirectional"}, {}], "ring_direction is 'unidirectional' here and 'bidirectional' there"),
+        ([{}, {"patterns": ("all_gather_matmul",)}, {}], "all_reduce float32 kept there"),
+        ([{}, {"mode": "report"}, {}], "kept there"),
+    ],
+    ids=["sub-chunks", "direction", "no site there", "report mode there"],
+)
+def test_all_ranks_run_the_plain_program(fields: list[dict[str, Any]], words: str) -> None:
+    """Ranks that send pieces of different sizes to each other: a hang, or a wrong number."""
+    results = run_ranks(3, _once, fields)
+    warnings = [w for r in results for w in r.get("warnings", [str(r)])]
+    assert all(r.get("problems") == [] for r in results), results
+    assert len(warnings) == 1 and words in warnings[0] and "rank 0 and other ranks do not exchange the same" in warnings[0], warnings
+    odd = next(i for i, f in enumerate(fields) if f)
+    assert f"rank {odd}: " in warnings[0]
+    for rank, result in enumerate(results):
+        overlapping = result["counts"].get("sites_overlapped", 0) > 0
+        assert bool(result["counts"].get("reason.ranks_differ")) is overlapping, f"rank {rank}: {result}"
+        assert any("without overlap" in n for n in result["notices"]) is overlapping
+
+
+def test_strict_raises_on_every_rank_that_overlaps() -> None:
+    results = run_ranks(3, _once, [{"mode": "strict"}, {"mode": "strict"}, {"mode": "strict", "sub_chunks": 2}], expect_failure=True)
+    assert [r["error"] for r in results] == ["StrictError"] * 3 and all("do not exchange the same" in r["text"] for r in results), results
+
+
+def test_other_budgets_exchange_the_same() -> None:
+    """Unrolled steps on one rank, looping ops on the other: how a rank multiplies is its own."""
+    for result in run_ranks(2, _once, [{"step_node_budget": 1}, {}]):
+        assert result["problems"] == [] and result["warnings"] == [] and result["counts"]["sites_overlapped"] == 2, result
+
+
+def test_warm_cache_on_one_rank(tmp_path: Path) -> None:
+    """A graph out of a cache brings its plan and its plain program along."""
+    for result in run_ranks(2, _once, [{}, {}], str(tmp_path)):
+        assert result["problems"] == [] and result["warnings"] == [] and result["hits"] == 0, result
+    warm, cold = run_ranks(2, _once, [{}, {"sub_chunks": 2}], str(tmp_path))
+    assert warm["hits"] > 0 and cold["hits"] == 0
+    for result in (warm, cold):
+        assert result["problems"] == [] and result["counts"]["reason.ranks_differ"] == 2, result
+    assert len(warm["warnings"] + cold["warnings"]) == 1
+
+
+def _one_is_off(rank: int, world_size: int, how: str) -> dict[str, Any]:
+    """Rank 1 has overlap switched off, and knows of the package or does not."""
+    from overlap_inductor.transports import agreement
+
+    agreement.ABSENT = 3.0
+    fields = {"schedule": "ring", "agreement_timeout": TIMEOUT}
+    compile_anew()
+    heard, inputs, begun = _Heard(), _inputs(rank), time.monotonic()
+    backend = "inductor" if rank and how == "silent" else "overlap_inductor"
+    options = {} if backend == "inductor" else {**fields, "mode": "off" if rank else "on"}
+    compiled = torch.compile(_block, dynamic=False, backend=backend, options=options)
+    problems = [p for _ in range(2) for p in _wrong(compiled(*inputs), _block, inputs)]
+    return {"problems": problems, "warnings": heard.texts, "seconds": time.monotonic() - begun}
+
+
+@pytest.mark.parametrize(("how", "words"), [("told", "OVERLAP_INDUCTOR is on here and off there"), ("silent", "rank 1 published no plan")])
+def test_switched_off_on_one_rank(how: str, words: str) -> None:
+    """A rank that is off runs the plain program, so the others do; they know at once, or after a while in which that rank compiles nothing."""
+    on, off = run_ranks(2, _one_is_off, how)
+    assert on["problems"] == off["problems"] == [] and on["seconds"] < TIMEOUT, (on, off)
+    assert off["warnings"] == [] and len(on["warnings"]) == 1 and words in on["warnings"][0], on
+
+
+def _other_version(rank: int, world_size: int) -> dict[str, Any]:
+    from overlap_inductor.passes import exchange_steps
+
+    if rank:
+        exchange_steps.__version__ = "9.9"
+    return _once(rank, world_size, [{}, {}])
+
+
+def test_another_version_is_an_error_at_once() -> None:
+    """Two versions may cut differently with the same switches, and compare differently."""
+    for result in run_ranks(2, _other_version, expect_failure=True):
+        assert result["error"] == "AgreementError" and "overlap_inductor is '" in result["text"] and "9.9" in result["text"], result
+        assert result["seconds"] < TIMEOUT
+
+
+def _again(rank: int, world_size: int, changes: list[dict[str, Any]]) -> dict[str, Any]:
+    """Two graphs of one function, called in turn. Rank 1 compiles a third one alone, and goes back."""
+    compile_anew()
+    heard, inputs, problems, plain = _Heard(), _inputs(rank), [], []
+    first = torch.compile(_block, dynamic=False)
+    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
+        problems += _wrong(first(*inputs), _block, inputs)
+    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **changes[rank]):
+        torch._dynamo.eval_frame.remove_from_cache(_block) if changes[rank] else None
+        second = torch.compile(lambda *args: _block(*args), dynamic=False) if changes[rank] else first
+        problems += _wrong(second(*inputs), _block, inputs)
+        plain.append(len(heard.texts))
+        problems += _wrong(second(*inputs), _block, inputs)
+        problems += _wrong(first(*inputs), _block, inputs)
+    return {"problems": problems, "warnings": heard.texts, "counts": _counts()}
+
+
+def test_a_rank_that_alone_compiles_again_to_another_exchange() -> None:
+    """The others are asked at every call, so they take the plain program for as long as that rank differs."""
+    results = run_ranks(2, _again, [{}, {"sub_chunks": 2}])
+    assert all(r["problems"] == [] for r in results), results
+    assert results[0]["warnings"] and "sub_chunks" in results[0]["warnings"][0] and results[1]["warnings"] == []
+
+
+def test_a_rank_that_alone_compiles_again_to_the_same_exchange() -> None:
+    results = run_ranks(2, _again, [{}, {"step_node_budget": 1}])
+    assert all(r["problems"] == [] and r["warnings"] == [] for r in results), results
+
+
+def _trained(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
+    compile_anew()
+    heard, problems = _Heard(), []
+    inputs = _inputs(rank, grad=True)
+    exact = [i.detach().double().requires_grad_() for i in inputs]
+    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **fields[rank]):
+        compiled = torch.compile(_block, dynamic=False)
+        for _ in range(2):
+            for tensor in (*inputs, *exact):
+                tensor.grad = None
+            compiled(*inputs).square().sum().backward()
+            _block(*exact).square().sum().backward()
+            for number, (i, e) in enumerate(zip(inputs, exact, strict=True)):
+                error = (i.grad.double() - e.grad).abs().max() / e.grad.abs().max()
+                if not error < 1e-5:
+                    problems.append(f"gradient {number} off by {error:.3g}")
+    return {"problems": problems, "warnings": heard.texts, "counts": _counts()}
+
+
+def test_training_where_ranks_differ() -> None:
+    """A forward without overlap hands its backward what the overlapped one would have."""
+    for result in run_ranks(2, _trained, [{}, {"sub_chunks": 2}]):
+        assert result["problems"] == [] and result["counts"]["reason.ranks_differ"] >= 3, result
+
+
+def _split(rank: int, world_size: int) -> dict[str, Any]:
+    """Rank 1's graph is broken where the other's is not."""
+    compile_anew()
+    heard, inputs = _Heard(), _inputs(rank)
+
+    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(all_gather(x, 0, dist.group.WORLD) @ a)
+        if rank:
+            torch._dynamo.graph_break()
+        return all_reduce(y @ b, "sum", dist.group.WORLD)
+
+    begun = time.monotonic()
+    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
+        compiled = torch.compile(function, dynamic=False)
+        problems = [p for _ in range(3) for p in _wrong(compiled(*inputs), _block, inputs)]
+    return {"problems": problems, "warnings": heard.texts, "seconds": time.monotonic() - begun}
+
+
+def test_a_graph_that_is_broken_on_one_rank_only() -> None:
+    """Calls cannot be counted alike any more: the group goes on without overlap, and no rank waits for a plan that never comes."""
+    results = run_ranks(2, _split)
+    assert all(r["problems"] == [] and r["seconds"] < TIMEOUT for r in results), results
+    assert sum(len(r["warnings"]) for r in results) == 1 and "transfers here" in results[0]["warnings"][0], results
+
+
+def _mesh(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
+    """A 2-D mesh: a difference in one row concerns the ranks of the other through the columns."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    compile_anew()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rows, columns = mesh["tp"].get_group(), mesh["dp"].get_group()
+
+    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return all_reduce(torch.relu(all_gather(x, 0, rows) @ a) @ b, "sum", columns)
+
+    heard, inputs = _Heard(), _inputs(rank)
+    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **fields[rank]):
+        compiled = torch.compile(function, dynamic=False)
+        problems = [p for _ in range(2) for p in _wrong(compiled(*inputs), function, inputs)]
+    return {"problems": problems, "warnings": heard.texts, "counts": _counts()}
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_difference_reaches_all_ranks_of_a_mesh(differs: bool) -> None:
+    results = run_ranks(4, _mesh, [{}, {}, {}, {"sub_chunks": 2} if differs else {}])
+    assert all(r["problems"] == [] for r in results), results
+    assert all(bool(r["counts"].get("reason.ranks_differ")) is differs for r in results), results
+    assert bool(sum(len(r["warnings"]) for r in results)) is differs
+
+
+def test_a_dry_run_on_the_fake_backend_runs() -> None:
+    """As frameworks plan: one process plays a rank of a world that does not exist."""
+    from tests.fake_group import fake_group
+
+    compile_anew()
+    inputs = _inputs(0)
+    for world_size in (2, 8):
+        with fake_group(world_size), overlap_inductor.overlap(schedule="ring"):
+            assert torch.compile(_block, dynamic=False)(*inputs).shape == (8 * world_size, 16)
+            report = overlap_inductor.last_report()
+            assert report is not None and report.counters()["sites_overlapped"] == 2
+
+
+def _without_memory(rank: int, world_size: int) -> dict[str, Any]:
+    """A mesh of two rows of which one has no memory for its workspace: the workspace itself is made up, since rings need none."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from overlap_inductor.torch_compat import compared_call
+
+    compile_anew()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rows, columns = mesh["tp"].get_group(), mesh["dp"].get_group()
+
+    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return all_reduce(torch.relu(all_gather(x, 0, rows) @ a) @ b, "sum", columns)
+
+    made = compared_call.ComparedCall._prepare
+    compared_call.ComparedCall._prepare = lambda self, inputs: made(self, inputs) or ("rank 3 has no memory left" if rank > 1 else "")  # type: ignore[method-assign]
+    heard, inputs = _Heard(), _inputs(rank)
+    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
+        compiled = torch.compile(function, dynamic=False)
+        problems = [p for _ in range(2) for p in _wrong(compiled(*inputs), function, inputs)]
+    return {"problems": problems, "warnings": heard.texts, "counts": _counts()}
+
+
+def test_memory_that_one_group_of_a_mesh_lacks_is_lacked_by_all() -> None:
+    results = run_ranks(4, _without_memory)
+    assert all(r["problems"] == [] and r["counts"]["reason.ranks_differ"] == 2 for r in results), results
+    assert len([w for r in results for w in r["warnings"]]) == 1, results
