@@ -3,11 +3,14 @@
 One thread that releases a flag after the other waits seven times until the far side has acknowledged what came before, and one that reads flag
 after flag waits seven times for memory: a microsecond each, which is much of a small all-reduce. Here threads of one block do it beside each other.
 
-Memory ordering: as in ``signals``. A signal is ``bar.red`` and then each of some threads' ``st.release.sys``: the barrier orders the block's
+Memory ordering: as in ``signals``. A signal is ``bar.red`` and then each of some threads' ``st.release.sys``: the
+barrier orders the block's
 stores before every one of these threads. A wait is some threads' ``ld.acquire.sys``, each until its own value is there, and then ``bar.sync``: whatever
-any of them has acquired comes before the whole block's later loads. Forward progress, aborts and CUDA graphs: as in ``signals``.
+any of them has acquired comes before the whole block's later loads. Forward progress, aborts and CUDA graphs: as in
+``signals``.
 
-A thread that has looked at an abort may have left out stores. The barrier before a signal tells every thread whether any of the block has, and then none
+A thread that has looked at an abort may have left out stores. The barrier before a signal tells every thread whether
+any of the block has, and then none
 signals: that takes no time beyond the barrier's, where a look behind it would take one more way to memory.
 """
 
@@ -90,7 +93,8 @@ mov.u32 $0, 0;
 
 @triton.jit
 def _signal_ranks(peer_flags, word, value, left_out, looked, WORLD: tl.constexpr):
-    tl.inline_asm_elementwise(_SIGNAL, "=r,l,r,r,r,r,r", [peer_flags, word, value, left_out, WORLD, looked], dtype=tl.int32, is_pure=False, pack=1)
+    operands = [peer_flags, word, value, left_out, WORLD, looked]
+    tl.inline_asm_elementwise(_SIGNAL, "=r,l,r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -119,8 +123,10 @@ if triton.knobs.runtime.interpret:
     signal_ranks, wait_for_all = _signal_twin, _wait_twin
 else:
     signal_ranks, wait_for_all = _signal_ranks, _wait_for_all
-"""``signal_ranks(peer_flags, word, value, left_out, looked, WORLD)``: the block's stores before this are there when the int32 ``word`` of every rank's flags is
-``value``, but for rank ``left_out`` (``-1``: none); nothing, where any thread of the block has ``looked`` at an abort (``signals.look``). ``peer_flags``: int64
+"""``signal_ranks(peer_flags, word, value, left_out, looked, WORLD)``: the block's stores before this are there when
+the int32 ``word`` of every rank's flags is
+``value``, but for rank ``left_out`` (``-1``: none); nothing, where any thread of the block has ``looked`` at an abort
+(``signals.look``). ``peer_flags``: int64
 ``[WORLD]``, their addresses. The block has at least ``WORLD`` threads.
 
 ``wait_for_all(first, target, sources, each, stride, left_out, stop, patience_ns, code, peer)``: until ``each`` flags one behind the other of every source

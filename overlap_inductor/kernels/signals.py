@@ -1,7 +1,8 @@
 """Signals between GPUs: release, bounded wait, fault record.
 
 A flag is one int32 in symmetric memory, alone in its 128 bytes. It only grows (modulo 2**32): a wait is for *at least* a value, so that a
-signal that runs ahead is not lost. A peer is at most a call ahead; a flag counts as come while it is less than ``WINDOW`` ahead (``reached``), so that
+signal that runs ahead is not lost. A peer is at most a call ahead; a flag counts as come while it is less than
+``WINDOW`` ahead (``reached``), so that
 one which was last touched 2**31 calls ago is not taken for one that has come.
 
 Memory ordering (PTX memory model, section 8). A signal is ``bar.sync`` and then one thread's ``st.release.sys`` or ``red.release.sys``:
@@ -15,20 +16,29 @@ What Triton makes of a descriptor's store, compiled for this GPU: the tile to sh
 a fence of the proxies behind it, so that a release that follows orders none of it: ``store_fence`` waits for the group and has that fence. 3.9 makes a ``red`` of an atomic whose
 result nobody reads, and puts a barrier of its own before every atomic.
 
-Forward progress. A wait ends: with the value; with the rank's abort word set; or when its patience is over. Then it sets the abort word itself, by
-compare-and-swap: of all threads whose patience ends, one finds zero there. That one writes the rank's record on the group's board, says on the board
-that there is one, and sets the abort words of all other ranks, in this order (releases): so whoever was stopped by a peer finds the record. After
-that every wait of every rank returns at once and kernels run to their ends, with data that the host rejects because of the board. Nothing branches on the
+Forward progress. A wait ends: with the value; with the rank's abort word set; or when its patience is over. Then it
+sets the abort word itself, by
+compare-and-swap: of all threads whose patience ends, one finds zero there. That one writes the rank's record on the
+group's board, says on the board
+that there is one, and sets the abort words of all other ranks, in this order (releases): so whoever was stopped by a
+peer finds the record. After
+that every wait of every rank returns at once and kernels run to their ends, with data that the host rejects because
+of the board. Nothing branches on the
 outcome, so no thread of a block is missing at a later barrier.
 
-After an abort a rank stores and signals nothing to its peers. Kernels look at the abort word (``look``) beside the call, where they store to peers without a wait
-before, and behind each wait whose outcome they store or signal; a wait that was given up has set the word before the barrier behind it, so that every thread of its block sees it.
-What a rank signals was so made of what it had waited for with success. A thread that looks may see the word set while another of its block did not:
+After an abort a rank signals nothing to its peers, and stores nothing there without leave from before. Kernels look at the abort word (``look``) beside the
+call, where they store to peers without a wait
+before, and behind each wait whose outcome they store or signal; a wait that was given up has set the word before the
+barrier behind it, so that every thread of its block sees it.
+What a rank signals was so made of what it had waited for with success. A thread that looks may see the word set while
+another of its block did not:
 whoever signals for both must look later than both (``count_and_signal``), or ask all (``group_signals.signal_ranks``).
 
-The abort word lies in symmetric memory of the GPU that looks at it; only the board is the host's memory (``STOP_WORDS`` says where addresses lie). A waiting
+The abort word lies in symmetric memory of the GPU that looks at it; only the board is the host's memory
+(``STOP_WORDS`` says where addresses lie). A waiting
 block must not look at the host's memory: on an H100, 108 blocks that did so at every 64th turn made a matmul on the other 24 take 3700 us
-instead of 75, and those that looked only at the GPU's memory, however often, cost it nothing. So the look costs a wait that does not spin nothing, and a
+instead of 75, and those that looked only at the GPU's memory, however often, cost it nothing. So the look costs a
+wait that does not spin nothing, and a
 kernel one load of its own memory beside others.
 
 CUDA graphs. Nothing here holds a value of the host: flags, targets and patience are arguments or memory that the kernel reads.
@@ -59,7 +69,8 @@ WAIT_TILES = tl.constexpr(layout.WAIT_TILES)
 
 
 def give_up(stop: str, code: str, peer: str, target: str) -> str:
-    """What a thread does whose patience is over, in the registers ``abort``, ``seen``, ``turns`` (32 bits), ``start``, ``now`` (64) and predicates ``stopped`` and
+    """What a thread does whose patience is over, in the registers ``abort``, ``seen``, ``turns`` (32 bits),
+    ``start``, ``now`` (64) and predicates ``stopped`` and
     ``early``; ``LEAVE`` is where it goes on. The arguments name operands."""
     return f"""
 atom.relaxed.sys.global.cas.b32 abort, [{stop}], 0, 1;
@@ -180,7 +191,8 @@ def _load_fence():
 
 @triton.jit
 def reached(seen, target):
-    """Whether a flag or counter that is ``seen`` has come to ``target``: it is there, or ahead by less than ``WINDOW``."""
+    """Whether a flag or counter that is ``seen`` has come to ``target``: it is there, or ahead by less than
+    ``WINDOW``."""
     return tl.cast(seen - target, tl.uint32, bitcast=True) < WINDOW
 
 
@@ -248,23 +260,29 @@ def has_come(flag, target):
 
 @triton.jit
 def look(stop):
-    """The abort word as this thread sees it: not 0 where a wait of the group has been given up. Behind a wait's barrier each thread looks for itself: no
+    """The abort word as this thread sees it: not 0 where a wait of the group has been given up. Behind a wait's
+    barrier each thread looks for itself: no
     branch may rest on it, but masks and ``signal``."""
     return tl.load(stop, cache_modifier=".cg")
 
 
 @triton.jit
 def may_store(stop):
-    """Whether no wait of the group has been given up, for the masks of what is stored to peers: a rank that gave up waiting for leave has none."""
+    """Whether no wait of the group has been given up, for the masks of what is stored to peers: a rank that gave up
+    waiting for leave has none."""
     return look(stop) == 0
 
 
 if triton.knobs.runtime.interpret:
-    wait_at_least, set_flag, signal, add_flag, store_fence, load_fence = _wait_twin, _set_twin, _signal_twin, _add_twin, _no_fence, _no_fence
+    wait_at_least, set_flag, signal, add_flag = _wait_twin, _set_twin, _signal_twin, _add_twin
+    store_fence, load_fence = _no_fence, _no_fence
 else:
-    wait_at_least, set_flag, signal, add_flag, store_fence, load_fence = _wait_at_least, _set_flag, _signal, _add_flag, _store_fence, _load_fence
-"""``wait_at_least(flag, target, stop, patience_ns, code, peer)``: until the flag has ``reached`` its target, or the group has been aborted. ``set_flag(flag, value)``: the
-block's stores before this are there when the flag is ``value``. ``signal(flag, value, looked)``: likewise, of a peer's flag, unless the one thread that sets it has
+    wait_at_least, set_flag, signal, add_flag = _wait_at_least, _set_flag, _signal, _add_flag
+    store_fence, load_fence = _store_fence, _load_fence
+"""``wait_at_least(flag, target, stop, patience_ns, code, peer)``: until the flag has ``reached`` its target, or the
+group has been aborted. ``set_flag(flag, value)``: the
+block's stores before this are there when the flag is ``value``. ``signal(flag, value, looked)``: likewise, of a
+peer's flag, unless the one thread that sets it has
 ``looked`` at an abort (``look``)."""
 
 
@@ -274,7 +292,8 @@ def count_and_signal(counter, target, flag, value, stop):
     once the group's abort word is set: what was to be stored may not have been.
 
     Ordering: the block's stores, a barrier, one thread's acquire-release add at GPU scope; whoever adds last has acquired all adds before,
-    and its release at system scope is cumulative over them. It looks at the abort word behind its add, later than any block that has stored nothing because of it.
+    and its release at system scope is cumulative over them. It looks at the abort word behind its add, later than any
+    block that has stored nothing because of it.
     """
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
@@ -296,7 +315,8 @@ def count_and_signal_all(counter, target, peer_flags, rank, index, signals, valu
 
 @triton.jit
 def finish_call(calls, peer_flags, call, rank, stop, WORLD: tl.constexpr):
-    """Count the call, and let every peer write into this rank's workspace again, unless the group has been aborted. Run by one block, when nothing reads the
+    """Count the call, and let every peer write into this rank's workspace again, unless the group has been aborted.
+    Run by one block, when nothing reads the
     workspace any more."""
     looked = look(stop)
     tl.store(calls, call + 1)

@@ -21,8 +21,10 @@ last one to read that half. This holds for any number of blocks or rows in each 
 whether blocks are resident together or not, since it rests on whole kernels. A peer may be one call ahead: its flags are then larger than what is
 waited for, and its data lie in the other half. Calls with credits in the same slot would break it; the arena gives them other slots.
 
-Aborts (``signals``). A block looks at the abort word beside the call and, in two-shot, beside the partial rows behind its wait for them. Where it is set nothing is stored to
-peers or signalled, in this call and all later ones: the argument above rests on calls whose waits have succeeded. A result that was summed behind a wait that was given up, or in
+Aborts (``signals``). A block looks at the abort word beside the call and, in two-shot, beside the partial rows behind
+its wait for them. Where it is set nothing is stored to
+peers or signalled, in this call and all later ones: the argument above rests on calls whose waits have succeeded. A
+result that was summed behind a wait that was given up, or in
 a call after it, is NaN: a CUDA graph's replays have nobody to raise an error to.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1; between calls, the end of a kernel
@@ -72,7 +74,8 @@ def _count_call(calls, queues, call, SEM: tl.constexpr):
 
 @triton.jit
 def _sum_of(own, came, stride, at, inside, rank, scale, looked, WORLD: tl.constexpr):
-    """The sum of the ranks' words ``at``, times ``scale``, in the collective's dtype: from ``own`` of this rank, from ``came + s * stride`` of source ``s``. NaN where
+    """The sum of the ranks' words ``at``, times ``scale``, in the collective's dtype: from ``own`` of this rank, from
+    ``came + s * stride`` of source ``s``. NaN where
     ``looked`` at an abort."""
     parts = ()
     for s in tl.static_range(WORLD):
@@ -204,7 +207,8 @@ def two_shot(
         # With a norm the own sum goes the same way: another block of this rank reads it.
         for step in tl.static_range(0 if NORM else 1, WORLD):
             tl.store(to[step] + sums + offset + at, summed, mask=own_inside & (looked == 0))
-        signal_ranks(peer_flags, _flag_word(rank, units + unit, signals, WORLD), call + 1, -1 if NORM else rank, looked, WORLD)
+        word = _flag_word(rank, units + unit, signals, WORLD)
+        signal_ranks(peer_flags, word, call + 1, -1 if NORM else rank, looked, WORLD)
         if not NORM:
             tl.store(out + offset + at, summed, mask=own_inside)
         _count_call(calls, queues, call, "relaxed")

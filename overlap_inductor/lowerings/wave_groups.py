@@ -183,7 +183,8 @@ class Call:
         number, rank = place.faults.number(self.site), self.group.rank()
         top, bottom = (min(band * block_m, self.rows) * self.shards * c.shape[1] for band in (first, end))
         wait_for_group[(1,)](
-            self.waves.counters, c, place.faults.stop, place.patience_ns, group, (end - first) * self.tiles, number, rank, top, bottom - top, POISONED_AT_ONCE, num_warps=1
+            self.waves.counters, c, place.faults.stop, place.patience_ns,
+            group, (end - first) * self.tiles, number, rank, top, bottom - top, POISONED_AT_ONCE, num_warps=1,
         )  # fmt: skip
 
     def alone(self, free: int, table: torch.Tensor) -> None:

@@ -1,4 +1,5 @@
-"""The board of a group: a page of the host's memory that all its ranks see, their GPUs too, where a rank that gives up says on what.
+"""The board of a group: a page of the host's memory that all its ranks see, their GPUs too, where a rank that gives
+up says on what.
 
 ::
 
@@ -6,10 +7,12 @@
     word 1                   1: what an abort word is copied from
     from ``BOARD_HEAD`` on   ``FAULT_WORDS`` a rank: its record (``kernels.layout``), which nobody else writes
 
-A record is written first, then word 0, then the abort words of the GPUs (``kernels.signals``). So a rank whose kernel was stopped finds the record as soon as that kernel has ended, and
+A record is written first, then word 0, then the abort words of the GPUs (``kernels.signals``). So a rank whose kernel
+was stopped finds the record as soon as that kernel has ended, and
 a host that looks at one word of its own memory before each call knows of every fault of the group.
 
-A board is shared by ranks of one machine; where a group has ranks elsewhere, or no GPU can reach another, each rank has one of its own, on which it stands alone. The
+A board is shared by ranks of one machine; where a group has ranks elsewhere, or no GPU can reach another, each rank
+has one of its own, on which it stands alone. The
 pages of a board are never given back: kernels that were captured hold their addresses.
 """
 
@@ -85,7 +88,8 @@ def shared_board(group_name: str, rank: int, exchange: Exchange, together: Calla
     """The board of a group, made by its first rank. All ranks call this together.
 
     Args:
-        exchange: at least 3 words a rank, by which the first rank says where the board lies, and each whether it can see it.
+        exchange: at least 3 words a rank, by which the first rank says where the board lies, and each whether it can
+            see it.
         together: returns when all ranks have come so far, and what they have written is there.
 
     Raises:
@@ -112,8 +116,9 @@ def shared_board(group_name: str, rank: int, exchange: Exchange, together: Calla
         path.unlink()
     if board is None or int(exchange.local[2]):
         raise NotOnAllRanks(
-            f"the ranks of group {group_name!r} cannot all map one file of {SHARED_FOLDER}{problem}, by which they tell each other of faults. Give them one {SHARED_FOLDER} (the same "
-            "container, or --ipc=host), or set OVERLAP_INDUCTOR_SCHEDULE=ring."
+            f"the ranks of group {group_name!r} cannot all map one file of {SHARED_FOLDER}{problem}, by which they "
+            f"tell each other of faults. Give them one {SHARED_FOLDER} (the same container, or --ipc=host), or set "
+            "OVERLAP_INDUCTOR_SCHEDULE=ring."
         )
     return board
 

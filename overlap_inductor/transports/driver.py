@@ -70,14 +70,17 @@ HOST_MEMORY_FOR_ALL = 1 | 2
 
 
 def mapped_address(address: int, size: int, device_type: str) -> int:
-    """Let GPUs read and write whole pages of the host's memory. Returns their address for the current device. Raises ``RuntimeError``."""
+    """Let GPUs read and write whole pages of the host's memory. Returns their address for the current device. Raises
+    ``RuntimeError``."""
     if device_type == "cpu":
         return address
     # (The device's context must be this thread's.)
     torch.cuda.is_current_stream_capturing()
-    _function("cuMemHostRegister_v2", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)(address, size, HOST_MEMORY_FOR_ALL)
+    register = _function("cuMemHostRegister_v2", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+    register(address, size, HOST_MEMORY_FOR_ALL)
     found = ctypes.c_uint64()
-    _function("cuMemHostGetDevicePointer_v2", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)(ctypes.byref(found), address, 0)
+    device_pointer = _function("cuMemHostGetDevicePointer_v2", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+    device_pointer(ctypes.byref(found), address, 0)
     return found.value
 
 

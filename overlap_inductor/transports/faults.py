@@ -1,8 +1,11 @@
 """What kernels that gave up waiting left behind, and how every waiting kernel of a group is told to stop.
 
-Whoever gives up, a kernel or a rank's host (``abort``), writes its record on the group's board (``transports.board``) and sets the abort words of all ranks, each in
-the memory of the GPU whose waiting kernels look at it (``kernels.signals`` says why). A kernel stores them itself. A host has them copied on a stream that was made for that before anything
-ran, so that it never stands behind what waits. Where a host can reach no GPU any more, its peers' watchdogs read the board (``stop_waits``).
+Whoever gives up, a kernel or a rank's host (``abort``), writes its record on the group's board (``transports.board``)
+and sets the abort words of all ranks, each in
+the memory of the GPU whose waiting kernels look at it (``kernels.signals`` says why). A kernel stores them itself. A
+host has them copied on a stream that was made for that before anything
+ran, so that it never stands behind what waits. Where a host can reach no GPU any more, its peers' watchdogs read the
+board (``stop_waits``).
 
 Every rank's next call raises, with the site and the rank that gave up first.
 """
@@ -47,10 +50,12 @@ _OVER = "No result of this group is valid any more: destroy the group, or end th
 
 
 def stop_words(rank: int, board: Board, table: torch.Tensor) -> torch.Tensor:
-    """What stands behind a rank's abort word: how many abort words a kernel sets that gives up, and where they, its record and the board are. ``table``: int64, the addresses of
+    """What stands behind a rank's abort word: how many abort words a kernel sets that gives up, and where they, its
+    record and the board are. ``table``: int64, the addresses of
     the abort words of all ranks, where this rank finds them."""
     head = torch.tensor([table.numel()], dtype=torch.int32)
-    return torch.cat([head, torch.tensor([board.record_address(rank), board.address, table.data_ptr()]).view(torch.int32)])
+    addresses = torch.tensor([board.record_address(rank), board.address, table.data_ptr()])
+    return torch.cat([head, addresses.view(torch.int32)])
 
 
 @functools.cache
@@ -118,14 +123,17 @@ class FaultRecord:
                 torch.cuda.set_device(device)
             # (The abort word itself belongs to whoever gives up, from now on.)
             words = memory.local[1:]
-            board = shared_board(group.group_name, group.rank(), _Behind(words, tuple(peer[1:] for peer in memory.peers)), all_here)
+            exchange = _Behind(words, tuple(peer[1:] for peer in memory.peers))
+            board = shared_board(group.group_name, group.rank(), exchange, all_here)
             words.copy_(stop_words(group.rank(), board, memory.pointers))
-            found = cls(group.group_name, ranks, group.rank(), board, memory.local, memory.pointers, memory.pointers.tolist(), memory=memory)
+            known = memory.local, memory.pointers, memory.pointers.tolist()
+            found = cls(group.group_name, ranks, group.rank(), board, *known, memory=memory)
             # (No rank runs a kernel before all can be told.)
             all_here()
             return found
 
-        # On a thread of its own: a first run under CUDA graph trees takes what its thread allocates for the graph's own.
+        # On a thread of its own: a first run under CUDA graph trees takes what its thread allocates for the graph's
+        # own.
         with ThreadPoolExecutor(1, "overlap_inductor shares a board") as thread:
             return thread.submit(make).result()
 
@@ -138,11 +146,13 @@ class FaultRecord:
         return number
 
     def abort(self) -> None:
-        """Every wait of the group, on all ranks, returns at once from now on; what their kernels return is not valid."""
+        """Every wait of the group, on all ranks, returns at once from now on; what their kernels return is not
+        valid."""
         self.told = True
         record = self.board.record(self.rank)
         if not record[0]:
-            record[1:] = torch.cat([torch.zeros(5, dtype=torch.int32), torch.tensor([time.time_ns()]).view(torch.int32)])
+            now = torch.tensor([time.time_ns()]).view(torch.int32)
+            record[1:] = torch.cat([torch.zeros(5, dtype=torch.int32), now])
             record[0] = 1
         self.board.words[0] = 1
         self._set_abort_words(self.reachable)
@@ -165,10 +175,12 @@ class FaultRecord:
                     copy(address, self.board.one, 4, abort_stream(device).cuda_stream)
         except RuntimeError as error:
             # (The board says it, and every peer's watchdog reads that.)
-            log.warning("overlap_inductor: the GPU cannot be told that group %r was aborted (%s)", self.group_name, error)
+            name = self.group_name
+            log.warning("overlap_inductor: the GPU cannot be told that group %r was aborted (%s)", name, error)
 
     def error(self) -> str | None:
-        """What has happened where a rank of the group has given up, or aborted it. Any thread may ask; nothing of CUDA is called."""
+        """What has happened where a rank of the group has given up, or aborted it. Any thread may ask; nothing of
+        CUDA is called."""
         if not self._given_up.value:
             return None
         number, record = self._first()
@@ -176,23 +188,29 @@ class FaultRecord:
         _, code, peer, wanted, seen, *_ = record
         if not code:
             by = "" if here else f" by rank {who}"
-            return f"group {self.group_name!r} was aborted{by}; its workspace holds no valid data. Destroy the group, or end the process."
+            return (
+                f"group {self.group_name!r} was aborted{by}; its workspace holds no valid data. "
+                "Destroy the group, or end the process."
+            )
         name = self.sites.get(code // layout.WAIT_KINDS, "(one that this rank has not run)")
         site = f"{'' if here else f'rank {who} gave up first: '}site {name} of group {self.group_name!r}"
         if code % layout.WAIT_KINDS == layout.WAIT_TILES:
             return (
-                f"{site} waited in vain for tiles of its own matmul: {wanted} were wanted, {seen} had come. Something else held "
-                f"{'this rank' if here else f'rank {who}'}'s GPU for longer than the group's timeout. {_OVER}"
+                f"{site} waited in vain for tiles of its own matmul: {wanted} were wanted, {seen} had come. "
+                f"Something else held {'this rank' if here else f'rank {who}'}'s GPU for longer than the group's "
+                f"timeout. {_OVER}"
             )
         what = _WAITED_FOR.get(code % layout.WAIT_KINDS, "a signal from")
         # (Calls are counted modulo 2**32.)
         return (
-            f"{site} waited in vain for {what} rank {self.ranks[peer]}: call {wanted % 2**32} was wanted, {seen % 2**32} had come. "
+            f"{site} waited in vain for {what} rank {self.ranks[peer]}: "
+            f"call {wanted % 2**32} was wanted, {seen % 2**32} had come. "
             f"That rank has died, has skipped the call, or is later than the group's timeout allows. {_OVER}"
         )
 
     def _first(self) -> tuple[int, list[int]]:
-        """``(rank of the group, record)`` of who gave up first by the clocks of the GPUs; this rank where clocks cannot tell."""
+        """``(rank of the group, record)`` of who gave up first by the clocks of the GPUs; this rank where clocks
+        cannot tell."""
         records = {rank: self.board.record(rank) for rank in range(len(self.ranks))}
         given = {rank: record for rank, record in records.items() if record[0]}
         first = min(given, key=lambda rank: (int(given[rank][6:].view(torch.int64)), rank != self.rank))

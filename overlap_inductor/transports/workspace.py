@@ -202,8 +202,8 @@ def _fault_record(group: dist.ProcessGroup, device: torch.device, together: symm
         return found
     if symmetric.capturing():
         raise OverlapError(
-            f"group {group.group_name!r} needs memory to tell its ranks of faults while a CUDA graph is being captured, where none can be allocated. "
-            "Run the compiled function once before capturing it."
+            f"group {group.group_name!r} needs memory to tell its ranks of faults while a CUDA graph is being "
+            "captured, where none can be allocated. Run the compiled function once before capturing it."
         )
     return FaultRecord.shared(group, ranks, device, together)
 

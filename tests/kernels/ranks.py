@@ -82,7 +82,8 @@ class SharedWorkspace:
         flags = shared(world_size, world_size * (1 + signals) * FLAG_WORDS)
         board = shared(board_words(world_size))
         board[1] = 1
-        return cls(shared(world_size, nbytes, dtype=torch.uint8, fill=0x7E), flags, board, shared(world_size, STOP_WORDS), signals)
+        data = shared(world_size, nbytes, dtype=torch.uint8, fill=0x7E)
+        return cls(data, flags, board, shared(world_size, STOP_WORDS), signals)
 
     def faults(self, rank: int) -> FaultRecord:
         board, table = Board(self.board, self.board.data_ptr()), torch.tensor([t.data_ptr() for t in self.stop])

@@ -253,7 +253,8 @@ def _run(rest: str, before: str = "", told: bool = False, grace: float = 60.0) -
 def test_a_program_that_is_stuck_is_ended_as_by_nccl() -> None:
     status, said = _run("time.sleep(50)", grace=0.2)
     assert status == -signal.SIGABRT
-    assert "site a waited in vain for rank 1. In 0.2 s no call has raised" in said and 'File "<string>", line 14 in <module>' in said, "where it was stuck"
+    assert "site a waited in vain for rank 1. In 0.2 s no call has raised" in said
+    assert 'File "<string>", line 14 in <module>' in said, "where it was stuck"
 
 
 def test_a_program_ends_with_an_error_where_it_was_not_told() -> None:
