@@ -1,8 +1,10 @@
-"""CUDA's streams, events, captures and graphs as far as order goes, without a GPU: what is queued is noted, errors are CUDA's own, and ``run`` plays it on several ranks.
+"""CUDA's streams, events, captures and graphs as far as order goes, without a GPU: what is queued is noted, errors are
+CUDA's own, and ``run`` plays it on several ranks.
 
-A stream does one thing after the other. An event stands for what its stream held when it was recorded last; who waits for it waits for that, whatever is recorded later. An
-event that was recorded in a capture means nothing outside of it, nor the other way round. A graph that is launched is one thing on its stream. A *call* fills
-its GPU from its beginning to its end, and ends when every rank has begun it.
+A stream does one thing after the other. An event stands for what its stream held when it was recorded last; who waits
+for it waits for that, whatever is recorded later. An event that was recorded in a capture means nothing outside of it,
+nor the other way round. A graph that is launched is one thing on its stream. A *call* fills its GPU from its beginning
+to its end, and ends when every rank has begun it.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Stream:
                 raise RuntimeError("CUDA error: dependency created on an event of a capture that is over")
             self.capture = event.mark.capture
         if self.capture != event.mark.capture:
-            raise RuntimeError("CUDA error: dependency created on uncaptured work in another stream (cudaErrorStreamCaptureIsolation)")
+            raise RuntimeError(
+                "CUDA error: dependency created on uncaptured work in another stream (cudaErrorStreamCaptureIsolation)"
+            )
         self.put("wait", event.mark)
 
     def put(self, kind: str, what: Any) -> None:
@@ -116,13 +120,19 @@ class Gpu:
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
         """From here on this GPU is the process's; its class of graphs."""
-        graphs = type("Graph", (Graph,), {"gpu": self, **{name: getattr(Graph, name) for name in ("capture_begin", "capture_end", "replay")}})
+        graphs = type(
+            "Graph",
+            (Graph,),
+            {"gpu": self, **{name: getattr(Graph, name) for name in ("capture_begin", "capture_end", "replay")}},
+        )
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(symmetric, "stream_number", lambda device: self.current.number)
         monkeypatch.setattr(symmetric, "current_stream_number", lambda: self.current.number)
         monkeypatch.setattr(symmetric, "capturing", lambda: self.current.capture != 0)
-        monkeypatch.setattr(driver, "capture_number", lambda raw: next(s.capture for s in self.streams if s.number == raw))
+        monkeypatch.setattr(
+            driver, "capture_number", lambda raw: next(s.capture for s in self.streams if s.number == raw)
+        )
         return graphs
 
 

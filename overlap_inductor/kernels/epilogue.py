@@ -4,8 +4,8 @@ The function is an argument of the kernel that calls it, known when that is comp
 tiles in the layout of the accumulator; extra tensors are read by ordinary loads, which need no order with anything: they are inputs of
 the whole launch. Forward progress: it waits for nothing. CUDA graphs: it holds no address and no number but the program's.
 
-A program is text of an op's argument before it is code. So ``source_of`` takes names that it knows and finite numbers only, and reads what it has written once more, as
-a syntax tree, before anything runs it.
+A program is text of an op's argument before it is code. So ``source_of`` takes names that it knows and finite numbers
+only, and reads what it has written once more, as a syntax tree, before anything runs it.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ _FUNCTIONS = {"abs", "exp", "load", "sigmoid", "where", "to", *DTYPES, "int64"}
 _PARAMETERS = ("x", "weight", "at_m", "inside_m", "at_n", "columns", "e0", "e1")
 _OWN_NAME = re.compile(r"[et][0-9]+_[0-9]+")
 _NODES = (
-    ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.If, ast.Assign, ast.Return, ast.Name, ast.Load, ast.Store, ast.Attribute, ast.Call, ast.keyword, ast.Subscript,
-    ast.Tuple, ast.Slice, ast.Constant, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.BitAnd, ast.BitOr, ast.USub, ast.Eq, ast.NotEq, ast.Lt, ast.Gt,
+    ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.If, ast.Assign, ast.Return, ast.Name, ast.Load, ast.Store,
+    ast.Attribute, ast.Call, ast.keyword, ast.Subscript, ast.Tuple, ast.Slice, ast.Constant, ast.BinOp, ast.UnaryOp,
+    ast.Compare, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.BitAnd, ast.BitOr, ast.USub, ast.Eq, ast.NotEq, ast.Lt, ast.Gt,
 )  # fmt: skip
 
 
@@ -102,7 +103,10 @@ def _argument(value: object, names: dict[str, str], op: Sequence[object]) -> str
         return names[value]
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return repr(value)
-    raise ValueError(f"op {list(op)!r} of an epilogue reads {value!r}; expected a finite number or one of {', '.join(names)}. Compile the model anew.")
+    raise ValueError(
+        f"op {list(op)!r} of an epilogue reads {value!r}; expected a finite number or one of {', '.join(names)}. "
+        "Compile the model anew."
+    )
 
 
 def _expression(op: Sequence[object], names: dict[str, str]) -> str:
@@ -111,20 +115,28 @@ def _expression(op: Sequence[object], names: dict[str, str]) -> str:
     template = TRITON_OPS.get(name) if isinstance(name, str) else None
     count = 0 if template is None else 1 + max(int(number) for number in re.findall(r"{(\d)}", template))
     if template is None or len(arguments) != count:
-        raise ValueError(f"{list(op)!r} is no op of an epilogue; expected one of {', '.join(TRITON_OPS)}, with its arguments. Compile the model anew.")
+        raise ValueError(
+            f"{list(op)!r} is no op of an epilogue; expected one of {', '.join(TRITON_OPS)}, with its arguments. "
+            "Compile the model anew."
+        )
     if name == "to":
         value, dtype = arguments
         if dtype not in DTYPES:
-            raise ValueError(f"op {list(op)!r} of an epilogue rounds to {dtype!r}; expected one of {', '.join(DTYPES)}. Compile the model anew.")
+            raise ValueError(
+                f"op {list(op)!r} of an epilogue rounds to {dtype!r}; expected one of {', '.join(DTYPES)}. "
+                "Compile the model anew."
+            )
         return template.format(_argument(value, names, op), dtype)
     return template.format(*(_argument(value, names, op) for value in arguments))
 
 
 def source_of(programs: Sequence[Program | None]) -> str:
-    """The function's text: ``epilogue(x, weight, at_m, inside_m, at_n, columns, e0, e1)`` for weight ``i`` of a launch computes ``programs[i]``.
+    """The function's text: ``epilogue(x, weight, at_m, inside_m, at_n, columns, e0, e1)`` for weight ``i`` of a launch
+    computes ``programs[i]``.
 
     Raises:
-        ValueError: a program is no program: an op, a kind or a name that is not known, a name before it has a value, a number that is not finite.
+        ValueError: a program is no program: an op, a kind or a name that is not known, a name before it has a value, a
+        number that is not finite.
     """
     lines = [f"def epilogue({', '.join(_PARAMETERS)}):"]
     first = 0
@@ -134,7 +146,10 @@ def source_of(programs: Sequence[Program | None]) -> str:
         kinds, ops = program
         unknown = [kind for kind in kinds if kind not in _LOADS]
         if unknown or not ops:
-            raise ValueError(f"extra tensors of kinds {unknown!r}, {len(ops)} ops; an epilogue has kinds {', '.join(_LOADS)} and at least one op. Compile the model anew.")
+            raise ValueError(
+                f"extra tensors of kinds {unknown!r}, {len(ops)} ops; an epilogue has kinds {', '.join(_LOADS)} "
+                "and at least one op. Compile the model anew."
+            )
         lines.append(f"    if weight == {i}:")
         lines += [f"        e{first + j}_{i} = {_LOADS[kind].format(f'e{first + j}')}.to(tl.float32)" for j, kind in enumerate(kinds)]
         names = {"x": "x"} | {f"e{j}": f"e{first + j}_{i}" for j in range(len(kinds))}
@@ -151,7 +166,8 @@ def source_of(programs: Sequence[Program | None]) -> str:
 
 
 def check_source(source: str) -> None:
-    """Raises ``ValueError`` where the text holds anything but one function of the kind that ``source_of`` writes: known functions of ``tl``, names of its own, numbers."""
+    """Raises ``ValueError`` where the text holds anything but one function of the kind that ``source_of`` writes: known
+    functions of ``tl``, names of its own, numbers."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         known = isinstance(node, _NODES)
@@ -159,15 +175,25 @@ def check_source(source: str) -> None:
             known = node.id in (*_PARAMETERS, "tl") or _OWN_NAME.fullmatch(node.id) is not None
         elif isinstance(node, ast.Attribute):
             of_tl = isinstance(node.value, ast.Name) and node.value.id == "tl"
-            known = node.attr in _FUNCTIONS and of_tl != (node.attr == "to") and not isinstance(node.value, ast.Attribute)
+            known = (
+                node.attr in _FUNCTIONS and of_tl != (node.attr == "to") and not isinstance(node.value, ast.Attribute)
+            )
         elif isinstance(node, ast.Call):
             known = isinstance(node.func, ast.Attribute)
         elif isinstance(node, ast.Constant):
-            known = node.value is None or isinstance(node.value, int | float) and not isinstance(node.value, bool) and math.isfinite(node.value)
+            known = (
+                node.value is None
+                or isinstance(node.value, int | float)
+                and not isinstance(node.value, bool)
+                and math.isfinite(node.value)
+            )
         elif isinstance(node, ast.FunctionDef):
             known = node in tree.body and len(tree.body) == 1 and node.name == "epilogue" and not node.decorator_list
         if not known:
-            raise ValueError(f"the text of an epilogue holds {ast.unparse(node)!r} ({type(node).__name__}), which no epilogue needs. Compile the model anew.")
+            raise ValueError(
+                f"the text of an epilogue holds {ast.unparse(node)!r} ({type(node).__name__}), which no epilogue "
+                "needs. Compile the model anew."
+            )
 
 
 @functools.cache

@@ -63,8 +63,9 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
 
     ``announced`` (one word): see ``announce``.
 
-    Where leave has not come, because this rank's patience is over or because somebody has told it to stop, the abort words of all ranks are set when this kernel ends: before
-    copies behind it start (``spoil``). Whoever stopped this rank may not have come to the others yet.
+    Where leave has not come, because this rank's patience is over or because somebody has told it to stop, the abort
+    words of all ranks are set when this kernel ends: before copies behind it start (``spoil``). Whoever stopped this
+    rank may not have come to the others yet.
     """
     call = tl.load(calls)
     for step in range(1, WORLD):
@@ -73,7 +74,8 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
     announce(calls, announced, stop)
     addresses = stop.to(tl.pointer_type(tl.int64), bitcast=True)
     table = tl.load(addresses + 3).to(tl.pointer_type(tl.int64))
-    # (Where nothing is wrong there is no turn of this. Without a barrier, so that threads may have looked at different moments; the kernel's end releases.)
+    # (Where nothing is wrong there is no turn of this. Without a barrier, so that threads may have looked at different
+    # moments; the kernel's end releases.)
     for number in range(tl.where(look(stop) == 0, 0, tl.load(stop + 1))):
         tl.store(tl.load(table + number).to(tl.pointer_type(tl.int32)), 1)
 
@@ -89,18 +91,35 @@ def _spoil(result, words, aborted, BLOCK: tl.constexpr):
 
 @triton.jit
 def spoil(result, words, stop, BLOCK: tl.constexpr):
-    """``result`` (``words`` of 4 bytes) becomes NaN, in every float format, where the group has been aborted. Grid: any number of blocks, on the stream behind what has read the workspace.
+    """``result`` (``words`` of 4 bytes) becomes NaN, in every float format, where the group has been aborted. Grid: any
+    number of blocks, on the stream behind what has read the workspace.
 
-    A reader that looks behind its last read. A rank that has no leave may overwrite rows of a call that goes on here, but only when it has set this rank's abort word: its stores of
-    the word are done when its kernel ends, and its copies start then. So whoever has read a copied row finds the word set when he looks later. What was read before the word was set
-    is right; it is spoilt, too, where the word comes before the end of the call, since the group's results are not valid from then on.
+    A reader that looks behind its last read. A rank that has no leave may overwrite rows of a call that goes on here,
+    but only when it has set this rank's abort word: its stores of the word are done when its kernel ends, and its
+    copies start then. So whoever has read a copied row finds the word set when he looks later. What was read before the
+    word was set is right; it is spoilt, too, where the word comes before the end of the call, since the group's results
+    are not valid from then on.
     """
     _spoil(result, words, look(stop), BLOCK)
 
 
 @triton.jit(do_not_specialize=["rank"])
-def end_call_and_spoil(one, two, three, calls, peer_flags, rank, stop, words_of_one, words_of_two, words_of_three, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    """``signals.end_call`` of a call whose peers send by copy engines, and ``spoil`` of its results (``None``: none). Grid: one block."""
+def end_call_and_spoil(
+    one,
+    two,
+    three,
+    calls,
+    peer_flags,
+    rank,
+    stop,
+    words_of_one,
+    words_of_two,
+    words_of_three,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``signals.end_call`` of a call whose peers send by copy engines, and ``spoil`` of its results (``None``: none).
+    Grid: one block."""
     aborted = look(stop)
     finish_call(calls, peer_flags, tl.load(calls), rank, stop, WORLD)
     if one is not None:

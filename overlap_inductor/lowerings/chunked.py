@@ -129,7 +129,14 @@ def _gather(
     """The launches of one call, into ``outs`` (``[world_size * rows, N]`` each) and, where it is used, ``gathered [world_size * rows, K]``. Raises ``UnsupportedError``."""
     rows, rank = shard.shape[0], launch.rank
     results = [*outs] if gathered is None else [*outs, gathered]
-    key = ("chunked", shard.shape, shard.dtype, tuple((m.b.shape, m.dtype(shard)) for m in matmuls), parameters, gathered is None)
+    key = (
+        "chunked",
+        shard.shape,
+        shard.dtype,
+        tuple((m.b.shape, m.dtype(shard)) for m in matmuls),
+        parameters,
+        gathered is None,
+    )
     call = launch.prepared.get(key)
     if call is None:
         _check(shard, matmuls, "all_gather_matmul", rows, launch, parameters)
@@ -166,7 +173,9 @@ def _hand_out(workspace: torch.Tensor, gathered: torch.Tensor, start: int, stop:
     gathered[stop:].copy_(workspace[stop:])
 
 
-def _prepare_gather(shard: torch.Tensor, launch: Launch, p: ChunkedParameters, results: Sequence[torch.Tensor]) -> _Gather:
+def _prepare_gather(
+    shard: torch.Tensor, launch: Launch, p: ChunkedParameters, results: Sequence[torch.Tensor]
+) -> _Gather:
     world_size, (rows, width) = launch.world_size, shard.shape
     transfer = Transfer(rows, width, chunked_plan.part_rows_of(rows, world_size, p), scattered=False)
     bounds = chunked_plan.chunk_bounds(transfer.parts, world_size, p)
@@ -175,7 +184,9 @@ def _prepare_gather(shard: torch.Tensor, launch: Launch, p: ChunkedParameters, r
         for first, last in pairwise(bounds)
     ]
     workspace = launch.slot.data.local[: world_size * shard.nbytes].view(shard.dtype).view(world_size * rows, width)
-    return _Gather(_transport(p).prepare(launch, transfer, range(bounds[-1]), shard), chunks, workspace, _end(launch, p, results))
+    return _Gather(
+        _transport(p).prepare(launch, transfer, range(bounds[-1]), shard), chunks, workspace, _end(launch, p, results)
+    )
 
 
 @dataclass(frozen=True)
@@ -250,7 +261,10 @@ def _reduce_into(
     key = ("chunked", pattern, a.shape, a.dtype, *(b.shape for _, b in matmul.added), out.shape[1], out.dtype, parameters, average)
     prepared = launch.prepared.get(key)
     if prepared is None:
-        prepared = _prepare_reduce(pattern, a, matmul, product, out, launch, parameters, average), _end(launch, parameters, [out])
+        prepared = (
+            _prepare_reduce(pattern, a, matmul, product, out, launch, parameters, average),
+            _end(launch, parameters, [out]),
+        )
         launch.remember(key, prepared)
     bands, end = prepared
     credits, side = credit_kernel(launch), side_stream(a.device)

@@ -127,7 +127,9 @@ def end(launch: Launch) -> None:
     end_kernel(launch)()
 
 
-def spoil_read(results: Sequence[torch.Tensor], shard: torch.Tensor, launch: Launch, parameters: FusedParameters) -> None:
+def spoil_read(
+    results: Sequence[torch.Tensor], shard: torch.Tensor, launch: Launch, parameters: FusedParameters
+) -> None:
     """``results`` were made of ``gathered`` of a call that was made with ``keep``: see ``kernels.transfer.spoil``."""
     if shard.nbytes >= parameters.copies_from:
         for result in results:

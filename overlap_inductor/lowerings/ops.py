@@ -67,7 +67,10 @@ def _agree(group_name: str, plan: str, like: torch.Tensor, workspace: str | None
     if workspace is not None:
         reason = prepare(group, like.device, workspace, limit << 20)
         if reason is not None:
-            raise OverlapError(f"sites of group {group_name!r} have no workspace: {reason} Free memory on that rank, lower OVERLAP_INDUCTOR_WORKSPACE_LIMIT, or set OVERLAP_INDUCTOR=off.")
+            raise OverlapError(
+                f"sites of group {group_name!r} have no workspace: {reason} Free memory on that rank, lower "
+                "OVERLAP_INDUCTOR_WORKSPACE_LIMIT, or set OVERLAP_INDUCTOR=off."
+            )
     # (A token orders; nobody reads it.)
     return torch.empty(1, dtype=torch.uint8, device=like.device)
 

@@ -45,8 +45,8 @@ Reduce = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor | None, bool, L
 def ready(
     plan: SitePlan, pattern: str, rows: int, a: torch.Tensor, b: torch.Tensor, sent: torch.dtype, group: dist.ProcessGroup, site: str, settings: str
 ) -> tuple[Launch, Any] | None:
-    """Where and how the site's kernels multiply ``a`` by ``b``, with ``rows`` of a shard and elements of dtype ``sent`` on their way; ``None`` where they do not. What is
-    launched there is launched in the device's ``call_order``."""
+    """Where and how the site's kernels multiply ``a`` by ``b``, with ``rows`` of a shard and elements of dtype ``sent``
+    on their way; ``None`` where they do not. What is launched there is launched in the device's ``call_order``."""
     if rows == 0:
         return None
     place = workspace_of(group, a.device)

@@ -110,7 +110,9 @@ def _matmul_all_reduce_norm(
     from overlap_inductor.lowerings import small_message
 
     with call_order(lhs.device):
-        return *small_message.matmul_all_reduce_norm(lhs, rhs, bias, left_operand(residual), left_operand(weight), eps, *ready), token
+        return *small_message.matmul_all_reduce_norm(
+            lhs, rhs, bias, left_operand(residual), left_operand(weight), eps, *ready
+        ), token
 
 
 def _matmul_all_reduce_norm_fake(

@@ -1,7 +1,8 @@
 """What torch's CUDA graphs tell us: that a capture has begun or ended, and that a graph is about to be replayed.
 
-torch has no hook for that, so the three methods of its graph class are wrapped, once a process. What they do, take and return stays as it is. Graphs that are
-captured and replayed by other means (the driver itself, another library) are not seen here.
+torch has no hook for that, so the three methods of its graph class are wrapped, once a process. What they do, take and
+return stays as it is. Graphs that are captured and replayed by other means (the driver itself, another library) are not
+seen here.
 """
 
 from __future__ import annotations

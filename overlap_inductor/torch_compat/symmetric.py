@@ -30,7 +30,8 @@ class SymmetricBuffer:
 
 
 Together = Callable[[str, Callable[[], Any]], Any]
-"""``(what, attempt)``: makes an attempt on every rank of a group, and fails on all of them where it failed on one (``transports.all_or_none``)."""
+"""``(what, attempt)``: makes an attempt on every rank of a group, and fails on all of them where it failed on one
+(``transports.all_or_none``)."""
 
 
 def each_alone(what: str, attempt: Callable[[], Any]) -> Any:
@@ -38,10 +39,14 @@ def each_alone(what: str, attempt: Callable[[], Any]) -> Any:
     return attempt()
 
 
-def allocate(elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup, together: Together = each_alone) -> SymmetricBuffer:
-    """Zeroed memory of ``elements`` on every rank. All ranks of the group call this together; not while a CUDA graph is captured.
+def allocate(
+    elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup, together: Together = each_alone
+) -> SymmetricBuffer:
+    """Zeroed memory of ``elements`` on every rank. All ranks of the group call this together; not while a CUDA graph is
+    captured.
 
-    What may fail on one rank alone is tried ``together``: taking the memory, before any rank waits for another one's handle, and mapping the peers'. Where it fails nothing is left.
+    What may fail on one rank alone is tried ``together``: taking the memory, before any rank waits for another one's
+    handle, and mapping the peers'. Where it fails nothing is left.
     """
     # On a thread of its own: the rendezvous takes a little memory from the caching allocator for as long as the buffer lives, and a first run under CUDA
     # graph trees takes what its thread allocates for the graph's own.
@@ -49,17 +54,24 @@ def allocate(elements: int, dtype: torch.dtype, device: torch.device, group: dis
         return thread.submit(_allocate, elements, dtype, device, group, together).result()
 
 
-def _allocate(elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup, together: Together) -> SymmetricBuffer:
+def _allocate(
+    elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup, together: Together
+) -> SymmetricBuffer:
     from torch.distributed import _symmetric_memory
 
     # (A thread begins outside inference mode.)
     torch.cuda.set_device(device)
     nbytes = elements * dtype.itemsize
-    local = together(f"allocate {nbytes} bytes of symmetric memory", lambda: _symmetric_memory.empty(elements, dtype=dtype, device=device).zero_())
+    local = together(
+        f"allocate {nbytes} bytes of symmetric memory",
+        lambda: _symmetric_memory.empty(elements, dtype=dtype, device=device).zero_(),
+    )
 
     def connected() -> SymmetricBuffer:
         handle = _symmetric_memory.rendezvous(local, group)
-        peers = tuple(local if r == group.rank() else handle.get_buffer(r, (elements,), dtype) for r in range(group.size()))
+        peers = tuple(
+            local if r == group.rank() else handle.get_buffer(r, (elements,), dtype) for r in range(group.size())
+        )
         pointers = lasting(torch.tensor([p.data_ptr() for p in peers], dtype=torch.int64), device)
         # (No rank may write to a peer's memory before the peer has cleared it.)
         torch.cuda.synchronize(device)

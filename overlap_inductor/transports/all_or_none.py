@@ -1,15 +1,18 @@
-"""``all_or_none``: something that every rank of a group must manage before any of them goes on, such as to allocate memory that all map.
+"""``all_or_none``: something that every rank of a group must manage before any of them goes on, such as to allocate
+memory that all map.
 
-A rank that fails alone and raises would leave the others in a collective that it never joins. So each rank tries, says through the group's store how it went, and waits for the
-verdict of the group's first rank, who has read all of them: one reader, so that all ranks go on, or none does, with one text. ::
+A rank that fails alone and raises would leave the others in a collective that it never joins. So each rank tries, says
+through the group's store how it went, and waits for the verdict of the group's first rank, who has read all of them:
+one reader, so that all ranks go on, or none does, with one text. ::
 
     rank 0                         rank 1                            rank 2
     attempt: managed               attempt: out of memory            attempt: managed
     reads what all have said       says "rank 1 cannot ..."          says that it has managed
     verdict: "rank 1 cannot ..."   NotOnAllRanks("rank 1 ...")       NotOnAllRanks("rank 1 ...")
 
-What is waited for has a deadline; a rank that says nothing until then counts as one that failed. An attempt may itself be a collective, if a rank that fails in it lets the
-others' end, at last by a timeout of their own. Ranks must make the same attempts in one order. Nothing is waited for twice, and no GPU is involved.
+What is waited for has a deadline; a rank that says nothing until then counts as one that failed. An attempt may itself
+be a collective, if a rank that fails in it lets the others' end, at last by a timeout of their own. Ranks must make the
+same attempts in one order. Nothing is waited for twice, and no GPU is involved.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ Result = TypeVar("Result")
 
 
 class NotOnAllRanks(OverlapError):
-    """A rank of the group has not managed what all must; raised on every rank, with the same text. The text names the rank, and what it could not do."""
+    """A rank of the group has not managed what all must; raised on every rank, with the same text. The text names the
+    rank, and what it could not do."""
 
 
 class _Attempts:
@@ -57,7 +61,8 @@ _LOCK = threading.Lock()
 
 
 def all_or_none(group: dist.ProcessGroup, what: str, attempt: Callable[[], Result], seconds: float = SECONDS) -> Result:
-    """The result of ``attempt`` where it returned one on every rank of ``group``. All ranks call this together, with the same ``what``: "allocate 512 bytes".
+    """The result of ``attempt`` where it returned one on every rank of ``group``. All ranks call this together, with
+    the same ``what``: "allocate 512 bytes".
 
     Raises:
         NotOnAllRanks: on every rank alike, where it raised on one of them, or one has said nothing for ``seconds``.
@@ -88,10 +93,18 @@ def _verdict(group: dist.ProcessGroup, key: str, what: str, said: str, seconds: 
         store.set(f"{key}/{rank}", said)
         # (The first rank may wait as long for others before it says anything.)
         found = _read(store, f"{key}/verdict", 2 * seconds)
-        return found or _text(group, what, {ranks[0]: f"{FAILED}it has said nothing for {2 * seconds:.0f} s; has it died?"})
+        return found or _text(
+            group, what, {ranks[0]: f"{FAILED}it has said nothing for {2 * seconds:.0f} s; has it died?"}
+        )
     deadline = time.monotonic() + seconds
     heard = {ranks[peer]: _read(store, f"{key}/{peer}", deadline - time.monotonic()) for peer in range(1, len(ranks))}
-    failed = {ranks[0]: said, **{peer: text or f"{FAILED}it has said nothing for {seconds:.0f} s; has it died?" for peer, text in heard.items()}}
+    failed = {
+        ranks[0]: said,
+        **{
+            peer: text or f"{FAILED}it has said nothing for {seconds:.0f} s; has it died?"
+            for peer, text in heard.items()
+        },
+    }
     failed = {peer: text for peer, text in failed.items() if text != MANAGED}
     verdict = _text(group, what, failed) if failed else MANAGED
     store.set(f"{key}/verdict", verdict)
@@ -100,7 +113,9 @@ def _verdict(group: dist.ProcessGroup, key: str, what: str, said: str, seconds: 
 
 def _text(group: dist.ProcessGroup, what: str, failed: dict[int, str]) -> str:
     """What every rank is told; ``failed``: by global rank."""
-    each = "; ".join(f"rank {rank} cannot {what} ({text.removeprefix(FAILED).strip()})" for rank, text in failed.items())
+    each = "; ".join(
+        f"rank {rank} cannot {what} ({text.removeprefix(FAILED).strip()})" for rank, text in failed.items()
+    )
     return f"{each}. So no rank of group {group.group_name!r} does."
 
 

@@ -62,8 +62,9 @@ class Slot:
 
     Attributes:
         data: uint8 ``[nbytes]`` on every rank.
-        flags: int32; where which flag lies say ``credit_flag`` and ``signal_flag`` of ``kernels.signals``. What lies behind them on a rank is its own: ``calls``, ``queues`` and
-            ``tiles``, which no peer touches. (One allocation, since each may fail on one rank alone, and must then on all.)
+        flags: int32; where which flag lies say ``credit_flag`` and ``signal_flag`` of ``kernels.signals``. What lies
+            behind them on a rank is its own: ``calls``, ``queues`` and ``tiles``, which no peer touches. (One
+            allocation, since each may fail on one rank alone, and must then on all.)
         calls: int32 ``[1]`` on the device: calls of this rank that have used the slot.
         queues: int32 on the device, zero between calls: what a kernel's blocks claim and count (``QUEUE_WORDS`` and one a peer and signal).
         tiles: int32 on the device, zero between calls: what blocks tell each other of tiles, of which there are at most as many as in ``nbytes``.
@@ -122,7 +123,8 @@ class WorkspaceArena:
     """The slots of one group on one device.
 
     Args:
-        allocate: ``(elements, dtype) -> Buffer``; zeroed, and called by all ranks of the group together. Raises on all of them, or on none.
+        allocate: ``(elements, dtype) -> Buffer``; zeroed, and called by all ranks of the group together. Raises on all
+        of them, or on none.
         capturing: whether a CUDA graph is being captured on the current stream.
         limit: bytes a rank that all slots together may take.
     """

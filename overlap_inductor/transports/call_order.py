@@ -1,26 +1,33 @@
-"""``CallOrder``: the calls of a device run one after the other, in the order in which this process makes them, whatever their streams, threads, sites and groups.
+"""``CallOrder``: the calls of a device run one after the other, in the order in which this process makes them, whatever
+their streams, threads, sites and groups.
 
-Why. A kernel that waits for its peers fills the GPU. Two on two streams, begun here in one order and there in the other, would wait for each other for ever; and two that share
-a slot count its calls, so that ranks would pair a call with another one. All ranks make their calls in one order; this keeps their GPUs to it.
+Why. A kernel that waits for its peers fills the GPU. Two on two streams, begun here in one order and there in the
+other, would wait for each other for ever; and two that share a slot count its calls, so that ranks would pair a call
+with another one. All ranks make their calls in one order; this keeps their GPUs to it.
 
-How. ``with call_order(device):`` stands around all launches of a call. It waits for the *end* of the call before, an event that is recorded behind the call's last launch,
-and for nothing that was queued later on that call's stream: what stands there may wait for a peer that waits for this call. ::
+How. ``with call_order(device):`` stands around all launches of a call. It waits for the *end* of the call before, an
+event that is recorded behind the call's last launch, and for nothing that was queued later on that call's stream: what
+stands there may wait for a peer that waits for this call. ::
 
     rank 0:  A on S1, recv on S1, B on S2             B waits for A, not for recv
     rank 1:  A on S1, B on S2, send behind B on S1
 
-One event a device is enough: it is recorded anew by each call, and whoever waits for it waits for what was recorded last when he asked. A call on the stream of the call before is
-ordered by that stream.
+One event a device is enough: it is recorded anew by each call, and whoever waits for it waits for what was recorded
+last when he asked. A call on the stream of the call before is ordered by that stream.
 
-Threads. The order of calls is that in which threads get the lock, which is held from the wait to the record: launches of two calls do not mix, nor do the uses of what a device has one
-of (its side streams, prepared kernels, graphs of calls). Where threads call at the same time, it is theirs to see that all ranks do so in one order, as it is with NCCL.
+Threads. The order of calls is that in which threads get the lock, which is held from the wait to the record: launches
+of two calls do not mix, nor do the uses of what a device has one of (its side streams, prepared kernels, graphs of
+calls). Where threads call at the same time, it is theirs to see that all ranks do so in one order, as it is with NCCL.
 
-Captures. An event that was recorded outside a capture cannot be waited for inside it, nor the other way round; so each capture has an event of its own, by which its calls are in order
-among each other. What orders a captured graph beside everything else is its replay: graphs of ``torch.cuda.CUDAGraph`` (``torch.cuda.graph``, ``make_graphed_callables``,
-``mode="reduce-overhead"``) that hold calls count as one call each time they are replayed. They wait for the call before and are waited for by the next one, on
-whatever streams. A graph is one thing there: it begins behind the whole call before, and the next call on another stream begins behind the whole graph.
-A capture that was begun by other means is refused, since nobody would see its replays: beside a call on another stream they would use a slot at the same time, and the numbers
-of both would be wrong. (A graph whose ``raw_cuda_graph_exec`` is launched by hand is not seen either; whoever does that orders it.)
+Captures. An event that was recorded outside a capture cannot be waited for inside it, nor the other way round; so each
+capture has an event of its own, by which its calls are in order among each other. What orders a captured graph beside
+everything else is its replay: graphs of ``torch.cuda.CUDAGraph`` (``torch.cuda.graph``, ``make_graphed_callables``,
+``mode="reduce-overhead"``) that hold calls count as one call each time they are replayed. They wait for the call before
+and are waited for by the next one, on whatever streams. A graph is one thing there: it begins behind the whole call
+before, and the next call on another stream begins behind the whole graph. A capture that was begun by other means is
+refused, since nobody would see its replays: beside a call on another stream they would use a slot at the same time, and
+the numbers of both would be wrong. (A graph whose ``raw_cuda_graph_exec`` is launched by hand is not seen either;
+whoever does that orders it.)
 
 Graphs that ``transports.replay`` makes of one call need nothing of this: they are launched inside that call.
 """
@@ -49,7 +56,8 @@ log = logging.getLogger("overlap_inductor")
 
 
 class _Last:
-    """The call before: its stream, by number and as an object, and the event at its end. ``raw`` is ``None`` where there was none."""
+    """The call before: its stream, by number and as an object, and the event at its end. ``raw`` is ``None`` where
+    there was none."""
 
     raw: int | None = None
     stream: Any = None
@@ -72,7 +80,8 @@ class _Capture:
 
 
 class CapturedGraphs:
-    """Which captures of ``torch.cuda.CUDAGraph`` are going on, by the driver's number, and which graphs hold calls of which devices."""
+    """Which captures of ``torch.cuda.CUDAGraph`` are going on, by the driver's number, and which graphs hold calls of
+    which devices."""
 
     def __init__(self) -> None:
         self._open: dict[int, _Capture] = {}
@@ -83,7 +92,11 @@ class CapturedGraphs:
         try:
             number = driver.capture_number(symmetric.current_stream_number())
         except RuntimeError as error:
-            log.warning("overlap_inductor: CUDA does not say which capture has begun, so that no overlapped site may be captured in it (%s)", error)
+            log.warning(
+                "overlap_inductor: CUDA does not say which capture has begun, so that no overlapped site may be "
+                "captured in it (%s)",
+                error,
+            )
             return
         self._open[number] = _Capture(weakref.ref(graph))
 
@@ -105,12 +118,15 @@ class CapturedGraphs:
         return stack
 
     def last_of(self, order: CallOrder, raw: int) -> _Last:
-        """The last call of ``order`` in the capture that the stream ``raw`` is in. Raises ``UnsupportedError`` where nobody will see the graph's replays."""
+        """The last call of ``order`` in the capture that the stream ``raw`` is in. Raises ``UnsupportedError`` where
+        nobody will see the graph's replays."""
         capture = self._open.get(driver.capture_number(raw))
         if capture is None:
             raise UnsupportedError(
-                "an overlapped site is being captured into a CUDA graph that torch.cuda.CUDAGraph does not capture. Its replays could not be ordered beside other calls, and "
-                "two calls at once would use the same workspace. Capture with torch.cuda.graph, or compile this part with OVERLAP_INDUCTOR=off."
+                "an overlapped site is being captured into a CUDA graph that torch.cuda.CUDAGraph does not "
+                "capture. Its replays could not be ordered beside other calls, and "
+                "two calls at once would use the same workspace. Capture with torch.cuda.graph, or compile this "
+                "part with OVERLAP_INDUCTOR=off."
             )
         if order not in capture.last:
             capture.last[order] = _Last()
@@ -150,17 +166,21 @@ class CallOrder:
                 self._stream.wait_event(last.event)
         self._last, self._raw = last, raw
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self._depth -= 1
-            # (What a failed call has launched is ordered, too. But a capture in which something failed may be lost, and would hide that error behind one of its own.)
+            # (What a failed call has launched is ordered, too. But a capture in which something failed may be lost, and
+            # would hide that error behind one of its own.)
             if self._depth == 0 and (kind is None or self._last is self._outside):
                 self._last.ended(self._raw, self._stream)
         finally:
             self._lock.release()
 
     def in_flight(self) -> bool:
-        """Whether the last call, or the last replay that holds calls, is still going on. Raises ``RuntimeError`` where CUDA has failed."""
+        """Whether the last call, or the last replay that holds calls, is still going on. Raises ``RuntimeError`` where
+        CUDA has failed."""
         return self._outside.raw is not None and not self._outside.event.query()
 
     def finish(self) -> None:
@@ -176,7 +196,8 @@ _AT_ONCE = nullcontext()
 
 
 def call_order(device: torch.device) -> CallOrder | nullcontext[None]:
-    """The device's, made on first use; from then on CUDA graphs are seen. (Where there are no streams a call is over when it returns.)"""
+    """The device's, made on first use; from then on CUDA graphs are seen. (Where there are no streams a call is over
+    when it returns.)"""
     if device.type != "cuda":
         return _AT_ONCE
     known = _ORDERS.get(device)

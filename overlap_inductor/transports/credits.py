@@ -1,5 +1,5 @@
-"""Leave to write into peers' workspace, as launches of their own: waiting for it before a call's first transfer, and giving it at the call's end; and spoiling what may have been
-overwritten without leave (``transports.copy_engine``)."""
+"""Leave to write into peers' workspace, as launches of their own: waiting for it before a call's first transfer, and
+giving it at the call's end; and spoiling what may have been overwritten without leave (``transports.copy_engine``)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,16 @@ def credit_kernel(launch: Launch) -> PreparedKernel:
     kernel = launch.prepared.get("credits")
     if kernel is None:
         slot = launch.slot
-        fixed = (slot.flags.local, slot.calls, announced(launch), launch.faults.stop, launch.patience_ns, launch.site, launch.rank, launch.world_size)
+        fixed = (
+            slot.flags.local,
+            slot.calls,
+            announced(launch),
+            launch.faults.stop,
+            launch.patience_ns,
+            launch.site,
+            launch.rank,
+            launch.world_size,
+        )
         kernel = launch.prepared["credits"] = PreparedKernel(wait_for_credits, 1, (), fixed, num_warps=1)
     return kernel
 
@@ -52,7 +61,8 @@ def _words(result: torch.Tensor) -> int:
 
 
 def spoil_kernel(launch: Launch, result: torch.Tensor) -> PreparedKernel:
-    """Spoils results like ``result`` where the group has been aborted, behind everything on the stream that has made them."""
+    """Spoils results like ``result`` where the group has been aborted, behind everything on the stream that has made
+    them."""
     key = "spoil", _words(result)
     kernel = launch.prepared.get(key)
     if kernel is None:
@@ -63,7 +73,11 @@ def spoil_kernel(launch: Launch, result: torch.Tensor) -> PreparedKernel:
 
 def spoiling_end(launch: Launch, results: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], None]:
     """As ``end_kernel``, of a call into which peers copy without looking, with its results."""
-    slot, at_end, others = launch.slot, list(results[:SPOILT_AT_END]), [spoil_kernel(launch, result) for result in results[SPOILT_AT_END:]]
+    slot, at_end, others = (
+        launch.slot,
+        list(results[:SPOILT_AT_END]),
+        [spoil_kernel(launch, result) for result in results[SPOILT_AT_END:]],
+    )
     missing = SPOILT_AT_END - len(at_end)
     words = [*map(_words, at_end), *[0] * missing]
     fixed = (slot.calls, slot.flags.pointers, launch.rank, launch.faults.stop, *words, launch.world_size, BLOCK)

@@ -110,7 +110,8 @@ CAPTURING = 1
 
 
 def capture_number(stream: int) -> int:
-    """The number of the capture that a stream is in, given by its number; no other one of the process has had or will have it. 0: it is in none. Raises ``RuntimeError``."""
+    """The number of the capture that a stream is in, given by its number; no other one of the process has had or will
+    have it. 0: it is in none. Raises ``RuntimeError``."""
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     call = _function("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
     call(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)

@@ -7,15 +7,18 @@ The next overlap call raises a fault by itself (``FaultRecord.check``). But a CU
 GPU are stopped, where whoever gave up could not reach
    them. (There are no stream waits to free: every wait is a kernel's, which a clock bounds.)
 2. A program that is *told* goes on as it likes: ``check`` has raised the error to it, or it has aborted the group itself. So does one that has destroyed
-   the group, which can start nothing more of it. What it had started goes on: a destroyed group is watched until its calls have ended.
+   the group, which can start nothing more of it. What it had started goes on: a destroyed group is watched until its
+   calls have ended.
 3. Any other is ended ``GRACE_SECONDS`` after the fault was seen, by SIGABRT, with the error and the stacks of all threads on standard error: as
    ProcessGroupNCCL's watchdog ends a process on a timeout (``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``, its default).
 4. A program that comes to its end without having been told, its group destroyed or not, ends with exit status 1: it may have handed out what a
-   kernel left behind that gave up. (Exit hooks that were registered before this module's do not run then.) A fault may come as late as that: calls that are
-   in flight at the end have ``EXIT_SECONDS`` to end; where they go on waiting for their peers the program ends in the same way.
+   kernel left behind that gave up. (Exit hooks that were registered before this module's do not run then.) A fault may
+   come as late as that: calls that are in flight at the end have ``EXIT_SECONDS`` to end; where they go on waiting for
+   their peers the program ends in the same way.
 
-While all is well a look reads one word of the host's memory a group, and calls nothing of CUDA, but for an event's query where a group has been destroyed. After a fork the child watches nothing: it can use no
-GPU. What it cannot do: go on beside a thread that blocks while it holds Python's lock.
+While all is well a look reads one word of the host's memory a group, and calls nothing of CUDA, but for an event's
+query where a group has been destroyed. After a fork the child watches nothing: it can use no GPU. What it cannot do: go
+on beside a thread that blocks while it holds Python's lock.
 """
 
 from __future__ import annotations
@@ -95,7 +98,8 @@ class Watchdog:
         self._closed = threading.Event()
 
     def watch(self, faults: Watched, alive: Callable[[], bool], in_flight: Callable[[], bool] = lambda: False) -> None:
-        """Look at ``faults``, too, for as long as its group is ``alive``, and behind that until nothing is ``in_flight`` on its device."""
+        """Look at ``faults``, too, for as long as its group is ``alive``, and behind that until nothing is
+        ``in_flight`` on its device."""
         with self._lock:
             self._watches.append(_Watch(faults, alive, in_flight))
 
@@ -129,9 +133,18 @@ class Watchdog:
             self._thread.join(5.0)
         # (Its clock is the program's, whatever this one is given.)
         deadline = time.monotonic() + EXIT_SECONDS
-        while (waiting := [w for w in self._watches if not w.faults.told and w.untold() is None and not w.ended()]) and time.monotonic() < deadline:
+        while (
+            waiting := [w for w in self._watches if not w.faults.told and w.untold() is None and not w.ended()]
+        ) and time.monotonic() < deadline:
             time.sleep(0.01)
-        late = [f"calls were in flight for {EXIT_SECONDS:g} s when the program came to its end: they wait for peers that have not come, or CUDA has failed."] if waiting else []
+        late = (
+            [
+                f"calls were in flight for {EXIT_SECONDS:g} s when the program came to its end: they wait for "
+                "peers that have not come, or CUDA has failed."
+            ]
+            if waiting
+            else []
+        )
         return [error for watch in self._watches if (error := watch.untold()) is not None] + late
 
     def _run(self) -> None:
@@ -144,13 +157,18 @@ class Watchdog:
         if not watch.faults.told and alive:
             log.error("overlap_inductor: %s The process is ended in %g s, unless a call raises this error before.", error, GRACE_SECONDS)
         elif not watch.faults.told:
-            log.error("overlap_inductor: %s The group has been destroyed, so that no call can raise this error: the program will end with exit status 1.", error)
+            log.error(
+                "overlap_inductor: %s The group has been destroyed, so that no call can raise this error: the "
+                "program will end with exit status 1.",
+                error,
+            )
 
     def _left(self, watch: _Watch, error: str | None) -> None:
-        """A destroyed group is forgotten when its calls have ended well, or its program has been told of its fault; else it is kept for the program's end.
+        """A destroyed group is forgotten when its calls have ended well, or its program has been told of its fault;
+        else it is kept for the program's end.
 
-        (First the calls, then the record again: a call that has given up, or was stopped, has left its record by its end. What peers do of each other behind that
-        is no fault of this rank's results.)"""
+        (First the calls, then the record again: a call that has given up, or was stopped, has left its record by its
+        end. What peers do of each other behind that is no fault of this rank's results.)"""
         watch.alive = _destroyed
         if watch.faults.told or error is None and watch.ended() and watch.faults.error() is None:
             with self._lock:

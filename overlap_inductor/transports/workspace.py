@@ -94,7 +94,9 @@ class GroupWorkspace:
     _lock: Any = field(default_factory=threading.RLock, repr=False)
 
     def known(self, call: Hashable, make: Callable[[], Known | None]) -> Known | None:
-        """What ``make`` makes for a ``call``, which says all that it depends on: ``launch``, and what else its op has to know. Any thread may ask. ``make`` is asked once, and again when a plan has been prepared or too many calls are known. ``None`` where the call is served by no kernel. Raises what ``make`` raises."""
+        """What ``make`` makes for a ``call``, which says all that it depends on: ``launch``, and what else its op has
+        to know. Any thread may ask. ``make`` is asked once, and again when a plan has been prepared or too many calls
+        are known. ``None`` where the call is served by no kernel. Raises what ``make`` raises."""
         found = self._known.get(call, _UNKNOWN)
         if found is _UNKNOWN:
             with self._lock:
@@ -121,7 +123,8 @@ class GroupWorkspace:
         return made
 
     def prepare(self, requests: Sequence[Request], limit: int) -> None:
-        """Give every site of a plan its slot, or none of them (``without_room``) where they do not fit under ``limit`` bytes, beside what graphs before hold.
+        """Give every site of a plan its slot, or none of them (``without_room``) where they do not fit under ``limit``
+        bytes, beside what graphs before hold.
 
         Raises:
             OverlapError: memory would have to be allocated while a CUDA graph is captured.
@@ -147,11 +150,13 @@ class GroupWorkspace:
 
 _WORKSPACES: dict[tuple[dist.ProcessGroup, torch.device], GroupWorkspace] = {}
 _MAKING: dict[tuple[str, torch.device], Any] = {}
-"""A lock for each group's name and device: ranks may make two groups' workspaces in two threads, in another order here than there."""
+"""A lock for each group's name and device: ranks may make two groups' workspaces in two threads, in another order here
+than there."""
 
 
 def workspace_of(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspace:
-    """The group's workspace on ``device``, made on first use by all ranks of the group together. Those of groups that are no more are dropped then.
+    """The group's workspace on ``device``, made on first use by all ranks of the group together. Those of groups that
+    are no more are dropped then.
 
     Raises:
         NotOnAllRanks: a rank has no memory left; on all ranks alike.
@@ -215,8 +220,9 @@ def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit
     Where they do not fit under ``limit`` bytes all sites of the plan run as they stood (on all ranks alike), and the log says so.
 
     Returns:
-        ``None``; or why no site of the plan has a slot, because a rank of the group has no memory left: the same text on every rank, which names the rank and the
-        bytes. All ranks must then run without overlap, or none; they may ask again.
+        ``None``; or why no site of the plan has a slot, because a rank of the group has no memory left: the same text
+        on every rank, which names the rank and the bytes. All ranks must then run without overlap, or none; they may
+        ask again.
 
     Raises:
         OverlapError: memory would have to be allocated while a CUDA graph is captured.

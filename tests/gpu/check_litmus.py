@@ -7,8 +7,9 @@ Message passing: block b of the even rank writes a round's number all over a til
 waits, counts the words that are not that number, and acknowledges. One JSON row a way, written by rank 0; wrong words fail the run where the
 ordering is claimed to hold. Then the same inside one GPU, for tiles that one block stores and another one sends. What was found: ``bench/results/litmus.jsonl``.
 
-Where ranks share a GPU they take turns on it, milliseconds at a time: far fewer rounds, and stores of the other are seldom under way. That shows that every way runs and
-signals, and that what is claimed holds there, too; that an ordering is needed only two GPUs show.
+Where ranks share a GPU they take turns on it, milliseconds at a time: far fewer rounds, and stores of the other are
+seldom under way. That shows that every way runs and signals, and that what is claimed holds there, too; that an
+ordering is needed only two GPUs show.
 """
 
 from __future__ import annotations
@@ -77,9 +78,22 @@ def write_halves(peer, acknowledged, peer_flags, counters, stop, first, rounds, 
 
 
 @triton.jit
-def write_halves_in_bulk(half_desc, acknowledged, peer_flags, counters, stop, first, rounds, patience, fence: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """As ``write_halves``, by the bulk copy unit. Each block waits for its own bulk stores and orders them before its add, the proxy's fence between (``store_fence``);
-    whoever is counted last has acquired the other's add, and its release is cumulative over both halves. ``half_desc``: the peer's tiles, half a tile a block."""
+def write_halves_in_bulk(
+    half_desc,
+    acknowledged,
+    peer_flags,
+    counters,
+    stop,
+    first,
+    rounds,
+    patience,
+    fence: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """As ``write_halves``, by the bulk copy unit. Each block waits for its own bulk stores and orders them before its
+    add, the proxy's fence between (``store_fence``); whoever is counted last has acquired the other's add, and its
+    release is cumulative over both halves. ``half_desc``: the peer's tiles, half a tile a block."""
     for i in range(first, first + rounds):
         half_desc.store([tl.program_id(0) * (R // 2), 0], tl.full((R // 2, C), 0, tl.int32) + i)
         if fence:
@@ -210,7 +224,16 @@ class Litmus:
             write_halves[(2 * BLOCKS,)](*arguments, ROWS, COLUMNS, num_warps=4)
             return
         if way.startswith("two blocks, bulk"):
-            arguments = (self.halves, self.flags, self.peer_flags, self.counters, self.faults.stop, self.next, rounds, PATIENCE_NS)
+            arguments = (
+                self.halves,
+                self.flags,
+                self.peer_flags,
+                self.counters,
+                self.faults.stop,
+                self.next,
+                rounds,
+                PATIENCE_NS,
+            )
             write_halves_in_bulk[(2 * BLOCKS,)](*arguments, "without" not in way, ROWS, COLUMNS, num_warps=4)
             return
         if way.startswith("two blocks, "):
@@ -297,7 +320,10 @@ def main() -> int:
     parser.add_argument("--ranks-share-gpus", action="store_true")
     arguments = parser.parse_args()
     share = arguments.ranks_share_gpus
-    rounds, copied_rounds = arguments.rounds or (200 if share else 20000), arguments.copied_rounds or (20 if share else 2000)
+    rounds, copied_rounds = (
+        arguments.rounds or (200 if share else 20000),
+        arguments.copied_rounds or (20 if share else 2000),
+    )
     rank, world_size = start_rank(share_gpus=share)
     litmus = Litmus(rank, world_size)
     failed = 0

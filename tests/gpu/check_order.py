@@ -1,10 +1,11 @@
-"""The order of calls on GPUs: beside receives that are queued behind them, in graphs beside calls on another stream, and from two threads; and workspace that no GPU has room
-for. One JSON row a scenario.
+"""The order of calls on GPUs: beside receives that are queued behind them, in graphs beside calls on another stream,
+and from two threads; and workspace that no GPU has room for. One JSON row a scenario.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_order [--rounds 30] [--ranks-share-gpus]
 
-With ``--ranks-share-gpus`` two ranks do with one GPU, on which processes take turns: a call takes tens of milliseconds. Every result is compared bit for bit with the first one of
-its inputs, which was compared with fp64. Status 1 where a result was wrong, a wait was given up or a capture that had to be refused was not.
+With ``--ranks-share-gpus`` two ranks do with one GPU, on which processes take turns: a call takes tens of milliseconds.
+Every result is compared bit for bit with the first one of its inputs, which was compared with fp64. Status 1 where a
+result was wrong, a wait was given up or a capture that had to be refused was not.
 """
 
 from __future__ import annotations
@@ -55,13 +56,18 @@ def send(flag, value):
 
 
 class Place:
-    """One variant's sites, three in two slots: the first and the third share one. Streams of nobody else, and a flag between ranks 0 and 1."""
+    """One variant's sites, three in two slots: the first and the third share one. Streams of nobody else, and a flag
+    between ranks 0 and 1."""
 
     def __init__(self, variant: stress_sites.Variant, rank: int) -> None:
         self.rank = rank
         made = stress_sites.sites(variant, dist.group.WORLD, ("a", "b", "c"), stress_sites.SHAPES[:1])
         self.sites = [stress_sites.first_results(calls) for calls in made]
-        worst = max(stress_sites.off(first, call) for calls, known in zip(made, self.sites, strict=True) for call, (*_, first) in zip(calls, known, strict=True))
+        worst = max(
+            stress_sites.off(first, call)
+            for calls, known in zip(made, self.sites, strict=True)
+            for call, (*_, first) in zip(calls, known, strict=True)
+        )
         assert worst < stress_sites.TOLERANCE, f"{variant} is off by {worst:.3g} of the largest element"
         self.first, self.second = own_stream(device()), own_stream(device())
         self.flag = symmetric.allocate(1, torch.int32, device(), dist.group.WORLD)
@@ -111,7 +117,8 @@ def queued_behind(place: Place, rounds: int) -> int:
 
 
 def beside_graphs(place: Place, rounds: int) -> int:
-    """A graph of one site is replayed on one stream, while a site of the same slot is called on the other one, each rank late on its own."""
+    """A graph of one site is replayed on one stream, while a site of the same slot is called on the other one, each
+    rank late on its own."""
     (_, run, first), others = place.sites[0][0], place.sites[2]
     place.begin()
     graph = torch.cuda.CUDAGraph()
@@ -130,7 +137,8 @@ def beside_graphs(place: Place, rounds: int) -> int:
 
 
 def two_threads(place: Place, rounds: int) -> int:
-    """Two host threads make the same call, each on a stream of its own. (Of different calls threads would have to keep one order on all ranks.)"""
+    """Two host threads make the same call, each on a stream of its own. (Of different calls threads would have to keep
+    one order on all ranks.)"""
     place.begin()
     gpu, failed = device(), []
 
@@ -195,7 +203,14 @@ def main() -> int:
             wrong = scenario(place, arguments.rounds)
             bad += bool(wrong)
             if rank == 0 or wrong:
-                row = {"check": scenario.__name__, "schedule": schedule, "way": way, "rank": rank, "rounds": arguments.rounds, "wrong": wrong}
+                row = {
+                    "check": scenario.__name__,
+                    "schedule": schedule,
+                    "way": way,
+                    "rank": rank,
+                    "rounds": arguments.rounds,
+                    "wrong": wrong,
+                }
                 print(json.dumps({**row, "seconds": round(time.monotonic() - start, 2)}), flush=True)
             faulthandler.cancel_dump_traceback_later()
     finish_rank()

@@ -121,7 +121,8 @@ def test_text_that_is_no_program_becomes_no_code(program: Any) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "x = __builtins__", "x = tl.core", "x = x.__class__", "x = open(x)", "x = (lambda: x)()", "x = [e0 for e0 in x]", "x = 'text'", "import os", "x = tl.load.to", "x = 1e999",
+        "x = __builtins__", "x = tl.core", "x = x.__class__", "x = open(x)",
+        "x = (lambda: x)()", "x = [e0 for e0 in x]", "x = 'text'", "import os", "x = tl.load.to", "x = 1e999",
         "x = True", "exec(x)", "def epilogue(x): return x",
     ],
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""``bench.mirrored`` on one process: two buffers are two GPUs, each of which plays one rank and, to the other, all its peers."""
+"""``bench.mirrored`` on one process: two buffers are two GPUs, each of which plays one rank and, to the other, all its
+peers."""
 
 from __future__ import annotations
 
@@ -30,13 +31,17 @@ class OneOfMany:
         monkeypatch.setattr(dist, "get_rank", lambda: 0)
         self.world_size, self.gathers = world_size, gathers
         margin = mirrored.margin_words(world_size)
-        self.flags = [torch.zeros(margin + 2 * world_size * (1 + mirrored.SIGNALS) * FLAG_WORDS, dtype=torch.int32) for _ in range(2)]
+        self.flags = [
+            torch.zeros(margin + 2 * world_size * (1 + mirrored.SIGNALS) * FLAG_WORDS, dtype=torch.int32)
+            for _ in range(2)
+        ]
         self.data = [torch.zeros(2 * world_size * ROWS * WIDTH * 2, dtype=torch.uint8) for _ in range(2)]
         self.margin, words = margin, torch.zeros(1 + QUEUE_WORDS + world_size * mirrored.SIGNALS, dtype=torch.int32)
         buffers: list[Any] = [SimpleNamespace(local=pair[0], peers=pair) for pair in (self.data, self.flags)]
         slot = Slot(
             self.data[0].numel(), mirrored.SIGNALS, mirrored.mirrored(buffers[0], world_size, ROWS * WIDTH * 2),
-            mirrored.mirrored(buffers[1], world_size, mirrored.SIGNALS * FLAG_WORDS, margin, gathers), words[:1], words[1:], torch.zeros(1, dtype=torch.int32),
+            mirrored.mirrored(buffers[1], world_size, mirrored.SIGNALS * FLAG_WORDS, margin, gathers),
+            words[:1], words[1:], torch.zeros(1, dtype=torch.int32),
         )  # fmt: skip
         self.faults = FaultRecord.of("mirrored", range(world_size), torch.device("cpu"))
         self.launch = Launch(0, world_size, slot, self.faults, self.faults.number("site"), 10_000)
@@ -57,7 +62,9 @@ class OneOfMany:
 
 @pytest.mark.parametrize("gathers", [True, False], ids=["gather", "scatter"])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_a_turn_waits_for_a_flag_that_somebody_writes(world_size: int, gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_waits_for_a_flag_that_somebody_writes(
+    world_size: int, gathers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("overlap_inductor.torch_compat.symmetric.hardware_queues", lambda: 8)
     one = OneOfMany(world_size, gathers, monkeypatch)
     one.send()

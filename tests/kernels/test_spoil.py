@@ -1,6 +1,8 @@
-"""Copies that run without leave: a rank that gave up copies its next rows over those that a paused peer still reads. What the peer hands out is right, or NaN.
+"""Copies that run without leave: a rank that gave up copies its next rows over those that a paused peer still reads.
+What the peer hands out is right, or NaN.
 
-One process plays both ranks, in Triton's interpreter: rank 0 reads, and just behind its last wait rank 1 goes on to its next call, for which it gets no leave.
+One process plays both ranks, in Triton's interpreter: rank 0 reads, and just behind its last wait rank 1 goes on to its
+next call, for which it gets no leave.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ def _chunked(pattern: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, i
     p = ChunkedParameters(1, chunks=1, transport="copy_engine", bands=1, turns_from=None)
     gathers = pattern == "all_gather_matmul"
     rows = ROWS if gathers else 2 * ROWS
-    transfer = Transfer(ROWS, INNER if gathers else COLUMNS, chunked_plan.part_rows_of(ROWS, 2, p), scattered=not gathers)
+    transfer = Transfer(
+        ROWS, INNER if gathers else COLUMNS, chunked_plan.part_rows_of(ROWS, 2, p), scattered=not gathers
+    )
     wait_kernel = chunked.wait_kernel
 
     def read(launch: Launch, sender: Sender | None) -> Sequence[torch.Tensor]:
@@ -120,7 +124,9 @@ CASES = {
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["patience is over", "told to stop"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_rows_that_were_copied_over_without_leave_are_handed_out_by_nobody(case: Any, stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_were_copied_over_without_leave_are_handed_out_by_nobody(
+    case: Any, stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transfer, source_rows, read = case(monkeypatch)
     workspace = SharedWorkspace.of(2, 20_000, 4)
     reader, other = workspace.launch(0, 2_000_000), workspace.launch(1)
@@ -140,7 +146,10 @@ def test_rows_that_were_copied_over_without_leave_are_handed_out_by_nobody(case:
 def test_results_of_calls_that_are_well_stay(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer, source_rows, read = case(monkeypatch)
     workspace = SharedWorkspace.of(2, 20_000, 4)
-    reader, sender = workspace.launch(0), Sender(workspace.launch(1), transfer, torch.zeros(source_rows, transfer.width).half())
+    reader, sender = (
+        workspace.launch(0),
+        Sender(workspace.launch(1), transfer, torch.zeros(source_rows, transfer.width).half()),
+    )
     for _ in range(2):
         sender.call(1.0)
         for result in read(reader, None):

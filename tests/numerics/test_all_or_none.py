@@ -55,8 +55,14 @@ def test_all_ranks_manage_or_none_with_one_text() -> None:
     found = run_ranks(3, _attempts)
     for rank, said in enumerate(found):
         assert said[0] == said[3] == rank
-        assert said[1][0] == "rank 1 cannot allocate 512 bytes (OutOfMemoryError: CUDA out of memory on GPU 1). So no rank of group '0' does."
-        assert said[2][0].startswith("rank 0 cannot allocate 512 bytes (OutOfMemoryError: CUDA out of memory on GPU 0); rank 2 cannot")
+        assert (
+            said[1][0]
+            == "rank 1 cannot allocate 512 bytes (OutOfMemoryError: CUDA out of memory on GPU 1). "
+            "So no rank of group '0' does."
+        )
+        assert said[2][0].startswith(
+            "rank 0 cannot allocate 512 bytes (OutOfMemoryError: CUDA out of memory on GPU 0); rank 2 cannot"
+        )
     assert [said[1][1] for said in found] == ["NoneType", "OutOfMemoryError", "NoneType"]
     assert len(found[0]) == 5 and found[1][4][0] == found[2][4][0] and found[1][4][0].startswith("rank 2 cannot")
     assert found[0][4] == (found[1][5][0], "NoneType") and found[0][4][0].startswith("rank 1 cannot")
@@ -74,7 +80,11 @@ def _silent(rank: int, world_size: int) -> tuple[str, float]:
 
 def test_a_rank_that_says_nothing_has_failed_when_the_time_is_over() -> None:
     (first, took), (second, _), _ = run_ranks(3, _silent)
-    assert first == second == "rank 2 cannot allocate 512 bytes (it has said nothing for 1 s; has it died?). So no rank of group '0' does."
+    assert (
+        first
+        == second
+        == "rank 2 cannot allocate 512 bytes (it has said nothing for 1 s; has it died?). So no rank of group '0' does."
+    )
     assert 0.9 < took < 4
 
 
@@ -89,7 +99,9 @@ def _workspace(rank: int, world_size: int, folder: str) -> list[Any]:
     use_shared_memory(folder)
     shared, left, said = symmetric.allocate, [0], []
 
-    def allocate(elements: int, dtype: torch.dtype, device: torch.device, group: Any, together: symmetric.Together) -> Any:
+    def allocate(
+        elements: int, dtype: torch.dtype, device: torch.device, group: Any, together: symmetric.Together
+    ) -> Any:
         def meagre(what: str, attempt: Any) -> Any:
             def attempted() -> Any:
                 left[0] -= 1
@@ -127,6 +139,13 @@ def _workspace(rank: int, world_size: int, folder: str) -> list[Any]:
 def test_a_rank_without_memory_leaves_all_without_workspace_and_none_waiting(tmp_path: Path) -> None:
     found = run_ranks(3, _workspace, str(tmp_path))
     assert found[0] == found[1] == found[2]
-    assert found[0][1] == "rank 1 cannot allocate 3072 bytes of symmetric memory (OutOfMemoryError: CUDA out of memory). So no rank of group '0' does."
+    assert (
+        found[0][1]
+        == "rank 1 cannot allocate 3072 bytes of symmetric memory (OutOfMemoryError: CUDA out of memory). "
+        "So no rank of group '0' does."
+    )
     assert all(text.startswith("rank 1 cannot allocate") for text in found[0][:5]) and found[0][6] is None
-    assert found[0][5].startswith("sites of group '0' have no workspace: rank 1 cannot allocate 3072 bytes") and "OVERLAP_INDUCTOR=off" in found[0][5]
+    assert (
+        found[0][5].startswith("sites of group '0' have no workspace: rank 1 cannot allocate 3072 bytes")
+        and "OVERLAP_INDUCTOR=off" in found[0][5]
+    )

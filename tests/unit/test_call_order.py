@@ -1,4 +1,5 @@
-"""Calls of a device run in the order in which the host makes them: on any streams, from any threads, in captures and replays. With streams that are noted and played."""
+"""Calls of a device run in the order in which the host makes them: on any streams, from any threads, in captures and
+replays. With streams that are noted and played."""
 
 from __future__ import annotations
 
@@ -147,7 +148,9 @@ def test_what_a_failed_call_has_launched_is_ordered(rank: Rank) -> None:
 def test_a_call_that_cannot_begin_keeps_nobody_out(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     rank.call("A", rank.first)
     with monkeypatch.context() as broken:
-        broken.setattr(type(rank.second), "wait_event", lambda self, event: (_ for _ in ()).throw(RuntimeError("CUDA error")))
+        broken.setattr(
+            type(rank.second), "wait_event", lambda self, event: (_ for _ in ()).throw(RuntimeError("CUDA error"))
+        )
         with pytest.raises(RuntimeError, match="CUDA error"):
             rank.call("B", rank.second)
     done = threading.Event()
@@ -169,11 +172,21 @@ def test_in_a_capture_calls_wait_for_each_other_alone(rank: Rank) -> None:
         rank.call("C", third)
 
     graph = rank.captured(rank.second, body)
-    assert [what if kind == "call" else kind for kind, what in graph.queue] == ["B", "mark", "mark", "wait", "wait", "C", "mark"]
+    assert [what if kind == "call" else kind for kind, what in graph.queue] == [
+        "B",
+        "mark",
+        "mark",
+        "wait",
+        "wait",
+        "C",
+        "mark",
+    ]
     marks = [what for kind, what in graph.queue if kind == "mark"]
     assert [what for kind, what in graph.queue if kind == "wait"] == [marks[1], marks[0]], "of B's end"
     rank.call("D", rank.second)
-    assert rank.kinds(rank.second) == ["wait", "D", "mark"] and rank.second.queue[0][1] is rank.first.queue[-1][1], "of A's end"
+    assert rank.kinds(rank.second) == ["wait", "D", "mark"] and rank.second.queue[0][1] is rank.first.queue[-1][1], (
+        "of A's end"
+    )
 
 
 def test_two_captures_at_once_know_nothing_of_each_other(rank: Rank) -> None:
@@ -185,7 +198,9 @@ def test_two_captures_at_once_know_nothing_of_each_other(rank: Rank) -> None:
         rank.call("C", rank.first)
 
     rank.captured(rank.first, body, one)
-    assert [what for kind, what in one.queue if kind == "call"] == ["A", "C"] and not any(kind == "wait" for kind, _ in [*one.queue, *other.queue])
+    assert [what for kind, what in one.queue if kind == "call"] == ["A", "C"] and not any(
+        kind == "wait" for kind, _ in [*one.queue, *other.queue]
+    )
 
 
 def test_a_replay_is_one_call(rank: Rank) -> None:
@@ -195,7 +210,10 @@ def test_a_replay_is_one_call(rank: Rank) -> None:
     rank.call("C", rank.first)
     rank.replay(graph, rank.first)
     assert rank.kinds(rank.second) == ["wait", "A", "mark"] and rank.second.queue[0][1] is rank.first.queue[1][1]
-    assert rank.kinds(rank.first) == ["B", "mark", "wait", "C", "mark", "A", "mark"] and rank.first.queue[2][1] is rank.second.queue[-1][1]
+    assert (
+        rank.kinds(rank.first) == ["B", "mark", "wait", "C", "mark", "A", "mark"]
+        and rank.first.queue[2][1] is rank.second.queue[-1][1]
+    )
 
 
 def test_replays_beside_calls_on_another_stream_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,14 +266,18 @@ def test_a_capture_whose_replays_nobody_would_see_is_refused(rank: Rank) -> None
 def test_a_call_that_fails_in_a_capture_says_its_own_error(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     def body() -> None:
         with rank.order:
-            monkeypatch.setattr(Event, "record", lambda self, stream: (_ for _ in ()).throw(RuntimeError("the capture is lost")))
+            monkeypatch.setattr(
+                Event, "record", lambda self, stream: (_ for _ in ()).throw(RuntimeError("the capture is lost"))
+            )
             raise ValueError("no kernel")
 
     with pytest.raises(ValueError, match="no kernel"):
         rank.captured(rank.second, body)
 
 
-def test_a_capture_that_the_driver_does_not_number_is_the_programs_still(rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_capture_that_the_driver_does_not_number_is_the_programs_still(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(raw: int) -> int:
         raise RuntimeError("cuStreamGetCaptureInfo_v2 returned CUresult 500")
 
@@ -319,10 +341,17 @@ def test_graphs_are_as_before_to_the_program() -> None:
         def replay(self) -> str:
             return super().replay()
 
-    observer = SimpleNamespace(begun=lambda graph: said.append("begun"), ended=lambda graph: said.append("ended"), replaying=lambda graph: (said.append("replaying"), nullcontext())[1])
+    observer = SimpleNamespace(
+        begun=lambda graph: said.append("begun"),
+        ended=lambda graph: said.append("ended"),
+        replaying=lambda graph: (said.append("replaying"), nullcontext())[1],
+    )
     cuda_graphs.observe(Plain, observer)
     graph = Derived()
-    assert graph.capture_begin("pool", capture_error_mode="relaxed") == "begun" and Plain.capture_begin.__doc__ == "Begins."
+    assert (
+        graph.capture_begin("pool", capture_error_mode="relaxed") == "begun"
+        and Plain.capture_begin.__doc__ == "Begins."
+    )
     with pytest.raises(RuntimeError, match="invalidated"):
         graph.capture_end()
     assert graph.replay() == "replayed"
@@ -395,9 +424,15 @@ def test_every_op_launches_inside_of_the_order(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(fused_ops, "_reduce", inside.launches(x))
     monkeypatch.setattr(small_message, "matmul_all_reduce", inside.launches(x))
     monkeypatch.setattr(small_message, "matmul_all_reduce_norm", inside.launches((x, x)))
-    monkeypatch.setattr(wave_groups, "waves_of", lambda *arguments: SimpleNamespace(place=SimpleNamespace(faults=SimpleNamespace(check=lambda: None))))
+    monkeypatch.setattr(
+        wave_groups,
+        "waves_of",
+        lambda *arguments: SimpleNamespace(place=SimpleNamespace(faults=SimpleNamespace(check=lambda: None))),
+    )
     monkeypatch.setattr(wave_groups, "check_operands", lambda *arguments: None)
-    monkeypatch.setattr(wave_groups, "Call", lambda *arguments: SimpleNamespace(run=inside.launches(x), plan=lambda: None))
+    monkeypatch.setattr(
+        wave_groups, "Call", lambda *arguments: SimpleNamespace(run=inside.launches(x), plan=lambda: None)
+    )
     ops = torch.ops.overlap_inductor
     with fake_group(2) as group:
         end = (group.group_name, "site")
@@ -410,6 +445,8 @@ def test_every_op_launches_inside_of_the_order(monkeypatch: pytest.MonkeyPatch) 
         ops.small_message_matmul_all_reduce_norm(chain, x, w, None, x, w[0], 1e-5, "{}", *end)
         ops.chunked_sum_matmul_all_reduce(chain, [x, x], [w, w], None, "{}", "sum", *end)
         ops.chunked_scaled_matmul_all_reduce(chain, x, w, None, one, one, "float32", False, "{}", "sum", *end)
-        ops.chunked_scaled_all_gather_matmul(chain, x, [w], [None], [one], [one], ["float32"], [False], False, "{}", *end)
+        ops.chunked_scaled_all_gather_matmul(
+            chain, x, [w], [None], [one], [one], ["float32"], [False], False, "{}", *end
+        )
         wave_groups.matmul_all_reduce(x, w, group, None, "site")  # type: ignore[arg-type]
     assert inside.seen == [1] * 10 and inside.depth == 0

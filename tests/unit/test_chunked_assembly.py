@@ -82,7 +82,9 @@ def test_what_waits_is_small(kernel: Any, constants: dict[str, Any]) -> None:
     ("kernel", "constants"),
     [
         pytest.param(spoil, {"BLOCK": 1024}, id="spoil"),
-        pytest.param(end_call_and_spoil, {"WORLD": 8, "BLOCK": 1024, "two": None, "three": None}, id="end_call_and_spoil"),
+        pytest.param(
+            end_call_and_spoil, {"WORLD": 8, "BLOCK": 1024, "two": None, "three": None}, id="end_call_and_spoil"
+        ),
     ],
 )
 def test_what_spoils_has_no_barrier_where_threads_may_part(kernel: Any, constants: dict[str, Any]) -> None:

@@ -87,7 +87,9 @@ def test_a_capture_has_a_number(monkeypatch: pytest.MonkeyPatch, library: Librar
     assert driver.capture_number(77) == 0, "5678 is no status of a stream that is captured"
     monkeypatch.setattr(driver, "CAPTURING", 5678)
     assert driver.capture_number(77) == 5678
-    assert library.arguments["cuStreamGetCaptureInfo_v2"][0] == 77 and library.arguments["cuStreamGetCaptureInfo_v2"][3:] == (None, None, None)
+    assert library.arguments["cuStreamGetCaptureInfo_v2"][0] == 77 and library.arguments["cuStreamGetCaptureInfo_v2"][
+        3:
+    ] == (None, None, None)
     library.fails = "cuStreamGetCaptureInfo_v2"
     with pytest.raises(RuntimeError, match="cuStreamGetCaptureInfo_v2 returned CUresult 700"):
         driver.capture_number(77)

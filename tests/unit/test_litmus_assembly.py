@@ -22,7 +22,11 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
     *((litmus.write_rounds, {"way": way}) for way in WRITERS),
     *((litmus.read_rounds, {"way": way}) for way in READERS),
     *((litmus.write_halves_each, {"added": added}) for added in (True, False)),
-    *((kernel, {"fence": fence}) for kernel in (litmus.send_inside, litmus.write_halves_in_bulk) for fence in (True, False)),
+    *(
+        (kernel, {"fence": fence})
+        for kernel in (litmus.send_inside, litmus.write_halves_in_bulk)
+        for fence in (True, False)
+    ),
     *((kernel, {}) for kernel in (litmus.write_halves, litmus.wait_for, litmus.give)),
 ]
 

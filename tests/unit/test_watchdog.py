@@ -161,7 +161,10 @@ def test_a_fault_behind_the_groups_destruction_is_told_at_the_programs_end(caplo
     scene.look(3)
     scene.in_flight = False
     scene.look(4, 1e9)
-    assert scene.ends == [] and "so that no call can raise this error: the program will end with exit status 1" in caplog.text
+    assert (
+        scene.ends == []
+        and "so that no call can raise this error: the program will end with exit status 1" in caplog.text
+    )
     assert "rank 5" in scene.dog.close()[0]
 
 
@@ -277,18 +280,23 @@ given_up = []
 Faults.error = lambda self: "site a waited in vain for rank 1." if given_up else None
 import threading
 in_flight[0] = True
+ends = lambda: in_flight.__setitem__(0, False)
+def later(do):
+    timer = threading.Timer(0.3, do)
+    timer.daemon = True
+    timer.start()
 """
 
 
 def test_a_fault_that_is_pending_at_the_programs_end_is_told() -> None:
-    """The group is destroyed, the result is handed out, and the kernel that made it gives up when the program has nothing left to do."""
-    later = "t = threading.Timer(0.3, lambda: (given_up.append(1), in_flight.__setitem__(0, False))); t.daemon = True; t.start()"
-    status, said = _run(f"alive[0] = False; time.sleep(0.1); {later}", PENDING)
+    """The group is destroyed, the result is handed out, and the kernel that made it gives up when the program has
+    nothing left to do."""
+    status, said = _run("alive[0] = False; time.sleep(0.1); later(lambda: (given_up.append(1), ends()))", PENDING)
     assert status == 1 and "rank 1. The program ends without having been told" in said
 
 
 def test_calls_in_flight_may_end_well_behind_the_programs_end() -> None:
-    status, said = _run("alive[0] = False; t = threading.Timer(0.3, lambda: in_flight.__setitem__(0, False)); t.daemon = True; t.start()", PENDING)
+    status, said = _run("alive[0] = False; later(ends)", PENDING)
     assert (status, said) == (0, "")
 
 
