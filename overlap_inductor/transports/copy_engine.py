@@ -16,9 +16,8 @@ ends at once), it runs, as do the copies of all calls that are queued by then. W
   wait behind it. It hands none of that out. The wait that ends without leave sets every rank's abort word before its
   kernel ends, so before any copy behind it starts; the peer's call looks at its word behind its last read of the
   workspace, and makes NaN of its results where it is set (``kernels.transfer.spoil``), before anything behind the call
-  on its stream can read them. It is the order of a
-  sequence lock: the writer says that it writes, and then writes; the reader reads, and then looks. What it sums for
-  others it signals only behind such a look.
+  on its stream can read them. It is the order of a sequence lock: the writer says that it writes, and then writes; the
+  reader reads, and then looks. What it sums for others it signals only behind such a look.
 * A call that is started after that writes nothing: its host looks before (``FaultRecord.check``).
 
 It holds for calls that are launched one by one, for graphs of calls and for graphs that a program captures alike: the
