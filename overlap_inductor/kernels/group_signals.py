@@ -4,14 +4,13 @@ One thread that releases a flag after the other waits seven times until the far 
 after flag waits seven times for memory: a microsecond each, which is much of a small all-reduce. Here threads of one block do it beside each other.
 
 Memory ordering: as in ``signals``. A signal is ``bar.red`` and then each of some threads' ``st.release.sys``: the
-barrier orders the block's
-stores before every one of these threads. A wait is some threads' ``ld.acquire.sys``, each until its own value is there, and then ``bar.sync``: whatever
-any of them has acquired comes before the whole block's later loads. Forward progress, aborts and CUDA graphs: as in
-``signals``.
+barrier orders the block's stores before every one of these threads. A wait is some threads' ``ld.acquire.sys``, each
+until its own value is there, and then ``bar.sync``: whatever any of them has acquired comes before the whole block's
+later loads. Forward progress, aborts and CUDA graphs: as in ``signals``.
 
 A thread that has looked at an abort may have left out stores. The barrier before a signal tells every thread whether
-any of the block has, and then none
-signals: that takes no time beyond the barrier's, where a look behind it would take one more way to memory.
+any of the block has, and then none signals: that takes no time beyond the barrier's, where a look behind it would take
+one more way to memory.
 """
 
 from __future__ import annotations

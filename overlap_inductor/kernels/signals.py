@@ -1,9 +1,9 @@
 """Signals between GPUs: release, bounded wait, fault record.
 
-A flag is one int32 in symmetric memory, alone in its 128 bytes. It only grows (modulo 2**32): a wait is for *at least* a value, so that a
-signal that runs ahead is not lost. A peer is at most a call ahead; a flag counts as come while it is less than
-``WINDOW`` ahead (``reached``), so that
-one which was last touched 2**31 calls ago is not taken for one that has come.
+A flag is one int32 in symmetric memory, alone in its 128 bytes. It only grows (modulo 2**32): a wait is for *at least*
+a value, so that a signal that runs ahead is not lost. A peer is at most a call ahead; a flag counts as come while it is
+less than ``WINDOW`` ahead (``reached``), so that one which was last touched 2**31 calls ago is not taken for one that
+has come.
 
 Memory ordering (PTX memory model, section 8). A signal is ``bar.sync`` and then one thread's ``st.release.sys`` or ``red.release.sys``:
 the barrier orders the block's stores before that thread's release, and release is cumulative, so whoever acquires the value sees them all.
@@ -17,29 +17,24 @@ a fence of the proxies behind it, so that a release that follows orders none of 
 result nobody reads, and puts a barrier of its own before every atomic.
 
 Forward progress. A wait ends: with the value; with the rank's abort word set; or when its patience is over. Then it
-sets the abort word itself, by
-compare-and-swap: of all threads whose patience ends, one finds zero there. That one writes the rank's record on the
-group's board, says on the board
-that there is one, and sets the abort words of all other ranks, in this order (releases): so whoever was stopped by a
-peer finds the record. After
-that every wait of every rank returns at once and kernels run to their ends, with data that the host rejects because
-of the board. Nothing branches on the
-outcome, so no thread of a block is missing at a later barrier.
+sets the abort word itself, by compare-and-swap: of all threads whose patience ends, one finds zero there. That one
+writes the rank's record on the group's board, says on the board that there is one, and sets the abort words of all
+other ranks, in this order (releases): so whoever was stopped by a peer finds the record. After that every wait of every
+rank returns at once and kernels run to their ends, with data that the host rejects because of the board. Nothing
+branches on the outcome, so no thread of a block is missing at a later barrier.
 
-After an abort a rank signals nothing to its peers, and stores nothing there without leave from before. Kernels look at the abort word (``look``) beside the
-call, where they store to peers without a wait
-before, and behind each wait whose outcome they store or signal; a wait that was given up has set the word before the
-barrier behind it, so that every thread of its block sees it.
-What a rank signals was so made of what it had waited for with success. A thread that looks may see the word set while
-another of its block did not:
-whoever signals for both must look later than both (``count_and_signal``), or ask all (``group_signals.signal_ranks``).
+After an abort a rank signals nothing to its peers, and stores nothing there without leave from before. Kernels look at
+the abort word (``look``) beside the call, where they store to peers without a wait before, and behind each wait whose
+outcome they store or signal; a wait that was given up has set the word before the barrier behind it, so that every
+thread of its block sees it. What a rank signals was so made of what it had waited for with success. A thread that looks
+may see the word set while another of its block did not: whoever signals for both must look later than both
+(``count_and_signal``), or ask all (``group_signals.signal_ranks``).
 
-The abort word lies in symmetric memory of the GPU that looks at it; only the board is the host's memory
-(``STOP_WORDS`` says where addresses lie). A waiting
-block must not look at the host's memory: on an H100, 108 blocks that did so at every 64th turn made a matmul on the other 24 take 3700 us
-instead of 75, and those that looked only at the GPU's memory, however often, cost it nothing. So the look costs a
-wait that does not spin nothing, and a
-kernel one load of its own memory beside others.
+The abort word lies in symmetric memory of the GPU that looks at it; only the board is the host's memory (``STOP_WORDS``
+says where addresses lie). A waiting block must not look at the host's memory: on an H100, 108 blocks that did so at
+every 64th turn made a matmul on the other 24 take 3700 us instead of 75, and those that looked only at the GPU's
+memory, however often, cost it nothing. So the look costs a wait that does not spin nothing, and a kernel one load of
+its own memory beside others.
 
 CUDA graphs. Nothing here holds a value of the host: flags, targets and patience are arguments or memory that the kernel reads.
 
@@ -69,9 +64,9 @@ WAIT_TILES = tl.constexpr(layout.WAIT_TILES)
 
 
 def give_up(stop: str, code: str, peer: str, target: str) -> str:
-    """What a thread does whose patience is over, in the registers ``abort``, ``seen``, ``turns`` (32 bits),
-    ``start``, ``now`` (64) and predicates ``stopped`` and
-    ``early``; ``LEAVE`` is where it goes on. The arguments name operands."""
+    """What a thread does whose patience is over, in the registers ``abort``, ``seen``, ``turns`` (32 bits), ``start``,
+    ``now`` (64) and predicates ``stopped`` and ``early``; ``LEAVE`` is where it goes on. The arguments name
+    operands."""
     return f"""
 atom.relaxed.sys.global.cas.b32 abort, [{stop}], 0, 1;
 setp.ne.s32 stopped, abort, 0;
@@ -291,9 +286,9 @@ def count_and_signal(counter, target, flag, value, stop):
     """One of ``target`` pieces is stored: the last one to be counted sets the peer's ``flag`` and clears ``counter`` (this GPU's own memory). Nothing is signalled
     once the group's abort word is set: what was to be stored may not have been.
 
-    Ordering: the block's stores, a barrier, one thread's acquire-release add at GPU scope; whoever adds last has acquired all adds before,
-    and its release at system scope is cumulative over them. It looks at the abort word behind its add, later than any
-    block that has stored nothing because of it.
+    Ordering: the block's stores, a barrier, one thread's acquire-release add at GPU scope; whoever adds last has
+    acquired all adds before, and its release at system scope is cumulative over them. It looks at the abort word behind
+    its add, later than any block that has stored nothing because of it.
     """
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
@@ -315,9 +310,8 @@ def count_and_signal_all(counter, target, peer_flags, rank, index, signals, valu
 
 @triton.jit
 def finish_call(calls, peer_flags, call, rank, stop, WORLD: tl.constexpr):
-    """Count the call, and let every peer write into this rank's workspace again, unless the group has been aborted.
-    Run by one block, when nothing reads the
-    workspace any more."""
+    """Count the call, and let every peer write into this rank's workspace again, unless the group has been aborted. Run
+    by one block, when nothing reads the workspace any more."""
     looked = look(stop)
     tl.store(calls, call + 1)
     for step in range(1, WORLD):

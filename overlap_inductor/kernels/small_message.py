@@ -22,10 +22,9 @@ whether blocks are resident together or not, since it rests on whole kernels. A 
 waited for, and its data lie in the other half. Calls with credits in the same slot would break it; the arena gives them other slots.
 
 Aborts (``signals``). A block looks at the abort word beside the call and, in two-shot, beside the partial rows behind
-its wait for them. Where it is set nothing is stored to
-peers or signalled, in this call and all later ones: the argument above rests on calls whose waits have succeeded. A
-result that was summed behind a wait that was given up, or in
-a call after it, is NaN: a CUDA graph's replays have nobody to raise an error to.
+its wait for them. Where it is set nothing is stored to peers or signalled, in this call and all later ones: the argument
+above rests on calls whose waits have succeeded. A result that was summed behind a wait that was given up, or in a call
+after it, is NaN: a CUDA graph's replays have nobody to raise an error to.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1; between calls, the end of a kernel
 before the start of the next one on the stream. CUDA graphs: the number of the call is read from device memory; the last block to have read it counts it on,
@@ -75,8 +74,7 @@ def _count_call(calls, queues, call, SEM: tl.constexpr):
 @triton.jit
 def _sum_of(own, came, stride, at, inside, rank, scale, looked, WORLD: tl.constexpr):
     """The sum of the ranks' words ``at``, times ``scale``, in the collective's dtype: from ``own`` of this rank, from
-    ``came + s * stride`` of source ``s``. NaN where
-    ``looked`` at an abort."""
+    ``came + s * stride`` of source ``s``. NaN where ``looked`` at an abort."""
     parts = ()
     for s in tl.static_range(WORLD):
         base = tl.where(s == rank, own.to(tl.int64), (came + s * stride).to(tl.int64)).to(own.dtype)

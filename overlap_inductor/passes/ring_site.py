@@ -29,6 +29,7 @@ from overlap_inductor.passes.steps import part_count
 from overlap_inductor.schedule import Decision
 from overlap_inductor.schedule import PlanPiece
 from overlap_inductor.schedule import Reason
+from overlap_inductor.torch_compat.distributed import why_no_send
 from overlap_inductor.torch_compat.ordering import moving_pass
 from overlap_inductor.transports import routes
 
@@ -41,7 +42,7 @@ class RingSchedule:
     called = "as a ring"
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
-        return None
+        return why_no_send(site.facts.collective.group_name, tools.value(site.collectives[0].input).device)
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
         return [PlanPiece(self.name, "p2p", (0, None), _parameters(site, config))]

@@ -69,3 +69,15 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 def moves_nothing(group: dist.ProcessGroup) -> bool:
     """Whether nothing is exchanged in the group: it has one rank, or the backend is ``fake`` (a dry run, in which no other rank exists)."""
     return group.size() < 2 or dist.get_backend(group) == "fake"
+
+
+def why_no_send(group_name: str, device: torch.device) -> str | None:
+    """Why the group's backend cannot send tensors that lie on ``device`` from rank to rank, or ``None``."""
+    group = resolve_group(group_name)
+    try:
+        backend = group._get_backend(device).name()
+    except RuntimeError as error:
+        return f"group {group_name!r} has no backend for tensors on {device.type}: {error}"
+    if device.type != "cpu" and backend.lower() == "gloo":
+        return f"gloo sends from the host's memory only, and the tensors of group {group_name!r} lie on {device.type}"
+    return None

@@ -1,5 +1,5 @@
-"""The board of a group: a page of the host's memory that all its ranks see, their GPUs too, where a rank that gives
-up says on what.
+"""The board of a group: a page of the host's memory that all its ranks see, their GPUs too, where a rank that gives up
+says on what.
 
 ::
 
@@ -8,12 +8,12 @@ up says on what.
     from ``BOARD_HEAD`` on   ``FAULT_WORDS`` a rank: its record (``kernels.layout``), which nobody else writes
 
 A record is written first, then word 0, then the abort words of the GPUs (``kernels.signals``). So a rank whose kernel
-was stopped finds the record as soon as that kernel has ended, and
-a host that looks at one word of its own memory before each call knows of every fault of the group.
+was stopped finds the record as soon as that kernel has ended, and a host that looks at one word of its own memory before
+each call knows of every fault of the group.
 
-A board is shared by ranks of one machine; where a group has ranks elsewhere, or no GPU can reach another, each rank
-has one of its own, on which it stands alone. The
-pages of a board are never given back: kernels that were captured hold their addresses.
+A board is shared by ranks of one machine; where a group has ranks elsewhere, or no GPU can reach another, each rank has
+one of its own, on which it stands alone. The pages of a board are never given back: kernels that were captured hold
+their addresses.
 """
 
 from __future__ import annotations

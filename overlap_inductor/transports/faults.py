@@ -1,11 +1,10 @@
 """What kernels that gave up waiting left behind, and how every waiting kernel of a group is told to stop.
 
 Whoever gives up, a kernel or a rank's host (``abort``), writes its record on the group's board (``transports.board``)
-and sets the abort words of all ranks, each in
-the memory of the GPU whose waiting kernels look at it (``kernels.signals`` says why). A kernel stores them itself. A
-host has them copied on a stream that was made for that before anything
-ran, so that it never stands behind what waits. Where a host can reach no GPU any more, its peers' watchdogs read the
-board (``stop_waits``).
+and sets the abort words of all ranks, each in the memory of the GPU whose waiting kernels look at it
+(``kernels.signals`` says why). A kernel stores them itself. A host has them copied on a stream that was made for that
+before anything ran, so that it never stands behind what waits. Where a host can reach no GPU any more, its peers'
+watchdogs read the board (``stop_waits``).
 
 Every rank's next call raises, with the site and the rank that gave up first.
 """
@@ -51,8 +50,8 @@ _OVER = "No result of this group is valid any more: destroy the group, or end th
 
 def stop_words(rank: int, board: Board, table: torch.Tensor) -> torch.Tensor:
     """What stands behind a rank's abort word: how many abort words a kernel sets that gives up, and where they, its
-    record and the board are. ``table``: int64, the addresses of
-    the abort words of all ranks, where this rank finds them."""
+    record and the board are. ``table``: int64, the addresses of the abort words of all ranks, where this rank finds
+    them."""
     head = torch.tensor([table.numel()], dtype=torch.int32)
     addresses = torch.tensor([board.record_address(rank), board.address, table.data_ptr()])
     return torch.cat([head, addresses.view(torch.int32)])
@@ -179,8 +178,8 @@ class FaultRecord:
             log.warning("overlap_inductor: the GPU cannot be told that group %r was aborted (%s)", name, error)
 
     def error(self) -> str | None:
-        """What has happened where a rank of the group has given up, or aborted it. Any thread may ask; nothing of
-        CUDA is called."""
+        """What has happened where a rank of the group has given up, or aborted it. Any thread may ask; nothing of CUDA
+        is called."""
         if not self._given_up.value:
             return None
         number, record = self._first()
@@ -209,8 +208,8 @@ class FaultRecord:
         )
 
     def _first(self) -> tuple[int, list[int]]:
-        """``(rank of the group, record)`` of who gave up first by the clocks of the GPUs; this rank where clocks
-        cannot tell."""
+        """``(rank of the group, record)`` of who gave up first by the clocks of the GPUs; this rank where clocks cannot
+        tell."""
         records = {rank: self.board.record(rank) for rank in range(len(self.ranks))}
         given = {rank: record for rank, record in records.items() if record[0]}
         first = min(given, key=lambda rank: (int(given[rank][6:].view(torch.int64)), rank != self.rank))

@@ -4,8 +4,8 @@ The next overlap call raises a fault by itself (``FaultRecord.check``). But a CU
 (in a collective of a peer that is gone, in a stream wait), nor one whose last call it was. What happens about a fault, in this order:
 
 1. Within ``POLL_SECONDS``, on every rank of the group, the log names site, group and peer. The group's waits on this
-GPU are stopped, where whoever gave up could not reach
-   them. (There are no stream waits to free: every wait is a kernel's, which a clock bounds.)
+   GPU are stopped, where whoever gave up could not reach them. (There are no stream waits to free: every wait is a
+   kernel's, which a clock bounds.)
 2. A program that is *told* goes on as it likes: ``check`` has raised the error to it, or it has aborted the group itself. So does one that has destroyed
    the group, which can start nothing more of it. What it had started goes on: a destroyed group is watched until its
    calls have ended.

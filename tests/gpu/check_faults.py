@@ -4,8 +4,7 @@ launcher would end all ranks when one dies); one JSON row a scenario. ``found``:
     python -m tests.gpu.check_faults [--ranks 2] [--late 15] [--only killed skipped]
     python -m tests.gpu.check_faults --late 60 --only late
     python -m tests.gpu.check_faults --only killed skipped --schedule chunked --pattern matmul_all_reduce
-    python -m tests.gpu.check_faults --ranks 3 --ranks-share-gpus --only uneven uneven_replays --schedule
-    small_message --way two_shot
+    python -m tests.gpu.check_faults --ranks 3 --ranks-share-gpus --schedule small_message --way two_shot --only uneven
 
 The last rank is the one that fails. Every rank is told, those that no kernel of theirs waited on, too. With
 ``--ranks-share-gpus`` ranks go round however few GPUs there are, without NCCL. Ranks of all scenarios import and
@@ -42,9 +41,9 @@ PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 @dataclass(frozen=True)
 class Expected:
-    """How a scenario must go: exit status of the last rank and of the others, what rank 0 is told (in its log where ``logged``) after
-    how many seconds at least, which other ranks are told the same of rank 0 (with its name), and whether each GPU
-    must be free for a bare process afterwards."""
+    """How a scenario must go: exit status of the last rank and of the others, what rank 0 is told (in its log where
+    ``logged``) after how many seconds at least, which other ranks are told the same of rank 0 (with its name), and
+    whether each GPU must be free for a bare process afterwards."""
 
     last: int
     others: int

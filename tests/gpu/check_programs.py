@@ -70,9 +70,8 @@ def main() -> int:
     parser.add_argument("--mode", help="torch.compile's")
     parser.add_argument("--dynamic", action="store_true", help="rows of the first tensors may be any number")
     parser.add_argument("--seconds", type=float, default=120.0, help="for a schedule: programs are begun until then")
-    parser.add_argument("--share", action="store_true", help="several ranks a GPU")
     arguments = parser.parse_args()
-    rank, world_size = start_rank(share_gpus=arguments.share)
+    rank, world_size = start_rank()
     failed = 0
     for schedule in arguments.schedules:
         begin, tried = time.monotonic(), 0

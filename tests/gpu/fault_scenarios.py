@@ -1,5 +1,5 @@
-"""What one rank does in a scenario of ``tests.gpu.check_faults``, which starts it: ``<scenario> <ranks> <folder>
-<late> <schedule> <pattern> <way> <share> <rank>``."""
+"""What one rank does in a scenario of ``tests.gpu.check_faults``, which starts it: ``<scenario> <ranks> <folder> <late>
+<schedule> <pattern> <way> <share> <rank>``."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ NAME = "faulty"
 
 @dataclass(frozen=True)
 class Kind:
-    """A site's schedule, what its matmul is beside, and in which way (``stress_sites.variants``; the first one where
-    it is empty)."""
+    """A site's schedule, what its matmul is beside, and in which way (``stress_sites.variants``; the first one where it
+    is empty)."""
 
     schedule: str
     pattern: str

@@ -30,8 +30,7 @@ CHUNKED = ChunkedParameters(2, "sm_push", 1, grain=8, pushers=2)
 @dataclass(frozen=True)
 class Call:
     """``run(launch, value)``: a call of operands that are all ``value``, on every rank; its result is ``16 * value``
-    everywhere where it ``gathers``, else so much of
-    every rank together."""
+    everywhere where it ``gathers``, else so much of every rank together."""
 
     run: Callable[[Launch, float], torch.Tensor]
     gathers: bool = False

@@ -1,6 +1,6 @@
 """Three ranks, one of which gives up: no rank is handed a wrong number without being told, every rank is told at once
-who gave up on what, and nothing is stored or
-signalled by who gave up, in replays either. Of every schedule with kernels of its own."""
+who gave up on what, and nothing is stored or signalled by who gave up, in replays either. Of every schedule with
+kernels of its own."""
 
 from __future__ import annotations
 

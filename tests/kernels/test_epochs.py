@@ -1,5 +1,5 @@
-"""Calls are counted modulo 2**32: schedules go on where the count wraps around, and take no flag for come that was
-last touched 2**31 calls ago."""
+"""Calls are counted modulo 2**32: schedules go on where the count wraps around, and take no flag for come that was last
+touched 2**31 calls ago."""
 
 from __future__ import annotations
 

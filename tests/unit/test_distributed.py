@@ -1,0 +1,20 @@
+"""What a process group can do, as schedules ask it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.torch_compat.distributed import why_no_send
+
+
+def test_gloo_does_not_send_from_gpus() -> None:
+    """A ring over gloo whose tensors lie on a GPU ends the process; plain collectives of such groups run."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        assert why_no_send(name, torch.device("cpu")) is None
+        assert "gloo sends from the host's memory only" in (why_no_send(name, torch.device("cuda")) or "")
+        assert "no backend for tensors on meta" in (why_no_send(name, torch.device("meta")) or "")
+    finally:
+        dist.destroy_process_group()
