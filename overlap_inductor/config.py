@@ -86,7 +86,7 @@ class OverlapConfig:
     sub_chunks: int = _key(4)
     """S: into how many pieces each shard is cut. What can be hidden is bounded by ``1 - 1 / (world_size * S)``."""
 
-    step_node_budget: int = _key(4000)
+    step_node_budget: int = _key(3000)
     """FX nodes that unrolled steps may add to one graph: sites in graph order, each that still fits; the others become one looping op each."""
 
     workspace_limit: int = _key(4096)

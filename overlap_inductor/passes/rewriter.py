@@ -26,6 +26,8 @@ from overlap_inductor.torch_compat.guards import same_expression
 from overlap_inductor.torch_compat.lowering import register_lowerings
 from overlap_inductor.torch_compat.ordering import note_order
 from overlap_inductor.torch_compat.ordering import preserve_order
+from overlap_inductor.torch_compat.step_values import StepValues
+from overlap_inductor.torch_compat.step_values import mark
 
 overlap = torch.ops.overlap_inductor
 _STACK = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
@@ -41,6 +43,7 @@ class Rewriter:
         self.chains: dict[str, fx.Node] = {}
         self.order: dict[fx.Node, set[fx.Node]] = {}
         self.emitted: dict[str, list[fx.Node]] = {}
+        self.values = StepValues()
         self.first: dict[fx.Node, str] = {}
         self.agreements: list[fx.Node] = []
         self.current: OverlapSite | None = None
@@ -73,6 +76,8 @@ class Rewriter:
         text = self.plan.to_json()
         for agree in self.agreements:
             agree.args = (agree.args[0], text, *agree.args[2:])
+            # (Evaluated anew it would be another tensor, and so would all steps of its chain.)
+            mark(agree)
         preserve_order(self.graph, {n: {d for d in ds if d in live} for n, ds in self.order.items() if n in live})
         note_order(self.graph)
         self.graph.lint()
@@ -129,12 +134,13 @@ class Rewriter:
         piece = site.decision.moving  # type: ignore[union-attr]
         with self.graph.inserting_before(anchor):
             group = site.facts.collective
-            emit = StepEmitter(self.graph, group.group_name, group.world_size, site.facts.id, self.chains[group.group_name], module)
+            emit = StepEmitter(self.graph, group.group_name, group.world_size, site.facts.id, self.chains[group.group_name], module, self.values)
             self.chains[group.group_name], replaced = schedule_named(piece.schedule).rewrite(emit, site, piece.parameters)
         for old, new in replaced.items():
             if not _alike(old, new):
                 raise RuntimeError(f"{old.name} {tools.shape(old)} {tools.dtype(old)} would become {tools.shape(new)} {tools.dtype(new)}")
-            old.replace_all_uses_with(new)
+            for reader in old.replace_all_uses_with(new):
+                self.values.keep(reader)
         ends = {n for c in site.collectives for n in (c.wait, c.node)}
         if isinstance(site.nodes, GatherNodes) and site.nodes.collective.wait not in replaced:
             # No one reads what was gathered: the views of it go with the matmuls.

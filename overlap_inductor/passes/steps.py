@@ -15,8 +15,7 @@ from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import ShardedDim
 from overlap_inductor.passes.layouts import Size
 from overlap_inductor.passes.layouts import same_size
-from overlap_inductor.torch_compat.guards import without_guards
-from overlap_inductor.torch_compat.operators import fake_mode
+from overlap_inductor.torch_compat.step_values import StepValues
 from overlap_inductor.transports import routes
 
 aten = torch.ops.aten
@@ -29,6 +28,7 @@ class StepEmitter:
 
     Attributes:
         chain: the token of this group's ops.
+        values: evaluates the nodes; one for all sites of a graph.
         emitted: overlap ops that communicate, in program order.
     """
 
@@ -38,6 +38,7 @@ class StepEmitter:
     site: str
     chain: fx.Node
     module: dict[str, Any]
+    values: StepValues = field(default_factory=StepValues)
     emitted: list[fx.Node] = field(default_factory=list)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -45,11 +46,7 @@ class StepEmitter:
         return self.annotate(node)
 
     def annotate(self, node: fx.Node) -> fx.Node:
-        values = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        mode = fake_mode(values)
-        # Whatever a fake function asks about symbolic sizes here must not become a guard: the model was traced without them.
-        with mode, without_guards(mode.shape_env):
-            node.meta["val"] = node.target(*values[0], **values[1])  # type: ignore[operator]
+        node.meta["val"] = self.values.evaluate(node, self.site)
         node.meta.update(self.module)
         node.meta["overlap_site"] = self.site
         return node

@@ -29,6 +29,7 @@ from overlap_inductor.report import OverlapReport
 from overlap_inductor.torch_compat import compile_scope
 from overlap_inductor.torch_compat import partitions
 from overlap_inductor.torch_compat import plain_program
+from overlap_inductor.torch_compat import step_values
 from overlap_inductor.torch_compat.compile_scope import CompileScope
 from overlap_inductor.torch_compat.guards import without_guards
 from overlap_inductor.torch_compat.padding import beside_collective
@@ -266,22 +267,28 @@ def _switched_off(groups: list[str]) -> OverlapReport:
 
 
 def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
-    """Inductor evaluates the shapes of nodes that a pass has added once more; ours ask without guards, as when they were written."""
+    """Inductor evaluates the shapes of nodes that a pass has added. Our steps have theirs: they are evaluated again only where what they read has changed, and then without
+    guards, as when they were written."""
     scope = compile_scope.current()
     if scope is None or not any(s.decision.status == "overlapped" for r in scope.reports for s in r.sites):
         return original(updater, *args, **kwargs)
     from torch._inductor.virtualized import V
 
+    updater.processed_hashes.update(updater.hash_node(n) for n in updater.gm.graph.nodes if step_values.up_to_date(n))
     with without_guards(V.fake_mode.shape_env):
         return original(updater, *args, **kwargs)
 
 
 def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs: Any) -> bool:
-    """Asked of the joint graph, before a forward and its backward are told apart."""
-    config = config_in_effect()
-    if config is not None and config.mode in ("on", "strict") and any(beside_collective(n) for n in match.output_nodes() if n is not None):
+    """Asked of the joint graph, before a forward and its backward are told apart.
+
+    Inductor is asked first: it refuses most matmuls by their device and sizes, and our own question walks far in a deep graph.
+    """
+    if not original(match, *args, **kwargs):
         return False
-    return original(match, *args, **kwargs)
+    config = config_in_effect()
+    on = config is not None and config.mode in ("on", "strict")
+    return not (on and any(beside_collective(n) for n in match.output_nodes() if n is not None))
 
 
 def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:

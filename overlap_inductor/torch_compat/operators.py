@@ -51,6 +51,11 @@ def written(node: fx.Node) -> list[fx.Node]:
     return [value for value in (argument(node, name) for name in names) if isinstance(value, fx.Node)]
 
 
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors in nested lists, tuples and dictionaries."""
+    return [v for v in _pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+
+
 def fake_mode(values: Any) -> Any:
     """The ``FakeTensorMode`` of the first fake tensor in ``values``; raises ``StopIteration`` where there is none."""
     return next(v.fake_mode for v in _pytree.tree_leaves(values) if isinstance(v, torch._subclasses.FakeTensor))

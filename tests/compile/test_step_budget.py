@@ -18,7 +18,7 @@ from tests.fake_group import fake_group
 from tests.hand_graph import HandGraph
 from tests.hand_graph import aten
 
-BUDGET = 4000
+BUDGET = 3000
 OP_NODES = 10
 """A looping op with its views, results and token."""
 

@@ -164,7 +164,7 @@ numerics           preserve        preserve
 tune               off             off
 ring_direction     unidirectional  straight to the owner
 sub_chunks         4               4
-step_node_budget   4000            4000
+step_node_budget   3000            3000
 workspace_limit    4096            4096
 max_tokens         16384           16384
 replay             on              on
@@ -221,7 +221,7 @@ numerics           preserve        preserve
 tune               off             off
 ring_direction     unidirectional  nothing overlapped
 sub_chunks         4               nothing overlapped
-step_node_budget   4000            4000
+step_node_budget   3000            3000
 workspace_limit    4096            4096
 max_tokens         16384           16384
 replay             on              on
@@ -267,7 +267,7 @@ numerics           preserve        preserve
 tune               off             off
 ring_direction     unidirectional  nothing overlapped
 sub_chunks         4               nothing overlapped
-step_node_budget   4000            4000
+step_node_budget   3000            3000
 workspace_limit    4096            4096
 max_tokens         16384           16384
 replay             on              on

@@ -1,0 +1,275 @@
+"""CPU time of a compile with the pass on, against plain ``torch.compile``. One process.
+
+    python -m bench.compile_cost [--layers 32] [--repeats 3] [--out bench/results/compile_cost.jsonl]
+    python -m bench.compile_cost --profile ring --repeats 1 [--phases training] [--sort tottime]
+
+The model is a Hugging Face Llama of 32 layers, sharded by ``tp_plan="auto"``. The group is torch's fake one and this
+process is its rank 0: it compiles what a rank compiles, and runs nothing of it. Two programs: the forward without
+gradients (``inference``), and forward and backward (``training``). Settings: ``plain`` (our hooks not installed),
+``auto``, ``ring`` (forced; as many sites unrolled as the default budget holds), ``looping`` (every ring one op).
+Each compile is cold, of one thread, from Dynamo to generated code; settings take turns, and a row is the repetition
+with the least CPU time.
+
+``seconds``: this process's CPU time. ``compiler_seconds``: that of the C++ compiler that it calls. ``pass_seconds``,
+``lowering_seconds``, ``hook_seconds``: what of ``seconds`` goes into ``run_overlap_pass``, into our lowerings, and into
+our wrappers of Inductor's functions without those functions. ``gc_seconds``: the garbage collector, which runs where
+it happens to, and counts for none of these three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import json
+import os
+import platform
+import pstats
+import resource
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._inductor.utils import fresh_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bench import rows
+from overlap_inductor import backend
+from overlap_inductor import install
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.demo_models import load_llama
+from overlap_inductor.passes import overlap_pass
+from overlap_inductor.report import OverlapReport
+from overlap_inductor.torch_compat import hooks
+from overlap_inductor.torch_compat import inductor
+from overlap_inductor.torch_compat import lowering
+from overlap_inductor.torch_compat import post_grad
+
+VOCABULARY, HIDDEN, FFN, HEADS, TOKENS = 1024, 64, 192, 8, 64
+SETTINGS: dict[str, OverlapConfig | None] = {
+    "plain": None,
+    "auto": OverlapConfig(),
+    "ring": OverlapConfig(schedule="ring"),
+    "looping": OverlapConfig(schedule="ring", step_node_budget=1),
+}
+PHASES = ("inference", "training")
+
+
+class Clock:
+    """CPU seconds spent in named functions. A function called within another one of the clock stops that one's time."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._running: list[str] = []
+        self._since = 0.0
+
+    def _switch(self) -> None:
+        now = time.process_time()
+        if self._running:
+            self.seconds[self._running[-1]] += now - self._since
+        self._since = now
+
+    def enter(self, name: str) -> None:
+        self._switch()
+        self._running.append(name)
+
+    def leave(self) -> None:
+        self._switch()
+        self._running.pop()
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.enter(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.leave()
+
+        return call
+
+
+def instrument(clock: Clock) -> list[OverlapReport]:
+    """Count the pass, our lowerings and our hooks on ``clock`` from now on.
+
+    Returns the list that reports of the pass are appended to.
+    """
+    reports: list[OverlapReport] = []
+    run_pass, wrap = clock.timed("pass", overlap_pass.run_overlap_pass), hooks._wrap
+
+    def noted(*args: Any, **kwargs: Any) -> OverlapReport:
+        reports.append(run_pass(*args, **kwargs))
+        return reports[-1]
+
+    def timed_wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+        def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return clock.timed("hook", around)(clock.timed("inductor", original), *args, **kwargs)
+
+        wrap(owner, name, call)
+
+    def collecting(phase: str, info: object) -> None:
+        clock.enter("gc") if phase == "start" else clock.leave()
+
+    gc.callbacks.append(collecting)
+    overlap_pass.run_overlap_pass = noted  # type: ignore[assignment]
+    hooks._wrap = timed_wrap
+    for name in ("_agree", "_take", "_narrow", "_packed", "_after", "_gather_step", "_assemble"):
+        setattr(lowering, name, clock.timed("lowering", getattr(lowering, name)))
+    return reports
+
+
+def save_llama(folder: str, layers: int) -> None:
+    from transformers import LlamaConfig
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=layers,
+        num_attention_heads=HEADS, num_key_value_heads=HEADS, max_position_embeddings=TOKENS,
+        tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+@contextmanager
+def sharded_llama(layers: int, world_size: int) -> Iterator[Any]:
+    """The model's shards of rank 0, under a fake default group."""
+    rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    os.environ.update({name: str(value) for name, value in rank.items()})
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            save_llama(folder, layers)
+            yield load_llama(Path(folder), torch.float32)
+    finally:
+        dist.destroy_process_group()
+
+
+def compile_once(model: Any, config: OverlapConfig | None, trains: bool) -> None:
+    """Compile the model's call, and its backward where it ``trains``; nothing that was compiled runs."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    def compile_one(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Any:
+        nothing = post_grad.zeros_like_outputs(gm)
+        compile_fx_inner(gm, example_inputs, **keywords)
+        return nothing
+
+    def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        if config is None:
+            patches = inductor.option_patches(None, {})
+            return inductor.compile_graph(gm, example_inputs, patches, inner_compile=compile_one)
+        return backend.compile_with(config, gm, example_inputs, None, {}, inner_compile=compile_one)
+
+    ids = torch.zeros(1, TOKENS, dtype=torch.long)
+    if config is None:
+        hooks.uninstall()
+    else:
+        install.install_hooks()
+    torch.compiler.reset()
+    with post_grad.every_graph_compiled_now(), torch.set_grad_enabled(trains):
+        torch.compile(model, backend=compile_graph, fullgraph=True)(ids)
+
+
+def measured(
+    model: Any,
+    setting: str,
+    phase: str,
+    clock: Clock,
+    reports: list[OverlapReport],
+    profile: cProfile.Profile | None = None,
+) -> dict[str, Any]:
+    reports.clear()
+    clock.seconds.clear()
+    gc.collect()
+    with fresh_cache(), torch._inductor.config.patch(compile_threads=1, fx_graph_cache=False):
+        before, compiler = time.process_time(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        if profile is not None:
+            profile.enable()
+        compile_once(model, SETTINGS[setting], phase == "training")
+        if profile is not None:
+            profile.disable()
+        seconds, after = time.process_time() - before, resource.getrusage(resource.RUSAGE_CHILDREN)
+    decisions = [s.decision for r in reports for s in r.sites]
+    moving = [d.moving for d in decisions if d.status == "overlapped"]
+    return {
+        "setting": setting,
+        "phase": phase,
+        "sites": dict(Counter(d.status for d in decisions)),
+        "unrolled": sum(piece.parameters.get("unrolled") is True for piece in moving),
+        "seconds": round(seconds, 2),
+        "compiler_seconds": round(after.ru_utime + after.ru_stime - compiler.ru_utime - compiler.ru_stime, 2),
+        **{f"{name}_seconds": round(clock.seconds[name], 3) for name in ("pass", "lowering", "hook", "gc")},
+    }
+
+
+def with_ratios(found: dict[tuple[str, str], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows with what each compile takes as a multiple of the plain one of its phase."""
+    for (_, phase), row in found.items():
+        plain = found.get(("plain", phase))
+        yield row if plain is None else row | {"ratio": round(row["seconds"] / plain["seconds"], 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--phases", nargs="*", choices=PHASES, default=list(PHASES))
+    parser.add_argument("--profile", choices=SETTINGS, help="print this setting's profile instead of rows")
+    parser.add_argument("--sort", choices=("cumulative", "tottime"), default="cumulative")
+    parser.add_argument("--save-profile", default=None, help="a file for pstats, too")
+    parser.add_argument("--out", default=None)
+    arguments = parser.parse_args()
+    clock = Clock()
+    reports = instrument(clock)
+    settings = [arguments.profile] if arguments.profile else arguments.settings
+    with sharded_llama(2, arguments.world_size) as model:
+        # What a process does once (imports, patterns, the C++ compiler's version) belongs to no setting.
+        for setting in settings:
+            for phase in arguments.phases:
+                measured(model, setting, phase, clock, reports)
+    where = {
+        **rows.environment(torch.device("cpu")), "python": platform.python_version(), "cpu": cpu_name(),
+        "layers": arguments.layers, "world_size": arguments.world_size, "tokens": TOKENS,
+        "repeats": arguments.repeats, "step_node_budget": OverlapConfig().step_node_budget,
+    }  # fmt: skip
+    best: dict[tuple[str, str], dict[str, Any]] = {}
+    profile = cProfile.Profile() if arguments.profile else None
+    with sharded_llama(arguments.layers, arguments.world_size) as model:
+        for _ in range(arguments.repeats):
+            for phase in arguments.phases:
+                for setting in settings:
+                    row = measured(model, setting, phase, clock, reports, profile)
+                    print(json.dumps(row), file=sys.stderr, flush=True)
+                    key = (setting, phase)
+                    best[key] = min(best.get(key, row), row, key=lambda r: r["seconds"])
+    if profile is not None:
+        if arguments.save_profile:
+            profile.dump_stats(arguments.save_profile)
+        pstats.Stats(profile).sort_stats(arguments.sort).print_stats(80)
+        return
+    found = [row | where for row in with_ratios(best)]
+    for row in found:
+        print(json.dumps(row))
+    if arguments.out:
+        rows.append(Path(arguments.out), found)
+
+
+def cpu_name() -> str:
+    """The processor's name where Linux tells it, else its architecture."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()

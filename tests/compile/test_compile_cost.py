@@ -1,0 +1,162 @@
+"""What the pass costs a compile, counted and not timed: evaluations of fake tensors, questions about padding.
+
+``bench.compile_cost`` measures the seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from overlap_inductor.torch_compat import hooks
+from overlap_inductor.torch_compat import operators
+from overlap_inductor.torch_compat import step_values
+from overlap_inductor.torch_compat.step_values import StepValues
+from tests.fake_group import all_reduce
+from tests.fake_group import fake_group
+from tests.fake_group import reports_of
+from tests.hand_graph import HandGraph
+from tests.hand_graph import aten
+
+LARGE = 10**6
+"""A node budget within which every ring is unrolled."""
+
+
+def blocks(layers: int) -> HandGraph:
+    """Layers of plain tensor parallelism, each ``x + all_reduce(relu(x @ w) @ v)``: as many sites as layers."""
+    made = HandGraph()
+    x = made.input(16, 16)
+    weights = [[made.input(*s, name=f"{n}{i}") for n, s in (("w", (16, 8)), ("v", (8, 16)))] for i in range(layers)]
+    for w, v in weights:
+        x = made.call(aten.add.Tensor, x, made.reduce(made.mm(made.call(aten.relu.default, made.mm(x, w)), v)))
+    return made.output(x)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Counter[str]:
+    """How often fake tensors evaluate each operator in ``run``."""
+    seen: Counter[str] = Counter()
+    dispatch = FakeTensorMode.dispatch
+
+    def noted(mode: FakeTensorMode, function: Any, *args: Any, **kwargs: Any) -> Any:
+        seen[str(function)] += 1
+        return dispatch(mode, function, *args, **kwargs)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", noted)
+    run()
+    monkeypatch.undo()
+    return seen
+
+
+def test_steps_of_every_layer_are_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views apart, which have to share memory with their own base. (Each step evaluated, 64 sites took two seconds.)"""
+    found = []
+    for layers in (4, 8, 16):
+        with fake_group(2):
+            made = blocks(layers)
+            before = len(made.graph.nodes)
+            evaluated = counted(monkeypatch, lambda made=made: made.run(step_node_budget=LARGE))  # type: ignore[misc]
+            found.append((sum(evaluated.values()), len(made.graph.nodes) - before))
+    (small, fewest), (medium, fewer), (large, added) = found
+    assert added - fewer == 2 * (fewer - fewest) and large - medium <= 2.3 * (medium - small), found
+    assert large - medium < (added - fewer) / 2, found
+
+
+def test_steps_are_not_evaluated_again_behind_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor evaluates what passes have added."""
+
+    def run(layers: int) -> Counter[str]:
+        def model(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+            for w, v in zip(weights[::2], weights[1::2], strict=True):
+                x = x + all_reduce(torch.relu(x @ w) @ v, "sum", torch.distributed.group.WORLD)
+            return x
+
+        shapes = [(16, 16), *[(16, 8), (8, 16)] * layers]
+        with fake_group(2), torch.no_grad():
+            return counted(monkeypatch, lambda: reports_of(model, *map(torch.empty, shapes), step_node_budget=LARGE))
+
+    few, many = run(2), run(6)
+    ours = {name for name in many if name.startswith("overlap_inductor.")}
+    assert "overlap_inductor.take.default" in ours and "overlap_inductor.exchange_send.default" in ours
+    assert {n: many[n] - few[n] for n in ours} == dict.fromkeys(ours, 0)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_every_step_has_a_value_of_its_own(dynamic: bool) -> None:
+    """As its own fake function says, and in memory that no other step's has but those of its views."""
+    with fake_group(2):
+        made = HandGraph()
+        x = made.input(16, 16, dynamic=(0,) if dynamic else ())
+        for i in range(3):
+            x = made.reduce(made.mm(x, made.input(16, 16, name=f"w{i}")))
+        made.output(x)
+        assert made.run(step_node_budget=LARGE).counters()["sites_overlapped"] == 3
+    steps = [n for n in made.graph.nodes if "overlap_site" in n.meta]
+    assert len(steps) > 60
+    bases: dict[int, fx.Node] = {}
+    for node in steps:
+        value = node.meta["val"]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with made.mode:
+            anew = node.target(*args, **kwargs)  # type: ignore[operator]
+        found, expected = ([str(s) for s in (*v.shape, *v.stride())] for v in (value, anew))
+        assert found == expected, node
+        assert (value.dtype, value.device, value.fake_mode) == (anew.dtype, anew.device, made.mode), node
+        inputs = {t.untyped_storage()._cdata for t in operators.tensors_in((args, kwargs))}
+        memory = value.untyped_storage()._cdata
+        shares, would = (v.untyped_storage()._cdata in inputs for v in (value, anew))
+        assert shares == would, node
+        assert shares or bases.setdefault(memory, node) is node, f"{node} shares memory with {bases[memory]}"
+
+
+def test_a_value_belongs_to_its_arguments() -> None:
+    """A number's type decides the result's; another argument means another value."""
+    with fake_group(2):
+        made = HandGraph()
+    x, y = made.input(4, 6, dtype=torch.int64), made.input(6, 6, dtype=torch.int64, name="y")
+    values = StepValues()
+    results = []
+    for other in (1, 1.0, True):
+        node = made.graph.call_function(aten.add.Tensor, (x, other))
+        results.append(values.evaluate(node, "a site").dtype)
+    assert results == [torch.int64, torch.float32, torch.int64] and values.evaluated == 3
+    assert step_values.up_to_date(node)
+    node.replace_input_with(x, y)
+    assert not step_values.up_to_date(node)
+    assert values.evaluate(node, "a site").shape == (6, 6) and step_values.up_to_date(node)
+
+
+def test_a_reader_of_a_replaced_tensor_keeps_its_value_where_that_is_right() -> None:
+    """Not where its strides would be others, and never a view."""
+    with fake_group(2):
+        made = HandGraph()
+    x, alike, y = made.input(4, 6), made.input(4, 6, name="alike"), made.input(6, 4, name="y")
+    turned = made.call(aten.permute.default, y, [1, 0])
+    values = StepValues()
+    relu, alias = aten.relu.default, aten.alias.default
+    for new, target, kept in ((alike, relu, True), (turned, relu, False), (alike, alias, False)):
+        reader = made.call(target, x)
+        before = reader.meta["val"]
+        reader.replace_input_with(x, new)
+        values.keep(reader)
+        assert step_values.up_to_date(reader) == kept and reader.meta["val"] is before
+        reader.replace_input_with(new, y)
+        assert not step_values.up_to_date(reader)
+
+
+def test_collectives_are_not_looked_for_where_inductor_pads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it never does. From each matmul the residual stream was walked: two seconds for 32 layers."""
+    asked: list[fx.Node] = []
+    monkeypatch.setattr(hooks, "beside_collective", asked.append)
+
+    def model(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return x + all_reduce(torch.relu(x @ w) @ v, "sum", torch.distributed.group.WORLD)
+
+    with fake_group(2):
+        (report,) = reports_of(model, *map(torch.empty, [(16, 18), (18, 10), (10, 18)]))
+    assert report.counters()["sites_overlapped"] == 1 and asked == []
