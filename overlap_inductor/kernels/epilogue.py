@@ -93,7 +93,8 @@ _OWN_NAME = re.compile(r"[et][0-9]+_[0-9]+")
 _NODES = (
     ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.If, ast.Assign, ast.Return, ast.Name, ast.Load, ast.Store,
     ast.Attribute, ast.Call, ast.keyword, ast.Subscript, ast.Tuple, ast.Slice, ast.Constant, ast.BinOp, ast.UnaryOp,
-    ast.Compare, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.BitAnd, ast.BitOr, ast.USub, ast.Eq, ast.NotEq, ast.Lt, ast.Gt,
+    ast.Compare, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.BitAnd, ast.BitOr, ast.USub, ast.Eq, ast.NotEq,
+    ast.Lt, ast.Gt,
 )  # fmt: skip
 
 

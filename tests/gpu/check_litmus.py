@@ -278,7 +278,7 @@ class Litmus:
                 self.read(reader, amount)
             torch.cuda.synchronize()
         self.next += rounds
-        wrong = of_all_ranks([int(self.wrong.sum()) if self.reads else 0, int(self.faults.record[0])])
+        wrong = of_all_ranks([int(self.wrong.sum()) if self.reads else 0, int(self.faults.error() is not None)])
         return {"writer": writer, "reader": reader, "rounds": rounds, "wrong_words": int(wrong[0]), "faults": int(wrong[1]), "words": rounds * BLOCKS * ROWS * COLUMNS}
 
 
@@ -295,7 +295,7 @@ def inside_one_gpu(litmus: Litmus, fence: bool, rounds: int) -> dict[str, Any]:
     for amount in (0, rounds):
         send_inside[(2 * BLOCKS,)](litmus.data, litmus.descriptors[0], flags, litmus.wrong, litmus.faults.stop, 1, amount, PATIENCE_NS, fence, ROWS, COLUMNS, num_warps=4)
         torch.cuda.synchronize()
-    wrong = of_all_ranks([int(litmus.wrong.sum()), int(litmus.faults.record[0])])
+    wrong = of_all_ranks([int(litmus.wrong.sum()), int(litmus.faults.error() is not None)])
     ways = {"writer": "bulk" if fence else "bulk without fence", "reader": "another block of the GPU, past L1"}
     return {**ways, "rounds": rounds, "wrong_words": int(wrong[0]), "faults": int(wrong[1]), "words": rounds * BLOCKS * ROWS * COLUMNS * dist.get_world_size()}
 
@@ -309,7 +309,11 @@ def fault_is_recorded(litmus: Litmus) -> dict[str, Any]:
     wait_for[(8,)](litmus.flags, litmus.next + 12345, faults.stop, 50_000_000, num_warps=4)
     end.record()
     torch.cuda.synchronize()
-    return {"fault": faults.record.tolist(), "expected_wanted": litmus.next + 12345, "ms": round(start.elapsed_time(end), 2)}
+    return {
+        "fault": faults.board.record(0).tolist(),
+        "expected_wanted": litmus.next + 12345,
+        "ms": round(start.elapsed_time(end), 2),
+    }
 
 
 def main() -> int:

@@ -113,7 +113,7 @@ def queued_behind(place: Place, rounds: int) -> int:
             place.first.wait_stream(place.second)
             with torch.cuda.stream(place.first):
                 send[(1,)](place.flag.peers[0], i, num_warps=1)
-    return place.end() + int(place.faults.record[0])
+    return place.end() + int(place.faults.error() is not None)
 
 
 def beside_graphs(place: Place, rounds: int) -> int:
