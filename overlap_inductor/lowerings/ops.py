@@ -296,6 +296,27 @@ define(
 )
 
 
+def _rows_below(
+    x: torch.Tensor, dim: int, shift: int, chunk: int, start: int, size: int, group_name: str
+) -> torch.Tensor:
+    group = resolve_group(group_name)
+    first = (group.rank() + shift) % group.size() * chunk + start
+    kept = min(max(size - first, 0), x.shape[dim])
+    out = x.clone(memory_format=torch.contiguous_format)
+    out.narrow(dim, kept, x.shape[dim] - kept).zero_()
+    return out
+
+
+# ``x`` holds rows ``start, start + 1 ...`` of the shard of rank ``r + shift``. Row ``size`` of the gathered tensor, and
+# those behind it, become zeros.
+define(
+    "rows_below(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt size, str group_name) -> Tensor",
+    _rows_below,
+    lambda x, *args: x.new_empty(x.shape),
+    FLEXIBLE,
+)
+
+
 def _narrow(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
     return x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 

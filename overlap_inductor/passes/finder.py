@@ -45,6 +45,10 @@ class SiteFinder:
     def _collectives(self) -> dict[fx.Node, tuple[fx.Node, str, CollectiveNode | Reason]]:
         return {found[0]: found for found in finding.find_collectives(self.graph)}
 
+    @functools.cached_property
+    def _ordinals(self) -> dict[fx.Node, int]:
+        return {node: i for i, node in enumerate(self._collectives)}
+
     def run(self) -> SiteFinder:
         for node, kind, found in self._collectives.values():
             if isinstance(found, Reason):
@@ -180,9 +184,12 @@ class SiteFinder:
             anchor = nodes.leaves[0].node
         facts = finding.describe(collective.node, collective.kind, dim, role)
         module = naming.module_of(anchor) or naming.module_of(collective.node)
-        sizes = "|".join(f"{m.kind}:{m.n}:{m.k}:{m.dtype}" for m in matmuls)
-        identity = naming.site_id(pattern, module, self.phase, len(self.sites), sizes)
-        # (Node names are no part of the identity: Inductor numbers them after what it did elsewhere in the graph.)
+        # Node names are no part of the identity (Inductor numbers them after what it did elsewhere in the graph), nor
+        # are the matmuls: ranks may have more or less of a dim, a bias, or padding of their own. What the collective
+        # moves is the same on all of them, and so is its place among the graph's collectives.
+        ordinal = self._ordinals[collective.node]
+        moves = f"{facts.reduce_op}:{facts.dtype}:{tools.size_text(tools.shape(collective.input)[-1])}"
+        identity = naming.site_id(pattern, module, self.phase, ordinal, moves)
         self.sites.append(OverlapSite(SiteFacts(identity, pattern, module or anchor.name, facts, tuple(matmuls)), nodes, obstacle=obstacle))
 
     def _miss(self, node: fx.Node, kind: str, reason: Reason, anchor: fx.Node | None = None) -> None:

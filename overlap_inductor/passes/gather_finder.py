@@ -74,7 +74,6 @@ class _Follower:
         self.raw = Layout.gathered(shard, collective.world_size)
         self.layouts: dict[fx.Node, Layout] = {collective.wait: self.raw}
         self.through: dict[fx.Node, fx.Node] = {}
-        self.trimmed: dict[fx.Node, Any] = {}
         self.obstacles: list[Reason] = []
         self.known: dict[fx.Node, bool] = {}
         self.consumers: list[GatherConsumer] = []
@@ -94,8 +93,6 @@ class _Follower:
     def _pass_on(self, node: fx.Node, source: fx.Node, layout: Layout) -> None:
         self.layouts[node] = layout
         self.through[node] = source
-        if source in self.trimmed:
-            self.trimmed[node] = self.trimmed[source]
 
     def _visit(self, node: fx.Node) -> None:
         matmul = matmuls.parse(node)
@@ -108,15 +105,8 @@ class _Follower:
         source: fx.Node = next(s for s in node.all_input_nodes if s in self.layouts)
         layout = self.layouts[source]
         if tools.is_reshape(node):
-            if source in self.trimmed and not _keeps_leading(tools.shape(source), tools.shape(node)):
-                raise LayoutError("a reshape after the padding was cut off changes the gathered dim")
-            shape = tools.shape(node)
-            if source in self.trimmed:
-                shape = [layout.shape()[0], *shape[1:]]
-            self._pass_on(node, source, layout.reshape(shape))
+            self._pass_on(node, source, layout.reshape(tools.shape(node)))
         elif (order := tools.permutation(node)) is not None:
-            if source in self.trimmed:
-                raise LayoutError("the padded dim is moved after the padding was cut off")
             self._pass_on(node, source, layout.permute(order))
         elif node.target is aten.slice.Tensor:
             self._visit_slice(node, source)
@@ -138,19 +128,17 @@ class _Follower:
             layout = self.layouts[source]
             if target != 0:
                 layout = layout.move_rank(0, target)
-            self._pass_on(node, source, layout)
-            if kept is not None:
-                self.trimmed[node] = kept
+            self._pass_on(node, source, layout if kept is None else layout.cut_short(0, kept))
 
     def _visit_slice(self, node: fx.Node, source: fx.Node) -> None:
         dim, start = operators.argument(node, "dim"), operators.argument(node, "start") or 0
-        layout = self.layouts[source]
-        if same_size(tools.shape(node)[dim], tools.shape(source)[dim]):
+        layout, kept = self.layouts[source], tools.shape(node)[dim]
+        if same_size(kept, tools.shape(source)[dim]):
             self._pass_on(node, source, layout)
-        elif start == 0 and operators.argument(node, "step") == 1 and layout.rank_dim() == dim == 0 and source not in self.trimmed:
-            if not ShardedDim.of(layout).before:
-                self._pass_on(node, source, layout)
-                self.trimmed[node] = tools.shape(node)[0]
+        elif isinstance(kept, int) and kept < 2:
+            return
+        elif start == 0 and operators.argument(node, "step") == 1 and layout.leads_with_rank(dim):
+            self._pass_on(node, source, layout.cut_short(dim, kept))
 
     def _visit_pointwise(self, node: fx.Node, source: fx.Node) -> None:
         layout = self.layouts[source]
@@ -163,7 +151,7 @@ class _Follower:
                     self.obstacles.append(Reason("weight_depends_on_collective", f"{other.name}, which {node.name} reads, needs the whole gathered tensor"))
                 return
         for other in tools.tensor_inputs(node):
-            same = other in self.layouts and self.layouts[other].same_elements(layout) and self.trimmed.get(other) is self.trimmed.get(source)
+            same = other in self.layouts and self.layouts[other].same_elements(layout)
             if not same and not tools.is_scalar_like(other):
                 if _is_operand(node):
                     self.obstacles.append(
@@ -171,8 +159,6 @@ class _Follower:
                     )
                 return
         self.layouts[node] = layout
-        if source in self.trimmed:
-            self.trimmed[node] = self.trimmed[source]
 
     def _consume(self, matmul: matmuls.MatmulNode) -> None:
         for operand, node, other in (("lhs", matmul.lhs, matmul.rhs), ("rhs", matmul.rhs, matmul.lhs)):
@@ -188,15 +174,14 @@ class _Follower:
             layout = self.layouts[node]
             sharded = ShardedDim.of(layout)
             role = matmul.role(operand, sharded.dim)
-            trimmed = self.trimmed.get(node)
-            if role == "K" and (trimmed is not None or matmul.kind == "scaled_mm"):
-                what = "its padding was cut off" if trimmed is not None else "its operands are scaled"
-                self.obstacles.append(Reason("split_contraction", f"{matmul.node.name} contracts the gathered dim and {what}"))
+            if role == "K" and matmul.kind == "scaled_mm":
+                text = f"{matmul.node.name} contracts the gathered dim and its operands are scaled"
+                self.obstacles.append(Reason("split_contraction", text))
                 return
             if role == "B":
                 self.obstacles.append(Reason("layout", f"{matmul.node.name} is batched over the gathered dim"))
                 return
-            self.consumers.append(GatherConsumer(matmul, operand, role, layout, sharded, trimmed))
+            self.consumers.append(GatherConsumer(matmul, operand, role, layout, sharded))
             return
         if any(scale in self.layouts for scale in matmul.scales()):
             self.obstacles.append(Reason("no_matmul", f"it gathers a scale of {matmul.node.name}, none of its operands: there is nothing to hide it behind"))
@@ -205,10 +190,6 @@ class _Follower:
 def _is_operand(node: fx.Node) -> bool:
     """Of a matmul: what is only its bias or scale is judged with it."""
     return any(m is not None and node in (m.lhs, m.rhs) for m in map(matmuls.parse, node.users))
-
-
-def _keeps_leading(before: list[Any], after: list[Any]) -> bool:
-    return bool(before) and bool(after) and same_size(before[0], after[0])
 
 
 def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Reason]]:

@@ -44,7 +44,9 @@ def forms_of(nodes: GatherNodes) -> list[Form] | None:
 
 
 def _is_plain(consumer: GatherConsumer) -> bool:
-    if consumer.matmul.kind not in looping.PLAIN or consumer.trimmed is not None or consumer.role not in ("M", "N", "K"):
+    if consumer.matmul.kind not in looping.PLAIN or consumer.role not in ("M", "N", "K"):
+        return False
+    if consumer.role == "K" and consumer.sharded.short:
         return False
     bias = consumer.matmul.bias
     return bias is None or len(tools.shape(bias)) == 1 and consumer.role != "N"
@@ -104,7 +106,10 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route
     for i, consumer in enumerate(nodes.consumers):
         result = emit.call(looping.getitem, results, i)
         dim = {"M": 0, "N": 1}.get(consumer.role)
-        replaced[consumer.matmul.node] = result if dim is None else emit.contiguous(_in_place(emit, result, dim, consumer.sharded, from_ranks=True))
+        if dim is not None:
+            whole = _in_place(emit, result, dim, consumer.sharded, from_ranks=True)
+            result = emit.contiguous(emit.cut_to_size(whole, dim, consumer.sharded))
+        replaced[consumer.matmul.node] = result
     return chain, replaced | looping.gathered_as(emit, nodes, gathered) if operand is nodes.collective.wait else replaced
 
 

@@ -19,6 +19,9 @@ from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import LayoutError
 from overlap_inductor.passes.layouts import ShardedDim
 from overlap_inductor.passes.layouts import same_size
+from overlap_inductor.passes.padded_output import nodes_between
+from overlap_inductor.passes.padded_output import padded_output
+from overlap_inductor.passes.padded_output import padding_before
 from overlap_inductor.passes.pieces import appended_to
 from overlap_inductor.passes.pieces import piece_of
 from overlap_inductor.passes.site_nodes import CollectiveNode
@@ -54,12 +57,27 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
 
 
 def _is_matmul_result(node: fx.Node) -> bool:
-    """Whether ``node`` is the result of a matmul in another form."""
-    while matmuls.parse(node) is None:
-        if not (tools.is_reshape(node) or tools.permutation(node) is not None or tools.is_cast(node)):
+    """Whether ``node`` is the result of a matmul, or a sum of such, in another form."""
+    pending, seen = [node], {node}
+    while pending:
+        node = pending.pop()
+        if matmuls.parse(node) is not None:
+            continue
+        sources = _summands(node)
+        if tools.is_reshape(node) or tools.permutation(node) is not None or tools.is_cast(node):
+            sources = [node.args[0]]  # type: ignore[list-item]
+        if not sources:
             return False
-        node = node.args[0]  # type: ignore[assignment]
+        pending += [s for s in sources if s not in seen]
+        seen.update(sources)
     return True
+
+
+def _summands(node: fx.Node) -> list[fx.Node]:
+    """The tensors that ``node`` adds to each other, and nothing else; none where it does anything else."""
+    if node.target is not aten.add.Tensor or node.kwargs or not all(map(tools.is_tensor, node.args)):
+        return []
+    return list(node.args)  # type: ignore[arg-type]
 
 
 class _Tracer:
@@ -76,6 +94,9 @@ class _Tracer:
         self.obstacle: Reason | None = None
         self.region: set[fx.Node] = set()
         self.unfolded: set[fx.Node] = set()
+        self.root: fx.Node
+        """What is computed for the first collective: its input, or that before zeros were appended (``padding``)."""
+        self.padding: fx.Node | None = None
 
     def trace(self, root: fx.Node, layout: Layout) -> None:
         """Assign layouts; raises ``LayoutError``. ``obstacle`` is set where an op does not commute."""
@@ -102,8 +123,8 @@ class _Tracer:
             self.region.add(node)
             if node.op != "call_function":
                 self._external(node)
-            elif (padded := appended_to(node)) is not None and _is_matmul_result(padded[0]):
-                source, dim = padded
+            elif (appended := appended_to(node)) is not None and _is_matmul_result(appended[0]):
+                source, dim = appended
                 self._through(node, source, layout.cut_short(dim, tools.shape(source)[dim]), pending)
             elif node.target is aten.cat.default and isinstance(found := _scatter_source(node, self.world_size), tuple):
                 source, dim = found
@@ -160,10 +181,12 @@ def _traced(collectives: list[CollectiveNode], owned: Collection[fx.Node], read:
     """What the collectives' inputs are made of. Raises ``LayoutError``."""
     first = collectives[0]
     tracer = _Tracer(first.world_size, first.kind != "all_gather", owned, read)
-    shape = tools.shape(first.input)
+    tracer.padding = padding_before(first.input) if first.kind == "all_gather" else None
+    tracer.root = first.input if tracer.padding is None else tracer.padding.args[0]  # type: ignore[assignment]
+    shape = tools.shape(tracer.root)
     layout = Layout.scattered(shape, first.world_size) if first.kind == "reduce_scatter" else Layout.of_shape(shape)
-    for collective in collectives:
-        tracer.trace(collective.input, layout)
+    for root in (tracer.root, *(c.input for c in collectives[1:])):
+        tracer.trace(root, layout)
     return tracer
 
 
@@ -179,12 +202,13 @@ def find_reduce(
             left = [m.node for m in tracer.leaves if m.node in owned]
             tracer = _traced(collectives, owned, owned)
         left += tracer.left
+        if left and not tracer.leaves:
+            names = ", ".join(n.name for n in left)
+            text = f"the sum that it takes is computed within {names}, which belongs to another site"
+            return None, Reason("shares_nodes", text), left
+        nodes, obstacle = _site(collectives, result, tracer)
     except LayoutError as error:
         return None, Reason("layout", str(error)), left
-    if left and not tracer.leaves:
-        names = ", ".join(n.name for n in left)
-        return None, Reason("shares_nodes", f"the sum that it takes is computed within {names}, which belongs to another site"), left
-    nodes, obstacle = _site(collectives, result, tracer)
     return nodes, obstacle, left
 
 
@@ -194,7 +218,7 @@ def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: _Tracer) -
     if tracer.obstacle is not None:
         return None, tracer.obstacle
     if not tracer.leaves:
-        return None, _blocking_op(first.input)
+        return None, _blocking_op(tracer.root)
     refusal = next((r for r in (m.refusal() for m in tracer.leaves) if r), None)
     if refusal is not None:
         return None, Reason("matmul_form", refusal)
@@ -211,16 +235,17 @@ def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: _Tracer) -
     for node in tracer.externals if forks else []:
         if tools.depends_on(node, leaf.node, known):
             return None, Reason("op_between", f"{node.target} stands between {leaf.node.name} and the collective and does not commute with it")
-    try:
-        sharded = _cut(first.kind, leaf, layout, tracer.layouts[first.input], world_size)
-        _check_externals(tracer, layout)
-    except LayoutError as error:
-        return None, Reason("layout", str(error))
+    sharded = _cut(first.kind, leaf, layout, tracer.layouts[tracer.root], world_size)
+    _check_externals(tracer, layout)
+    padding = None
+    if tracer.padding is not None:
+        padding, sharded = padded_output(tracer.padding, leaf, layout, sharded)
     role = leaf.output_role(sharded.dim)
-    if sharded.missing and (reason := _not_zero(tracer, sharded, role)) is not None:
+    if sharded.short and (reason := _not_zero(tracer, sharded, role)) is not None:
         return None, reason
-    nodes = ReduceNodes(collectives, result, tracer.leaves, tracer.layouts, tracer.through, tracer.externals, sharded, role, tracer.unfolded)
-    ends = {c.node for c in collectives}
+    found = (tracer.leaves, tracer.layouts, tracer.through, tracer.externals)
+    nodes = ReduceNodes(collectives, result, *found, sharded, role, tracer.unfolded, padding)
+    ends = {c.node for c in collectives} | nodes_between(first.input, tracer.root)
     inside = tracer.region | ends | set(tracer.through)
     outside = [(n, u) for n in tracer.region for u in n.users if u not in inside and not _is_piece(u, inside)]
     obstacle = None
@@ -233,12 +258,15 @@ def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: _Tracer) -
 def _not_zero(tracer: _Tracer, sharded: ShardedDim, role: str) -> Reason | None:
     """Why rows of zeros in the matmuls' operands would not give the rows of zeros that are appended to their result."""
     for matmul in tracer.leaves:
-        if matmul.kind == "scaled_mm" or matmul.bias is not None or role == "B":
+        biased = matmul.bias is not None and matmul.bias not in tracer.unfolded
+        if matmul.kind == "scaled_mm" or role == "B" or biased:
             return Reason("not_plain_scatter", f"the result of {matmul.node.name} ({matmul.kind}) is padded, which its operands cannot stand for")
     if not same_size(sharded.size, tools.shape(tracer.leaves[0].node)[sharded.dim]):
         return Reason("layout", f"rows of {tracer.leaves[0].node.name} are appended to in a dim that is cut further")
     for node in tracer.region:
-        if tools.is_pointwise(node) and not tools.is_cast(node):
+        # (A sum of zeros is zero.)
+        adds = _summands(node)
+        if tools.is_pointwise(node) and not tools.is_cast(node) and not (adds and tracer.region.issuperset(adds)):
             return Reason("not_plain_scatter", f"{node.name} stands between the matmul and the padding of its result")
     return None
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -89,6 +90,7 @@ class _Consumer:
         self.axis = _axis(consumer, lead) if lead is not None else None
         self.pieces: list[Piece] = []
         self.totals: dict[int, fx.Node] = {}
+        self.whole: dict[fx.Node, fx.Node] = {}
         self.bands: dict[int, tuple[Size, Size]] = {}
 
     def block(self, start: Size, length: Size) -> tuple[Block, Size, Size | None]:
@@ -108,17 +110,19 @@ class _Consumer:
         matmul, sharded, role = consumer.matmul, consumer.sharded, consumer.role
         block, cross_start, cross_length = self.block(start, length) if part is not None else (Block.whole(sharded), 0, None)
         cross_role = matmul.role(consumer.operand, self.axis[1]) if self.axis and self.axis[0] == "cross" else None
-        other = consumer.other_node
+        side = "rhs" if consumer.operand == "lhs" else "lhs"
+        along: Any = matmul.operand_dim(side, "K")
+        other = consumer.other_node if role != "K" else self._whole(consumer.other_node, along)
         slicers: dict[str, matmuls.Slicer] = {}
         if cross_length is not None and cross_role is not None:
             slicers[cross_role] = lambda x, dim: emit.narrow(x, dim, cross_start, cross_length)
             if cross_role == "B":
                 other = emit.narrow(other, 0, cross_start, cross_length)
         if role != "K":
-            slicers[role] = lambda x, dim: emit.take_sharded(x, dim, sharded, shift, block)
+            slicers[role] = lambda x, dim: emit.take_sharded(self._whole(x, dim), dim, sharded, shift, block)
         else:
-            side = "rhs" if consumer.operand == "lhs" else "lhs"
-            other = emit.take_sharded(other, matmul.operand_dim(side, "K"), sharded, shift, block)  # type: ignore[arg-type]
+            other = emit.take_sharded(other, along, sharded, shift, block)
+            operand = emit.without_padding(operand, sharded, shift, block)
         lhs, rhs = (operand, other) if consumer.operand == "lhs" else (other, operand)
         if role != "K":
             piece = matmuls.emit(emit.graph, matmul, lhs, rhs, slicers)
@@ -134,6 +138,13 @@ class _Consumer:
         node = matmuls.emit_partial(emit.graph, matmul, lhs, rhs, total)
         _annotate_new(emit, node)
         self.totals[band] = node
+
+    def _whole(self, x: fx.Node, dim: int) -> fx.Node:
+        """``x``, which is indexed along ``dim`` as the gathered dim is, with rows of zeros for what its last shards are
+        short of."""
+        if x not in self.whole:
+            self.whole[x] = self.emit.whole_chunks(x, dim, self.consumer.sharded)
+        return self.whole[x]
 
     def finish(self) -> fx.Node:
         return self._sum() if self.consumer.role == "K" else self.assemble(self.pieces)
@@ -165,9 +176,8 @@ class _Consumer:
             shifts.append(part.shift)
             starts += start
         out = emit.call(overlap.assemble.default, nodes, split, dim, sharded.chunk, shifts, starts, emit.group_name)
-        trimmed = self.consumer.trimmed
-        if trimmed is not None:
-            out = emit.narrow(out, dim, 0, trimmed)
+        if sharded.short:
+            out = emit.narrow(out, dim, 0, full - sharded.missing)
         return emit.reshape(out, shape)
 
     def _sum(self) -> fx.Node:

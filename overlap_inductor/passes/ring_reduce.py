@@ -25,6 +25,7 @@ from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import matmuls
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import Size
+from overlap_inductor.passes.padded_output import gathered_shape
 from overlap_inductor.passes.ring_gather import _annotate_new
 from overlap_inductor.passes.site_nodes import ReduceNodes
 from overlap_inductor.passes.steps import Block
@@ -54,13 +55,15 @@ class _Slices:
 
     def _compute(self, cut: matmuls.Slicer) -> fx.Node:
         done: dict[fx.Node, fx.Node] = {}
-        pieces = [self._evaluate(c.input, cut, done) for c in self.nodes.collectives]
+        pieces = [self._evaluate(node, cut, done) for node in self.nodes.computed]
         total = pieces[0]
         for piece in pieces[1:]:
             total = self.emit.call(aten.add.Tensor, total, piece)
         expected = tools.dtype(self.nodes.collectives[0].input)
         if tools.dtype(total) != expected:
             raise RuntimeError(f"a piece is {tools.dtype(total)}, the collective moves {expected}")
+        if self.nodes.padding is not None and self.nodes.padding.columns:
+            total = self.emit.call(aten.constant_pad_nd.default, total, [0, self.nodes.padding.columns])
         return self.in_memory(total)
 
     def in_memory(self, piece: fx.Node) -> fx.Node:
@@ -168,7 +171,7 @@ def rewrite_reduce_scatter(emit: StepEmitter, nodes: ReduceNodes, parts: int, ro
 
 
 def _scattered_layout(nodes: ReduceNodes) -> Layout:
-    return nodes.layouts[nodes.collectives[0].input].without_rank()
+    return nodes.layouts[nodes.computed[0]].without_rank()
 
 
 def _leaf_shape(nodes: ReduceNodes, rows: Size) -> list[Size]:
@@ -296,7 +299,7 @@ def rewrite_all_reduce(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.
     return_band(*waiting, newest=waiting[1])
     _reduce_left_over(emit, nodes, slices, result, inner, reduce_op)
     emit.communicate(overlap.exchange_wait.default, emit.chain, result, [], bounds, list(range(parts)), *back)
-    final = emit.convert(result, nodes.leaf_layout, nodes.layouts[collective.input])
+    final = emit.convert(result, nodes.leaf_layout, nodes.layouts[nodes.computed[0]])
     return emit.contiguous(emit.reshape(final, tools.shape(collective.node)))
 
 
@@ -319,11 +322,11 @@ def rewrite_gathered_output(emit: StepEmitter, nodes: ReduceNodes, parts: int) -
     collective = nodes.collectives[0]
     dtype = tools.dtype(collective.input)
     slices = _Slices(emit, nodes)
-    shape = tools.shape(nodes.leaves[0].node)
-    parts = part_count(shape[0], parts)
-    cuts = pieces_of(shape[0], parts)
-    inner = tools.numel(shape[1:])
-    bounds = [start * inner for start, _ in cuts] + [shape[0] * inner]
+    rows, *widths = gathered_shape(nodes)
+    parts = part_count(rows, parts)
+    cuts = pieces_of(rows, parts)
+    inner = tools.numel(widths)
+    bounds = [start * inner for start, _ in cuts] + [rows * inner]
     arguments = ("broadcast", emit.group_name, emit.site)
     buffer = emit.communicate(
         overlap.exchange_start.default, emit.chain, tools.shape(collective.node), bounds, dtype, *arguments

@@ -9,7 +9,6 @@ from torch import fx
 
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import ShardedDim
-from overlap_inductor.passes.layouts import Size
 from overlap_inductor.passes.matmuls import MatmulNode
 from overlap_inductor.schedule import Decision
 from overlap_inductor.schedule import Reason
@@ -38,15 +37,14 @@ class CollectiveNode:
 
 @dataclass(frozen=True)
 class GatherConsumer:
-    """A matmul one of whose operands is the gathered tensor. ``layout`` is the operand's; ``trimmed`` its gathered dim's size where
-    padding of uneven shards was cut off."""
+    """A matmul one of whose operands is the gathered tensor. ``layout`` is the operand's, without the padding of uneven
+    shards where that was cut off."""
 
     matmul: MatmulNode
     operand: str
     role: str
     layout: Layout
     sharded: ShardedDim
-    trimmed: Size | None = None
 
     @property
     def operand_node(self) -> fx.Node:
@@ -81,6 +79,19 @@ class GatherNodes:
     epilogue: Epilogue = field(default_factory=Epilogue)
 
 
+@dataclass(frozen=True)
+class Padding:
+    """``node`` appends zeros to a rank's output before it is gathered, where other ranks have more: ``columns`` to the
+    matmul's columns; where that is 0, rows, which ``ReduceNodes.sharded`` counts as missing."""
+
+    node: fx.Node
+    columns: int
+
+    @property
+    def source(self) -> fx.Node:
+        return self.node.args[0]  # type: ignore[return-value]
+
+
 @dataclass
 class ReduceNodes:
     """matmuls -> views and pointwise ops -> collective(s). ``collectives`` are several where all-reduces are added afterwards;
@@ -96,6 +107,12 @@ class ReduceNodes:
     sharded: ShardedDim
     role: str
     unfolded: set[fx.Node] = field(default_factory=set)
+    padding: Padding | None = None
+
+    @property
+    def computed(self) -> list[fx.Node]:
+        """What the region computes for each collective: its input, or that before it was padded."""
+        return [self.padding.source] if self.padding is not None else [c.input for c in self.collectives]
 
     def rename(self, replaced: dict[fx.Node, fx.Node]) -> None:
         """Follow a rewrite before: what is read from outside may be another node now."""

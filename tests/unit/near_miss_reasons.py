@@ -203,8 +203,12 @@ def _() -> OverlapReport:
 @case("split_contraction", "near_miss")
 def _() -> OverlapReport:
     made = HandGraph()
-    cut = made.call(aten.slice.Tensor, made.gather(made.input(4, 16)), 0, 0, 7)
-    return made.output(made.mm(made.input(5, 7, name="left"), cut), made.input(1, name="unused")).run()
+    x, w = made.input(32, 16, dtype=torch.float8_e4m3fn), made.input(48, 32, dtype=torch.float8_e4m3fn, name="w")
+    scales = [made.input(name=name) for name in ("scale_a", "scale_b")]
+    gathered = made.gather_on(x, 1)
+    turned = made.call(aten.permute.default, w, [1, 0])
+    y = made.call(aten._scaled_mm.default, gathered, turned, *scales, None, None, torch.bfloat16)
+    return made.output(y).run()
 
 
 @case("layout", "near_miss", "gather")
