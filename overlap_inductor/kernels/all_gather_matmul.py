@@ -33,6 +33,7 @@ from overlap_inductor.kernels.signals import finish_call
 from overlap_inductor.kernels.signals import has_come
 from overlap_inductor.kernels.signals import load_fence
 from overlap_inductor.kernels.signals import signal_flag
+from overlap_inductor.kernels.signals import unless_aborted
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.kernels.tile_order import arriving
 from overlap_inductor.kernels.tile_order import claim
@@ -113,8 +114,10 @@ def all_gather_matmul(
                             sending = sent and not has_come(flag, call + 1)
                     wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_PART, shard)
                     load_fence()
+                one = unless_aborted(1.0, stop)
                 b_desc, c_desc, c, bias, columns, biased, weight, n = _weight_of(weights, n, COUNT, BIASES, BLOCK_N)
                 total = multiply_tile(gathered_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, biased, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIASES > 0)
+                total *= one
                 following = claim(queues + 2, THREADS)
                 _store(c_desc, c, total, extra0, extra1, weight, shard, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES, EPILOGUE)
                 turn = claimed(following)

@@ -262,6 +262,13 @@ def look(stop):
 
 
 @triton.jit
+def unless_aborted(number, stop):
+    """``number``, or NaN where a wait of the group has been given up: what a result is multiplied with that rests on a
+    wait before. A CUDA graph's replays have nobody to raise an error to."""
+    return tl.where(look(stop) == 0, number, float("nan"))
+
+
+@triton.jit
 def may_store(stop):
     """Whether no wait of the group has been given up, for the masks of what is stored to peers: a rank that gave up
     waiting for leave has none."""

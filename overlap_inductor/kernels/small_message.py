@@ -22,9 +22,9 @@ whether blocks are resident together or not, since it rests on whole kernels. A 
 waited for, and its data lie in the other half. Calls with credits in the same slot would break it; the arena gives them other slots.
 
 Aborts (``signals``). A block looks at the abort word beside the call and, in two-shot, beside the partial rows behind
-its wait for them. Where it is set nothing is stored to peers or signalled, in this call and all later ones: the argument
-above rests on calls whose waits have succeeded. A result that was summed behind a wait that was given up, or in a call
-after it, is NaN: a CUDA graph's replays have nobody to raise an error to.
+its wait for them. Where it is set nothing is stored to peers or signalled, in this call and all later ones: the
+argument above rests on calls whose waits have succeeded. A result that was summed behind a wait that was given up, or
+in a call after it, is NaN: a CUDA graph's replays have nobody to raise an error to.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1; between calls, the end of a kernel
 before the start of the next one on the stream. CUDA graphs: the number of the call is read from device memory; the last block to have read it counts it on,

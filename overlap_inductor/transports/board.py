@@ -8,8 +8,8 @@ says on what.
     from ``BOARD_HEAD`` on   ``FAULT_WORDS`` a rank: its record (``kernels.layout``), which nobody else writes
 
 A record is written first, then word 0, then the abort words of the GPUs (``kernels.signals``). So a rank whose kernel
-was stopped finds the record as soon as that kernel has ended, and a host that looks at one word of its own memory before
-each call knows of every fault of the group.
+was stopped finds the record as soon as that kernel has ended, and a host that looks at one word of its own memory
+before each call knows of every fault of the group.
 
 A board is shared by ranks of one machine; where a group has ranks elsewhere, or no GPU can reach another, each rank has
 one of its own, on which it stands alone. The pages of a board are never given back: kernels that were captured hold
