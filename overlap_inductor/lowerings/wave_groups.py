@@ -37,8 +37,8 @@ from overlap_inductor.lowerings.wave_plan import predicted
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.distributed import is_alive
 from overlap_inductor.transports import nccl
+from overlap_inductor.transports.call_order import call_order
 from overlap_inductor.transports.workspace import GroupWorkspace
-from overlap_inductor.transports.workspace import one_after_the_other
 from overlap_inductor.transports.workspace import workspace_of
 
 TABLE_WORDS = 32
@@ -282,8 +282,7 @@ def _checked(
     if scatters and a.shape[0] % group.size():
         raise UnsupportedError(f"{a.shape[0]} rows do not fall into {group.size()} equal shards")
     waves = waves_of(group, a.device)
-    waves.place.faults.check()
-    if a.is_cuda:
-        one_after_the_other(a.device)
     call = Call(a, b, bias, scatters, average, site, p, waves)
-    return call.run(call.plan())
+    with call_order(a.device):
+        waves.place.faults.check()
+        return call.run(call.plan())

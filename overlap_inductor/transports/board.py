@@ -26,9 +26,9 @@ from typing import Protocol
 
 import torch
 
-from overlap_inductor.errors import OverlapError
 from overlap_inductor.kernels.layout import BOARD_HEAD
 from overlap_inductor.kernels.layout import FAULT_WORDS
+from overlap_inductor.transports.all_or_none import NotOnAllRanks
 from overlap_inductor.transports.driver import mapped_address
 
 SHARED_FOLDER = Path("/dev/shm")
@@ -93,7 +93,7 @@ def shared_board(group_name: str, rank: int, exchange: Exchange, together: Calla
         together: returns when all ranks have come so far, and what they have written is there.
 
     Raises:
-        OverlapError: a rank cannot see the board; on all ranks.
+        NotOnAllRanks: a rank cannot see the board; on all ranks.
     """
     device, world_size = exchange.local.device, len(exchange.peers)
     if rank == 0:
@@ -115,7 +115,7 @@ def shared_board(group_name: str, rank: int, exchange: Exchange, together: Calla
     if rank == 0:
         path.unlink()
     if board is None or int(exchange.local[2]):
-        raise OverlapError(
+        raise NotOnAllRanks(
             f"the ranks of group {group_name!r} cannot all map one file of {SHARED_FOLDER}{problem}, by which they "
             f"tell each other of faults. Give them one {SHARED_FOLDER} (the same container, or --ipc=host), or set "
             "OVERLAP_INDUCTOR_SCHEDULE=ring."

@@ -105,6 +105,19 @@ def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(made.value, device=device)
 
 
+CAPTURING = 1
+"""Status of a stream that is being captured."""
+
+
+def capture_number(stream: int) -> int:
+    """The number of the capture that a stream is in, given by its number; no other one of the process has had or will
+    have it. 0: it is in none. Raises ``RuntimeError``."""
+    status, number = ctypes.c_int(), ctypes.c_ulonglong()
+    call = _function("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
+    call(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    return number.value if status.value == CAPTURING else 0
+
+
 class Graph:
     """What ``start`` launches on the current stream, captured."""
 

@@ -104,15 +104,15 @@ class FaultRecord:
         return cls(group_name, ranks, rank, board, stop, table, [stop.data_ptr()])
 
     @classmethod
-    def shared(cls, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> FaultRecord:
-        """One for all ranks of ``group``, which call this together; not while a CUDA graph is captured.
+    def shared(cls, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, together: symmetric.Together = symmetric.each_alone) -> FaultRecord:
+        """One for all ranks of ``group``, which call this at one time; not while a CUDA graph is captured. ``together``: as of ``symmetric.allocate``.
 
         Raises:
-            OverlapError: the ranks have no memory of the host in common; on all ranks.
+            NotOnAllRanks: the ranks have no memory of the host in common; on all ranks.
         """
-        memory = symmetric.allocate(layout.STOP_WORDS, torch.int32, device, group)
+        memory = symmetric.allocate(layout.STOP_WORDS, torch.int32, device, group, together)
 
-        def together() -> None:
+        def all_here() -> None:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             dist.barrier(group=group)
@@ -123,12 +123,12 @@ class FaultRecord:
             # (The abort word itself belongs to whoever gives up, from now on.)
             words = memory.local[1:]
             exchange = _Behind(words, tuple(peer[1:] for peer in memory.peers))
-            board = shared_board(group.group_name, group.rank(), exchange, together)
+            board = shared_board(group.group_name, group.rank(), exchange, all_here)
             words.copy_(stop_words(group.rank(), board, memory.pointers))
             known = memory.local, memory.pointers, memory.pointers.tolist()
             found = cls(group.group_name, ranks, group.rank(), board, *known, memory=memory)
             # (No rank runs a kernel before all can be told.)
-            together()
+            all_here()
             return found
 
         # On a thread of its own: a first run under CUDA graph trees takes what its thread allocates for the graph's

@@ -65,6 +65,7 @@ def expected(late: float) -> dict[str, Expected]:
         "late": Expected(0, 0, None, late),
         "replays": Expected(KILLED, ABORTED, WAITED + r".*?the process is ended\.", TIMEOUT_SECONDS + GRACE_SECONDS, logged=True, probed=True),
         "ended": Expected(1, 1, WAITED + r".*?The program ends without having been told", logged=True),
+        "behind": Expected(1, 1, WAITED + r".*?The program ends without having been told", logged=True),
         "again": Expected(0, 0, WAITED, others_told=WAITED),
         "aborted": Expected(0, 0, r"group '\S+' was aborted;", 1.0, others_told=r"group '\S+' was aborted by rank 0;"),
     }

@@ -224,6 +224,14 @@ class Rank:
         if not self.fails:
             self.site.call()
 
+    def behind(self) -> None:
+        """The group is destroyed while its last call is in flight, and what that returns is read behind it."""
+        self.site.calls(CALLS - 1)
+        if not self.fails:
+            result = self.site.compiled(*self.site.inputs)
+            dist.destroy_process_group(self.site.group)
+            result.float().sum().item()
+
     def again(self) -> None:
         """The survivors of a skipped call make a new group; nothing ends them afterwards."""
         self.skipped()

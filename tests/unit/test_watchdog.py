@@ -35,12 +35,13 @@ class Scene:
     now: float = 0.0
     alive: bool = True
     ends: list[str] = field(default_factory=list)
+    in_flight: bool = False
 
     def __post_init__(self) -> None:
         self.faults = FaultRecord.of("tp", [4, 5, 6], torch.device("cpu"))
         self.site = self.faults.number("mlp/up")
         self.dog = Watchdog(self.ends.append, lambda: self.now)
-        self.dog.watch(self.faults, lambda: self.alive)
+        self.dog.watch(self.faults, lambda: self.alive, lambda: self.in_flight)
 
     def give_up(self, rank: int = 0, stamp: int = 0) -> None:
         """What a kernel leaves behind that has waited for call 8 of the group's second rank, on the ``rank``-th one."""
@@ -150,6 +151,60 @@ def test_destroyed_groups_are_forgotten() -> None:
     assert scene.ends == [] and scene.dog.close() == []
 
 
+def test_a_fault_behind_the_groups_destruction_is_told_at_the_programs_end(caplog: pytest.LogCaptureFixture) -> None:
+    """Its last calls were in flight: what they return is read behind that."""
+    scene = Scene(in_flight=True)
+    scene.look(0)
+    scene.alive = False
+    scene.look(1, 2)
+    scene.give_up()
+    scene.look(3)
+    scene.in_flight = False
+    scene.look(4, 1e9)
+    assert (
+        scene.ends == []
+        and "so that no call can raise this error: the program will end with exit status 1" in caplog.text
+    )
+    assert "rank 5" in scene.dog.close()[0]
+
+
+def test_a_fault_of_the_call_that_has_just_ended_is_seen() -> None:
+    scene = Scene(in_flight=True)
+    scene.alive = False
+
+    def ends() -> bool:
+        scene.give_up()
+        return False
+
+    scene.dog._watches[0].in_flight = ends
+    scene.look(0)
+    assert len(scene.dog.close()) == 1
+
+
+def test_what_peers_do_when_this_ranks_calls_have_ended_is_not_its_fault() -> None:
+    scene = Scene(in_flight=True)
+    scene.alive = False
+    scene.look(0)
+    scene.in_flight = False
+    scene.look(1)
+    scene.give_up(1)
+    scene.look(2)
+    assert scene.dog.close() == []
+
+
+def test_where_cuda_has_failed_no_call_is_known_to_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "EXIT_SECONDS", 0.05)
+    scene = Scene()
+
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    scene.dog._watches[0].in_flight = fail
+    scene.alive = False
+    scene.look(0)
+    assert "CUDA has failed" in scene.dog.close()[0]
+
+
 def test_a_grace_period_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", math.inf)
     scene = Scene()
@@ -159,7 +214,7 @@ def test_a_grace_period_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_groups_on_gpus_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched: list[tuple[Any, Callable[[], bool]]] = []
+    watched: list[tuple[Any, Callable[[], bool], Callable[[], bool]]] = []
     monkeypatch.setattr(watchdog, "watch", lambda *arguments: watched.append(arguments))
     scene = Scene()
     monkeypatch.setattr(FaultRecord, "of", lambda *arguments: scene.faults)
@@ -167,8 +222,8 @@ def test_groups_on_gpus_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_group(2) as group:
         place = workspace.workspace_of(group, torch.device("cuda", 0))
         assert workspace.workspace_of(group, torch.device("cuda", 0)) is place
-        [(faults, alive)] = watched
-        assert faults is place.faults and alive()
+        [(faults, alive, in_flight)] = watched
+        assert faults is place.faults and alive() and not in_flight()
     assert not alive()
 
 
@@ -184,9 +239,9 @@ class Faults:
         return "site a waited in vain for rank 1."
     def stop_waits(self):
         pass
-alive = [True]
+alive, in_flight = [True], [False]
 {before}
-watchdog.watch(Faults(), lambda: alive[0])
+watchdog.watch(Faults(), lambda: alive[0], lambda: in_flight[0])
 {rest}
 """
 
@@ -217,6 +272,38 @@ def test_a_program_that_was_told_ends_as_it_likes() -> None:
 def test_a_program_that_is_well_ends_well() -> None:
     status, said = _run("time.sleep(0.3)", before="Faults.error = lambda self: None", grace=0.1)
     assert (status, said) == (0, "")
+
+
+PENDING = """
+watchdog.EXIT_SECONDS = 1.0
+given_up = []
+Faults.error = lambda self: "site a waited in vain for rank 1." if given_up else None
+import threading
+in_flight[0] = True
+ends = lambda: in_flight.__setitem__(0, False)
+def later(do):
+    timer = threading.Timer(0.3, do)
+    timer.daemon = True
+    timer.start()
+"""
+
+
+def test_a_fault_that_is_pending_at_the_programs_end_is_told() -> None:
+    """The group is destroyed, the result is handed out, and the kernel that made it gives up when the program has
+    nothing left to do."""
+    status, said = _run("alive[0] = False; time.sleep(0.1); later(lambda: (given_up.append(1), ends()))", PENDING)
+    assert status == 1 and "rank 1. The program ends without having been told" in said
+
+
+def test_calls_in_flight_may_end_well_behind_the_programs_end() -> None:
+    status, said = _run("alive[0] = False; later(ends)", PENDING)
+    assert (status, said) == (0, "")
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_program_does_not_end_well_while_its_calls_wait_for_peers(alive: bool) -> None:
+    status, said = _run(f"alive[0] = {alive}; time.sleep(0.1)", PENDING)
+    assert status == 1 and "calls were in flight for 1 s when the program came to its end" in said
 
 
 def _child(found: Any) -> None:
