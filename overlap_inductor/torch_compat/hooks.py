@@ -275,7 +275,8 @@ def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, 
         return original(updater, *args, **kwargs)
     from torch._inductor.virtualized import V
 
-    updater.processed_hashes.update(updater.hash_node(n) for n in updater.gm.graph.nodes if step_values.up_to_date(n))
+    graph = updater.gm.graph if hasattr(updater, "gm") else updater.graph  # torch 2.11
+    updater.processed_hashes.update(updater.hash_node(n) for n in graph.nodes if step_values.up_to_date(n))
     with without_guards(V.fake_mode.shape_env):
         return original(updater, *args, **kwargs)
 
