@@ -107,8 +107,9 @@ def _sent(nodes: GatherNodes, plan: list[PlanPiece]) -> str:
     """What is computed of a shard before it is sent: by unrolled steps nothing, by an op all that stands before the matmul."""
     if all(p.parameters.get("unrolled", p.schedule == "keep") for p in plan):
         return ""
-    computed = [n for n in between(nodes) if n not in nodes.through]
-    words = [f"{n.target}{[a for a in n.args if not isinstance(a, fx.Node)]}" for n in computed]
+    # (In graph order, and without nodes' names: those depend on what else a rank's graph holds.)
+    computed = [n for n in sorted(between(nodes)) if n not in nodes.through]
+    words = [f"{n.target}{fx.map_arg([a for a in n.args if not isinstance(a, fx.Node)], lambda _: None)}" for n in computed]
     return f" behind {', '.join(words)}" if words else ""
 
 
