@@ -45,6 +45,8 @@ from tests.numerics import with_and_without  # noqa: E402
 PARTS = ("hugging_face", "torchtitan", "programs")
 FIELDS: tuple[dict[str, Any], ...] = ({}, {"step_node_budget": 1}, {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2})
 """Configurations of random programs."""
+TORCHTITAN = ((False, True, "even"), (False, False, "even"), (True, False, "even"), (True, True, "even"), (False, True, "odd"))
+"""Whether each block is compiled for itself, whether the loss is parallel, and the sizes of the MLP."""
 BATCH = 50
 """Programs of one row."""
 SHOWN = ("error", "rounding", "worst", "sites", "reasons", "near_misses", "fell_back", "warnings", "notices")
@@ -133,11 +135,12 @@ def _torchtitan(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     ranks.PRELOADED += ["torchtitan.models.llama3", "torchtitan.models.qwen3", "torchtitan.models.deepseek_v3"]
     for name in arguments.families or torchtitan_models.MODELS:
         for size in arguments.ranks:
-            for per_block, parallel_loss, mlp in ((False, True, "even"), (False, False, "even"), (True, True, "even"), (True, True, "odd")):
+            for per_block, parallel_loss, mlp in TORCHTITAN:
                 words = f"{name}, {'each block' if per_block else 'whole model'} compiled{', loss parallel' if parallel_loss else ''}, {mlp} MLP"
                 yield _row(words, size, True, torchtitan_models.row_of, name, size, per_block, parallel_loss, mlp, arguments.generated)
-        words = f"{name}, 2 x 2 mesh (fsdp, tp), each block compiled, loss parallel, even MLP"
-        yield _row(words, 4, True, torchtitan_models.row_of, name, 2, True, True, "even", arguments.generated)
+        for parallel_loss in (False, True):
+            words = f"{name}, 2 x 2 mesh (fsdp, tp), each block compiled{', loss parallel' if parallel_loss else ''}, even MLP"
+            yield _row(words, 4, True, torchtitan_models.row_of, name, 2, True, parallel_loss, "even", arguments.generated)
 
 
 def _programs(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:

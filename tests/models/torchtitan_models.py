@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -91,6 +92,10 @@ def row_of(rank: int, world_size: int, name: str, tp: int, per_block: bool, para
             job.compile.enable = per_block and backend != "eager"
             job.compile.backend = backend
             model = parallelize(model, dims, job)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    # (Gloo has no sum that scales.)
+                    module.set_force_sum_reduction_for_comms(True)
             called = model if per_block or backend == "eager" else torch.compile(model, backend=backend)
             if not parallel_loss:
                 loss = _loss(called(ids), labels)
