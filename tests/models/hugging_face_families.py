@@ -1,4 +1,5 @@
-"""Every family of Hugging Face models that shards itself by a plan of its own: from small configurations, with random weights, in even and in odd sizes."""
+"""Every family of Hugging Face models that shards itself by a plan of its own: from small configurations, with random
+weights, in even and in odd sizes."""
 
 from __future__ import annotations
 
@@ -13,17 +14,23 @@ from tests.numerics import with_and_without
 
 TOKENS = 12
 _SIZES: dict[str, Any] = {
-    "vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size": 48, "hidden_size_per_layer_input": 12, "num_hidden_layers": 2,
-    "intermediate_size": 48, "intermediate_size_mlp": 48, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "moe_intermediate_size": 24,
+    "vocab_size": 64, "vocab_size_per_layer_input": 64,
+    "hidden_size": 72, "hidden_size_per_layer_input": 12, "num_hidden_layers": 2,
+    "intermediate_size": 48, "intermediate_size_mlp": 48,
+    "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "moe_intermediate_size": 24,
     "shared_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_kv_shared_layers": 0, "head_dim": 8,
-    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "sliding_window": 8, "max_position_embeddings": 64,
-    "num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "decoder_sparse_step": 1, "tie_word_embeddings": False, "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "sliding_window": 8, "max_position_embeddings": 64,
+    "num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "decoder_sparse_step": 1, "tie_word_embeddings": False,
+    "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 """Those that a family's configuration knows are set."""
 _VOCABULARY = {"vocab_size": 101, "vocab_size_per_layer_input": 101}
 _FFN = {
-    "intermediate_size": 53, "intermediate_size_mlp": 53, "ffn_hidden_size": 53, "expert_ffn_hidden_size": 23, "moe_intermediate_size": 23,
+    "intermediate_size": 53, "intermediate_size_mlp": 53,
+    "ffn_hidden_size": 53, "expert_ffn_hidden_size": 23, "moe_intermediate_size": 23,
     "shared_intermediate_size": 23, "shared_expert_intermediate_size": 23,
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -31,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "odd": {**_VOCABULARY, **_FFN},
     "odd vocabulary": _VOCABULARY,
 }
-"""``odd`` sizes are primes: neither 2 nor 3 ranks divide them. Heads are odd in number on each rank wherever sizes are (see ``_heads``)."""
+"""``odd`` sizes are primes: neither 2 nor 3 ranks divide them. See ``_heads`` for the number of heads."""
 
 
 def families() -> list[str]:
@@ -39,14 +46,18 @@ def families() -> list[str]:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING and getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None)]
+    return [
+        name
+        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if name in CONFIG_MAPPING and getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None)
+    ]
 
 
 def _heads(variant: str, world_size: int) -> dict[str, int]:
-    """Three heads a rank at two ranks, two at three of which one key is read by both; a rank of an even model has four."""
-    if variant == "even":
-        return {"num_attention_heads": 4 * world_size, "num_key_value_heads": 4 * world_size}
-    return {"num_attention_heads": 6, "num_key_value_heads": 6 if world_size == 2 else 3}
+    """Four heads a rank, or three, which in ``odd`` read one key (families without such groups do not run so, and are
+    tried with an odd vocabulary alone)."""
+    heads = {"even": 4, "odd": 3, "odd vocabulary": 3}[variant] * world_size
+    return {"num_attention_heads": heads, "num_key_value_heads": world_size if variant == "odd" else heads}
 
 
 def _load(rank: int, world_size: int, family: str, folder: str, variant: str) -> Any:
@@ -65,7 +76,9 @@ def _load(rank: int, world_size: int, family: str, folder: str, variant: str) ->
     return transformers.AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", dtype=torch.float32).eval()
 
 
-def row_of(rank: int, world_size: int, family: str, folder: str, variant: str, trains: bool, generated: bool) -> dict[str, Any]:
+def row_of(
+    rank: int, world_size: int, family: str, folder: str, variant: str, trains: bool, generated: bool
+) -> dict[str, Any]:
     """One rank's row: logits, and where it trains the gradients of all parameters."""
 
     def build() -> Callable[[Any], dict[str, torch.Tensor]]:
@@ -75,10 +88,15 @@ def row_of(rank: int, world_size: int, family: str, folder: str, variant: str, t
         def computation(backend: Any) -> dict[str, torch.Tensor]:
             model.zero_grad(set_to_none=True)
             with torch.set_grad_enabled(trains):
-                out = (model if backend == "eager" else torch.compile(model, backend=backend))(ids, labels=ids if trains else None)
+                out = (model if backend == "eager" else torch.compile(model, backend=backend))(
+                    ids, labels=ids if trains else None
+                )
                 if trains:
                     out.loss.backward()
-            return {"logits": out.logits, **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+            return {
+                "logits": out.logits,
+                **{name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+            }
 
         return computation
 

@@ -1,9 +1,12 @@
-"""torchtitan's models, made small, and sharded by torchtitan's own functions: tensor parallel with sequence parallel, loss parallel, and a mesh of two dims.
+"""torchtitan's models, made small, and sharded by torchtitan's own functions: tensor parallel with sequence parallel,
+loss parallel, and a mesh of two dims.
 
-torchtitan is no dependency of the tests. Its release 0.2.2 runs with the torch that is supported here; ``import torchtitan`` must find it::
+torchtitan is no dependency of the tests. Its release 0.2.2 runs with the torch that is supported here; ``import
+torchtitan`` must find it::
 
-    pip install --no-deps --target <folder> torchtitan==0.2.2 tyro docstring_parser typeguard torchdata einops datasets tokenizers tensorboard \\
-        protobuf absl-py pyarrow dill xxhash multiprocess pandas grpcio markdown werkzeug httpx requests urllib3 certifi
+    pip install --no-deps --target <folder> torchtitan==0.2.2 tyro docstring_parser typeguard torchdata einops datasets tokenizers \\
+        tensorboard protobuf absl-py pyarrow dill xxhash multiprocess pandas grpcio markdown werkzeug httpx requests
+        urllib3 certifi
     PYTHONPATH=<folder> python tools/sweep_models.py --part torchtitan
 """
 
@@ -13,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -38,7 +42,15 @@ def _arguments(name: str, world_size: int, mlp: int) -> Any:
         return TransformerModelArgs(dim=8 * heads, n_kv_heads=world_size, multiple_of=4 * mlp, **shared)
     from torchtitan.models.moe import MoEArgs
 
-    experts = MoEArgs(num_experts=4, num_shared_experts=1, top_k=2, score_func="softmax", route_norm=False, score_before_experts=False, use_grouped_mm=False)
+    experts = MoEArgs(
+        num_experts=4,
+        num_shared_experts=1,
+        top_k=2,
+        score_func="softmax",
+        route_norm=False,
+        score_before_experts=False,
+        use_grouped_mm=False,
+    )
     if name.startswith("qwen3"):
         from torchtitan.models.qwen3 import Qwen3ModelArgs
 
@@ -47,7 +59,9 @@ def _arguments(name: str, world_size: int, mlp: int) -> Any:
     from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs
 
     ranks = {"q_lora_rank": 0, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-    return DeepSeekV3ModelArgs(dim=48, inter_dim=mlp, moe_inter_dim=mlp, n_dense_layers=1, moe_args=experts, **ranks, **shared)
+    return DeepSeekV3ModelArgs(
+        dim=48, inter_dim=mlp, moe_inter_dim=mlp, n_dense_layers=1, moe_args=experts, **ranks, **shared
+    )
 
 
 def _classes(name: str) -> tuple[Any, Any]:
@@ -65,8 +79,12 @@ def _classes(name: str) -> tuple[Any, Any]:
     return deepseek_v3.DeepSeekV3Model, deepseek_v3.parallelize_deepseekv3
 
 
-def row_of(rank: int, world_size: int, name: str, tp: int, per_block: bool, parallel_loss: bool, mlp: str, generated: bool) -> dict[str, Any]:
-    """One rank's row: loss and gradients. ``tp``: of ``world_size`` ranks, the others are FSDP's. ``per_block``: as torchtitan compiles, else the whole model."""
+def row_of(
+    rank: int, world_size: int, name: str, tp: int, per_block: bool, parallel_loss: bool, mlp: str, generated: bool
+) -> dict[str, Any]:
+    """One rank's row: loss and gradients. ``tp``: of ``world_size`` ranks; the other dim of the mesh is data parallel,
+    FSDP's where blocks are compiled. ``per_block``: as
+    torchtitan compiles, else the whole model."""
 
     def build() -> Callable[[Any], dict[str, torch.Tensor]]:
         from torchtitan.config import JobConfig
@@ -74,7 +92,15 @@ def row_of(rank: int, world_size: int, name: str, tp: int, per_block: bool, para
         from torchtitan.distributed import parallel_dims
 
         parallel_dims.device_type = "cpu"
-        dims = ParallelDims(dp_replicate=1, dp_shard=world_size // tp, cp=1, tp=tp, pp=1, ep=1, etp=1, world_size=world_size)
+
+        class WithoutFsdp(ParallelDims):
+            """FSDP's hooks break a graph of the whole model."""
+
+            fsdp_enabled = property(lambda self: False)
+
+        dims = (ParallelDims if per_block else WithoutFsdp)(
+            dp_replicate=1, dp_shard=world_size // tp, cp=1, tp=tp, pp=1, ep=1, etp=1, world_size=world_size
+        )
         dims.build_mesh()
         kind, parallelize = _classes(name)
         job = JobConfig()
@@ -104,7 +130,11 @@ def row_of(rank: int, world_size: int, name: str, tp: int, per_block: bool, para
                 with loss_parallel():
                     loss = _loss(called(ids), labels)
                     loss.backward()
-            return {"loss": loss, **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+            gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            if world_size > tp and not per_block:
+                for gradient in gradients.values():
+                    dist.all_reduce(gradient.to_local(), group=dims.get_mesh("fsdp").get_group())
+            return {"loss": loss, **gradients}
 
         return computation
 

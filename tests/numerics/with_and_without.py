@@ -1,6 +1,8 @@
-"""One computation three times on every rank: eagerly, compiled without overlap, and with it. Are the numbers the same, and what was overlapped?
+"""One computation three times on every rank: eagerly, compiled without overlap, and with it. Are the numbers the same,
+and what was overlapped?
 
-The numbers with overlap are compared with those of the plain compile. How far that one is from eager PyTorch tells what rounding alone does: a
+The numbers with overlap are compared with those of the plain compile. How far that one is from eager PyTorch tells
+what rounding alone does: a
 gradient of about zero is nothing but rounding.
 """
 
@@ -29,7 +31,8 @@ Computation = Callable[[Any], Mapping[str, torch.Tensor]]
 """Takes a backend of ``torch.compile`` (``"eager"`` to compile nothing) and returns named results."""
 
 LIMIT = 1e-4
-"""Of fp32 results, relative to the largest element; where rounding alone takes the plain compile further off, ten times as far."""
+"""Of fp32 results, relative to the largest element; where rounding alone takes the plain compile further off, ten
+times as far."""
 COMPARABLE = 1e-2
 """Where the plain compile is further off than this, its numbers are rounding alone."""
 TIMEOUT = 100.0
@@ -56,7 +59,8 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def compared(build: Callable[[], Computation], generated: bool = False, **fields: Any) -> dict[str, Any]:
-    """One rank's row; ``generated`` runs Inductor's code, else the rewritten graphs are interpreted. ``fields``: of the configuration.
+    """One rank's row; ``generated`` runs Inductor's code, else the rewritten graphs are interpreted. ``fields``: of
+    the configuration.
 
     Whatever ``build`` or the computation raises is part of the row: ``could_not_be`` says at which stage.
     """
@@ -72,11 +76,17 @@ def compared(build: Callable[[], Computation], generated: bool = False, **fields
             reporting.forget_reports()
             torch._dynamo.utils.counters.clear()
             reports = []
-            results[stage] = {name: _whole(r) for name, r in computation(_backend(stage, config, reports, generated)).items()}
+            results[stage] = {
+                name: _whole(r) for name, r in computation(_backend(stage, config, reports, generated)).items()
+            }
         if generated:
             reports = reporting.all_reports()
     except Exception as error:  # noqa: BLE001  (whatever a model does on CPU ranks is its row)
-        return {"could_not_be": stage, "error_text": f"{type(error).__name__}: {str(error)[:300]}", "trace": traceback.format_exc()[-1500:]}
+        return {
+            "could_not_be": stage,
+            "error_text": f"{type(error).__name__}: {str(error)[:300]}",
+            "trace": traceback.format_exc()[-1500:],
+        }
     return {**_figures(results), **_found(reports), "warnings": heard.texts}
 
 
@@ -100,13 +110,23 @@ def _figures(results: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any
     if missing:
         return {"error": float("inf"), "rounding": 0.0, "worst": f"only on one side: {missing}"}
     errors = {name: (off(overlapped[name], plain[name]), off(plain[name], eager[name])) for name in plain}
-    worst = max(errors, key=lambda name: errors[name][0] / max(errors[name][1], LIMIT) if errors[name][0] == errors[name][0] else float("inf"))
+    worst = max(
+        errors,
+        key=lambda name: (
+            errors[name][0] / max(errors[name][1], LIMIT) if errors[name][0] == errors[name][0] else float("inf")
+        ),
+    )
     return {"error": errors[worst][0], "rounding": errors[worst][1], "worst": worst}
 
 
 def _found(reports: Sequence[OverlapReport]) -> dict[str, Any]:
     sites = [s for r in reports for s in r.sites]
-    reasons = Counter(f"{s.decision.status}: {reason.code}" for s in sites if s.decision.status != "overlapped" for reason in s.decision.reasons)
+    reasons = Counter(
+        f"{s.decision.status}: {reason.code}"
+        for s in sites
+        if s.decision.status != "overlapped"
+        for reason in s.decision.reasons
+    )
     return {
         "graphs": len(reports),
         "sites": dict(Counter(f"{s.facts.pattern} {s.decision.status}" for s in sites)),
@@ -118,7 +138,8 @@ def _found(reports: Sequence[OverlapReport]) -> dict[str, Any]:
 
 
 def outcome(rows: Iterable[Any]) -> str:
-    """Of all ranks' rows: ``right``, ``wrong``, ``fell back`` (and right), ``nothing to compare``, ``does not run without overlap`` or ``nothing overlapped``."""
+    """Of all ranks' rows: ``right``, ``wrong``, ``fell back`` (and right), ``nothing to compare``, ``does not run
+    without overlap`` or ``nothing overlapped``."""
     rows = list(rows)
     if any(not isinstance(r, dict) for r in rows):
         return "wrong"

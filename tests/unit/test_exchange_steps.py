@@ -1,4 +1,5 @@
-"""What a graph exchanges is written alike on all ranks, whatever else their graphs hold and in which order they look at it."""
+"""What a graph exchanges is written alike on all ranks, whatever else their graphs hold and in which order they look
+at it."""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ def test_views_are_named_in_graph_order(monkeypatch: pytest.MonkeyPatch) -> None
     """A set of nodes has another order in every process."""
     between, texts = exchange_steps.between, []
     for reverse in (False, True):
-        monkeypatch.setattr(exchange_steps, "between", lambda nodes, reverse=reverse: sorted(between(nodes), reverse=reverse))
+        monkeypatch.setattr(
+            exchange_steps, "between", lambda nodes, reverse=reverse: sorted(between(nodes), reverse=reverse)
+        )
         texts.append(_steps(_gathered))
     assert texts[0] == texts[1]
