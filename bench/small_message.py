@@ -135,7 +135,7 @@ def measure(site: Site, repeats: int) -> list[dict[str, Any]]:
         # Three calls: both halves of the workspace, and the first one again.
         found = [function() for _ in range(3)]
         errors[name] = max(error(f, expected, name != "keep") for f in found)
-        gave_up = greatest(float(site.launch.faults.record[0]))
+        gave_up = greatest(float(site.launch.faults.error() is not None))
         if gave_up:
             site.launch.faults.check()
             raise RuntimeError(f"{name} gave up waiting on another rank")

@@ -100,7 +100,7 @@ class Transfers:
         found = self.data.local if peer_memory else self.received
         if peer_memory:
             found[self.rank * self.words : (self.rank + 1) * self.words] = self.source
-        same = torch.tensor([float(torch.equal(found, self.gathered)) * float(self.faults.record[0] == 0)], device="cuda")
+        same = torch.tensor([float(torch.equal(found, self.gathered)) * float(self.faults.error() is None)], device="cuda")
         dist.all_reduce(same, dist.ReduceOp.MIN)
         return bool(same)
 

@@ -42,6 +42,7 @@ def explain(fn: Callable[..., Any], *args: Any, config: OverlapConfig | None = N
     import torch
 
     from overlap_inductor.backend import compile_with
+    from overlap_inductor.torch_compat import graph_breaks
     from overlap_inductor.torch_compat import post_grad
     from overlap_inductor.torch_compat.compile_scope import CompileScope
     from overlap_inductor.torch_compat.hooks import current_graph_name
@@ -57,6 +58,7 @@ def explain(fn: Callable[..., Any], *args: Any, config: OverlapConfig | None = N
         post_grad.run_post_grad_passes(gm, example_inputs, scope)
         for report in scope.take_reports():
             report.graph = current_graph_name() or report.graph
+            report.notices += graph_breaks.new_notices()
             reports.append(report)
         return post_grad.zeros_like_outputs(gm)
 

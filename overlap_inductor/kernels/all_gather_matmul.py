@@ -33,6 +33,7 @@ from overlap_inductor.kernels.signals import finish_call
 from overlap_inductor.kernels.signals import has_come
 from overlap_inductor.kernels.signals import load_fence
 from overlap_inductor.kernels.signals import signal_flag
+from overlap_inductor.kernels.signals import unless_aborted
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.kernels.tile_order import arriving
 from overlap_inductor.kernels.tile_order import claim
@@ -113,8 +114,10 @@ def all_gather_matmul(
                             sending = sent and not has_come(flag, call + 1)
                     wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_PART, shard)
                     load_fence()
+                one = unless_aborted(1.0, stop)
                 b_desc, c_desc, c, bias, columns, biased, weight, n = _weight_of(weights, n, COUNT, BIASES, BLOCK_N)
                 total = multiply_tile(gathered_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, biased, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIASES > 0)
+                total *= one
                 following = claim(queues + 2, THREADS)
                 _store(c_desc, c, total, extra0, extra1, weight, shard, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES, EPILOGUE)
                 turn = claimed(following)
@@ -124,11 +127,11 @@ def all_gather_matmul(
         while sending:
             sending = push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP)
 
-    last_block_ends(queues, calls, peer_flags, call, rank, WORLD, KEEP)
+    last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD, KEEP)
 
 
 @triton.jit
-def last_block_ends(queues, calls, peer_flags, call, rank, WORLD: tl.constexpr, KEEP: tl.constexpr):
+def last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD: tl.constexpr, KEEP: tl.constexpr):
     """The last block of the grid to come here clears what the kernel's blocks have claimed, and ends the call unless ``KEEP``."""
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")
@@ -136,7 +139,7 @@ def last_block_ends(queues, calls, peer_flags, call, rank, WORLD: tl.constexpr, 
         for word in tl.static_range(5):
             tl.store(queues + word, 0)
         if not KEEP:
-            finish_call(calls, peer_flags, call, rank, WORLD)
+            finish_call(calls, peer_flags, call, rank, stop, WORLD)
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import WAIT_PART
 from overlap_inductor.kernels.signals import load_fence
 from overlap_inductor.kernels.signals import signal_flag
+from overlap_inductor.kernels.signals import unless_aborted
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.kernels.tile_order import arriving
 from overlap_inductor.kernels.tile_order import claim
@@ -88,6 +89,7 @@ def all_gather_matmul_slices(
                     total = tl.dot(a_desc.load([row, k]), b_desc.load([n * BLOCK_N, k]).T, total)
                 else:
                     total = tl.dot(a_desc.load([row, k]), b_desc.load([k, n * BLOCK_N]), total)
+        total *= tl.where(shard != rank, unless_aborted(1.0, stop), 1.0)
         if BIASES > 0:
             at = n * BLOCK_N + tl.arange(0, BLOCK_N)
             total += tl.load(bias + at, mask=at < biased, other=0.0).to(tl.float32)[None, :]
@@ -95,4 +97,4 @@ def all_gather_matmul_slices(
         _store(c_desc, c, total, extra0, extra1, weight, shard, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES, EPILOGUE)
         turn = claimed(following)
 
-    last_block_ends(queues, calls, peer_flags, call, rank, WORLD, KEEP)
+    last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD, KEEP)

@@ -3,13 +3,19 @@
 The function is an argument of the kernel that calls it, known when that is compiled: each program makes a kernel of its own. All values are fp32
 tiles in the layout of the accumulator; extra tensors are read by ordinary loads, which need no order with anything: they are inputs of
 the whole launch. Forward progress: it waits for nothing. CUDA graphs: it holds no address and no number but the program's.
+
+A program is text of an op's argument before it is code. So ``source_of`` takes names that it knows and finite numbers
+only, and reads what it has written once more, as a syntax tree, before anything runs it.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import linecache
+import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,24 +83,118 @@ Program = tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]]
 """Kinds of the extras, and the ops."""
 
 
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+"""What op ``to`` may round to."""
+
+_FUNCTIONS = {"abs", "exp", "load", "sigmoid", "where", "to", *DTYPES, "int64"}
+"""Attributes that the written text reads: functions and dtypes of ``tl``, and ``to`` of a value."""
+_PARAMETERS = ("x", "weight", "at_m", "inside_m", "at_n", "columns", "e0", "e1")
+_OWN_NAME = re.compile(r"[et][0-9]+_[0-9]+")
+_NODES = (
+    ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.If, ast.Assign, ast.Return, ast.Name, ast.Load, ast.Store,
+    ast.Attribute, ast.Call, ast.keyword, ast.Subscript, ast.Tuple, ast.Slice, ast.Constant, ast.BinOp, ast.UnaryOp,
+    ast.Compare, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.BitAnd, ast.BitOr, ast.USub, ast.Eq, ast.NotEq,
+    ast.Lt, ast.Gt,
+)  # fmt: skip
+
+
+def _argument(value: object, names: dict[str, str], op: Sequence[object]) -> str:
+    """``value`` of ``op`` as it is written: a name of ``names``, or a finite number."""
+    if isinstance(value, str) and value in names:
+        return names[value]
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return repr(value)
+    raise ValueError(
+        f"op {list(op)!r} of an epilogue reads {value!r}; expected a finite number or one of {', '.join(names)}. "
+        "Compile the model anew."
+    )
+
+
+def _expression(op: Sequence[object], names: dict[str, str]) -> str:
+    """The text of one op, whose arguments are in ``names``, or numbers."""
+    name, *arguments = op
+    template = TRITON_OPS.get(name) if isinstance(name, str) else None
+    count = 0 if template is None else 1 + max(int(number) for number in re.findall(r"{(\d)}", template))
+    if template is None or len(arguments) != count:
+        raise ValueError(
+            f"{list(op)!r} is no op of an epilogue; expected one of {', '.join(TRITON_OPS)}, with its arguments. "
+            "Compile the model anew."
+        )
+    if name == "to":
+        value, dtype = arguments
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"op {list(op)!r} of an epilogue rounds to {dtype!r}; expected one of {', '.join(DTYPES)}. "
+                "Compile the model anew."
+            )
+        return template.format(_argument(value, names, op), dtype)
+    return template.format(*(_argument(value, names, op) for value in arguments))
+
+
 def source_of(programs: Sequence[Program | None]) -> str:
-    """The function's text: ``epilogue(x, weight, at_m, inside_m, at_n, columns, e0, e1)`` for weight ``i`` of a launch computes ``programs[i]``."""
-    lines = ["def epilogue(x, weight, at_m, inside_m, at_n, columns, e0, e1):"]
+    """The function's text: ``epilogue(x, weight, at_m, inside_m, at_n, columns, e0, e1)`` for weight ``i`` of a launch
+    computes ``programs[i]``.
+
+    Raises:
+        ValueError: a program is no program: an op, a kind or a name that is not known, a name before it has a value, a
+        number that is not finite.
+    """
+    lines = [f"def epilogue({', '.join(_PARAMETERS)}):"]
     first = 0
     for i, program in enumerate(programs):
         if program is None:
             continue
         kinds, ops = program
+        unknown = [kind for kind in kinds if kind not in _LOADS]
+        if unknown or not ops:
+            raise ValueError(
+                f"extra tensors of kinds {unknown!r}, {len(ops)} ops; an epilogue has kinds {', '.join(_LOADS)} "
+                "and at least one op. Compile the model anew."
+            )
         lines.append(f"    if weight == {i}:")
         lines += [f"        e{first + j}_{i} = {_LOADS[kind].format(f'e{first + j}')}.to(tl.float32)" for j, kind in enumerate(kinds)]
-        names = {"x": "x"} | {f"e{j}": f"e{first + j}_{i}" for j in range(len(kinds))} | {f"t{j}": f"t{j}_{i}" for j in range(len(ops))}
-        for j, (name, *arguments) in enumerate(ops):
-            lines.append(f"        t{j}_{i} = {TRITON_OPS[name].format(*(names.get(a, a) for a in arguments))}")
+        names = {"x": "x"} | {f"e{j}": f"e{first + j}_{i}" for j in range(len(kinds))}
+        for j, op in enumerate(ops):
+            lines.append(f"        t{j}_{i} = {_expression(op, names)}")
+            names[f"t{j}"] = f"t{j}_{i}"
         lines.append(f"        x = t{len(ops) - 1}_{i}")
         first += len(kinds)
     if first > MOST_EXTRAS:
         raise ValueError(f"the epilogues of a launch read {first} extra tensors; it has room for {MOST_EXTRAS}")
-    return "\n".join([*lines, "    return x", ""])
+    source = "\n".join([*lines, "    return x", ""])
+    check_source(source)
+    return source
+
+
+def check_source(source: str) -> None:
+    """Raises ``ValueError`` where the text holds anything but one function of the kind that ``source_of`` writes: known
+    functions of ``tl``, names of its own, numbers."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        known = isinstance(node, _NODES)
+        if isinstance(node, ast.Name):
+            known = node.id in (*_PARAMETERS, "tl") or _OWN_NAME.fullmatch(node.id) is not None
+        elif isinstance(node, ast.Attribute):
+            of_tl = isinstance(node.value, ast.Name) and node.value.id == "tl"
+            known = (
+                node.attr in _FUNCTIONS and of_tl != (node.attr == "to") and not isinstance(node.value, ast.Attribute)
+            )
+        elif isinstance(node, ast.Call):
+            known = isinstance(node.func, ast.Attribute)
+        elif isinstance(node, ast.Constant):
+            known = (
+                node.value is None
+                or isinstance(node.value, int | float)
+                and not isinstance(node.value, bool)
+                and math.isfinite(node.value)
+            )
+        elif isinstance(node, ast.FunctionDef):
+            known = node in tree.body and len(tree.body) == 1 and node.name == "epilogue" and not node.decorator_list
+        if not known:
+            raise ValueError(
+                f"the text of an epilogue holds {ast.unparse(node)!r} ({type(node).__name__}), which no epilogue "
+                "needs. Compile the model anew."
+            )
 
 
 @functools.cache

@@ -3,10 +3,14 @@
 One thread that releases a flag after the other waits seven times until the far side has acknowledged what came before, and one that reads flag
 after flag waits seven times for memory: a microsecond each, which is much of a small all-reduce. Here threads of one block do it beside each other.
 
-Memory ordering: as in ``signals``. A signal is ``bar.sync`` and then each of some threads' ``st.release.sys``: the barrier orders the block's
-stores before every one of these threads. A wait is some threads' ``ld.acquire.sys``, each until its own value is there, and then ``bar.sync``: whatever
-any of them has acquired comes before the whole block's later loads. Forward progress and CUDA graphs: as in ``signals``. Of several threads whose
-patience ends, the one that sets the abort word writes the record.
+Memory ordering: as in ``signals``. A signal is ``bar.red`` and then each of some threads' ``st.release.sys``: the
+barrier orders the block's stores before every one of these threads. A wait is some threads' ``ld.acquire.sys``, each
+until its own value is there, and then ``bar.sync``: whatever any of them has acquired comes before the whole block's
+later loads. Forward progress, aborts and CUDA graphs: as in ``signals``.
+
+A thread that has looked at an abort may have left out stores. The barrier before a signal tells every thread whether
+any of the block has, and then none signals: that takes no time beyond the barrier's, where a look behind it would take
+one more way to memory.
 """
 
 from __future__ import annotations
@@ -15,14 +19,19 @@ import triton
 import triton.language as tl
 
 from overlap_inductor.kernels.signals import FLAG_WORDS
-from overlap_inductor.kernels.signals import set_flag
+from overlap_inductor.kernels.signals import WINDOW
+from overlap_inductor.kernels.signals import give_up
+from overlap_inductor.kernels.signals import signal
 from overlap_inductor.kernels.signals import wait_at_least
 
 _SIGNAL = tl.constexpr("""
 {
-.reg .pred other;
+.reg .pred other, aborted;
 .reg .u32 thread;
 .reg .u64 address;
+setp.ne.s32 aborted, $6, 0;
+bar.red.or.pred aborted, 0, aborted;
+@aborted bra LEAVE;
 mov.u32 thread, %tid.x;
 setp.ge.u32 other, thread, $5;
 @other bra LEAVE;
@@ -40,10 +49,10 @@ mov.u32 $0, 0;
 # As ``signals._WAIT``, for thread ``t`` at word ``(t / $4) * $5 + (t % $4) * FLAG_WORDS`` behind the first flag; the clock is read from the first look on.
 _WAIT = tl.constexpr(f"""
 {{
-.reg .pred other, done, stopped, early, look, first, mine;
-.reg .s32 seen, ahead, abort;
-.reg .u32 thread, turns, source, word, masked;
-.reg .u64 flag, start, now, record;
+.reg .pred other, done, stopped, early, looks, first;
+.reg .s32 seen, abort;
+.reg .u32 ahead, thread, turns, source, word, masked;
+.reg .u64 flag, start, now;
 mov.u32 thread, %tid.x;
 setp.ge.u32 other, thread, $3;
 @other bra LEAVE;
@@ -58,12 +67,12 @@ mov.u32 turns, 0;
 AGAIN:
 ld.acquire.sys.global.s32 seen, [flag];
 sub.s32 ahead, seen, $2;
-setp.ge.s32 done, ahead, 0;
+setp.lt.u32 done, ahead, {WINDOW.value};
 @done bra LEAVE;
 add.u32 turns, turns, 1;
 and.b32 masked, turns, 63;
-setp.ne.u32 look, masked, 0;
-@look bra AGAIN;
+setp.ne.u32 looks, masked, 0;
+@looks bra AGAIN;
 ld.relaxed.sys.global.s32 abort, [$7];
 setp.ne.s32 stopped, abort, 0;
 @stopped bra LEAVE;
@@ -73,16 +82,8 @@ setp.eq.u32 first, turns, 64;
 sub.u64 now, now, start;
 setp.lt.u64 early, now, $8;
 @early bra AGAIN;
-atom.relaxed.sys.global.cas.b32 abort, [$7], 0, 1;
-setp.eq.s32 mine, abort, 0;
-@!mine bra LEAVE;
-ld.global.u64 record, [$7+8];
 add.s32 source, source, $10;
-st.relaxed.sys.global.s32 [record+4], $9;
-st.relaxed.sys.global.s32 [record+8], source;
-st.relaxed.sys.global.s32 [record+12], $2;
-st.relaxed.sys.global.s32 [record+16], seen;
-st.release.sys.global.s32 [record], 1;
+{give_up("$7", "$9", "source", "$2")}
 LEAVE:
 mov.u32 $0, 0;
 }}
@@ -90,9 +91,9 @@ mov.u32 $0, 0;
 
 
 @triton.jit
-def _signal_ranks(peer_flags, word, value, left_out, WORLD: tl.constexpr):
-    tl.debug_barrier()
-    tl.inline_asm_elementwise(_SIGNAL, "=r,l,r,r,r,r", [peer_flags, word, value, left_out, WORLD], dtype=tl.int32, is_pure=False, pack=1)
+def _signal_ranks(peer_flags, word, value, left_out, looked, WORLD: tl.constexpr):
+    operands = [peer_flags, word, value, left_out, WORLD, looked]
+    tl.inline_asm_elementwise(_SIGNAL, "=r,l,r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -103,10 +104,10 @@ def _wait_for_all(first, target, sources, each, stride, left_out, stop, patience
 
 
 @triton.jit
-def _signal_twin(peer_flags, word, value, left_out, WORLD: tl.constexpr):
+def _signal_twin(peer_flags, word, value, left_out, looked, WORLD: tl.constexpr):
     for peer in range(WORLD):
         if peer != left_out:
-            set_flag(tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32)) + word, value)
+            signal(tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32)) + word, value, looked)
 
 
 @triton.jit
@@ -121,8 +122,11 @@ if triton.knobs.runtime.interpret:
     signal_ranks, wait_for_all = _signal_twin, _wait_twin
 else:
     signal_ranks, wait_for_all = _signal_ranks, _wait_for_all
-"""``signal_ranks(peer_flags, word, value, left_out, WORLD)``: the block's stores before this are there when the int32 ``word`` of every rank's flags is
-``value``, but for rank ``left_out`` (``-1``: none). ``peer_flags``: int64 ``[WORLD]``, their addresses. The block has at least ``WORLD`` threads.
+"""``signal_ranks(peer_flags, word, value, left_out, looked, WORLD)``: the block's stores before this are there when
+the int32 ``word`` of every rank's flags is
+``value``, but for rank ``left_out`` (``-1``: none); nothing, where any thread of the block has ``looked`` at an abort
+(``signals.look``). ``peer_flags``: int64
+``[WORLD]``, their addresses. The block has at least ``WORLD`` threads.
 
 ``wait_for_all(first, target, sources, each, stride, left_out, stop, patience_ns, code, peer)``: until ``each`` flags one behind the other of every source
 but ``left_out`` are at least ``target``. ``first``: the first flag of source 0; ``stride``: int32 words from source to source. A fault record names source ``s``

@@ -1,6 +1,7 @@
 """Where things lie in the memory that host and kernels share. No Triton here: the host's part needs only the numbers.
 
-Flags of a slot, ``FLAG_WORDS`` apart: one credit a peer, then ``signals`` a peer. A fault record: see ``transports.faults``.
+Flags of a slot, ``FLAG_WORDS`` apart: one credit a peer, then ``signals`` a peer. Fault records: see
+``transports.board``.
 """
 
 from __future__ import annotations
@@ -11,10 +12,19 @@ QUEUE_WORDS = 8
 """int32 words at the head of a slot's queues: what blocks claim, how many have finished, and ``ANNOUNCED``."""
 ANNOUNCED = QUEUE_WORDS - 1
 """Which of them holds the number of the call for copy engines."""
+WINDOW = 2**20
+"""A flag that is this far or further ahead of what is waited for is one that was last touched nearly 2**32 calls
+ago."""
 FAULT_WORDS = 8
-"""int32 words of a fault record in the host's memory: whether a wait was given up, its code, peer, value wanted, value seen."""
-STOP_WORDS = 4
-"""int32 words of its half in the GPU's memory: the abort word, nothing, and the address of the host's half in two words."""
+"""int32 words of a rank's fault record on its group's board: whether it stands there, code of the wait, peer, value
+wanted, value seen, nothing, and the
+GPU's clock in two words."""
+BOARD_HEAD = 16
+"""int32 words before the first record: whether anybody has given up, and the constant ``1``."""
+STOP_WORDS = 8
+"""int32 words of a group's fault memory on a GPU: the abort word, how many ranks are to be told, and, in two words
+each, the addresses of this rank's
+record, of the board, and of a table of the abort words of all ranks."""
 
 WAIT_KINDS = 8
 """The code of a wait is ``site * WAIT_KINDS + kind``."""

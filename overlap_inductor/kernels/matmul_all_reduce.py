@@ -45,8 +45,10 @@ from overlap_inductor.kernels.signals import count_and_signal_all
 from overlap_inductor.kernels.signals import credit_flag
 from overlap_inductor.kernels.signals import finish_call
 from overlap_inductor.kernels.signals import may_store
+from overlap_inductor.kernels.signals import reached
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import store_fence
+from overlap_inductor.kernels.signals import unless_aborted
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.kernels.tile_order import arriving
 from overlap_inductor.kernels.tile_order import band_tiles
@@ -81,7 +83,7 @@ def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GRO
 @triton.jit
 def _is_there(flag, target):
     """Whether a flag has reached ``target``, the same answer for all threads; if so, what was written before it may be loaded."""
-    there = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - target >= 0
+    there = reached(tl.atomic_add(flag, 0, sem="acquire", scope="sys"), target)
     tl.debug_barrier()
     return there
 
@@ -113,6 +115,7 @@ def _sum_tile(
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_n = at_n < columns
     allowed = inside_n & may_store(stop)
+    scale = unless_aborted(scale, stop)
     first_row = rank * rows
     for first in range(m * BLOCK_M, m * BLOCK_M + BLOCK_M, SLAB):
         at_m = first + tl.arange(0, SLAB)
@@ -134,8 +137,9 @@ def _sum_tile(
 
 
 @triton.jit
-def _copy_tile(finished, out, extra0, extra1, m, n, first_row, rows, limit, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr, EPILOGUE: tl.constexpr):
+def _copy_tile(finished, out, extra0, extra1, stop, m, n, first_row, rows, limit, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr, EPILOGUE: tl.constexpr):
     """Copy tile ``(m, n)`` of a peer's finished shard, whose rows in ``out`` begin at ``first_row``."""
+    one = unless_aborted(1.0, stop)
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
     for first in range(m * BLOCK_M, m * BLOCK_M + BLOCK_M, SLAB):
         at_m = first + tl.arange(0, SLAB)
@@ -143,6 +147,7 @@ def _copy_tile(finished, out, extra0, extra1, m, n, first_row, rows, limit, colu
         inside = inside_m[:, None] & (at_n < columns)[None, :]
         at = at_m[:, None].to(tl.int64) * columns + at_n[None, :]
         came = tl.load(finished + at, mask=inside, cache_modifier=".cg")
+        came = (came.to(tl.float32) * one).to(came.dtype)
         if EPILOGUE is not None:
             came = EPILOGUE(came.to(tl.float32), 0, first_row + at_m, inside_m, at_n, columns, extra0, extra1).to(came.dtype)
         tl.store(out + tl.cast(first_row, tl.int64) * columns + at, came, mask=inside)
@@ -283,7 +288,7 @@ def matmul_all_reduce(
                     if worked != 0:
                         copy = -1
                         finished = staging + (WORLD + shard).to(tl.int64) * padded * columns
-                        _copy_tile(finished, out, extra0, extra1, m, n, shard * rows, rows, limit, columns, BLOCK_M, BLOCK_N, SLAB, EPILOGUE)
+                        _copy_tile(finished, out, extra0, extra1, stop, m, n, shard * rows, rows, limit, columns, BLOCK_M, BLOCK_N, SLAB, EPILOGUE)
         if worked == 0:
             if tile < 0:
                 tile = tl.atomic_add(queues, 1, sem="relaxed")
@@ -306,4 +311,4 @@ def matmul_all_reduce(
     if ended == tl.num_programs(0) - 1:
         for queue in range(QUEUE_WORDS - 1):
             tl.store(queues + queue, 0)
-        finish_call(calls, peer_flags, call, rank, WORLD)
+        finish_call(calls, peer_flags, call, rank, stop, WORLD)

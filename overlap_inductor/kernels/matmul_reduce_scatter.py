@@ -33,6 +33,7 @@ from overlap_inductor.kernels.signals import finish_call
 from overlap_inductor.kernels.signals import may_store
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import store_fence
+from overlap_inductor.kernels.signals import unless_aborted
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.kernels.tile_order import band_tiles
 from overlap_inductor.kernels.tile_order import claim
@@ -143,7 +144,7 @@ def matmul_reduce_scatter(
                     for step in range(1, WORLD):
                         came = staging + ((rank + step) % WORLD).to(tl.int64) * padded * columns
                         total += tl.load(came + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-                    result = (total * scale).to(out.dtype.element_ty)
+                    result = (total * unless_aborted(scale, stop)).to(out.dtype.element_ty)
                     if EPILOGUE is not None:
                         result = by_quarters(EPILOGUE, result.to(tl.float32), 0, at_m, at_m < rows, n * BLOCK_N, columns, extra0, extra1, result.dtype)
                     tl.store(out + offsets, result, mask=inside)
@@ -165,4 +166,4 @@ def matmul_reduce_scatter(
     if finished == tl.num_programs(0) - 1:
         tl.store(queues, 0)
         tl.store(queues + 1, 0)
-        finish_call(calls, peer_flags, call, rank, WORLD)
+        finish_call(calls, peer_flags, call, rank, stop, WORLD)

@@ -21,6 +21,11 @@ last one to read that half. This holds for any number of blocks or rows in each 
 whether blocks are resident together or not, since it rests on whole kernels. A peer may be one call ahead: its flags are then larger than what is
 waited for, and its data lie in the other half. Calls with credits in the same slot would break it; the arena gives them other slots.
 
+Aborts (``signals``). A block looks at the abort word beside the call and, in two-shot, beside the partial rows behind
+its wait for them. Where it is set nothing is stored to peers or signalled, in this call and all later ones: the
+argument above rests on calls whose waits have succeeded. A result that was summed behind a wait that was given up, or
+in a call after it, is NaN: a CUDA graph's replays have nobody to raise an error to.
+
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1; between calls, the end of a kernel
 before the start of the next one on the stream. CUDA graphs: the number of the call is read from device memory; the last block to have read it counts it on,
 while it would wait anyway.
@@ -37,6 +42,7 @@ from overlap_inductor.kernels.signals import FLAG_WORDS
 from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import WAIT_PARTIALS
 from overlap_inductor.kernels.signals import WAIT_RESULT
+from overlap_inductor.kernels.signals import look
 from overlap_inductor.kernels.signals import signal_flag
 
 
@@ -66,8 +72,9 @@ def _count_call(calls, queues, call, SEM: tl.constexpr):
 
 
 @triton.jit
-def _sum_of(own, came, stride, at, inside, rank, scale, WORLD: tl.constexpr):
-    """The sum of the ranks' words ``at``, times ``scale``, in the collective's dtype: from ``own`` of this rank, from ``came + s * stride`` of source ``s``."""
+def _sum_of(own, came, stride, at, inside, rank, scale, looked, WORLD: tl.constexpr):
+    """The sum of the ranks' words ``at``, times ``scale``, in the collective's dtype: from ``own`` of this rank, from
+    ``came + s * stride`` of source ``s``. NaN where ``looked`` at an abort."""
     parts = ()
     for s in tl.static_range(WORLD):
         base = tl.where(s == rank, own.to(tl.int64), (came + s * stride).to(tl.int64)).to(own.dtype)
@@ -76,7 +83,15 @@ def _sum_of(own, came, stride, at, inside, rank, scale, WORLD: tl.constexpr):
     total = parts[0].to(tl.float32)  # type: ignore[misc]
     for s in tl.static_range(1, WORLD):
         total += parts[s].to(tl.float32)  # type: ignore[misc]
-    return (total * scale).to(own.dtype.element_ty)
+    return (total * tl.where(looked == 0, scale, float("nan"))).to(own.dtype.element_ty)
+
+
+@triton.jit
+def _finished(sums, at, inside, looked):
+    """An owner's sum, behind the wait for it; NaN where ``looked`` at an abort."""
+    found = tl.load(sums + at, mask=inside, other=0.0, cache_modifier=".cg")
+    # (A product takes fewer registers than a choice.)
+    return (found.to(tl.float32) * tl.where(looked == 0, 1.0, float("nan"))).to(found.dtype)
 
 
 @triton.jit
@@ -117,11 +132,12 @@ def one_shot(
     inside = at < columns
     offset = row.to(tl.int64) * columns
     mine = (call & 1).to(tl.int64) * half
+    looked = look(stop)
     piece = tl.load(product + offset + at, mask=inside)
     to = _workspaces(peer_data, rank, product, WORLD)
     for step in tl.static_range(1, WORLD):
-        tl.store(to[step] + mine + rank.to(tl.int64) * rows * columns + offset + at, piece, mask=inside)
-    signal_ranks(peer_flags, _flag_word(rank, unit, signals, WORLD), call + 1, rank, WORLD)
+        tl.store(to[step] + mine + rank.to(tl.int64) * rows * columns + offset + at, piece, mask=inside & (looked == 0))
+    signal_ranks(peer_flags, _flag_word(rank, unit, signals, WORLD), call + 1, rank, looked, WORLD)
     _count_call(calls, queues, call, "relaxed")
 
     came = staging + mine + offset
@@ -134,11 +150,11 @@ def one_shot(
             kept = tl.load(residual + offset + all_at, mask=all_inside, other=0.0)
             gain = tl.load(weight + all_at, mask=all_inside, other=0.0)
             wait_for_all(signal_flag(flags, 0, row * SEGMENTS, signals, WORLD), call + 1, WORLD, SEGMENTS, signals * FLAG_WORDS, rank, stop, patience, code, 0)
-            summed = _sum_of(product + offset, came, stride, all_at, all_inside, rank, scale, WORLD)
+            summed = _sum_of(product + offset, came, stride, all_at, all_inside, rank, scale, look(stop), WORLD)
             _add_and_normalise(summed, kept, gain, out, residual_out, offset, all_at, all_inside, columns, eps)
     else:
         wait_for_all(signal_flag(flags, 0, unit, signals, WORLD), call + 1, WORLD, 1, signals * FLAG_WORDS, rank, stop, patience, code, 0)
-        summed = _sum_of(product + offset, came, stride, at, inside, rank, scale, WORLD)
+        summed = _sum_of(product + offset, came, stride, at, inside, rank, scale, look(stop), WORLD)
         tl.store(out + offset + at, summed, mask=inside)
 
 
@@ -172,22 +188,25 @@ def two_shot(
     stride = groups.to(tl.int64) * columns
     sums = mine + WORLD * stride
     if group < groups:
+        looked = look(stop)
         to = _workspaces(peer_data, rank, product, WORLD)
         pieces = ()
         for step in tl.static_range(1, WORLD):
             row = group * WORLD + (rank + step) % WORLD
             pieces = pieces + (tl.load(product + row.to(tl.int64) * columns + at, mask=inside & (row < rows)),)  # type: ignore[assignment]
         for step in tl.static_range(1, WORLD):
-            there = inside & (group * WORLD + (rank + step) % WORLD < rows)
+            there = inside & (group * WORLD + (rank + step) % WORLD < rows) & (looked == 0)
             tl.store(to[step] + mine + rank.to(tl.int64) * stride + group.to(tl.int64) * columns + at, pieces[step - 1], mask=there)
-        signal_ranks(peer_flags, _flag_word(rank, unit, signals, WORLD), call + 1, rank, WORLD)
+        signal_ranks(peer_flags, _flag_word(rank, unit, signals, WORLD), call + 1, rank, looked, WORLD)
         wait_for_all(signal_flag(flags, 0, unit, signals, WORLD), call + 1, WORLD, 1, signals * FLAG_WORDS, rank, stop, patience, site * WAIT_KINDS + WAIT_PARTIALS, 0)
         came = staging + mine + group.to(tl.int64) * columns
-        summed = _sum_of(product + offset, came, stride, at, own_inside, rank, scale, WORLD)
+        looked = look(stop)
+        summed = _sum_of(product + offset, came, stride, at, own_inside, rank, scale, looked, WORLD)
         # With a norm the own sum goes the same way: another block of this rank reads it.
         for step in tl.static_range(0 if NORM else 1, WORLD):
-            tl.store(to[step] + sums + offset + at, summed, mask=own_inside)
-        signal_ranks(peer_flags, _flag_word(rank, units + unit, signals, WORLD), call + 1, -1 if NORM else rank, WORLD)
+            tl.store(to[step] + sums + offset + at, summed, mask=own_inside & (looked == 0))
+        word = _flag_word(rank, units + unit, signals, WORLD)
+        signal_ranks(peer_flags, word, call + 1, -1 if NORM else rank, looked, WORLD)
         if not NORM:
             tl.store(out + offset + at, summed, mask=own_inside)
         _count_call(calls, queues, call, "relaxed")
@@ -207,12 +226,13 @@ def two_shot(
                     offset = row.to(tl.int64) * columns
                     kept = tl.load(residual + offset + all_at, mask=all_inside, other=0.0)
                     wait_for_all(signal_flag(flags, owner, units + (group - 1) * SEGMENTS, signals, WORLD), call + 1, 1, SEGMENTS, 0, -1, stop, patience, code, owner)
-                    summed = tl.load(staging + sums + offset + all_at, mask=all_inside, other=0.0, cache_modifier=".cg")
+                    summed = _finished(staging + sums + offset, all_at, all_inside, look(stop))
                     _add_and_normalise(summed, kept, gain, out, residual_out, offset, all_at, all_inside, columns, eps)
     else:
         wait_for_all(signal_flag(flags, 0, units + unit, signals, WORLD), call + 1, WORLD, 1, signals * FLAG_WORDS, rank, stop, patience, code, 0)
+        looked = look(stop)
         for step in tl.static_range(1, WORLD):
             row = group * WORLD + (rank + step) % WORLD
             offset = row.to(tl.int64) * columns
             there = inside & (row < rows)
-            tl.store(out + offset + at, tl.load(staging + sums + offset + at, mask=there, cache_modifier=".cg"), mask=there)
+            tl.store(out + offset + at, _finished(staging + sums + offset, at, there, looked), mask=there)

@@ -31,6 +31,8 @@ from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import WAIT_TURN
 from overlap_inductor.kernels.signals import count_and_signal
 from overlap_inductor.kernels.signals import credit_flag
+from overlap_inductor.kernels.signals import finish_call
+from overlap_inductor.kernels.signals import look
 from overlap_inductor.kernels.signals import may_store
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
@@ -60,12 +62,72 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
     its blocks from beginning (4 H200s, a gather of 8192 tokens: begun 240 us late in every other call of a row, and copies with it).
 
     ``announced`` (one word): see ``announce``.
+
+    Where leave has not come, because this rank's patience is over or because somebody has told it to stop, the abort
+    words of all ranks are set when this kernel ends: before copies behind it start (``spoil``). Whoever stopped this
+    rank may not have come to the others yet.
     """
     call = tl.load(calls)
     for step in range(1, WORLD):
         peer = _peer(rank, step, WORLD)
         wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
     announce(calls, announced, stop)
+    addresses = stop.to(tl.pointer_type(tl.int64), bitcast=True)
+    table = tl.load(addresses + 3).to(tl.pointer_type(tl.int64))
+    # (Where nothing is wrong there is no turn of this. Without a barrier, so that threads may have looked at different
+    # moments; the kernel's end releases.)
+    for number in range(tl.where(look(stop) == 0, 0, tl.load(stop + 1))):
+        tl.store(tl.load(table + number).to(tl.pointer_type(tl.int32)), 1)
+
+
+@triton.jit
+def _spoil(result, words, aborted, BLOCK: tl.constexpr):
+    to = result.to(tl.pointer_type(tl.int32), bitcast=True)
+    limit = tl.where(aborted == 0, 0, words)
+    for start in range(tl.program_id(0) * BLOCK, limit, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(to + at, tl.full((BLOCK,), -1, tl.int32), mask=at < words)
+
+
+@triton.jit
+def spoil(result, words, stop, BLOCK: tl.constexpr):
+    """``result`` (``words`` of 4 bytes) becomes NaN, in every float format, where the group has been aborted. Grid: any
+    number of blocks, on the stream behind what has read the workspace.
+
+    A reader that looks behind its last read. A rank that has no leave may overwrite rows of a call that goes on here,
+    but only when it has set this rank's abort word: its stores of the word are done when its kernel ends, and its
+    copies start then. So whoever has read a copied row finds the word set when he looks later. What was read before the
+    word was set is right; it is spoilt, too, where the word comes before the end of the call, since the group's results
+    are not valid from then on.
+    """
+    _spoil(result, words, look(stop), BLOCK)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def end_call_and_spoil(
+    one,
+    two,
+    three,
+    calls,
+    peer_flags,
+    rank,
+    stop,
+    words_of_one,
+    words_of_two,
+    words_of_three,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``signals.end_call`` of a call whose peers send by copy engines, and ``spoil`` of its results (``None``: none).
+    Grid: one block."""
+    aborted = look(stop)
+    finish_call(calls, peer_flags, tl.load(calls), rank, stop, WORLD)
+    if one is not None:
+        _spoil(one, words_of_one, aborted, BLOCK)
+    if two is not None:
+        _spoil(two, words_of_two, aborted, BLOCK)
+    if three is not None:
+        _spoil(three, words_of_three, aborted, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rank", "site", "index", "first", "signals"])

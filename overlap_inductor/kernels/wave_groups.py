@@ -21,6 +21,13 @@ waits for peers whose matmuls end likewise.
 Memory ordering. Tiles leave by bulk stores, ``store_fence``, or by ordinary ones; then ``add_flag`` (barrier, release). The waiting kernel acquires the
 last addition, and with it all before: additions to a counter are one release sequence. The collective's kernel starts when that kernel has ended.
 
+Aborts (``signals``). The collective is not ours: it cannot be kept from sending what lies there. So behind a wait that
+was given up, and in all calls after it, the waiting kernel overwrites the group's rows with NaN, which the collective's
+sum hands to every rank, also where no abort word reaches it (another machine). Where one does, the board says so before
+the collective's kernel starts, and so before any rank has its result. A tile that is stored later replaces NaN by what
+the collective should have read; in the result of an all-reduce it leaves this rank's own part, and this rank has been
+told. Counters may stay as they are: nothing that they say is believed any more.
+
 CUDA graphs. Counters and queue are zero between calls and a group's number of tiles belongs to the shapes: no argument changes from replay to replay.
 """
 
@@ -33,6 +40,7 @@ from overlap_inductor.kernels.signals import FLAG_WORDS
 from overlap_inductor.kernels.signals import WAIT_KINDS
 from overlap_inductor.kernels.signals import WAIT_TILES
 from overlap_inductor.kernels.signals import add_flag
+from overlap_inductor.kernels.signals import look
 from overlap_inductor.kernels.signals import store_fence
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.kernels.tile_order import claim
@@ -108,9 +116,14 @@ def matmul_in_groups(
         tl.store(queue + 1, 0)
 
 
-@triton.jit(do_not_specialize=["group", "tiles", "site", "rank"])
-def wait_for_group(counters, stop, patience, group, tiles, site, rank):
-    """Ends when ``tiles`` tiles of a group are stored, and sets its counter back. Grid: one block of one warp."""
+@triton.jit(do_not_specialize=["group", "tiles", "site", "rank", "first", "elements"])
+def wait_for_group(counters, c, stop, patience, group, tiles, site, rank, first, elements, BLOCK: tl.constexpr):
+    """Ends when ``tiles`` tiles of a group are stored, and sets its counter back. Where the group of ranks has been
+    aborted, the group's ``elements`` of ``c`` from ``first`` on become NaN. Grid: one block of one warp."""
     counter = counters + group * FLAG_WORDS
     wait_at_least(counter, tiles, stop, patience, site * WAIT_KINDS + WAIT_TILES, rank)
     tl.store(counter, 0)
+    end = first + tl.where(look(stop) == 0, 0, elements)
+    for start in range(first, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(c + at, tl.full((BLOCK,), float("nan"), c.dtype.element_ty), mask=at < end)

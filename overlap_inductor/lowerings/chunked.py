@@ -35,6 +35,7 @@ from overlap_inductor.transports.arrivals import wait_kernel
 from overlap_inductor.transports.copy_engine import CopyEngine
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
+from overlap_inductor.transports.credits import spoiling_end
 from overlap_inductor.transports.replay import launched
 from overlap_inductor.transports.side_stream import one_call
 from overlap_inductor.transports.side_stream import side_stream
@@ -74,6 +75,17 @@ def _transport(parameters: ChunkedParameters) -> Transport:
     return CopyEngine(parameters.turns_from) if parameters.transport == "copy_engine" else SmPush(parameters.pushers)
 
 
+End = Callable[[Sequence[torch.Tensor]], None]
+"""Ends a call, given its results."""
+
+
+def _end(launch: Launch, parameters: ChunkedParameters, results: Sequence[torch.Tensor]) -> End:
+    if parameters.transport == "copy_engine":
+        return spoiling_end(launch, results)
+    end = end_kernel(launch)
+    return lambda results: end()
+
+
 @dataclass(frozen=True)
 class _Gather:
     """A prepared all-gather: what sends the shard, and each chunk's rows with what waits for them. ``workspace``: ``[world_size * rows, K]``."""
@@ -81,6 +93,7 @@ class _Gather:
     send: Send
     chunks: list[tuple[list[Range], PreparedKernel]]
     workspace: torch.Tensor
+    end: End
 
 
 def all_gather_matmul(
@@ -115,16 +128,24 @@ def _gather(
 ) -> None:
     """The launches of one call, into ``outs`` (``[world_size * rows, N]`` each) and, where it is used, ``gathered [world_size * rows, K]``. Raises ``UnsupportedError``."""
     rows, rank = shard.shape[0], launch.rank
-    key = ("chunked", shard.shape, shard.dtype, tuple((m.b.shape, m.dtype(shard)) for m in matmuls), parameters)
+    results = [*outs] if gathered is None else [*outs, gathered]
+    key = (
+        "chunked",
+        shard.shape,
+        shard.dtype,
+        tuple((m.b.shape, m.dtype(shard)) for m in matmuls),
+        parameters,
+        gathered is None,
+    )
     call = launch.prepared.get(key)
     if call is None:
         _check(shard, matmuls, "all_gather_matmul", rows, launch, parameters)
         # (Matmuls of one chunk follow each other: as one of all their columns.)
         columns, itemsize = sum(m.b.shape[1] for m in matmuls), shard.element_size()
         fitted = chunked_plan.fitted("all_gather_matmul", launch.world_size, rows, shard.shape[1], columns, itemsize, itemsize, parameters)
-        call = _prepare_gather(shard, launch, fitted)
+        call = _prepare_gather(shard, launch, fitted, results)
         launch.remember(key, call)
-    credits, end, side = credit_kernel(launch), end_kernel(launch), side_stream(shard.device)
+    credits, side = credit_kernel(launch), side_stream(shard.device)
     with one_call(launch, side):
         # (Not beside the matmul: a vendor's kernel that has the same SM for all its tiles ends as much later as something waits on one.)
         credits()
@@ -142,7 +163,7 @@ def _gather(
             for start, stop in ranges:
                 for matmul, out in zip(matmuls, outs, strict=True):
                     matmul(call.workspace[start:stop], start, stop, out)
-    end()
+    call.end(results)
 
 
 def _hand_out(workspace: torch.Tensor, gathered: torch.Tensor, start: int, stop: int) -> None:
@@ -152,7 +173,9 @@ def _hand_out(workspace: torch.Tensor, gathered: torch.Tensor, start: int, stop:
     gathered[stop:].copy_(workspace[stop:])
 
 
-def _prepare_gather(shard: torch.Tensor, launch: Launch, p: ChunkedParameters) -> _Gather:
+def _prepare_gather(
+    shard: torch.Tensor, launch: Launch, p: ChunkedParameters, results: Sequence[torch.Tensor]
+) -> _Gather:
     world_size, (rows, width) = launch.world_size, shard.shape
     transfer = Transfer(rows, width, chunked_plan.part_rows_of(rows, world_size, p), scattered=False)
     bounds = chunked_plan.chunk_bounds(transfer.parts, world_size, p)
@@ -161,7 +184,9 @@ def _prepare_gather(shard: torch.Tensor, launch: Launch, p: ChunkedParameters) -
         for first, last in pairwise(bounds)
     ]
     workspace = launch.slot.data.local[: world_size * shard.nbytes].view(shard.dtype).view(world_size * rows, width)
-    return _Gather(_transport(p).prepare(launch, transfer, range(bounds[-1]), shard), chunks, workspace)
+    return _Gather(
+        _transport(p).prepare(launch, transfer, range(bounds[-1]), shard), chunks, workspace, _end(launch, p, results)
+    )
 
 
 @dataclass(frozen=True)
@@ -234,11 +259,15 @@ def _reduce_into(
     Bands in turn: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and handed round; then band ``i - 2`` is received.
     """
     key = ("chunked", pattern, a.shape, a.dtype, *(b.shape for _, b in matmul.added), out.shape[1], out.dtype, parameters, average)
-    bands = launch.prepared.get(key)
-    if bands is None:
-        bands = _prepare_reduce(pattern, a, matmul, product, out, launch, parameters, average)
-        launch.remember(key, bands)
-    credits, end, side = credit_kernel(launch), end_kernel(launch), side_stream(a.device)
+    prepared = launch.prepared.get(key)
+    if prepared is None:
+        prepared = (
+            _prepare_reduce(pattern, a, matmul, product, out, launch, parameters, average),
+            _end(launch, parameters, [out]),
+        )
+        launch.remember(key, prepared)
+    bands, end = prepared
+    credits, side = credit_kernel(launch), side_stream(a.device)
 
     def multiply(start: int, stop: int) -> None:
         stop = min(stop, len(a))
@@ -276,7 +305,7 @@ def _reduce_into(
             receive(bands[-2])
         add_up(bands[-1])
         receive(bands[-1])
-    end()
+    end([out])
 
 
 def _prepare_reduce(

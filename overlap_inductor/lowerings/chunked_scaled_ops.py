@@ -22,6 +22,7 @@ from overlap_inductor.lowerings.site_ops import ready
 from overlap_inductor.lowerings.vendor_matmul import Scales
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.transports.call_order import call_order
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -68,7 +69,8 @@ def _scaled_all_gather_matmul(
         return [*(_whole(m, gathered) for m in matmuls), *([gathered] if gathered_used else [])], token
     from overlap_inductor.lowerings import chunked
 
-    return chunked.all_gather_matmul(left_operand(shard), matmuls, *found, gathered_used), token
+    with call_order(shard.device):
+        return chunked.all_gather_matmul(left_operand(shard), matmuls, *found, gathered_used), token
 
 
 def _scaled_all_gather_matmul_fake(
@@ -120,7 +122,8 @@ def _define_reduction(pattern: str) -> None:
             return reference.reduced(pattern, _whole(matmul, lhs), reduce_op, group), token
         from overlap_inductor.lowerings import chunked
 
-        return getattr(chunked, pattern)(lhs, matmul, *found, reduce_op == "avg"), token
+        with call_order(lhs.device):
+            return getattr(chunked, pattern)(lhs, matmul, *found, reduce_op == "avg"), token
 
     def fake(
         chain: torch.Tensor,

@@ -16,6 +16,7 @@ from overlap_inductor.lowerings.ops import define
 from overlap_inductor.lowerings.site_ops import ready
 from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
 from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.transports.call_order import call_order
 
 
 def _define_reduction(pattern: str) -> None:
@@ -37,7 +38,8 @@ def _define_reduction(pattern: str) -> None:
         from overlap_inductor.lowerings import chunked
 
         matmul = VendorMatmul(b, bias, added=tuple(zip(lhs[1:], rhs[1:], strict=True)))
-        return getattr(chunked, pattern)(a, matmul, *found, reduce_op == "avg"), token
+        with call_order(a.device):
+            return getattr(chunked, pattern)(a, matmul, *found, reduce_op == "avg"), token
 
     def fake(
         chain: torch.Tensor, lhs: Sequence[torch.Tensor], rhs: Sequence[torch.Tensor], bias: object, settings: str, reduce_op: str, group_name: str, site: str

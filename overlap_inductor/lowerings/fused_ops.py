@@ -29,6 +29,7 @@ from overlap_inductor.lowerings.site_ops import define_reductions
 from overlap_inductor.lowerings.site_ops import ready
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.torch_compat.memory import token_like
+from overlap_inductor.transports.call_order import call_order
 from overlap_inductor.transports.workspace import Launch
 
 Epilogues = Sequence[Epilogue | None]
@@ -78,6 +79,7 @@ def _gather(
     finally:
         # Whatever happened: peers wait for leave to write into this workspace again.
         fused.end(launch)
+    fused.spoil_read(outs, shard, launch, parameters)
     return outs
 
 
@@ -115,7 +117,8 @@ def _gather_epilogue(
         gathered, outs = reference.all_gather_matmul(shard, rhs, biases, group)
         outs = [applied(*one) for one in zip(parsed, outs, extras_of(parsed, extras), strict=True)]
         return [*outs, gathered] if gathered_used else outs, token
-    return _gather(shard, rhs, biases, gathered_used, *found, parsed, extras), token
+    with call_order(shard.device):
+        return _gather(shard, rhs, biases, gathered_used, *found, parsed, extras), token
 
 
 def _gather_epilogue_fake(
@@ -142,7 +145,8 @@ def _reduce_epilogue(
     found = ready(fused_plan, pattern, -(-lhs.shape[0] // group.size()), lhs, rhs, lhs.dtype, group, site, settings)
     if found is None:
         return applied(parsed[0], getattr(reference, pattern)([lhs], [rhs], [bias], reduce_op, group), extras), token
-    return _reduce(pattern, lhs, rhs, bias, reduce_op == "avg", *found, parsed, extras), token
+    with call_order(lhs.device):
+        return _reduce(pattern, lhs, rhs, bias, reduce_op == "avg", *found, parsed, extras), token
 
 
 def _reduce_epilogue_fake(

@@ -32,6 +32,8 @@ class FusedParameters:
         unit: tiles beside each other that are pushed at once (all-reduce).
         slices, slices_tiles, slices_pushers: slices along K in which a shard is pushed, by so many blocks, and a tile waits for it (all-gather), up to so many tiles;
             fewer of more tiles (``slices_of``). Numbers of the plan, not of the GPU: all ranks must cut alike.
+        column_tiles: tiles in a row of all weights of a gather. Ranks may have more or less columns, and count them
+            alike here; 0: as the weights have.
         stagger_ns: between the starts of neighbouring blocks (reduce-scatter).
         halves: tiles are stored in two halves, which leaves shared memory for one stage more.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
@@ -50,6 +52,7 @@ class FusedParameters:
     slices: int = 1
     slices_tiles: int = 0
     slices_pushers: int = 16
+    column_tiles: int = 0
     block_m: int = 128
     block_n: int = 256
     block_k: int = 64
@@ -105,8 +108,14 @@ def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor],
     """
     if shard.nbytes > parameters.copies_from:
         return 1
-    tiles = world_size * -(-shard.shape[0] // parameters.block_m) * sum(-(-b.shape[1] // parameters.block_n) for b in rhs)
+    across = parameters.column_tiles or column_tiles([b.shape[1] for b in rhs], parameters)
+    tiles = world_size * -(-shard.shape[0] // parameters.block_m) * across
     return max(1, parameters.slices * parameters.slices_tiles // max(parameters.slices_tiles, tiles, 1))
+
+
+def column_tiles(columns: Sequence[int], parameters: FusedParameters) -> int:
+    """Tiles in a row of weights of ``columns``."""
+    return sum(-(-n // parameters.block_n) for n in columns)
 
 
 def band_rows(rows: int, world_size: int, parameters: FusedParameters) -> int:

@@ -187,6 +187,7 @@ def _matmul_all_gather(
     lhs: torch.Tensor,
     rhs: torch.Tensor,
     bias: torch.Tensor | None,
+    width: int,
     parts: int,
     min_rows: int,
     dtype: torch.dtype,
@@ -194,17 +195,20 @@ def _matmul_all_gather(
     site: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = resolve_group(group_name)
-    rows, width = lhs.shape[0], rhs.shape[1]
+    rows, columns = lhs.shape[0], rhs.shape[1]
     gathered = lhs.new_empty(group.size() * rows, width, dtype=dtype)
     if rows < min_rows:
-        dist.all_gather_into_tensor(gathered, _sum_of_products([lhs], [rhs], [bias], slice(None), dtype), group=group)
+        own = _sum_of_products([lhs], [rhs], [bias], slice(None), dtype)
+        dist.all_gather_into_tensor(gathered, torch.nn.functional.pad(own, (0, width - columns)), group=group)
         return gathered, chain.new_empty(1)
     cuts = routes.bounds(rows, parts)
     exchange = p2p.open_exchange(gathered, [c * width for c in cuts], "broadcast", group, site)
     for band in range(parts):
         piece = _sum_of_products([lhs], [rhs], [bias], slice(cuts[band], cuts[band + 1]), dtype)
         if exchange is not None:
-            exchange.piece(group.rank(), band).copy_(piece.view(-1))
+            place = exchange.piece(group.rank(), band).view(-1, width)
+            place[:, :columns].copy_(piece)
+            place[:, columns:].zero_()
             exchange.post(band)
     if exchange is not None:
         for band in range(parts):
@@ -214,14 +218,24 @@ def _matmul_all_gather(
 
 
 def _matmul_all_gather_fake(
-    chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: object, parts: int, floor: int, dtype: torch.dtype, group_name: str, site: str
+    chain: torch.Tensor,
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: object,
+    width: int,
+    parts: int,
+    floor: int,
+    dtype: torch.dtype,
+    group_name: str,
+    site: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return lhs.new_empty(resolve_group(group_name).size() * lhs.shape[0], rhs.shape[1], dtype=dtype), chain.new_empty(1)
+    return lhs.new_empty(resolve_group(group_name).size() * lhs.shape[0], width, dtype=dtype), chain.new_empty(1)
 
 
+# ``width``: columns of the gathered tensor, of which this rank may have fewer; the others are zeros.
 define(
-    "matmul_all_gather(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, int parts, SymInt min_rows, ScalarType dtype, "
-    "str group_name, str site) -> (Tensor, Tensor)",
+    "matmul_all_gather(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, SymInt width, int parts, SymInt min_rows, "
+    "ScalarType dtype, str group_name, str site) -> (Tensor, Tensor)",
     _matmul_all_gather,
     _matmul_all_gather_fake,
 )

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from overlap_inductor.errors import OverlapError
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.torch_compat.telemetry import in_range
 from overlap_inductor.transports import agreement
@@ -64,7 +65,12 @@ def _agree(group_name: str, plan: str, like: torch.Tensor, workspace: str | None
     group = resolve_group(group_name)
     agreement.require(group, plan)
     if workspace is not None:
-        prepare(group, like.device, workspace, limit << 20)
+        reason = prepare(group, like.device, workspace, limit << 20)
+        if reason is not None:
+            raise OverlapError(
+                f"sites of group {group_name!r} have no workspace: {reason} Free memory on that rank, lower "
+                "OVERLAP_INDUCTOR_WORKSPACE_LIMIT, or set OVERLAP_INDUCTOR=off."
+            )
     # (A token orders; nobody reads it.)
     return torch.empty(1, dtype=torch.uint8, device=like.device)
 
@@ -286,6 +292,27 @@ define(
     "take(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt length, str group_name) -> Tensor",
     _take,
     _take_fake,
+    FLEXIBLE,
+)
+
+
+def _rows_below(
+    x: torch.Tensor, dim: int, shift: int, chunk: int, start: int, size: int, group_name: str
+) -> torch.Tensor:
+    group = resolve_group(group_name)
+    first = (group.rank() + shift) % group.size() * chunk + start
+    kept = min(max(size - first, 0), x.shape[dim])
+    out = x.clone(memory_format=torch.contiguous_format)
+    out.narrow(dim, kept, x.shape[dim] - kept).zero_()
+    return out
+
+
+# ``x`` holds rows ``start, start + 1 ...`` of the shard of rank ``r + shift``. Row ``size`` of the gathered tensor, and
+# those behind it, become zeros.
+define(
+    "rows_below(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt size, str group_name) -> Tensor",
+    _rows_below,
+    lambda x, *args: x.new_empty(x.shape),
     FLEXIBLE,
 )
 

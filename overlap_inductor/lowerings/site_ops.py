@@ -19,6 +19,7 @@ from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings.ops import define
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.torch_compat.memory import token_like
+from overlap_inductor.transports.call_order import call_order
 from overlap_inductor.transports.workspace import Launch
 from overlap_inductor.transports.workspace import workspace_of
 
@@ -44,7 +45,8 @@ Reduce = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor | None, bool, L
 def ready(
     plan: SitePlan, pattern: str, rows: int, a: torch.Tensor, b: torch.Tensor, sent: torch.dtype, group: dist.ProcessGroup, site: str, settings: str
 ) -> tuple[Launch, Any] | None:
-    """Where and how the site's kernels multiply ``a`` by ``b``, with ``rows`` of a shard and elements of dtype ``sent`` on their way; ``None`` where they do not."""
+    """Where and how the site's kernels multiply ``a`` by ``b``, with ``rows`` of a shard and elements of dtype ``sent``
+    on their way; ``None`` where they do not. What is launched there is launched in the device's ``call_order``."""
     if rows == 0:
         return None
     place = workspace_of(group, a.device)
@@ -70,7 +72,8 @@ def define_gather(schedule: str, plan: SitePlan, gather: Gather) -> None:
         if found is None:
             gathered, outs = reference.all_gather_matmul(shard, rhs, biases, group)
             return [*outs, gathered] if gathered_used else outs, token
-        return gather(shard, rhs, biases, gathered_used, *found), token
+        with call_order(shard.device):
+            return gather(shard, rhs, biases, gathered_used, *found), token
 
     def fake(
         chain: torch.Tensor, shard: torch.Tensor, rhs: Tensors, biases: object, gathered_used: bool, settings: str, group_name: str, site: str
@@ -97,7 +100,8 @@ def _define_reduction(schedule: str, plan: SitePlan, reduce: Reduce, pattern: st
         found = ready(plan, pattern, -(-lhs.shape[0] // group.size()), lhs, rhs, lhs.dtype, group, site, settings)
         if found is None:
             return getattr(reference, pattern)([lhs], [rhs], [bias], reduce_op, group), token
-        return reduce(pattern, lhs, rhs, bias, reduce_op == "avg", *found), token
+        with call_order(lhs.device):
+            return reduce(pattern, lhs, rhs, bias, reduce_op == "avg", *found), token
 
     def fake(
         chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: object, settings: str, reduce_op: str, group_name: str, site: str

@@ -20,6 +20,7 @@ from overlap_inductor.lowerings.small_plan import parameters_of
 from overlap_inductor.lowerings.small_plan import why_not
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.torch_compat.memory import token_like
+from overlap_inductor.transports.call_order import call_order
 from overlap_inductor.transports.workspace import Launch
 from overlap_inductor.transports.workspace import workspace_of
 
@@ -61,7 +62,8 @@ def _matmul_all_reduce(
         return reference.matmul_all_reduce([lhs], [rhs], [bias], reduce_op, group), token
     from overlap_inductor.lowerings import small_message
 
-    return small_message.matmul_all_reduce(lhs, rhs, bias, *ready, reduce_op == "avg"), token
+    with call_order(lhs.device):
+        return small_message.matmul_all_reduce(lhs, rhs, bias, *ready, reduce_op == "avg"), token
 
 
 def _matmul_all_reduce_fake(
@@ -107,7 +109,10 @@ def _matmul_all_reduce_norm(
         return reference.rms_norm(residual_out, weight, eps), residual_out, token
     from overlap_inductor.lowerings import small_message
 
-    return *small_message.matmul_all_reduce_norm(lhs, rhs, bias, left_operand(residual), left_operand(weight), eps, *ready), token
+    with call_order(lhs.device):
+        return *small_message.matmul_all_reduce_norm(
+            lhs, rhs, bias, left_operand(residual), left_operand(weight), eps, *ready
+        ), token
 
 
 def _matmul_all_reduce_norm_fake(

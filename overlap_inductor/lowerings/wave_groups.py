@@ -37,14 +37,16 @@ from overlap_inductor.lowerings.wave_plan import predicted
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.distributed import is_alive
 from overlap_inductor.transports import nccl
+from overlap_inductor.transports.call_order import call_order
 from overlap_inductor.transports.workspace import GroupWorkspace
-from overlap_inductor.transports.workspace import one_after_the_other
 from overlap_inductor.transports.workspace import workspace_of
 
 TABLE_WORDS = 32
 """int32 words of one partition in the GPU's memory: ``MAX_GROUPS + 1`` and what keeps them at 128 bytes."""
 TABLES = 4096
 """Partitions that a group has room for."""
+POISONED_AT_ONCE = 256
+"""Elements that the waiting kernel's warp overwrites at once where the group has been aborted: 16 bytes a thread."""
 
 
 @dataclass(frozen=True)
@@ -175,16 +177,19 @@ class Call:
         )  # fmt: skip
         return c
 
-    def wait(self, group: int, bands: int) -> None:
-        """Launch the kernel that waits for ``bands`` bands of a group."""
-        place = self.waves.place
+    def wait(self, c: torch.Tensor, group: int, first: int, end: int) -> None:
+        """Launch the kernel that waits for a group of bands ``first`` to ``end - 1`` of ``c``."""
+        place, block_m = self.waves.place, self.parameters.block_m
         number, rank = place.faults.number(self.site), self.group.rank()
-        wait_for_group[(1,)](self.waves.counters, place.faults.stop, place.patience_ns, group, bands * self.tiles, number, rank, num_warps=1)
+        top, bottom = (min(band * block_m, self.rows) * self.shards * c.shape[1] for band in (first, end))
+        wait_for_group[(1,)](
+            self.waves.counters, c, place.faults.stop, place.patience_ns,
+            group, (end - first) * self.tiles, number, rank, top, bottom - top, POISONED_AT_ONCE, num_warps=1,
+        )  # fmt: skip
 
     def alone(self, free: int, table: torch.Tensor) -> None:
         """The matmul as one group, without a collective."""
-        self.multiply(free, table, 1)
-        self.wait(0, self.bands)
+        self.wait(self.multiply(free, table, 1), 0, 0, self.bands)
 
     def run(self, plan: WavePlan) -> torch.Tensor:
         """The call as planned. Returns ``[M / world_size, N]``, or ``[M, N]`` where it is an all-reduce."""
@@ -195,7 +200,7 @@ class Call:
                 result = c.new_empty(self.rows, c.shape[1]) if self.scatters else c
                 with side:
                     for group, (first, end) in enumerate(itertools.pairwise(plan.partition)):
-                        self.wait(group, end - first)
+                        self.wait(c, group, first, end)
                         top, bottom = first * block_m, min(end * block_m, self.rows)
                         piece = c[top * self.shards : bottom * self.shards]
                         nccl.reduce_rows(result[top:bottom] if self.scatters else piece, piece, self.group)
@@ -277,8 +282,7 @@ def _checked(
     if scatters and a.shape[0] % group.size():
         raise UnsupportedError(f"{a.shape[0]} rows do not fall into {group.size()} equal shards")
     waves = waves_of(group, a.device)
-    waves.place.faults.check()
-    if a.is_cuda:
-        one_after_the_other(a.device)
     call = Call(a, b, bias, scatters, average, site, p, waves)
-    return call.run(call.plan())
+    with call_order(a.device):
+        waves.place.faults.check()
+        return call.run(call.plan())

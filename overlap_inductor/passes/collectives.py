@@ -23,48 +23,58 @@ _NAMES = {
 }
 
 
+_NOT_MOVING = {"wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group", "get_remote_tensors", "_rendezvous", "memset32_", "check_for_nan"}
+"""Operators of those namespaces that move no data between ranks."""
+_POINT_TO_POINT = {"isend", "irecv", "batch_p2p_ops", "nccl_put", "nccl_get", "nvshmem_put", "nvshmem_get", "nccl_put_with_signal", "nvshmem_put_with_signal"}
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem")
+
+
 def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
-    """``(kind, reason it can be no site)`` of a collective node; ``None`` for another node."""
+    """``(kind, reason it can be no site)`` of a collective node; ``None`` for another node. Whatever moves data between ranks has one, known here or not."""
     namespace, name = operators.qualified_name(node)
+    if namespace not in _NAMESPACES or name in _NOT_MOVING:
+        return None
     if namespace == "symm_mem" and name.startswith("fused_"):
         return "fused", Reason("taken_by_async_tp", f"Inductor's own async TP has replaced this site by {name} before this pass ran")
     if (namespace, name) == ("_dtensor", "shard_dim_alltoall"):
         return "all_to_all", Reason("pattern_not_available", "an exchange of shard dims is not overlapped in this version")
-    if namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
-        return None
     base = name.removesuffix("_")
+    if namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
+        return base, Reason("pattern_not_available", f"{namespace}::{name} is no functional collective and is not overlapped in this version")
     if base in _NAMES:
         if base != name:
             return _NAMES[base], Reason("out_variant", f"{name} works in place; only the functional form is taken apart")
         return _NAMES[base], None
-    if name.endswith("_coalesced"):
-        return name.removesuffix("_coalesced"), Reason("coalesced", f"{name} moves several tensors at once and is not taken apart")
+    if base.endswith("_coalesced"):
+        kind = base.removesuffix("_coalesced")
+        return _NAMES.get(kind, kind), Reason("coalesced", f"{name} moves several tensors at once and is not taken apart")
     if name.endswith("_out"):
-        return name.removesuffix("_out"), Reason("out_variant", f"{name} writes to a buffer of the caller's and is not taken apart")
-    return None
+        kind = name.removesuffix("_out")
+        return _NAMES.get(kind, kind), Reason("out_variant", f"{name} writes to a buffer of the caller's and is not taken apart")
+    return base, Reason("pattern_not_available", f"{name} is not overlapped in this version")
 
 
 def group_name(node: fx.Node) -> str | None:
     """The name of a collective's process group: a string, or a node that holds the group (compile on one rank)."""
-    name = operators.argument(node, "group_name")
+    name = operators.argument(node, "group_name") or operators.argument(node, "process_group")
     if isinstance(name, str):
         return name
     if isinstance(name, fx.Node):
         name = name.meta.get("val")
-    return getattr(name, "group_name", None)
+    found = getattr(name, "group_name", None)
+    return found if isinstance(found, str) else None
 
 
 def group_of(node: fx.Node) -> str | None:
-    """The group's name where ``node`` is a collective of any spelling, else ``None``."""
-    if _kind(node) is not None:
-        return group_name(node)
-    return group_name(node) if operators.qualified_name(node)[0] == "_c10d_functional" else None
+    """The group's name where ``node`` is a collective of any functional spelling, else ``None``."""
+    functional = operators.qualified_name(node)[0] not in ("c10d", "c10d_functional")
+    return group_name(node) if functional and _kind(node) is not None else None
 
 
 def kept_kind(node: fx.Node) -> str | None:
-    """``"all_reduce bfloat16"`` where ``node`` is a collective of any spelling, else ``None``."""
+    """``"all_reduce bfloat16"`` where ``node`` is a collective that all ranks of its group call, else ``None`` (one rank sends what another one receives)."""
     found = _kind(node)
-    if found is None:
+    if found is None or found[0] in _POINT_TO_POINT or operators.qualified_name(node)[0] in ("c10d", "c10d_functional"):
         return None
     sources = [n for n in node.all_input_nodes if tools.is_tensor(n)]
     return f"{found[0]} {str(tools.dtype(sources[0])).removeprefix('torch.')}" if sources else found[0]

@@ -36,7 +36,7 @@ def find_epilogue(collective: CollectiveNode, consumers: list[GatherConsumer]) -
 
 def _cut_alike(a: GatherConsumer, b: GatherConsumer) -> bool:
     same = same_size(a.sharded.chunk, b.sharded.chunk) and same_size(a.sharded.outer, b.sharded.outer)
-    return same and a.trimmed is None and b.trimmed is None and a.layout.same_elements(b.layout)
+    return same and not a.sharded.short and a.layout.same_elements(b.layout)
 
 
 @dataclass

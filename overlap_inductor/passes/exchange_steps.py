@@ -27,6 +27,7 @@ from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import planner
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import product
+from overlap_inductor.passes.padded_output import gathered_shape
 from overlap_inductor.passes.placement import between
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
@@ -107,15 +108,20 @@ def _sent(nodes: GatherNodes, plan: list[PlanPiece]) -> str:
     """What is computed of a shard before it is sent: by unrolled steps nothing, by an op all that stands before the matmul."""
     if all(p.parameters.get("unrolled", p.schedule == "keep") for p in plan):
         return ""
-    # (In graph order, and without nodes' names: those depend on what else a rank's graph holds.)
-    computed = [n for n in sorted(between(nodes)) if n not in nodes.through]
+    # (In the graph's order, and without nodes' names, which depend on what else a rank's graph holds. A cat of pieces is seen through,
+    # and its pieces with it.)
+    computed = sorted(n for n in between(nodes) if n not in nodes.through and (tools.is_pointwise(n) or n in nodes.layouts))
     words = [f"{n.target}{fx.map_arg([a for a in n.args if not isinstance(a, fx.Node)], lambda _: None)}" for n in computed]
     return f" behind {', '.join(words)}" if words else ""
 
 
 def _cut(nodes: ReduceNodes) -> list[Any]:
-    """``[rows of the cut dim: outer, chunk], the order of a piece's elements`` where that is not the collective's."""
-    order = _order(nodes.leaf_layout, nodes.layouts[nodes.collectives[0].input])
+    """``[rows of the cut dim: outer, chunk; of an output that is gathered all rows], the order of a piece's elements``
+    where that is not the collective's."""
+    order = _order(nodes.leaf_layout, nodes.layouts[nodes.computed[0]])
+    if nodes.collectives[0].kind == "all_gather":
+        # (A rank may have less of it than it sends.)
+        return [gathered_shape(nodes)[:1], order]
     return [[nodes.sharded.outer, nodes.sharded.chunk], order]
 
 

@@ -8,11 +8,11 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from overlap_inductor.passes import beside
 from overlap_inductor.passes import collectives as finding
 from overlap_inductor.passes import graph_tools as tools
-from overlap_inductor.passes import grouped_matmuls
 from overlap_inductor.passes import naming
-from overlap_inductor.passes.gather_finder import blocked_by
+from overlap_inductor.passes import reduce_region
 from overlap_inductor.passes.gather_finder import find_gather
 from overlap_inductor.passes.gather_finder import is_weight_gather
 from overlap_inductor.passes.reduce_finder import find_reduce
@@ -26,7 +26,6 @@ from overlap_inductor.site import SiteFacts
 from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
-NO_MATMUL = "no matmul stands beside it: there is nothing to hide it behind"
 
 
 class SiteFinder:
@@ -44,6 +43,10 @@ class SiteFinder:
     @functools.cached_property
     def _collectives(self) -> dict[fx.Node, tuple[fx.Node, str, CollectiveNode | Reason]]:
         return {found[0]: found for found in finding.find_collectives(self.graph)}
+
+    @functools.cached_property
+    def _ordinals(self) -> dict[fx.Node, int]:
+        return {node: i for i, node in enumerate(self._collectives)}
 
     def run(self) -> SiteFinder:
         for node, kind, found in self._collectives.values():
@@ -64,7 +67,7 @@ class SiteFinder:
 
     def _gather(self, collective: CollectiveNode) -> None:
         if not tools.shape(collective.input):
-            self._miss(collective.node, "all_gather", Reason("no_matmul", NO_MATMUL))
+            self._miss(collective.node, "all_gather", Reason("no_matmul", beside.NO_MATMUL))
             return
         nodes, obstacles = self._gathered(collective)
         if nodes is not None:
@@ -77,11 +80,13 @@ class SiteFinder:
             return
         # Whatever uses the gathered output, it may be a matmul's own.
         reduced, obstacle, _ = find_reduce([collective], collective.wait)
+        if reduced is None:
+            reduced, obstacle = reduce_region.find([collective], collective.wait, self._owned(), obstacle)
         if reduced is not None:
             self._add("matmul_all_gather", collective, reduced, None, reduced.role, obstacle)
             return
-        obstacles += [o for o in (obstacle, blocked_by(collective.wait)) if o is not None]
-        self._miss(collective.node, "all_gather", obstacles[0] if obstacles else grouped_matmuls.beside(collective) or Reason("no_matmul", NO_MATMUL))
+        obstacles = obstacles + [o for o in (obstacle,) if o is not None]
+        self._miss(collective.node, "all_gather", obstacles[0] if obstacles else beside.reason(collective))
 
     def _added_later(self, collective: CollectiveNode) -> tuple[list[CollectiveNode], fx.Node] | None:
         """All-reduces whose results are only added to each other: one reduction of the sum serves (linearity)."""
@@ -157,7 +162,9 @@ class SiteFinder:
         self.left.update(left)
         first = collectives[0]
         if nodes is None:
-            self._miss(first.node, first.kind, obstacle or grouped_matmuls.beside(first) or Reason("no_matmul", NO_MATMUL))
+            nodes, obstacle = reduce_region.find(collectives, result, self._owned(), obstacle)
+        if nodes is None:
+            self._miss(first.node, first.kind, obstacle or beside.reason(first))
             return
         pattern = "matmul_reduce_scatter" if first.kind == "reduce_scatter" else "matmul_all_reduce"
         dim = nodes.sharded.dim if first.kind == "reduce_scatter" else None
@@ -180,9 +187,12 @@ class SiteFinder:
             anchor = nodes.leaves[0].node
         facts = finding.describe(collective.node, collective.kind, dim, role)
         module = naming.module_of(anchor) or naming.module_of(collective.node)
-        sizes = "|".join(f"{m.kind}:{m.n}:{m.k}:{m.dtype}" for m in matmuls)
-        identity = naming.site_id(pattern, module, self.phase, len(self.sites), sizes)
-        # (Node names are no part of the identity: Inductor numbers them after what it did elsewhere in the graph.)
+        # Node names are no part of the identity (Inductor numbers them after what it did elsewhere in the graph), nor
+        # are the matmuls: ranks may have more or less of a dim, a bias, or padding of their own. What the collective
+        # moves is the same on all of them, and so is its place among the graph's collectives.
+        ordinal = self._ordinals[collective.node]
+        moves = f"{facts.reduce_op}:{facts.dtype}:{tools.size_text(tools.shape(collective.input)[-1])}"
+        identity = naming.site_id(pattern, module, self.phase, ordinal, moves)
         self.sites.append(OverlapSite(SiteFacts(identity, pattern, module or anchor.name, facts, tuple(matmuls)), nodes, obstacle=obstacle))
 
     def _miss(self, node: fx.Node, kind: str, reason: Reason, anchor: fx.Node | None = None) -> None:

@@ -5,6 +5,7 @@ Not with a dynamic token count, where calls of few tokens run as they stood, and
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,9 @@ from torch import fx
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.epilogue_text import to_text
+from overlap_inductor.lowerings.fused_plan import column_tiles
 from overlap_inductor.lowerings.fused_plan import in_one_launch
+from overlap_inductor.lowerings.fused_plan import parameters_of
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import looping
 from overlap_inductor.passes.layouts import ShardedDim
@@ -22,6 +25,7 @@ from overlap_inductor.passes.one_op_site import operands
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.passes.site_schedule import Replaced
+from overlap_inductor.passes.site_sizes import rounded
 from overlap_inductor.passes.site_sizes import tokens
 from overlap_inductor.passes.steps import StepEmitter
 from overlap_inductor.passes.tail import MOST_EXTRAS
@@ -40,6 +44,16 @@ class FusedSchedule(OneOpSchedule):
         if any(tails):
             found[0].parameters["epilogue"] = _described(tails)
         return found
+
+    def settings_for(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
+        settings = super().settings_for(site, config)
+        if not isinstance(site.nodes, GatherNodes):
+            return settings
+        # A shard is pushed in slices, whose number rests on the tiles of all weights. A rank may have more or less
+        # columns of them than its peers.
+        rights = [right for _, right in operands(looping.served(site))]
+        columns = [rounded(int(rights[i].shape[1])) for i in in_one_launch(rights)]
+        return {**settings, "column_tiles": column_tiles(columns, parameters_of(json.dumps(settings), 1))}
 
     def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
         if "epilogue" not in parameters:
@@ -71,7 +85,7 @@ def _tails(site: OverlapSite, planned: list[str] | None = None) -> list[Tail | N
         return []
     if not isinstance(nodes, GatherNodes):
         collective, sharded = nodes.collectives[0], nodes.sharded
-        in_order = sharded.dim == 0 and _one_run(sharded) and not sharded.missing
+        in_order = sharded.dim == 0 and _one_run(sharded)
         alone = len(nodes.collectives) == 1 and nodes.result is collective.wait
         return [find_tail(nodes.result, collective.node, planned=planned[0] if planned else None) if in_order and alone else None]
     launched = in_one_launch([right for _, right in operands(site)])
@@ -86,5 +100,5 @@ def _tails(site: OverlapSite, planned: list[str] | None = None) -> list[Tail | N
 
 
 def _one_run(sharded: ShardedDim) -> bool:
-    """Whether a rank's rows lie one after the other."""
-    return isinstance(sharded.outer, int) and sharded.outer == 1
+    """Whether a rank's rows lie one after the other, and none are missing."""
+    return isinstance(sharded.outer, int) and sharded.outer == 1 and not sharded.short

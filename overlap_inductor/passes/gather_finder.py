@@ -8,7 +8,9 @@ from torch import fx
 
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import matmuls
+from overlap_inductor.passes import row_wise
 from overlap_inductor.passes.epilogue import find_epilogue
+from overlap_inductor.passes.layouts import Atom
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import LayoutError
 from overlap_inductor.passes.layouts import ShardedDim
@@ -16,11 +18,13 @@ from overlap_inductor.passes.layouts import same_size
 from overlap_inductor.passes.pieces import behind_copies
 from overlap_inductor.passes.pieces import may_be_a_piece
 from overlap_inductor.passes.pieces import piece_of
+from overlap_inductor.passes.placement import between
 from overlap_inductor.passes.site_nodes import CollectiveNode
 from overlap_inductor.passes.site_nodes import GatherConsumer
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.schedule import Reason
 from overlap_inductor.torch_compat import operators
+from overlap_inductor.torch_compat.graph_inputs import is_parameter
 
 aten = tools.aten
 
@@ -74,10 +78,11 @@ class _Follower:
         self.raw = Layout.gathered(shard, collective.world_size)
         self.layouts: dict[fx.Node, Layout] = {collective.wait: self.raw}
         self.through: dict[fx.Node, fx.Node] = {}
-        self.trimmed: dict[fx.Node, Any] = {}
         self.obstacles: list[Reason] = []
         self.known: dict[fx.Node, bool] = {}
         self.consumers: list[GatherConsumer] = []
+        self.row_wise: dict[fx.Node, list[Atom]] = {}
+        """Row-wise nodes that are not element-wise, with the dims that each needs whole."""
 
     def run(self) -> None:
         tools.walk([self.collective.wait], self._goes_on)
@@ -94,8 +99,6 @@ class _Follower:
     def _pass_on(self, node: fx.Node, source: fx.Node, layout: Layout) -> None:
         self.layouts[node] = layout
         self.through[node] = source
-        if source in self.trimmed:
-            self.trimmed[node] = self.trimmed[source]
 
     def _visit(self, node: fx.Node) -> None:
         matmul = matmuls.parse(node)
@@ -108,25 +111,15 @@ class _Follower:
         source: fx.Node = next(s for s in node.all_input_nodes if s in self.layouts)
         layout = self.layouts[source]
         if tools.is_reshape(node):
-            if source in self.trimmed and not _keeps_leading(tools.shape(source), tools.shape(node)):
-                raise LayoutError("a reshape after the padding was cut off changes the gathered dim")
-            shape = tools.shape(node)
-            if source in self.trimmed:
-                shape = [layout.shape()[0], *shape[1:]]
-            self._pass_on(node, source, layout.reshape(shape))
+            self._pass_on(node, source, layout.reshape(tools.shape(node)))
         elif (order := tools.permutation(node)) is not None:
-            if source in self.trimmed:
-                raise LayoutError("the padded dim is moved after the padding was cut off")
             self._pass_on(node, source, layout.permute(order))
         elif node.target is aten.slice.Tensor:
             self._visit_slice(node, source)
-        elif tools.is_pointwise(node):
-            self._visit_pointwise(node, source)
-        elif node.target not in tools.SPLITS and getattr(node.target, "__name__", "") != "getitem":
-            if _is_operand(node):
-                self.obstacles.append(
-                    Reason("op_between", f"{node.target} stands between the all-gather and a matmul and does not commute with it")
-                )
+        elif tools.is_pointwise(node) and self._is_element_wise(node, source):
+            self._pass_on_computed(node, source, layout)
+        else:
+            self._visit_row_wise(node, source)
 
     def _visit_cat(self, node: fx.Node) -> None:
         found = plain_gather(node, self.collective.world_size)
@@ -138,41 +131,60 @@ class _Follower:
             layout = self.layouts[source]
             if target != 0:
                 layout = layout.move_rank(0, target)
-            self._pass_on(node, source, layout)
-            if kept is not None:
-                self.trimmed[node] = kept
+            self._pass_on(node, source, layout if kept is None else layout.cut_short(0, kept))
+        elif found is None and (gathered := [n for n in node.all_input_nodes if n in self.layouts]):
+            self._visit_row_wise(node, gathered[0])
 
     def _visit_slice(self, node: fx.Node, source: fx.Node) -> None:
         dim, start = operators.argument(node, "dim"), operators.argument(node, "start") or 0
-        layout = self.layouts[source]
-        if same_size(tools.shape(node)[dim], tools.shape(source)[dim]):
+        layout, kept = self.layouts[source], tools.shape(node)[dim]
+        if same_size(kept, tools.shape(source)[dim]):
             self._pass_on(node, source, layout)
-        elif start == 0 and operators.argument(node, "step") == 1 and layout.rank_dim() == dim == 0 and source not in self.trimmed:
-            if not ShardedDim.of(layout).before:
-                self._pass_on(node, source, layout)
-                self.trimmed[node] = tools.shape(node)[0]
+        elif layout.rank_dim() != dim % len(tools.shape(source)):
+            self._visit_row_wise(node, source)
+        elif isinstance(kept, int) and kept < 2:
+            return
+        elif start == 0 and operators.argument(node, "step") == 1 and layout.leads_with_rank(dim):
+            self._pass_on(node, source, layout.cut_short(dim, kept))
 
-    def _visit_pointwise(self, node: fx.Node, source: fx.Node) -> None:
+    def _is_element_wise(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether every input has the result's shape, the gathered ones the same elements in the same places, or is a scalar."""
         layout = self.layouts[source]
         if [str(s) for s in tools.shape(node)] != [str(s) for s in tools.shape(source)]:
-            return
-        for other in node.all_input_nodes:
-            # A scale taken from the whole gathered tensor is known only when all of it is here.
-            if other not in self.layouts and tools.depends_on(other, self.collective.wait, self.known):
-                if _is_operand(node):
-                    self.obstacles.append(Reason("weight_depends_on_collective", f"{other.name}, which {node.name} reads, needs the whole gathered tensor"))
-                return
+            return False
         for other in tools.tensor_inputs(node):
-            same = other in self.layouts and self.layouts[other].same_elements(layout) and self.trimmed.get(other) is self.trimmed.get(source)
+            same = other in self.layouts and self.layouts[other].same_elements(layout)
             if not same and not tools.is_scalar_like(other):
-                if _is_operand(node):
-                    self.obstacles.append(
-                        Reason("op_between", f"{node.target} combines the gathered tensor with {other.name}, which is not sharded alike")
-                    )
-                return
+                return False
+        return not self._needy(node)
+
+    def _needy(self, node: fx.Node) -> fx.Node | None:
+        """An input that is known only when all of the gathered tensor is here."""
+        return next((n for n in node.all_input_nodes if n not in self.layouts and tools.depends_on(n, self.collective.wait, self.known)), None)
+
+    def _pass_on_computed(self, node: fx.Node, source: fx.Node, layout: Layout) -> None:
         self.layouts[node] = layout
-        if source in self.trimmed:
-            self.trimmed[node] = self.trimmed[source]
+
+    def _visit_row_wise(self, node: fx.Node, source: fx.Node) -> None:
+        if not row_wise.may_be(node):
+            if _is_operand(node):
+                self.obstacles.append(Reason("op_between", f"{node.target} stands between the all-gather and a matmul and is not computed in pieces"))
+            return
+        needy = self._needy(node)
+        if needy is not None:
+            if _is_operand(node):
+                self.obstacles.append(Reason("weight_depends_on_collective", f"{needy.name}, which {node.name} reads, needs the whole gathered tensor"))
+            return
+        try:
+            found = row_wise.result(node, self.layouts)
+            if found.rows_of and any(ShardedDim.of(self.layouts[n]).short for n in node.all_input_nodes if n in self.layouts):
+                raise LayoutError("the padding of uneven shards was cut off before")
+        except LayoutError as error:
+            if _is_operand(node):
+                self.obstacles.append(Reason("op_between", f"{node.name} ({node.target}) stands between the all-gather and a matmul and is not computed in pieces: {error}"))
+            return
+        self.row_wise[node] = found.whole
+        self._pass_on_computed(node, source, found.layout)
 
     def _consume(self, matmul: matmuls.MatmulNode) -> None:
         for operand, node, other in (("lhs", matmul.lhs, matmul.rhs), ("rhs", matmul.rhs, matmul.lhs)):
@@ -188,15 +200,14 @@ class _Follower:
             layout = self.layouts[node]
             sharded = ShardedDim.of(layout)
             role = matmul.role(operand, sharded.dim)
-            trimmed = self.trimmed.get(node)
-            if role == "K" and (trimmed is not None or matmul.kind == "scaled_mm"):
-                what = "its padding was cut off" if trimmed is not None else "its operands are scaled"
-                self.obstacles.append(Reason("split_contraction", f"{matmul.node.name} contracts the gathered dim and {what}"))
+            if role == "K" and matmul.kind == "scaled_mm":
+                text = f"{matmul.node.name} contracts the gathered dim and its operands are scaled"
+                self.obstacles.append(Reason("split_contraction", text))
                 return
-            if role == "B":
-                self.obstacles.append(Reason("layout", f"{matmul.node.name} is batched over the gathered dim"))
+            if role == "B" and sharded.short:
+                self.obstacles.append(Reason("layout", f"{matmul.node.name} is batched over the gathered dim and its padding was cut off"))
                 return
-            self.consumers.append(GatherConsumer(matmul, operand, role, layout, sharded, trimmed))
+            self.consumers.append(GatherConsumer(matmul, operand, role, layout, sharded))
             return
         if any(scale in self.layouts for scale in matmul.scales()):
             self.obstacles.append(Reason("no_matmul", f"it gathers a scale of {matmul.node.name}, none of its operands: there is nothing to hide it behind"))
@@ -205,10 +216,6 @@ class _Follower:
 def _is_operand(node: fx.Node) -> bool:
     """Of a matmul: what is only its bias or scale is judged with it."""
     return any(m is not None and node in (m.lhs, m.rhs) for m in map(matmuls.parse, node.users))
-
-
-def _keeps_leading(before: list[Any], after: list[Any]) -> bool:
-    return bool(before) and bool(after) and same_size(before[0], after[0])
 
 
 def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Reason]]:
@@ -228,46 +235,24 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
             consumers.append(consumer)
     if not consumers:
         return None, follower.obstacles
-    return GatherNodes(collective, follower.raw, consumers, follower.through, find_epilogue(collective, consumers)), follower.obstacles
-
-
-def blocked_by(wait: fx.Node) -> Reason | None:
-    """A matmul stands close behind an op that does not commute with the gather (a softmax in its parts): name that op."""
-    pending: list[tuple[fx.Node, fx.Node | None, int]] = [(wait, None, 0)]
-    seen: set[tuple[fx.Node, bool]] = set()
-    for node, blocker, depth in pending:
-        for user in node.users:
-            if user.op != "call_function" or "_c10d_functional" in str(user.target) or depth > 12:
-                continue
-            if matmuls.parse(user) is None:
-                newest = blocker or (None if _moves(user) else user)
-                if (user, newest is None) not in seen:
-                    seen.add((user, newest is None))
-                    pending.append((user, newest, depth + 1))
-            elif blocker is not None:
-                return Reason("op_between", f"{blocker.target} stands between the all-gather and {user.name} and does not commute with it")
-    return None
-
-
-def _moves(node: fx.Node) -> bool:
-    """Whether ``node`` only moves elements, or works on each alone."""
-    return (
-        tools.is_pointwise(node)
-        or tools.is_reshape(node)
-        or tools.permutation(node) is not None
-        or node.target in (*tools.SPLITS, aten.cat.default, aten.slice.Tensor)
-        or getattr(node.target, "__name__", "") == "getitem"
-    )
+    nodes = GatherNodes(collective, follower.raw, consumers, follower.through, find_epilogue(collective, consumers))
+    inside = between(nodes)
+    if any(node in follower.row_wise for node in inside):
+        nodes.layouts = {node: follower.layouts[node] for node in (collective.wait, *sorted(inside)) if node in follower.layouts}
+        nodes.whole = [atom for node, whole in follower.row_wise.items() if node in inside for atom in whole]
+    return nodes, follower.obstacles
 
 
 def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
-    """FSDP: a parameter (a graph input behind casts and views) is gathered and used as the right-hand operand."""
+    """FSDP: a parameter (a graph input behind casts and views) is gathered and used as the right-hand operand. Where it is not known which inputs are parameters, all may be."""
     source = nodes.collective.input
     while source.op == "call_function" and len(source.all_input_nodes) == 1 and (
         tools.is_cast(source) or tools.is_reshape(source) or tools.permutation(source) is not None or source.target is aten.constant_pad_nd.default
     ):
         source = source.all_input_nodes[0]
     if source.op not in ("placeholder", "get_attr") or source.name.startswith("tangents"):
+        return False
+    if source.op == "placeholder" and is_parameter(source) is False:
         return False
     if phase == "backward":
         # An activation gathered again for wgrad stands right as well, but its left-hand side is a transposed gradient.

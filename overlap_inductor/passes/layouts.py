@@ -33,12 +33,18 @@ def same_size(a: Size, b: Size) -> bool:
 @dataclass(eq=False)
 class Atom:
     """A run of consecutive indices. ``rank`` marks the rank atom; ``total`` is its dim's full size where that is no known
-    multiple of the world size (``D`` for ``R * (D // R)``: collectives demand divisibility, symbols do not show it)."""
+    multiple of the world size (``D`` for ``R * (D // R)``: collectives demand divisibility, symbols do not show it), or
+    where the last shards of ``chunk`` are short or empty (``Layout.cut_short``)."""
 
     size: Size
     rank: bool = False
     total: Size | None = None
+    chunk: Atom | None = None
     children: tuple[Atom, ...] = field(default=())
+
+    @property
+    def short(self) -> bool:
+        return self.chunk is not None
 
     def leaves(self) -> list[Atom]:
         return [leaf for child in self.children for leaf in child.leaves()] if self.children else [self]
@@ -84,7 +90,10 @@ class Layout:
         return cls(((rank, Atom(size // world_size)), *((Atom(s),) for s in shape[1:])))
 
     def refined(self) -> Layout:
-        """With atoms replaced by the pieces they were split into since."""
+        """With atoms replaced by the pieces they were split into since. Raises ``LayoutError`` where shards that are
+        short were split."""
+        if any(atom.chunk is not None and atom.chunk.children for dim in self.dims for atom in dim):
+            raise LayoutError("the shards are split into smaller dims elsewhere, and the last ones are short here")
         return Layout(tuple(tuple(leaf for atom in dim for leaf in atom.leaves()) for dim in self.dims))
 
     def flat(self) -> list[Atom]:
@@ -111,7 +120,7 @@ class Layout:
                     raise LayoutError(f"a reshape to {list(shape)} has no boundary where the collective's dims have one")
                 atom = queue.pop(0)
                 closes = atom.total is not None and queue and same_size(product([*taken, atom, queue[0]]), size)
-                if closes or (isinstance(atom.total, int) and queue):
+                if closes or (atom.short and queue):
                     taken += [atom, queue.pop(0)]
                     continue
                 wanted, have = size, product(taken)
@@ -142,16 +151,23 @@ class Layout:
         dims[target].insert(0, rank)
         return Layout(tuple(tuple(d) for d in dims))
 
-    def cut_short(self, dim: int, size: int) -> Layout:
-        """The layout before rows were appended along ``dim``, which had ``size``, to make the ranks' shards equal: the last ones are short,
-        or empty. Raises ``LayoutError`` where that is not the scattered dim, or the size is not known."""
+    def leads_with_rank(self, dim: int) -> bool:
+        """Whether ``dim`` is made of whole shards, one a rank, and of nothing else."""
+        atoms = self.refined().dims[dim]
+        return len(atoms) == 2 and atoms[0].rank and not atoms[0].short
+
+    def cut_short(self, dim: int, size: Size) -> Layout:
+        """The layout with only the first ``size`` indices of ``dim``, without what makes the ranks' shards equal: the
+        last shards are short, or empty. Raises ``LayoutError`` where that is not the sharded dim, or one row is
+        left."""
+        if not self.leads_with_rank(dim):
+            raise LayoutError("rows are appended to, or cut off, a dim that is not made of the ranks' shards")
         dims = list(self.refined().dims)
-        if len(dims[dim]) != 2 or not dims[dim][0].rank:
-            raise LayoutError("rows are appended to a dim that is not the scattered one")
         rank, chunk = dims[dim]
-        if not isinstance(size, int) or size < 2:
-            raise LayoutError(f"the scattered dim has {size} rows before others are appended: a reshape of that could move them anywhere")
-        dims[dim] = (Atom(rank.size, rank=True, total=size), chunk)
+        if isinstance(size, int) and size < 2:
+            text = f"the sharded dim has {size} rows without padding: a reshape of that could move them anywhere"
+            raise LayoutError(text)
+        dims[dim] = (Atom(rank.size, rank=True, total=size, chunk=chunk), chunk)
         return Layout(tuple(dims))
 
     def rank_dim(self) -> int | None:
@@ -180,7 +196,12 @@ class ShardedDim:
     size: Size
     before: tuple[Atom, ...]
     after: tuple[Atom, ...]
-    missing: int = 0
+    missing: Size = 0
+
+    @property
+    def short(self) -> bool:
+        """Whether rows may be missing (where their number is symbolic, it is not asked for)."""
+        return not (isinstance(self.missing, int) and self.missing == 0)
 
     @classmethod
     def of(cls, layout: Layout) -> ShardedDim:
@@ -191,6 +212,6 @@ class ShardedDim:
         at = next(i for i, a in enumerate(atoms) if a.rank)
         before, after = atoms[:at], atoms[at + 1 :]
         rank, missing = atoms[at], 0
-        if isinstance(rank.total, int):
+        if rank.short:
             missing = (rank.size * after[0].size - rank.total) * product(after[1:])
         return cls(dim, product(before), product(after), product(atoms), tuple(before), tuple(after), missing)

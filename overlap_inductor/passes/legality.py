@@ -96,12 +96,15 @@ def _reduce_op(site: OverlapSite, context: Context) -> str | None:
 def _dtype(site: OverlapSite, context: Context) -> str | None:
     for matmul in site.matmuls:
         for node in (matmul.lhs, matmul.rhs):
-            allowed = _DTYPES | (_FP8 if matmul.kind == "scaled_mm" else set())
+            allowed = {"scaled_mm": _DTYPES | _FP8, "int_mm": {torch.int8}}.get(matmul.kind, _DTYPES)
             if tools.dtype(node) not in allowed:
                 return f"{matmul.node.name} multiplies {tools.dtype(node)}; expected a floating type"
     moved = tools.dtype(site.collectives[0].input)
-    if moved not in _DTYPES | _FP8:
+    integers = {torch.int8, torch.int32} if all(m.kind == "int_mm" for m in site.matmuls) else set()
+    if moved not in _DTYPES | _FP8 | integers:
         return f"the collective moves {moved}; expected a floating type"
+    if moved in integers and site.facts.collective.reduce_op == "avg":
+        return f"an average of {moved} is rounded as the collective's library does it"
     if not isinstance(site.nodes, GatherNodes) and site.facts.collective.reduce_op and moved in _FP8:
         return f"partials would be summed in {moved}"
     return None

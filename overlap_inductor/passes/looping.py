@@ -49,6 +49,10 @@ def served(site: OverlapSite) -> OverlapSite:
     return replace(site, nodes=replace(nodes, consumers=able)) if 0 < len(able) < len(nodes.consumers) else site
 
 
+Biases = list[fx.Node | None]
+"""Of each matmul of a reduction."""
+
+
 def _one_bias_row(matmul: MatmulNode) -> bool:
     return matmul.bias is None or len(tools.shape(matmul.bias)) == 1
 
@@ -59,8 +63,18 @@ def loopable(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
         return False
     if isinstance(site.nodes, GatherNodes):
         return all(map(_one_bias_row, site.matmuls)) and all(_gathers_rows(c, site.nodes) for c in site.nodes.consumers) and _one_shape(site.nodes.consumers)
-    biases = [site.nodes.bias_of(m) for m in site.matmuls]
-    return all(b is None or len(tools.shape(b)) == 1 for b in biases) and _reduces_rows(site.facts.pattern, site.nodes)
+    biases = biases_of(site.nodes, site.nodes.computed)
+    if biases is None or any(b is not None and not _is_row(b) for b in biases):
+        return False
+    return reduced_in_rows(site.facts.pattern, site.nodes, biases)
+
+
+def computed_between(site: OverlapSite) -> fx.Node | None:
+    """An op between gather and matmuls, or matmuls and reduction, that changes more than single elements (``row_wise``, ``reduce_region``), if any."""
+    nodes = site.nodes
+    if isinstance(nodes, GatherNodes):
+        return next((n for n in nodes.layouts if n is not nodes.collective.wait and n not in nodes.through), None)
+    return next(iter((*nodes.region.reduced, *nodes.region.joined)), None) if nodes.region is not None else None
 
 
 def chooses_at_run_time(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
@@ -69,7 +83,7 @@ def chooses_at_run_time(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bo
 
 
 def _gathers_rows(consumer: GatherConsumer, nodes: GatherNodes) -> bool:
-    if consumer.role not in ("M", "N") or consumer.trimmed is not None or (consumer.role == "N" and consumer.matmul.bias is not None):
+    if consumer.role not in ("M", "N") or (consumer.role == "N" and consumer.matmul.bias is not None):
         return False
     rows_first = consumer.layout if consumer.role == "M" else consumer.layout.permute([1, 0])
     return nodes.raw.without_rank().same_elements(rows_first.without_rank()) and only_views(consumer.operand_node, nodes)
@@ -77,13 +91,14 @@ def _gathers_rows(consumer: GatherConsumer, nodes: GatherNodes) -> bool:
 
 def _one_shape(consumers: list[GatherConsumer]) -> bool:
     """Whether all matmuls see the gathered tensor as one matrix."""
-    shapes = [_rows_and_width(c) for c in consumers]
+    shapes = [_shard(c) for c in consumers]
     return len({tools.dtype(c.operand_node) for c in consumers}) == 1 and all(same_size(a, b) for other in shapes[1:] for a, b in zip(shapes[0], other, strict=True))
 
 
-def _rows_and_width(consumer: GatherConsumer) -> list[Any]:
-    shape = tools.shape(consumer.operand_node)
-    return shape if consumer.role == "M" else shape[::-1]
+def _shard(consumer: GatherConsumer) -> list[Any]:
+    """Rows and width of a shard, as the matmul sees them."""
+    width = tools.shape(consumer.operand_node)[1 if consumer.role == "M" else 0]
+    return [consumer.sharded.outer * consumer.sharded.chunk, width]
 
 
 def only_views(node: fx.Node, nodes: GatherNodes) -> bool:
@@ -93,32 +108,32 @@ def only_views(node: fx.Node, nodes: GatherNodes) -> bool:
 
 def behind_views(node: fx.Node, nodes: GatherNodes) -> fx.Node:
     """What ``node`` is in another shape and order: the gathered tensor, or what was computed on it."""
-    while node is not nodes.collective.wait and (node in nodes.through or tools.is_bitcast(node)):
+    while node is not nodes.collective.wait and (node in nodes.through or _copies(node)):
         node = nodes.through.get(node, node.args[0])  # type: ignore[arg-type]
     return node
 
 
-def _reduces_rows(pattern: str, nodes: ReduceNodes) -> bool:
-    return reduced_in_rows(pattern, nodes) and is_sum(nodes, [c.input for c in nodes.collectives])
-
-
-def reduced_in_rows(pattern: str, nodes: ReduceNodes) -> bool:
+def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
     """Whether what each rank gets is rows of the matmuls' result (or columns, without a bias), in its own order of elements."""
     sharded = nodes.sharded
-    in_order = sharded.dim == 0 and isinstance(sharded.outer, int) and sharded.outer == 1
+    one_run = pattern == "matmul_all_gather" or isinstance(sharded.outer, int) and sharded.outer == 1
+    in_order = sharded.dim == 0 and one_run
     if pattern != "matmul_reduce_scatter" and not in_order:
         return False
-    if sharded.dim == 1 and any(nodes.bias_of(m) is not None for m in nodes.leaves):
+    if sharded.dim == 1 and any(b is not None for b in biases):
         return False
-    target = nodes.layouts[nodes.collectives[0].input].without_rank()
+    target = nodes.layouts[nodes.computed[0]].without_rank()
     same = nodes.leaf_layout.without_rank().same_elements(target)
     return same and (pattern != "matmul_all_gather" or len(nodes.leaves) == 1)
 
 
-def is_sum(nodes: ReduceNodes, terms: list[fx.Node]) -> bool:
-    """Whether ``terms`` together are the sum of the matmuls, each once, and nothing else: no scalar added, no factor, no other op."""
+def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
+    """The bias of each matmul, where ``terms`` together are the sum of the matmuls, each once, and of rows that are
+    added to all rows alike: such a row is the bias of a plain matmul that has none. ``None`` where another
+    op stands between (a factor, a scalar)."""
     leaves = {m.node: m for m in nodes.leaves}
     found: list[fx.Node] = []
+    rows: list[fx.Node] = []
     pending: list[Any] = list(terms)
     while pending:
         node = pending.pop()
@@ -130,9 +145,39 @@ def is_sum(nodes: ReduceNodes, terms: list[fx.Node]) -> bool:
             pending.append(nodes.through[node])
         elif isinstance(node, fx.Node) and node.target is aten.add.Tensor and not node.kwargs:
             pending += node.args
+        elif node in nodes.externals and _is_row(node):
+            rows.append(node)
         else:
-            return False
-    return len(found) == len(leaves) == len(set(found))
+            return None
+    biases = [nodes.bias_of(m) for m in nodes.leaves]
+    for row in rows:
+        plain = [i for i, m in enumerate(nodes.leaves) if m.kind in PLAIN and _of_one_width(row, m.node)]
+        free = next((i for i in plain if biases[i] is None), None)
+        if free is None:
+            return None
+        biases[free] = row
+    return biases if len(found) == len(leaves) == len(set(found)) else None
+
+
+def summed(nodes: ReduceNodes) -> Biases:
+    """``biases_of`` what is reduced, of a site that is known to be such a sum."""
+    biases = biases_of(nodes, nodes.computed)
+    if biases is None:
+        raise RuntimeError("the site was planned as a sum of matmuls, and is none any more")
+    return biases
+
+
+def _is_row(node: fx.Node) -> bool:
+    """Whether ``node`` is one row, as which it is added to any number of rows."""
+    return bool(tools.shape(node)) and all(isinstance(s, int) and s == 1 for s in tools.shape(node)[:-1])
+
+
+def _of_one_width(row: fx.Node, matmul: fx.Node) -> bool:
+    return same_size(tools.shape(row)[-1], tools.shape(matmul)[-1]) and tools.dtype(row) == tools.dtype(matmul)
+
+
+def _copies(node: fx.Node) -> bool:
+    return tools.is_bitcast(node) or node.target in tools.SAME
 
 
 def gathered_used(nodes: GatherNodes) -> bool:
@@ -142,7 +187,7 @@ def gathered_used(nodes: GatherNodes) -> bool:
     while pending:
         for user in pending.pop().users:
             # (Pieces that are joined along another dim are pieces no more.)
-            if user in nodes.through or tools.is_bitcast(user) or user.target in (*tools.SPLITS, getitem):
+            if user in nodes.through or _copies(user) or user.target in (*tools.SPLITS, getitem):
                 pending.append(user)
             elif user not in matmuls:
                 return True
@@ -158,13 +203,13 @@ ReduceCall = Callable[[list[fx.Node], list[fx.Node], list[fx.Node | None], str],
 def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, call: GatherCall) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
     """``(next token of the chain, what replaces which node)``, each in the shape and strides of what it replaces."""
     first = nodes.consumers[0]
-    rows, inner = _rows_and_width(first)
-    shard = emit.reshape(as_bits_of(emit, nodes.collective.input, tools.dtype(first.operand_node)), [rows // emit.world_size, inner])
+    shard = emit.reshape(as_bits_of(emit, nodes.collective.input, tools.dtype(first.operand_node)), _shard(first))
     rhs = [c.matmul.rhs if c.role == "M" else transposed(emit, c.matmul.lhs) for c in nodes.consumers]
     results, gathered, chain = call(shard, rhs, [c.matmul.bias for c in nodes.consumers], gathered_used(nodes))
     replaced = {}
     for i, consumer in enumerate(nodes.consumers):
         result = rows_in_place(emit, emit.call(getitem, results, i), consumer.sharded, from_ranks=True)
+        result = emit.cut_to_size(result, 0, consumer.sharded)
         replaced[consumer.matmul.node] = result if consumer.role == "M" else emit.contiguous(transposed(emit, result))
     return chain, replaced if gathered is None else replaced | gathered_as(emit, nodes, gathered)
 
@@ -175,17 +220,31 @@ def gathered_as(emit: StepEmitter, nodes: GatherNodes, gathered: fx.Node) -> dic
     return {nodes.collective.wait: whole, nodes.collective.node: whole}
 
 
-def rewrite_reduce(emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+def rewrite_reduce(
+    emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall, biases: Biases
+) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
     """As ``rewrite_gather``; the result has the collective's shape and is contiguous."""
     columns = nodes.sharded.dim == 1
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
-    lhs = [rows_in_place(emit, emit.whole_chunks(a, 0, nodes.sharded), nodes.sharded, from_ranks=False) for a, _ in pairs]
-    given = [nodes.bias_of(m) for m in nodes.leaves]
-    biases = [b if b is None or len(tools.shape(b)) == 1 else rows_in_place(emit, b, nodes.sharded, from_ranks=False) for b in given]
-    out = call(lhs, [b for _, b in pairs], biases, nodes.collectives[0].reduce_op or "sum")
+
+    def in_ranks_order(x: fx.Node) -> fx.Node:
+        # (Of an output that is gathered each rank sends all of its rows.)
+        gathers = nodes.collectives[0].kind == "all_gather"
+        return x if gathers else rows_in_place(emit, x, nodes.sharded, from_ranks=False)
+
+    def as_bias(x: fx.Node | None) -> fx.Node | None:
+        return x if x is None else bias_row(emit, x) if _is_row(x) else in_ranks_order(x)
+
+    lhs = [in_ranks_order(emit.whole_chunks(a, 0, nodes.sharded)) for a, _ in pairs]
+    out = call(lhs, [b for _, b in pairs], list(map(as_bias, biases)), nodes.collectives[0].reduce_op or "sum")
     result, chain = (emit.call(getitem, out, i) for i in range(2))
     result = emit.contiguous(transposed(emit, result)) if columns else result
     return chain, reduced(nodes, emit.reshape(result, tools.shape(nodes.collectives[0].node)))
+
+
+def bias_row(emit: StepEmitter, row: fx.Node) -> fx.Node:
+    """``row`` as an op takes a bias."""
+    return emit.reshape(row, tools.shape(row)[-1:])
 
 
 def reduced(nodes: ReduceNodes, result: fx.Node) -> dict[fx.Node, fx.Node]:

@@ -17,6 +17,7 @@ from overlap_inductor.lowerings.looping_gather import texts
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import looping
 from overlap_inductor.passes import ring_gather
+from overlap_inductor.passes import row_pieces
 from overlap_inductor.passes.layouts import ShardedDim
 from overlap_inductor.passes.layouts import same_size
 from overlap_inductor.passes.placement import between
@@ -44,16 +45,18 @@ def forms_of(nodes: GatherNodes) -> list[Form] | None:
 
 
 def _is_plain(consumer: GatherConsumer) -> bool:
-    if consumer.matmul.kind not in looping.PLAIN or consumer.trimmed is not None or consumer.role not in ("M", "N", "K"):
+    if consumer.matmul.kind not in looping.PLAIN or consumer.role not in ("M", "N", "K"):
+        return False
+    if consumer.role == "K" and consumer.sharded.short:
         return False
     bias = consumer.matmul.bias
     return bias is None or len(tools.shape(bias)) == 1 and consumer.role != "N"
 
 
 def _gathers_operand(nodes: GatherNodes) -> bool:
-    """Whether what the matmuls read can be gathered: the gathered tensor itself, or one that is computed on it, element by element and for nothing else.
+    """Whether what the matmuls read can be gathered: the gathered tensor itself, or one that is computed on it, row by row and for nothing else.
 
-    Then the shards are computed on before they travel; never where that makes them longer.
+    Then the shards are computed on before they travel; never where that makes them longer, nor with another tensor, which may be the rank's own.
     """
     (operand, *others) = {looping.behind_views(c.operand_node, nodes) for c in nodes.consumers}
     wait = nodes.collective.wait
@@ -61,6 +64,9 @@ def _gathers_operand(nodes: GatherNodes) -> bool:
         return not others
     members = {wait, *between(nodes)}
     users = {user for member in members for user in member.users}
+    computed = members - set(nodes.through) - {wait}
+    if any(n not in members and tools.is_tensor(n) for node in computed for n in node.all_input_nodes):
+        return False
     return users <= members | {c.matmul.node for c in nodes.consumers} and tools.dtype(operand).itemsize <= tools.dtype(wait).itemsize
 
 
@@ -93,7 +99,7 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route
     first = nodes.consumers[0]
     shape = next(seen for form, seen in _readings(first, nodes) if form == forms[0])
     operand = looping.behind_views(first.operand_node, nodes)
-    computed = ring_gather.evaluate(emit, nodes, operand, nodes.collective.input, {})
+    computed = _computed(emit, nodes, operand)
     shard = emit.reshape(looping.as_bits_of(emit, computed, tools.dtype(first.operand_node)), shape)
     others = [_in_ranks_order(emit, c) for c in nodes.consumers]
     biases = [c.matmul.bias for c in nodes.consumers]
@@ -104,8 +110,20 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route
     for i, consumer in enumerate(nodes.consumers):
         result = emit.call(looping.getitem, results, i)
         dim = {"M": 0, "N": 1}.get(consumer.role)
-        replaced[consumer.matmul.node] = result if dim is None else emit.contiguous(_in_place(emit, result, dim, consumer.sharded, from_ranks=True))
+        if dim is not None:
+            whole = _in_place(emit, result, dim, consumer.sharded, from_ranks=True)
+            result = emit.contiguous(emit.cut_to_size(whole, dim, consumer.sharded))
+        replaced[consumer.matmul.node] = result
     return chain, replaced | looping.gathered_as(emit, nodes, gathered) if operand is nodes.collective.wait else replaced
+
+
+def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Node:
+    """``operand``, between gather and matmuls, computed on this rank's shard before it travels, in the order of the shard's elements."""
+    if not nodes.layouts:
+        return ring_gather.evaluate(emit, nodes, operand, nodes.collective.input, {})
+    raw = nodes.raw.without_rank()
+    piece = row_pieces.RowPieces(emit, nodes, nodes.collective.input, raw, 0).of(operand)
+    return emit.convert(piece, nodes.layouts[operand].without_rank(), raw)
 
 
 def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:

@@ -12,6 +12,7 @@ from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import looping
 from overlap_inductor.passes.layouts import same_size
 from overlap_inductor.passes.matmuls import MatmulNode
+from overlap_inductor.passes.padded_output import gathered_shape
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.passes.site_nodes import ReduceNodes
 from overlap_inductor.passes.steps import StepEmitter
@@ -21,17 +22,23 @@ overlap = torch.ops.overlap_inductor
 
 def computes(pattern: str, nodes: ReduceNodes) -> bool:
     """Whether a looping op computes this site."""
-    if any(m.kind not in looping.PLAIN or not _bias_fits(m, nodes.bias_of(m)) for m in nodes.leaves):
+    biases = _biases(nodes)
+    if biases is None or any(m.kind not in looping.PLAIN for m in nodes.leaves):
         return False
-    terms = [c.input for c in nodes.collectives]
-    if len(terms) == 1:
-        terms = [_before_cast(terms[0], nodes)]
-    return looping.reduced_in_rows(pattern, nodes) and looping.is_sum(nodes, terms)
+    if not all(map(_bias_fits, nodes.leaves, biases)):
+        return False
+    return looping.reduced_in_rows(pattern, nodes, biases)
+
+
+def _biases(nodes: ReduceNodes) -> looping.Biases | None:
+    terms = nodes.computed
+    return looping.biases_of(nodes, terms if len(terms) > 1 else [_before_cast(terms[0], nodes)])
 
 
 def _bias_fits(matmul: MatmulNode, bias: fx.Node | None) -> bool:
-    if bias is None or len(tools.shape(bias)) == 1:
-        return True
+    """Whether it is one row, or has a row for each of the result's."""
+    if bias is None or all(isinstance(s, int) and s == 1 for s in tools.shape(bias)[:-1]):
+        return bias is None or same_size(tools.shape(bias)[-1], tools.shape(matmul.node)[-1])
     mine, wanted = tools.shape(bias), tools.shape(matmul.node)
     return len(mine) == len(wanted) and all(same_size(a, b) for a, b in zip(mine, wanted, strict=True))
 
@@ -54,12 +61,17 @@ def rewrite(emit: StepEmitter, site: OverlapSite, parts: int, floor: int) -> tup
     """``(next token of the chain, what replaces which node)``; the result has the collective's shape and is contiguous."""
     nodes, pattern = site.nodes, site.facts.pattern
     assert isinstance(nodes, ReduceNodes)
+    biases = _biases(nodes)
+    if biases is None:
+        raise RuntimeError("the site was planned as one looping op, which does not compute it any more")
     dtype, where = tools.dtype(nodes.collectives[0].input), (emit.group_name, emit.site)
 
     def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
         if pattern == "matmul_all_gather":
-            return emit.communicate(overlap.matmul_all_gather.default, emit.chain, lhs[0], rhs[0], biases[0], parts, floor, dtype, *where)
+            width = gathered_shape(nodes)[-1]
+            gather = overlap.matmul_all_gather.default
+            return emit.communicate(gather, emit.chain, lhs[0], rhs[0], biases[0], width, parts, floor, dtype, *where)
         op = getattr(overlap, pattern).default
         return emit.communicate(op, emit.chain, lhs, rhs, biases, parts, floor, dtype, reduce_op, *where)
 
-    return looping.rewrite_reduce(emit, nodes, reduce)
+    return looping.rewrite_reduce(emit, nodes, reduce, biases)

@@ -20,6 +20,7 @@ KINDS = {
     aten.bmm.default: "bmm",
     aten.baddbmm.default: "baddbmm",
     aten._scaled_mm.default: "scaled_mm",
+    aten._int_mm.default: "int_mm",
 }
 
 
@@ -171,14 +172,19 @@ def emit(
             scale_b = cut(scale_b, {1: "N"})
         rest: dict[str, Any] = {k: operators.argument(matmul.node, k) for k in ("out_dtype", "use_fast_accum")}
         return call(aten._scaled_mm.default, (lhs, rhs, scale_a, scale_b, bias), rest)
+    if matmul.kind == "int_mm":
+        return call(aten._int_mm.default, (lhs, rhs))
     if matmul.kind == "mm" or matmul.kind == "bmm" or not with_bias:
         return call(aten.bmm.default if matmul.batched else aten.mm.default, (lhs, rhs))
     return call(aten.baddbmm.default if matmul.batched else aten.addmm.default, (bias, lhs, rhs))
 
 
 def emit_partial(graph: fx.Graph, matmul: MatmulNode, lhs: fx.Node, rhs: fx.Node, total: fx.Node | None) -> fx.Node:
-    """``total + lhs @ rhs`` without bias, accumulated in fp32 (fp64 stays fp64), for a split contraction."""
+    """``total + lhs @ rhs`` without bias, accumulated in fp32 (fp64 stays fp64, int32 is exact), for a split contraction."""
     call = graph.call_function
+    if matmul.kind == "int_mm":
+        partial = call(aten._int_mm.default, (lhs, rhs))
+        return partial if total is None else call(aten.add.Tensor, (total, partial))
     kind = tools.dtype(matmul.node)
     wide = torch.promote_types(kind, torch.float32)
     if kind is not wide:

@@ -31,7 +31,8 @@ def module_of(node: fx.Node) -> str:
     return ""
 
 
-def site_id(pattern: str, module: str, phase: str, ordinal: int, sizes: str) -> str:
-    """``<pattern>-<8 hex digits>``: a digest of what the site is and where it stands in its graph."""
-    digest = hashlib.sha256(f"{pattern}|{module}|{phase}|{ordinal}|{sizes}".encode()).hexdigest()[:8]
+def site_id(pattern: str, module: str, phase: str, ordinal: int, moves: str) -> str:
+    """``<pattern>-<8 hex digits>``: a digest of what the site moves and where it stands in its graph, which all ranks
+    of its group see alike."""
+    digest = hashlib.sha256(f"{pattern}|{module}|{phase}|{ordinal}|{moves}".encode()).hexdigest()[:8]
     return f"{pattern}-{digest}"

@@ -110,11 +110,14 @@ class OneOpSchedule:
                 return reason
             why_not, kinds, why_not_right = self.why_not_scaled, looping.SCALED, scaled_site.why_not_right
         if not looping.loopable(site, kinds):
+            if (between := looping.computed_between(site)) is not None:
+                return f"{between.name} ({between.target}) stands between its matmuls and the collective; a {self.noun} computes nothing there"
             return "its rows do not lie in the ranks' order, or its matmuls are not plain ones with a bias of one row"
         if facts.pattern != "all_gather_matmul" and len(site.matmuls) > 1:
             if not self.sums or scaled_site.is_scaled(site):
                 return f"{len(site.matmuls)} matmuls are summed into one reduction; a {self.noun} has one"
-            if not isinstance(site.nodes, GatherNodes) and (biased := sum(site.nodes.bias_of(m) is not None for m in site.matmuls)) > 1:
+            biases = [] if isinstance(site.nodes, GatherNodes) else looping.summed(site.nodes)
+            if (biased := sum(b is not None for b in biases)) > 1:
                 return f"{biased} of the matmuls that are summed into one reduction have a bias; a {self.noun} adds one"
             if len(dtypes := {str(tools.dtype(m.lhs)) for m in site.matmuls}) > 1:
                 return f"matmuls of {' and '.join(sorted(dtypes))} are summed into one reduction; expected one dtype"
@@ -133,10 +136,15 @@ class OneOpSchedule:
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
         return self.pieces(site, config, 0)
 
+    def settings_for(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
+        """The op's parameters, which ranks compare: a protocol between ranks rests on them and on what moves, never on
+        the sizes of a rank's own matmuls."""
+        return self.plan.settings_for(site.facts.pattern, config.transport)
+
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
         """From ``min_rows`` tokens on, and for a dynamic count up to those that workspace is planned for."""
         own = looping.served(site)
-        settings = self.plan.settings_for(site.facts.pattern, config.transport) | ({"min_rows": min_rows} if min_rows else {})
+        settings = self.settings_for(site, config) | ({"min_rows": min_rows} if min_rows else {})
         if config.replay == "off" and self.replays:
             settings["replays"] = False
         # (A schedule with several transports that are all allowed takes the one for the bytes of each call.)
@@ -174,8 +182,10 @@ class OneOpSchedule:
         left, right = max(operands(site), key=lambda pair: int(pair[1].shape[1]))
         if "max_tokens" not in planned and not isinstance(left.shape[0], int):
             raise RuntimeError(f"{left.shape[0]} rows were planned as a number that is known")
-        missing = site.nodes.sharded.missing if not isinstance(site.nodes, GatherNodes) else 0
-        rows = -(-(planned["max_tokens"] if "max_tokens" in planned else int(left.shape[0]) + missing) // world_size)
+        sharded = site.nodes.consumers[0].sharded if isinstance(site.nodes, GatherNodes) else site.nodes.sharded
+        rows = -(-(planned["max_tokens"] if "max_tokens" in planned else int(left.shape[0])) // world_size)
+        if sharded.short and "max_tokens" not in planned:
+            rows = sharded.outer * sharded.chunk
         parameters = self.plan.parameters_of(planned["settings"], 1)
         sent = tools.dtype(site.collectives[0].input).itemsize
         need = self.needed(pattern, world_size, max(rows, 1), int(left.shape[1]), int(right.shape[1]), sent, parameters)
@@ -211,7 +221,7 @@ class OneOpSchedule:
             summed = getattr(looping.overlap, f"{self.name}_sum_{name}").default
             return emit.communicate(summed, emit.chain, [lhs[i] for i in order], [rhs[i] for i in order], biases[order[0]], *own, reduce_op, *where)
 
-        return looping.rewrite_reduce(emit, site.nodes, reduce)
+        return looping.rewrite_reduce(emit, site.nodes, reduce, looping.summed(site.nodes))
 
 
 def operands(site: OverlapSite) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -60,7 +60,7 @@ def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
     """``(x, dim)`` where ``node`` is ``x`` with zeros appended along ``dim``, in one piece or as ``cat`` of pieces of which the last ones
     are padded (how DTensor makes uneven shards even); else ``None``. Sizes must be known: which ranks are short rests on them."""
     if node.target is aten.constant_pad_nd.default:
-        found = _padded(node)
+        found = padded(node)
         return found if found is not None and isinstance(tools.shape(found[0])[found[1]], int) else None
     if node.target is not aten.cat.default:
         return None
@@ -69,8 +69,8 @@ def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
     rows, ended = 0, False
     for part in node.args[0]:  # type: ignore[union-attr]
         inner, short = part, False
-        if isinstance(part, fx.Node) and (padded := _padded(part)) is not None and padded[1] == dim:
-            inner, short = padded[0], True
+        if isinstance(part, fx.Node) and (found := padded(part)) is not None and found[1] == dim:
+            inner, short = found[0], True
         if not tools.is_tensor(inner):
             return None
         if same_size(tools.shape(inner)[dim], 0):
@@ -87,7 +87,7 @@ def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
     return source, dim
 
 
-def _padded(node: fx.Node) -> tuple[fx.Node, int] | None:
+def padded(node: fx.Node) -> tuple[fx.Node, int] | None:
     """``(x, dim)`` of a node that pads ``x`` with zeros at the end of one dim."""
     if node.target is not aten.constant_pad_nd.default or operators.argument(node, "value") != 0:
         return None

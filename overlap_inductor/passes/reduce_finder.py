@@ -19,6 +19,9 @@ from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import LayoutError
 from overlap_inductor.passes.layouts import ShardedDim
 from overlap_inductor.passes.layouts import same_size
+from overlap_inductor.passes.padded_output import nodes_between
+from overlap_inductor.passes.padded_output import padded_output
+from overlap_inductor.passes.padded_output import padding_before
 from overlap_inductor.passes.pieces import appended_to
 from overlap_inductor.passes.pieces import piece_of
 from overlap_inductor.passes.site_nodes import CollectiveNode
@@ -53,16 +56,36 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
     return source, dim
 
 
+def like(a: fx.Node, b: fx.Node) -> bool:
+    """Whether both have one shape."""
+    return len(tools.shape(a)) == len(tools.shape(b)) and all(same_size(x, y) for x, y in zip(tools.shape(a), tools.shape(b), strict=True))
+
+
 def _is_matmul_result(node: fx.Node) -> bool:
-    """Whether ``node`` is the result of a matmul in another form."""
-    while matmuls.parse(node) is None:
-        if not (tools.is_reshape(node) or tools.permutation(node) is not None or tools.is_cast(node)):
+    """Whether ``node`` is the result of a matmul, or a sum of such, in another form."""
+    pending, seen = [node], {node}
+    while pending:
+        node = pending.pop()
+        if matmuls.parse(node) is not None:
+            continue
+        sources = _summands(node)
+        if tools.is_reshape(node) or tools.permutation(node) is not None or tools.is_cast(node):
+            sources = [node.args[0]]  # type: ignore[list-item]
+        if not sources:
             return False
-        node = node.args[0]  # type: ignore[assignment]
+        pending += [s for s in sources if s not in seen]
+        seen.update(sources)
     return True
 
 
-class _Tracer:
+def _summands(node: fx.Node) -> list[fx.Node]:
+    """The tensors that ``node`` adds to each other, and nothing else; none where it does anything else."""
+    if node.target is not aten.add.Tensor or node.kwargs or not all(map(tools.is_tensor, node.args)):
+        return []
+    return list(node.args)  # type: ignore[arg-type]
+
+
+class Tracer:
     """Walks backward from the collective's input, assigning every region node its layout. ``unfolds``: whether a matmul may be added up with others that are its
     bias; those in ``owned`` may not, and are in ``left`` then. ``read``: matmuls that are read like any other tensor."""
 
@@ -76,6 +99,9 @@ class _Tracer:
         self.obstacle: Reason | None = None
         self.region: set[fx.Node] = set()
         self.unfolded: set[fx.Node] = set()
+        self.root: fx.Node
+        """What is computed for the first collective: its input, or that before zeros were appended (``padding``)."""
+        self.padding: fx.Node | None = None
 
     def trace(self, root: fx.Node, layout: Layout) -> None:
         """Assign layouts; raises ``LayoutError``. ``obstacle`` is set where an op does not commute."""
@@ -102,8 +128,8 @@ class _Tracer:
             self.region.add(node)
             if node.op != "call_function":
                 self._external(node)
-            elif (padded := appended_to(node)) is not None and _is_matmul_result(padded[0]):
-                source, dim = padded
+            elif (appended := appended_to(node)) is not None and _is_matmul_result(appended[0]):
+                source, dim = appended
                 self._through(node, source, layout.cut_short(dim, tools.shape(source)[dim]), pending)
             elif node.target is aten.cat.default and isinstance(found := _scatter_source(node, self.world_size), tuple):
                 source, dim = found
@@ -119,16 +145,20 @@ class _Tracer:
                 inverse = sorted(range(len(order)), key=order.__getitem__)
                 self._through(node, node.args[0], layout.permute(inverse), pending)  # type: ignore[arg-type]
             elif tools.is_pointwise(node):
-                for source in tools.tensor_inputs(node):
-                    if len(tools.shape(source)) == len(tools.shape(node)) and all(
-                        same_size(a, b) for a, b in zip(tools.shape(source), tools.shape(node), strict=True)
-                    ):
-                        pending.append((source, layout))
-                    else:
-                        self.layouts[source] = Layout.of_shape(tools.shape(source))
-                        self._external(source)
+                self.visit_pointwise(node, layout, pending)
             else:
-                self._external(node)
+                self.visit_other(node, layout, pending)
+
+    def visit_pointwise(self, node: fx.Node, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
+        for source in tools.tensor_inputs(node):
+            if like(source, node):
+                pending.append((source, layout))
+            else:
+                self.layouts[source] = Layout.of_shape(tools.shape(source))
+                self._external(source)
+
+    def visit_other(self, node: fx.Node, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
+        self._external(node)
 
     def _through(self, node: fx.Node, source: Any, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
         self.through[node] = source
@@ -140,30 +170,16 @@ class _Tracer:
             self.externals.append(node)
 
 
-def _blocking_op(root: fx.Node) -> Reason | None:
-    """A matmul stands close behind an op that does not commute with the collective: name that op."""
-    node = root
-    for _ in range(8):
-        if tools.is_reshape(node) or tools.permutation(node) is not None or tools.is_pointwise(node):
-            node = node.args[0]  # type: ignore[assignment]
-            if not tools.is_tensor(node):
-                return None
-            continue
-        inputs = [i for i in node.all_input_nodes if tools.is_tensor(i)]
-        if matmuls.parse(node) is None and any(matmuls.parse(i) for i in inputs):
-            return Reason("op_between", f"{node.target} stands between a matmul and the collective and does not commute with it")
-        return None
-    return None
-
-
-def _traced(collectives: list[CollectiveNode], owned: Collection[fx.Node], read: Collection[fx.Node]) -> _Tracer:
+def traced(collectives: list[CollectiveNode], owned: Collection[fx.Node], read: Collection[fx.Node], tracer_type: type[Tracer] = Tracer) -> Tracer:
     """What the collectives' inputs are made of. Raises ``LayoutError``."""
     first = collectives[0]
-    tracer = _Tracer(first.world_size, first.kind != "all_gather", owned, read)
-    shape = tools.shape(first.input)
+    tracer = tracer_type(first.world_size, first.kind != "all_gather", owned, read)
+    tracer.padding = padding_before(first.input) if first.kind == "all_gather" else None
+    tracer.root = first.input if tracer.padding is None else tracer.padding.args[0]  # type: ignore[assignment]
+    shape = tools.shape(tracer.root)
     layout = Layout.scattered(shape, first.world_size) if first.kind == "reduce_scatter" else Layout.of_shape(shape)
-    for collective in collectives:
-        tracer.trace(collective.input, layout)
+    for root in (tracer.root, *(c.input for c in collectives[1:])):
+        tracer.trace(root, layout)
     return tracer
 
 
@@ -174,27 +190,28 @@ def find_reduce(
     need not be: as a term of a sum with another one it is added like any other tensor, and is one of ``left``."""
     left: list[fx.Node] = []
     try:
-        tracer = _traced(collectives, owned, ())
+        tracer = traced(collectives, owned, ())
         if any(m.node in owned for m in tracer.leaves) and any(m.node not in owned for m in tracer.leaves):
             left = [m.node for m in tracer.leaves if m.node in owned]
-            tracer = _traced(collectives, owned, owned)
+            tracer = traced(collectives, owned, owned)
         left += tracer.left
+        if left and not tracer.leaves:
+            names = ", ".join(n.name for n in left)
+            text = f"the sum that it takes is computed within {names}, which belongs to another site"
+            return None, Reason("shares_nodes", text), left
+        nodes, obstacle = _site(collectives, result, tracer)
     except LayoutError as error:
         return None, Reason("layout", str(error)), left
-    if left and not tracer.leaves:
-        names = ", ".join(n.name for n in left)
-        return None, Reason("shares_nodes", f"the sum that it takes is computed within {names}, which belongs to another site"), left
-    nodes, obstacle = _site(collectives, result, tracer)
     return nodes, obstacle, left
 
 
-def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: _Tracer) -> tuple[ReduceNodes | None, Reason | None]:
+def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: Tracer) -> tuple[ReduceNodes | None, Reason | None]:
     first = collectives[0]
     world_size = first.world_size
     if tracer.obstacle is not None:
         return None, tracer.obstacle
     if not tracer.leaves:
-        return None, _blocking_op(first.input)
+        return None, None
     refusal = next((r for r in (m.refusal() for m in tracer.leaves) if r), None)
     if refusal is not None:
         return None, Reason("matmul_form", refusal)
@@ -210,35 +227,43 @@ def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: _Tracer) -
     forks = any(u not in tracer.region for u in leaf.node.users)
     for node in tracer.externals if forks else []:
         if tools.depends_on(node, leaf.node, known):
-            return None, Reason("op_between", f"{node.target} stands between {leaf.node.name} and the collective and does not commute with it")
-    try:
-        sharded = _cut(first.kind, leaf, layout, tracer.layouts[first.input], world_size)
-        _check_externals(tracer, layout)
-    except LayoutError as error:
-        return None, Reason("layout", str(error))
+            return None, Reason("op_between", f"{node.name} ({node.target}) stands between {leaf.node.name} and the collective and is not computed in pieces")
+    sharded = _cut(first.kind, leaf, layout, tracer.layouts[tracer.root], world_size)
+    _check_externals(tracer, layout)
+    padding = None
+    if tracer.padding is not None:
+        padding, sharded = padded_output(tracer.padding, leaf, layout, sharded)
     role = leaf.output_role(sharded.dim)
-    if sharded.missing and (reason := _not_zero(tracer, sharded, role)) is not None:
+    if sharded.short and (reason := _not_zero(tracer, sharded, role)) is not None:
         return None, reason
-    nodes = ReduceNodes(collectives, result, tracer.leaves, tracer.layouts, tracer.through, tracer.externals, sharded, role, tracer.unfolded)
-    ends = {c.node for c in collectives}
+    found = (tracer.leaves, tracer.layouts, tracer.through, tracer.externals)
+    nodes = ReduceNodes(collectives, result, *found, sharded, role, tracer.unfolded, padding=padding)
+    return nodes, used_elsewhere(collectives, tracer)
+
+
+def used_elsewhere(collectives: list[CollectiveNode], tracer: Tracer) -> Reason | None:
+    """A node of the region that something besides the collectives reads."""
+    ends = {c.node for c in collectives} | nodes_between(collectives[0].input, tracer.root)
     inside = tracer.region | ends | set(tracer.through)
     outside = [(n, u) for n in tracer.region for u in n.users if u not in inside and not _is_piece(u, inside)]
-    obstacle = None
-    if outside:
-        node, user = outside[0]
-        obstacle = Reason("other_users", f"{node.name} is also used by {user.name}, which needs the whole result before the collective")
-    return nodes, obstacle
+    if not outside:
+        return None
+    node, user = outside[0]
+    return Reason("other_users", f"{node.name} is also used by {user.name}, which needs the whole result before the collective")
 
 
-def _not_zero(tracer: _Tracer, sharded: ShardedDim, role: str) -> Reason | None:
+def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
     """Why rows of zeros in the matmuls' operands would not give the rows of zeros that are appended to their result."""
     for matmul in tracer.leaves:
-        if matmul.kind == "scaled_mm" or matmul.bias is not None or role == "B":
+        biased = matmul.bias is not None and matmul.bias not in tracer.unfolded
+        if matmul.kind == "scaled_mm" or role == "B" or biased:
             return Reason("not_plain_scatter", f"the result of {matmul.node.name} ({matmul.kind}) is padded, which its operands cannot stand for")
     if not same_size(sharded.size, tools.shape(tracer.leaves[0].node)[sharded.dim]):
         return Reason("layout", f"rows of {tracer.leaves[0].node.name} are appended to in a dim that is cut further")
     for node in tracer.region:
-        if tools.is_pointwise(node) and not tools.is_cast(node):
+        # (A sum of zeros is zero.)
+        adds = _summands(node)
+        if tools.is_pointwise(node) and not tools.is_cast(node) and not (adds and tracer.region.issuperset(adds)):
             return Reason("not_plain_scatter", f"{node.name} stands between the matmul and the padding of its result")
     return None
 
@@ -262,7 +287,7 @@ def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, gathered: Layout, 
     return ShardedDim(dim, 1, size // world_size, size, (), ())
 
 
-def _check_externals(tracer: _Tracer, layout: Layout) -> None:
+def _check_externals(tracer: Tracer, layout: Layout) -> None:
     for node in tracer.externals:
         shape = tools.shape(node)
         if tools.is_scalar_like(node) or not shape:

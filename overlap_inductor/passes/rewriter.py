@@ -16,6 +16,7 @@ from overlap_inductor.passes import exchange_steps
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import planner
 from overlap_inductor.passes.layouts import same_size
+from overlap_inductor.passes.placement import between
 from overlap_inductor.passes.placement import place
 from overlap_inductor.passes.schedules import schedule_named
 from overlap_inductor.passes.site_nodes import GatherNodes
@@ -119,6 +120,12 @@ class Rewriter:
                 if placement.obstacle is not None:
                     raise RuntimeError(f"{placement.obstacle.name} is now in the way of site {site.facts.id}")
                 placement.apply()
+                inside = between(site.nodes)
+                members = inside | {m.node for m in site.matmuls}
+                if placement.sunk and any(user not in members for node in inside for user in node.users):
+                    # (What stands between and is read elsewhere, too, reads the steps' buffer.)
+                    anchors.append((placement.sunk[0], site))
+                    continue
                 # (What other sites move to the same place stands behind these nodes, and may need them.)
                 anchors.append((placement.sunk[-1] if placement.sunk else placement.anchor, site))
                 behind.update(placement.sunk[-1:])

@@ -14,16 +14,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import matmuls
+from overlap_inductor.passes import row_pieces
 from overlap_inductor.passes.layouts import Atom
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import Size
-from overlap_inductor.passes.layouts import product
 from overlap_inductor.passes.layouts import same_size
 from overlap_inductor.passes.site_nodes import Epilogue
 from overlap_inductor.passes.site_nodes import GatherConsumer
@@ -45,29 +46,20 @@ def leading_atom(nodes: GatherNodes) -> Atom | None:
 
 
 def can_cut(nodes: GatherNodes) -> bool:
-    """Whether a sub-chunk of the shard is a rectangular block of every consumer's operand."""
+    """Whether a sub-chunk of the shard is a rectangular block of every consumer's operand, and of all that it is computed from."""
     lead = leading_atom(nodes)
-    return lead is not None and all(_axis(c, lead) is not None for c in nodes.consumers)
+    return lead is not None and all(_axis(c, lead) is not None for c in nodes.consumers) and row_pieces.can_cut(nodes, lead)
 
 
 def _axis(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | None:
     """Where the cut atom stands in the operand: ``(chunk | outer | cross, dim, rows a unit of the atom spans)``."""
-    dims = consumer.layout.refined().dims
-    sharded = consumer.sharded
-    for dim, atoms in enumerate(dims):
-        present = [a for a in atoms if a.rank or not (isinstance(a.size, int) and a.size == 1)]
-        if not any(a is lead for a in present):
-            continue
-        if dim != sharded.dim:
+    for dim, atoms in enumerate(consumer.layout.refined().dims):
+        if any(a is lead for a in atoms):
+            found = row_pieces.position(atoms, lead)
             # Cutting the contraction would make partial sums of what must stay whole (a shard of one row leads with its width).
-            crosses = present[0] is lead and consumer.matmul.role(consumer.operand, dim) != "K"
-            return ("cross", dim, product(present[1:])) if crosses else None
-        at = next(i for i, a in enumerate(present) if a.rank)
-        if present[at + 1 : at + 2] and present[at + 1] is lead:
-            return "chunk", dim, product(present[at + 2 :])
-        if present[0] is lead and at:
-            return "outer", dim, product(present[1:at])
-        return None
+            if found is None or found[0] == "cross" and consumer.matmul.role(consumer.operand, dim) == "K":
+                return None
+            return found[0], dim, found[1]
     return None
 
 
@@ -89,6 +81,7 @@ class _Consumer:
         self.axis = _axis(consumer, lead) if lead is not None else None
         self.pieces: list[Piece] = []
         self.totals: dict[int, fx.Node] = {}
+        self.whole: dict[fx.Node, fx.Node] = {}
         self.bands: dict[int, tuple[Size, Size]] = {}
 
     def block(self, start: Size, length: Size) -> tuple[Block, Size, Size | None]:
@@ -108,17 +101,21 @@ class _Consumer:
         matmul, sharded, role = consumer.matmul, consumer.sharded, consumer.role
         block, cross_start, cross_length = self.block(start, length) if part is not None else (Block.whole(sharded), 0, None)
         cross_role = matmul.role(consumer.operand, self.axis[1]) if self.axis and self.axis[0] == "cross" else None
-        other = consumer.other_node
+        side = "rhs" if consumer.operand == "lhs" else "lhs"
+        along: Any = matmul.operand_dim(side, "K")
+        other = consumer.other_node if role != "K" else self._whole(consumer.other_node, along)
         slicers: dict[str, matmuls.Slicer] = {}
         if cross_length is not None and cross_role is not None:
             slicers[cross_role] = lambda x, dim: emit.narrow(x, dim, cross_start, cross_length)
             if cross_role == "B":
                 other = emit.narrow(other, 0, cross_start, cross_length)
         if role != "K":
-            slicers[role] = lambda x, dim: emit.take_sharded(x, dim, sharded, shift, block)
+            slicers[role] = lambda x, dim: emit.take_sharded(self._whole(x, dim), dim, sharded, shift, block)
+            if role == "B":
+                other = emit.take_sharded(other, 0, sharded, shift, block)
         else:
-            side = "rhs" if consumer.operand == "lhs" else "lhs"
-            other = emit.take_sharded(other, matmul.operand_dim(side, "K"), sharded, shift, block)  # type: ignore[arg-type]
+            other = emit.take_sharded(other, along, sharded, shift, block)
+            operand = emit.without_padding(operand, sharded, shift, block)
         lhs, rhs = (operand, other) if consumer.operand == "lhs" else (other, operand)
         if role != "K":
             piece = matmuls.emit(emit.graph, matmul, lhs, rhs, slicers)
@@ -134,6 +131,13 @@ class _Consumer:
         node = matmuls.emit_partial(emit.graph, matmul, lhs, rhs, total)
         _annotate_new(emit, node)
         self.totals[band] = node
+
+    def _whole(self, x: fx.Node, dim: int) -> fx.Node:
+        """``x``, which is indexed along ``dim`` as the gathered dim is, with rows of zeros for what its last shards are
+        short of."""
+        if x not in self.whole:
+            self.whole[x] = self.emit.whole_chunks(x, dim, self.consumer.sharded)
+        return self.whole[x]
 
     def finish(self) -> fx.Node:
         return self._sum() if self.consumer.role == "K" else self.assemble(self.pieces)
@@ -165,9 +169,8 @@ class _Consumer:
             shifts.append(part.shift)
             starts += start
         out = emit.call(overlap.assemble.default, nodes, split, dim, sharded.chunk, shifts, starts, emit.group_name)
-        trimmed = self.consumer.trimmed
-        if trimmed is not None:
-            out = emit.narrow(out, dim, 0, trimmed)
+        if sharded.short:
+            out = emit.narrow(out, dim, 0, full - sharded.missing)
         return emit.reshape(out, shape)
 
     def _sum(self) -> fx.Node:
@@ -274,9 +277,13 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tu
         raw = emit.take(rows, 0, shift, size, start, length)
         done: dict[fx.Node, fx.Node] = {}
         sizes = {id(lead): length} if lead is not None else {}
+        pieces = row_pieces.RowPieces(emit, nodes, raw, flat_layout, shift, lead, start, length) if nodes.layouts else None
         for target in consumers:
-            operand = evaluate(emit, nodes, target.consumer.operand_node, raw, done)
-            operand = emit.convert(operand, flat_layout, target.consumer.layout.without_rank(), sizes)
+            if pieces is not None:
+                operand = pieces.of(target.consumer.operand_node)
+            else:
+                operand = evaluate(emit, nodes, target.consumer.operand_node, raw, done)
+                operand = emit.convert(operand, flat_layout, target.consumer.layout.without_rank(), sizes)
             target.multiply(operand, shift, part, start, length)
         epilogue.compute()
 

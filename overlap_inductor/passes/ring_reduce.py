@@ -25,8 +25,10 @@ from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import matmuls
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import Size
+from overlap_inductor.passes.padded_output import gathered_shape
 from overlap_inductor.passes.ring_gather import _annotate_new
 from overlap_inductor.passes.site_nodes import ReduceNodes
+from overlap_inductor.passes.site_nodes import Region
 from overlap_inductor.passes.steps import Block
 from overlap_inductor.passes.steps import StepEmitter
 from overlap_inductor.passes.steps import part_count
@@ -54,13 +56,18 @@ class _Slices:
 
     def _compute(self, cut: matmuls.Slicer) -> fx.Node:
         done: dict[fx.Node, fx.Node] = {}
-        pieces = [self._evaluate(c.input, cut, done) for c in self.nodes.collectives]
+        pieces = [self._evaluate(node, cut, done) for node in self.nodes.computed]
         total = pieces[0]
         for piece in pieces[1:]:
             total = self.emit.call(aten.add.Tensor, total, piece)
         expected = tools.dtype(self.nodes.collectives[0].input)
         if tools.dtype(total) != expected:
             raise RuntimeError(f"a piece is {tools.dtype(total)}, the collective moves {expected}")
+        if self.nodes.region is not None:
+            summed = {d for dims in self.nodes.region.reduced.values() for d in dims}
+            total = self.emit.reshape(total, [size for d, size in enumerate(tools.shape(total)) if d not in summed])
+        if self.nodes.padding is not None and self.nodes.padding.columns:
+            total = self.emit.call(aten.constant_pad_nd.default, total, [0, self.nodes.padding.columns])
         return self.in_memory(total)
 
     def in_memory(self, piece: fx.Node) -> fx.Node:
@@ -89,7 +96,14 @@ class _Slices:
         elif node in nodes.through:
             result = self._evaluate(nodes.through[node], cut, done)
         elif node in nodes.externals:
-            result = self._external(node, cut)
+            result = self._external(node, cut) if nodes.region is None else self._placed(node, nodes.region, cut)
+        elif nodes.region is not None and node in nodes.region.reduced:
+            source = self._evaluate(node.args[0], cut, done)  # type: ignore[arg-type]
+            kind = {name: value for name, value in node.kwargs.items() if name == "dtype"}
+            result = emit.call(node.target, source, nodes.region.reduced[node], True, **kind)
+        elif nodes.region is not None and node in nodes.region.joined:
+            parts = [self._evaluate(n, cut, done) for n in node.args[0]]  # type: ignore[union-attr, arg-type]
+            result = emit.call(aten.cat.default, parts, nodes.region.joined[node])
         else:
             result = emit.annotate(emit.graph.node_copy(node, lambda n: self._evaluate(n, cut, done) if tools.is_tensor(n) else n))
         done[node] = result
@@ -99,6 +113,14 @@ class _Slices:
         if operand not in self.whole:
             self.whole[operand] = self.emit.whole_chunks(operand, dim, self.nodes.sharded)
         return self.whole[operand]
+
+    def _placed(self, node: fx.Node, region: Region, cut: matmuls.Slicer) -> fx.Node:
+        """What is read from elsewhere, over the matmuls' dims."""
+        if not tools.shape(node):
+            return node
+        place = region.places[node]
+        placed = self.emit.convert(node, self.nodes.layouts[node], place)
+        return cut(placed, region.cut) if place.dims[region.cut] else placed
 
     def _external(self, node: fx.Node, cut: matmuls.Slicer) -> fx.Node:
         shape = tools.shape(node)
@@ -113,7 +135,8 @@ class _Slices:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+    """What partial sums are added up in: integers stay exact as they are."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def _sum(emit: StepEmitter, own: fx.Node, received: fx.Node, reduce_op: str, dtype: torch.dtype) -> fx.Node:
@@ -123,7 +146,9 @@ def _sum(emit: StepEmitter, own: fx.Node, received: fx.Node, reduce_op: str, dty
     def widen(x: fx.Node) -> fx.Node:
         return x if tools.dtype(x) == wide else emit.call(convert_dtype, x, wide)
 
-    total = emit.call(aten.add.Tensor, widen(own), emit.call(aten.sum.dim_IntList, widen(received), [0]))
+    # (A sum of integers would be int64.)
+    exact = {} if wide.is_floating_point else {"dtype": wide}
+    total = emit.call(aten.add.Tensor, widen(own), emit.call(aten.sum.dim_IntList, widen(received), [0], **exact))
     if reduce_op == "avg":
         total = emit.call(aten.div.Tensor, total, emit.world_size)
     return total if wide == dtype else emit.call(convert_dtype, total, dtype)
@@ -136,7 +161,7 @@ def rewrite_reduce_scatter(emit: StepEmitter, nodes: ReduceNodes, parts: int, ro
     slices = _Slices(emit, nodes)
     parts = part_count(sharded.chunk, parts)
     cuts = pieces_of(sharded.chunk, parts)
-    shape = tools.shape(nodes.leaves[0].node)
+    shape = nodes.shape
     inner = tools.numel([s for i, s in enumerate(shape) if i != sharded.dim])
     unit = sharded.outer * inner
     bounds = [start * unit for start, _ in cuts] + [sharded.chunk * unit]
@@ -168,11 +193,11 @@ def rewrite_reduce_scatter(emit: StepEmitter, nodes: ReduceNodes, parts: int, ro
 
 
 def _scattered_layout(nodes: ReduceNodes) -> Layout:
-    return nodes.layouts[nodes.collectives[0].input].without_rank()
+    return nodes.layouts[nodes.computed[0]].without_rank()
 
 
 def _leaf_shape(nodes: ReduceNodes, rows: Size) -> list[Size]:
-    shape = list(tools.shape(nodes.leaves[0].node))
+    shape = nodes.shape
     shape[nodes.sharded.dim] = rows
     return shape
 
@@ -259,7 +284,7 @@ def rewrite_all_reduce(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.
     slices = _Slices(emit, nodes)
     parts = part_count(sharded.chunk, parts)
     cuts = pieces_of(sharded.chunk, parts)
-    shape = tools.shape(nodes.leaves[0].node)
+    shape = nodes.shape
     inner = tools.numel(shape[1:])
     bounds = [start * inner for start, _ in cuts] + [sharded.chunk * inner]
     tail = ("owner", emit.group_name, emit.site)
@@ -296,7 +321,7 @@ def rewrite_all_reduce(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.
     return_band(*waiting, newest=waiting[1])
     _reduce_left_over(emit, nodes, slices, result, inner, reduce_op)
     emit.communicate(overlap.exchange_wait.default, emit.chain, result, [], bounds, list(range(parts)), *back)
-    final = emit.convert(result, nodes.leaf_layout, nodes.layouts[collective.input])
+    final = emit.convert(result, nodes.leaf_layout, nodes.layouts[nodes.computed[0]])
     return emit.contiguous(emit.reshape(final, tools.shape(collective.node)))
 
 
@@ -319,11 +344,11 @@ def rewrite_gathered_output(emit: StepEmitter, nodes: ReduceNodes, parts: int) -
     collective = nodes.collectives[0]
     dtype = tools.dtype(collective.input)
     slices = _Slices(emit, nodes)
-    shape = tools.shape(nodes.leaves[0].node)
-    parts = part_count(shape[0], parts)
-    cuts = pieces_of(shape[0], parts)
-    inner = tools.numel(shape[1:])
-    bounds = [start * inner for start, _ in cuts] + [shape[0] * inner]
+    rows, *widths = gathered_shape(nodes)
+    parts = part_count(rows, parts)
+    cuts = pieces_of(rows, parts)
+    inner = tools.numel(widths)
+    bounds = [start * inner for start, _ in cuts] + [rows * inner]
     arguments = ("broadcast", emit.group_name, emit.site)
     buffer = emit.communicate(
         overlap.exchange_start.default, emit.chain, tools.shape(collective.node), bounds, dtype, *arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from overlap_inductor.passes import looping_gather
 from overlap_inductor.passes import looping_reduce
 from overlap_inductor.passes import ring_gather
 from overlap_inductor.passes import ring_reduce
+from overlap_inductor.passes.padded_output import gathered_shape
 from overlap_inductor.passes.placement import between
 from overlap_inductor.passes.site_nodes import GatherConsumer
 from overlap_inductor.passes.site_nodes import GatherNodes
@@ -35,14 +37,15 @@ from overlap_inductor.transports import routes
 
 
 class RingSchedule:
-    """See ``SiteSchedule``. Every legal site has a ring; a dynamic token count below the break-even runs the plain collective."""
+    """See ``SiteSchedule``. Every legal site has a ring, unless a piece would be too small for its kind of matmul; a dynamic token count below the break-even runs the plain collective."""
 
     name = "ring"
     transports = ("p2p",)
     called = "as a ring"
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
-        return why_no_send(site.facts.collective.group_name, tools.value(site.collectives[0].input).device)
+        no_send = why_no_send(site.facts.collective.group_name, tools.value(site.collectives[0].input).device)
+        return no_send or _too_small_for_integers(site, config)
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
         return [PlanPiece(self.name, "p2p", (0, None), _parameters(site, config))]
@@ -79,10 +82,26 @@ def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         parts = part_count(lead.size, parts) if lead is not None and ring_gather.can_cut(site.nodes) else 1
         return {"sub_chunks": parts, "route": "ring" if config.ring_direction == "unidirectional" else "bidirectional"}
     if site.facts.pattern == "matmul_all_gather":
-        return {"sub_chunks": part_count(tools.shape(site.nodes.leaves[0].node)[0], parts), "route": "broadcast"}
+        return {"sub_chunks": part_count(gathered_shape(site.nodes)[0], parts), "route": "broadcast"}
     parts = part_count(site.nodes.sharded.chunk, parts)
     travels = config.numerics == "allow_hop_rounding" and site.facts.pattern == "matmul_reduce_scatter"
     return {"sub_chunks": parts, "route": "travel" if travels else "owner"}
+
+
+def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | None:
+    """``_int_mm`` on a GPU takes more than 16 rows, and multiples of 8 of the other two sizes: so must every piece."""
+    parts = site.facts.collective.world_size * _parameters(site, config)["sub_chunks"]
+    for matmul, facts in zip(site.matmuls, site.facts.matmuls, strict=True):
+        if matmul.kind != "int_mm" or not tools.value(matmul.lhs).is_cuda:
+            continue
+        rows, inner, columns = facts.m, facts.k, facts.n
+        if not (isinstance(rows, int) and isinstance(inner, int) and isinstance(columns, int)):
+            return f"{matmul.node.name} multiplies int8 of sizes that are only known when it runs: its pieces may be too small"
+        few = facts.role == "M" and rows // parts <= 16
+        if few or facts.role == "K" and inner % (8 * parts) or facts.role == "N" and columns % (8 * parts):
+            sizes = f"{rows} x {columns} x {inner}"
+            return f"{matmul.node.name} multiplies int8 of {sizes}: on a GPU each of {parts} pieces of {facts.role} must have more than 16 rows, or a multiple of 8 of the other sizes"
+    return None
 
 
 def _pays(site: OverlapSite, config: OverlapConfig, scale: float = 1.0) -> bool:
@@ -120,22 +139,33 @@ def _looping(emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]
 def _nodes_a_piece(consumer: GatherConsumer) -> int:
     """The matmul and a view or two; of a split contraction the other operand is cut, and what is narrower than the sum is widened."""
     narrow = consumer.role == "K" and tools.dtype(consumer.matmul.node).itemsize < 4
-    return {"M": 2, "N": 3, "K": 4, "B": 3}[consumer.role] + (2 if narrow else 0)
+    short = consumer.role == "K" and consumer.sharded.short
+    return {"M": 2, "N": 3, "K": 4, "B": 3}[consumer.role] + (2 if narrow else 0) + (3 if short else 0)
+
+
+def _in_eights(nodes: Iterable[fx.Node]) -> int:
+    """How many ops ``nodes`` compute besides matmuls, in whole eights: a bias, a cast or padding that one rank has and
+    others have not must not change what is unrolled."""
+    return sum(tools.is_pointwise(n) and n.target not in tools.SAME for n in nodes) // 8 * 8
 
 
 def unrolled_nodes(site: OverlapSite) -> int:
-    """About how many FX nodes the site's unrolled steps take."""
+    """About how many FX nodes the site's unrolled steps take: the same number on every rank, whatever each of them
+    computes for itself."""
     assert site.decision is not None
     piece = site.decision.moving
     parts, world_size = piece.parameters["sub_chunks"], site.facts.collective.world_size
     if isinstance(site.nodes, GatherNodes):
         hops = routes.hop_count(piece.parameters["route"], world_size, parts)
-        computed = sum(n not in site.nodes.through and tools.is_pointwise(n) for n in between(site.nodes)) + len(site.nodes.epilogue.nodes)
+        ahead = [n for n in between(site.nodes) if n not in site.nodes.through]
+        computed = _in_eights([*ahead, *site.nodes.epilogue.nodes])
         return 4 + hops + ((world_size - 1) * parts + 1) * (2 + sum(map(_nodes_a_piece, site.nodes.consumers)) + computed)
-    region = max(len(site.nodes.layouts) - len(site.nodes.through), 1)
+    nodes = site.nodes
+    own = (n for n in nodes.layouts if n not in nodes.through and n not in nodes.externals)
+    region = len(nodes.leaves) + _in_eights(own)
     if site.facts.pattern == "matmul_all_gather":
         return 4 + parts * (2 + region)
-    region += len(site.nodes.leaves) - 1
+    region += len(nodes.leaves) - 1
     legs = 2 if site.facts.collective.kind == "all_reduce" else 1
     return 8 + world_size * parts * (3 + 2 * region) + legs * parts * 6
 

@@ -71,5 +71,5 @@ def _terms(emit: StepEmitter, matmul: MatmulNode, transposed: bool, sharded: Sha
     if transposed:
         a, b = (x if tools.is_scalar_like(x) else emit.reshape(x, tools.shape(x)[::-1]) for x in (b, a))
     if not tools.is_scalar_like(a):
-        a = looping.rows_in_place(emit, a, sharded, from_ranks=False)
+        a = looping.rows_in_place(emit, emit.whole_chunks(a, 0, sharded), sharded, from_ranks=False)
     return a, b, str(tools.dtype(matmul.node)).removeprefix("torch."), bool(operators.argument(matmul.node, "use_fast_accum"))

@@ -7,6 +7,7 @@ from dataclasses import field
 
 from torch import fx
 
+from overlap_inductor.passes.layouts import Atom
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import ShardedDim
 from overlap_inductor.passes.layouts import Size
@@ -38,15 +39,14 @@ class CollectiveNode:
 
 @dataclass(frozen=True)
 class GatherConsumer:
-    """A matmul one of whose operands is the gathered tensor. ``layout`` is the operand's; ``trimmed`` its gathered dim's size where
-    padding of uneven shards was cut off."""
+    """A matmul one of whose operands is the gathered tensor. ``layout`` is the operand's, without the padding of uneven
+    shards where that was cut off."""
 
     matmul: MatmulNode
     operand: str
     role: str
     layout: Layout
     sharded: ShardedDim
-    trimmed: Size | None = None
 
     @property
     def operand_node(self) -> fx.Node:
@@ -72,13 +72,47 @@ class Epilogue:
 
 @dataclass
 class GatherNodes:
-    """all-gather -> views and pointwise ops -> matmuls -> epilogue. ``through[n]`` is the source of a view-like node ``n``."""
+    """all-gather -> views and pointwise ops -> matmuls -> epilogue. ``through[n]`` is the source of a view-like node ``n``.
+
+    Where a row-wise op other than an element-wise one stands between (``row_wise``), ``layouts`` holds the layout of the gathered tensor and of all nodes between, and ``whole``
+    the dims that such an op needs whole; else both are empty.
+    """
 
     collective: CollectiveNode
     raw: Layout
     consumers: list[GatherConsumer]
     through: dict[fx.Node, fx.Node] = field(default_factory=dict)
     epilogue: Epilogue = field(default_factory=Epilogue)
+    layouts: dict[fx.Node, Layout] = field(default_factory=dict)
+    whole: list[Atom] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Sums over a dim of the matmuls and ``cat`` of several, between matmuls and collective (``reduce_region``); pieces are computed over the dims of a matmul.
+
+    ``reduced``: dims that a node sums over; ``joined``: the dim along which a ``cat`` joins; ``places``: layouts over those dims of what is read from elsewhere; ``cut``: the dim
+    that is cut; ``layout``: of what the collective is given, over those dims but for the ones that are summed over.
+    """
+
+    reduced: dict[fx.Node, list[int]]
+    joined: dict[fx.Node, int]
+    places: dict[fx.Node, Layout]
+    cut: int
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Padding:
+    """``node`` appends zeros to a rank's output before it is gathered, where other ranks have more: ``columns`` to the
+    matmul's columns; where that is 0, rows, which ``ReduceNodes.sharded`` counts as missing."""
+
+    node: fx.Node
+    columns: int
+
+    @property
+    def source(self) -> fx.Node:
+        return self.node.args[0]  # type: ignore[return-value]
 
 
 @dataclass
@@ -96,6 +130,13 @@ class ReduceNodes:
     sharded: ShardedDim
     role: str
     unfolded: set[fx.Node] = field(default_factory=set)
+    region: Region | None = None
+    padding: Padding | None = None
+
+    @property
+    def computed(self) -> list[fx.Node]:
+        """What the region computes for each collective: its input, or that before it was padded."""
+        return [self.padding.source] if self.padding is not None else [c.input for c in self.collectives]
 
     def rename(self, replaced: dict[fx.Node, fx.Node]) -> None:
         """Follow a rewrite before: what is read from outside may be another node now."""
@@ -106,6 +147,8 @@ class ReduceNodes:
                 # (Inside the region until now: an epilogue that another site's kernel has computed.)
                 if new not in self.externals and old not in {m.node for m in self.leaves}:
                     self.externals.append(new)
+                if self.region is not None and old in self.region.places:
+                    self.region.places[new] = self.region.places[old]
         self.through = {n: replaced.get(source, source) for n, source in self.through.items()}
 
     def bias_of(self, matmul: MatmulNode) -> fx.Node | None:
@@ -114,7 +157,13 @@ class ReduceNodes:
 
     @property
     def leaf_layout(self) -> Layout:
-        return self.layouts[self.leaves[0].node]
+        """The layout in which pieces are computed: the matmuls'."""
+        return self.layouts[self.leaves[0].node] if self.region is None else self.region.layout
+
+    @property
+    def shape(self) -> list[Size]:
+        """The sizes of ``leaf_layout``."""
+        return list(self.leaves[0].node.meta["val"].shape) if self.region is None else self.region.layout.shape()
 
 
 @dataclass

@@ -1,4 +1,11 @@
-"""How large a site is: what the cost model is given, at the token count of the example or at a multiple of it."""
+"""How large a site is: what the cost model is given, at the token count of the example or at a multiple of it.
+
+Ranks of a group must decide alike, and may hold more or less of a dim: 3670 columns of a weight of 11008 here and 3668
+there. Sizes of what moves are the same on all of them. Of a matmul's dims that do not move, each rank sees its own size
+alone; that is rounded to five significant bits, so that shards whose sizes differ by less than the group's ranks count
+the same (3712 in the example), unless the middle of two such sizes lies just between them. Then ranks may choose
+differently, and do not agree.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +20,7 @@ from overlap_inductor.machine import Machine
 from overlap_inductor.machine import machine_for
 from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes.looping import gathered_used
+from overlap_inductor.passes.padded_output import gathered_shape
 from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.torch_compat import symmetric
@@ -23,8 +31,7 @@ def tokens(site: OverlapSite) -> Any:
     if isinstance(site.nodes, GatherNodes):
         consumer = site.nodes.consumers[0]
         return tools.shape(consumer.operand_node)[consumer.sharded.dim]
-    matmul = site.nodes.leaves[0]
-    return tools.shape(matmul.lhs)[-2]
+    return gathered_shape(site.nodes)[-2]
 
 
 def hint(size: Any) -> int:
@@ -37,12 +44,33 @@ def _scaled(sizes: list[Any], scale: float) -> list[int]:
     return [math.ceil(hint(size) * scale) if i == symbolic else hint(size) for i, size in enumerate(sizes)]
 
 
+def rounded(size: int) -> int:
+    """``size`` rounded to five significant bits."""
+    grain = 1 << max(size.bit_length() - 5, 0)
+    return (size + grain // 2) // grain * grain
+
+
+def _matmul_sizes(site: OverlapSite) -> list[tuple[list[Any], Any, Any, Any]]:
+    """``(batch, M, N, K)`` of each matmul, those dims rounded of which ranks may hold different sizes."""
+    found = []
+    for i, matmul in enumerate(site.matmuls):
+        *batch, m, k = tools.shape(matmul.lhs)
+        n = tools.shape(matmul.rhs)[-1]
+        if not isinstance(site.nodes, GatherNodes):
+            *_, m, n = gathered_shape(site.nodes) if site.nodes.padding is not None else (m, n)
+            k = rounded(hint(k))
+        elif site.nodes.consumers[i].operand == "lhs":
+            n = rounded(hint(n))
+        else:
+            m = rounded(hint(m))
+        found.append((batch, m, n, k))
+    return found
+
+
 def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     """FLOPs and bytes of the site at its example token count, times ``scale``. (What adding up a sum of matmuls takes is in no schedule's time, nor in ``keep``'s.)"""
     flops, tiles = 0.0, 0
-    for matmul in site.matmuls:
-        *batch, m, k = tools.shape(matmul.lhs)
-        n = tools.shape(matmul.rhs)[-1]
+    for batch, m, n, k in _matmul_sizes(site):
         flops += 2.0 * math.prod(map(hint, (*batch, m, k, n)))
         # (Not those of the example times ``scale``: 16 rows are one tile, and 128 of them no more.)
         *batches, rows, columns = _scaled([*batch, m, n], scale)

@@ -45,6 +45,8 @@ class SmallMessageSchedule:
         facts = site.facts
         if facts.pattern != "matmul_all_reduce":
             return f"no small-message kernel computes {facts.pattern}"
+        if (between := looping.computed_between(site)) is not None:
+            return f"{between.name} ({between.target}) stands between its matmuls and the collective; a small-message kernel computes nothing there"
         if not looping.loopable(site) or len(site.matmuls) > 1:
             return "its rows do not lie in the ranks' order, or it is no single plain matmul with a bias of one row"
         rows, columns, like = tokens(site), *_columns(site)
@@ -89,12 +91,14 @@ class SmallMessageSchedule:
                 op = looping.overlap.small_message_matmul_all_reduce.default
                 return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], where[0], reduce_op, *where[1:], *parameters.get("beyond", ()))
 
-            return looping.rewrite_reduce(emit, site.nodes, reduce)
+            return looping.rewrite_reduce(emit, site.nodes, reduce, looping.summed(site.nodes))
         matmul = site.nodes.leaves[0]
         rows, columns = tools.shape(matmul.node)
+        (bias,) = looping.summed(site.nodes)
+        bias = bias if bias is None else looping.bias_row(emit, bias)
         residual, weight = emit.reshape(norm.residual, [rows, columns]), emit.reshape(norm.weight, [columns])
         op = looping.overlap.small_message_matmul_all_reduce_norm.default
-        out = emit.communicate(op, emit.chain, matmul.lhs, matmul.rhs, matmul.bias, residual, weight, norm.eps, *where)
+        out = emit.communicate(op, emit.chain, matmul.lhs, matmul.rhs, bias, residual, weight, norm.eps, *where)
         normed, residual_out, chain = (emit.call(getitem, out, i) for i in range(3))
         return chain, {
             norm.normed: emit.reshape(normed, tools.shape(norm.normed)),

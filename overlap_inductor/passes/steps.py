@@ -91,13 +91,33 @@ class StepEmitter:
 
     def whole_chunks(self, x: fx.Node, dim: int, sharded: ShardedDim) -> fx.Node:
         """``x`` with rows of zeros for those that dim ``dim`` (laid out as ``sharded``) is short of."""
-        if not sharded.missing:
+        if not sharded.short:
             return x
         shape = tools.shape(x)
         have = shape[dim] // sharded.outer
         split = self.reshape(x, [*shape[:dim], sharded.outer, have, *shape[dim + 1 :]])
         padded = self.call(aten.constant_pad_nd.default, split, [0, 0] * (len(shape) - 1 - dim) + [0, sharded.missing])
         return self.reshape(padded, [*shape[:dim], sharded.outer * (have + sharded.missing), *shape[dim + 1 :]])
+
+    def cut_to_size(self, x: fx.Node, dim: int, sharded: ShardedDim) -> fx.Node:
+        """``x`` without the rows that ``whole_chunks`` adds to dim ``dim``."""
+        if not sharded.short:
+            return x
+        shape, full = tools.shape(x), self.world_size * sharded.chunk
+        split = self.reshape(x, [*shape[:dim], sharded.outer, full, *shape[dim + 1 :]])
+        kept = self.narrow(split, dim + 1, 0, full - sharded.missing)
+        return self.reshape(kept, [*shape[:dim], sharded.size, *shape[dim + 1 :]])
+
+    def without_padding(self, x: fx.Node, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
+        """``x``, whose dim ``sharded.dim`` is ``block`` of rank ``r + shift``, with zeros for rows behind the last one
+        of the gathered dim: whatever its rank sent there adds nothing to a sum over them."""
+        if not sharded.short:
+            return x
+        dim, shape = sharded.dim, tools.shape(x)
+        split = self.reshape(x, [*shape[:dim], block.outer_length, block.length, *shape[dim + 1 :]])
+        size = self.world_size * sharded.chunk - sharded.missing
+        where = (dim + 1, shift, sharded.chunk, block.start, size, self.group_name)
+        return self.reshape(self.call(overlap.rows_below.default, split, *where), shape)
 
     def convert(self, x: fx.Node, source: Layout, target: Layout, sizes: dict[int, Size] | None = None) -> fx.Node:
         """``x`` in layout ``source`` brought into layout ``target`` (same atoms in another order), views wherever they can be."""

@@ -22,6 +22,7 @@ from overlap_inductor.errors import OverlapError
 from overlap_inductor.exchange import ExchangePlan
 from overlap_inductor.report import OverlapReport
 from overlap_inductor.torch_compat import plain_program
+from overlap_inductor.torch_compat.distributed import is_fake
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.transports import agreement
 from overlap_inductor.transports.workspace import prepare
@@ -75,6 +76,10 @@ class ComparedCall:
         if self.ready and comparison.count():
             return self.overlapped(inputs)
         outcome = comparison.call()
+        if outcome.overlapped and self.needs and any(is_fake(resolve_group(name)) for name, *_ in self.needs):
+            # (Rings run on such groups, whose send and receive move nothing.)
+            comparison.withdrawn = True
+            outcome = agreement.Outcome(False, "a group's backend is fake: kernels that reach into their peers' memory have none, and the graph runs without overlap")
         if outcome.overlapped and not self.ready:
             failure = self._prepare(inputs)
             # (Where this rank alone compiled the same plan again, the others are not here, and all is prepared.)

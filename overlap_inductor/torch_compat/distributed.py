@@ -67,8 +67,13 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 
 
 def moves_nothing(group: dist.ProcessGroup) -> bool:
-    """Whether nothing is exchanged in the group: it has one rank, or the backend is ``fake`` (a dry run, in which no other rank exists)."""
-    return group.size() < 2 or dist.get_backend(group) == "fake"
+    """Whether nothing is exchanged in the group: it has one rank, or is a dry run's."""
+    return group.size() < 2 or is_fake(group)
+
+
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether the group's backend is ``fake``: a dry run, in which no other rank exists."""
+    return dist.get_backend(group) == "fake"
 
 
 def why_no_send(group_name: str, device: torch.device) -> str | None:

@@ -27,6 +27,7 @@ from overlap_inductor.errors import StrictError
 from overlap_inductor.exchange import ExchangePlan
 from overlap_inductor.report import OverlapReport
 from overlap_inductor.torch_compat import compile_scope
+from overlap_inductor.torch_compat import graph_breaks
 from overlap_inductor.torch_compat import partitions
 from overlap_inductor.torch_compat import plain_program
 from overlap_inductor.torch_compat import step_values
@@ -274,7 +275,8 @@ def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, 
         return original(updater, *args, **kwargs)
     from torch._inductor.virtualized import V
 
-    updater.processed_hashes.update(updater.hash_node(n) for n in updater.gm.graph.nodes if step_values.up_to_date(n))
+    graph = updater.gm.graph if hasattr(updater, "gm") else updater.graph  # torch 2.11
+    updater.processed_hashes.update(updater.hash_node(n) for n in graph.nodes if step_values.up_to_date(n))
     with without_guards(V.fake_mode.shape_env):
         return original(updater, *args, **kwargs)
 
@@ -318,6 +320,7 @@ def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = T
     config = config_in_effect()
     for report in reports:
         report.graph = current_graph_name() or report.graph
+        report.notices += graph_breaks.new_notices()
         try:
             reporting.activate(report, from_cache=from_cache, dump=config.dump if config else None)
         except StrictError as error:

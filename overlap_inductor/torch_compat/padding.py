@@ -15,12 +15,14 @@ from overlap_inductor.torch_compat import operators
 _LIMIT = 1000
 """Nodes looked at from one matmul; where they are more, the matmul is taken to stand beside a collective."""
 _COPIES = {"clone", "lift_fresh_copy", "cat", "constant_pad_nd", "_unsafe_view", "convert_element_type", "_to_copy"}
-_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
+_ROW_WISE = {"sum", "mean", "amax", "amin", "prod", "var", "var_mean", "_softmax", "_log_softmax", "cumsum"}
+"""What may stand between a matmul and a collective in a site, beside views, copies and pointwise ops (``passes.row_wise``, a sum over experts)."""
+_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm"}
 _COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd"}
 
 
 def beside_collective(matmul: fx.Node) -> bool:
-    """Whether through nothing but views, copies and pointwise ops ``matmul`` leads to a collective, an all-gather or all-to-all leads to it, or
+    """Whether through nothing but views, copies, row-wise and pointwise ops ``matmul`` leads to a collective, an all-gather or all-to-all leads to it, or
     one leads to another matmul whose result leads to it (an epilogue ends where its result is stored for the next matmul)."""
     known: dict[fx.Node, bool] = {}
 
@@ -63,4 +65,4 @@ def _moves(node: fx.Node, name: str) -> bool:
         # An element of a split.
         return getattr(node.target, "__name__", "") == "getitem"
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
-    return views or name in _COPIES or operators.has_tag(node, torch.Tag.pointwise)
+    return views or name in _COPIES | _ROW_WISE or operators.has_tag(node, torch.Tag.pointwise)

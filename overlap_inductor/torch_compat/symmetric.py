@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -28,27 +29,57 @@ class SymmetricBuffer:
     handle: Any
 
 
-def allocate(elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> SymmetricBuffer:
-    """Zeroed memory of ``elements`` on every rank. All ranks of the group call this together; not while a CUDA graph is captured."""
+Together = Callable[[str, Callable[[], Any]], Any]
+"""``(what, attempt)``: makes an attempt on every rank of a group, and fails on all of them where it failed on one
+(``transports.all_or_none``)."""
+
+
+def each_alone(what: str, attempt: Callable[[], Any]) -> Any:
+    """``Together`` where a rank that fails may leave the others waiting."""
+    return attempt()
+
+
+def allocate(
+    elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup, together: Together = each_alone
+) -> SymmetricBuffer:
+    """Zeroed memory of ``elements`` on every rank. All ranks of the group call this together; not while a CUDA graph is
+    captured.
+
+    What may fail on one rank alone is tried ``together``: taking the memory, before any rank waits for another one's
+    handle, and mapping the peers'. Where it fails nothing is left.
+    """
     # On a thread of its own: the rendezvous takes a little memory from the caching allocator for as long as the buffer lives, and a first run under CUDA
     # graph trees takes what its thread allocates for the graph's own.
     with ThreadPoolExecutor(1, "overlap_inductor allocates") as thread:
-        return thread.submit(_allocate, elements, dtype, device, group).result()
+        return thread.submit(_allocate, elements, dtype, device, group, together).result()
 
 
-def _allocate(elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> SymmetricBuffer:
+def _allocate(
+    elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup, together: Together
+) -> SymmetricBuffer:
     from torch.distributed import _symmetric_memory
 
     # (A thread begins outside inference mode.)
     torch.cuda.set_device(device)
-    local = _symmetric_memory.empty(elements, dtype=dtype, device=device).zero_()
-    handle = _symmetric_memory.rendezvous(local, group)
-    peers = tuple(local if r == group.rank() else handle.get_buffer(r, (elements,), dtype) for r in range(group.size()))
-    pointers = lasting(torch.tensor([p.data_ptr() for p in peers], dtype=torch.int64), device)
-    # (No rank may write to a peer's memory before the peer has cleared it.)
-    torch.cuda.synchronize(device)
+    nbytes = elements * dtype.itemsize
+    local = together(
+        f"allocate {nbytes} bytes of symmetric memory",
+        lambda: _symmetric_memory.empty(elements, dtype=dtype, device=device).zero_(),
+    )
+
+    def connected() -> SymmetricBuffer:
+        handle = _symmetric_memory.rendezvous(local, group)
+        peers = tuple(
+            local if r == group.rank() else handle.get_buffer(r, (elements,), dtype) for r in range(group.size())
+        )
+        pointers = lasting(torch.tensor([p.data_ptr() for p in peers], dtype=torch.int64), device)
+        # (No rank may write to a peer's memory before the peer has cleared it.)
+        torch.cuda.synchronize(device)
+        return SymmetricBuffer(local, peers, pointers, handle)
+
+    buffer: SymmetricBuffer = together(f"map {nbytes} bytes of every peer's symmetric memory", connected)
     dist.barrier(group=group)
-    return SymmetricBuffer(local, peers, pointers, handle)
+    return buffer
 
 
 def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -92,9 +123,19 @@ def stream_number(device: torch.device) -> int:
     return raw_stream(device.index) if device.type == "cuda" else 0
 
 
+def current_stream_number() -> int:
+    """Address of the current stream of the current GPU."""
+    return raw_stream(torch.cuda.current_device())
+
+
 def multiprocessors(device: torch.device) -> int:
     """SMs of a GPU; elsewhere 1, where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def ranks_share_gpus() -> bool:
+    """Whether symmetric memory is to allow several ranks on one GPU (torch's own switch)."""
+    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
 def reach() -> tuple[object, ...]:
@@ -132,7 +173,7 @@ def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str
     if reason is not None:
         return f"{reason} of one machine" if device.type != "cuda" else reason
     _, _, local, cut_off = reach()
-    if torch.cuda.device_count() < len(ranks):
+    if torch.cuda.device_count() < len(ranks) and not ranks_share_gpus():
         return f"this process sees {torch.cuda.device_count()} of the {len(ranks)} GPUs"
     if (machines := _machines(ranks)) > 1:
         return f"its ranks lie on {machines} machines ({local} ranks each)"

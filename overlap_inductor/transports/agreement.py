@@ -121,6 +121,8 @@ class Comparison:
         self.groups = [g for g in groups if not moves_nothing(g)]
         self.every_call = every_call
         self.first = True
+        self.withdrawn = False
+        """Whether this rank runs the plain program whatever the others do: all of them do so for a reason of their own."""
 
         self.states: list[_GroupState] | None = None
         """Of the groups, once later calls need only be counted: the plan was agreed upon, or overlaps nothing."""
@@ -152,6 +154,8 @@ class Comparison:
             AgreementError: a rank has another version, died, or runs an earlier plan that was agreed upon.
             StrictError: in mode ``strict``, the plans differ.
         """
+        if self.withdrawn:
+            return _NO
         states = [_state(g) for g in self.groups]
         for state in states:
             state.calls += 1

@@ -25,7 +25,6 @@ import torch
 from overlap_inductor.errors import OverlapError
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.layout import QUEUE_WORDS
-from overlap_inductor.torch_compat import symmetric
 
 ALIGNMENT = 1024
 TILE_BYTES = 2048
@@ -63,7 +62,9 @@ class Slot:
 
     Attributes:
         data: uint8 ``[nbytes]`` on every rank.
-        flags: int32; where which flag lies say ``credit_flag`` and ``signal_flag`` of ``kernels.signals``.
+        flags: int32; where which flag lies say ``credit_flag`` and ``signal_flag`` of ``kernels.signals``. What lies
+            behind them on a rank is its own: ``calls``, ``queues`` and ``tiles``, which no peer touches. (One
+            allocation, since each may fail on one rank alone, and must then on all.)
         calls: int32 ``[1]`` on the device: calls of this rank that have used the slot.
         queues: int32 on the device, zero between calls: what a kernel's blocks claim and count (``QUEUE_WORDS`` and one a peer and signal).
         tiles: int32 on the device, zero between calls: what blocks tell each other of tiles, of which there are at most as many as in ``nbytes``.
@@ -104,12 +105,13 @@ def _flag_words(world_size: int, signals: int) -> int:
     return world_size * (1 + signals) * FLAG_WORDS
 
 
-def _tile_words(nbytes: int) -> int:
-    return -(-nbytes // TILE_BYTES)
+def _own_words(world_size: int, nbytes: int, signals: int) -> tuple[int, int, int]:
+    """int32 words of ``calls``, ``queues`` and ``tiles``."""
+    return 1, QUEUE_WORDS + world_size * signals, -(-nbytes // TILE_BYTES)
 
 
 def _slot_bytes(world_size: int, nbytes: int, signals: int) -> int:
-    return nbytes + (_flag_words(world_size, signals) + _tile_words(nbytes)) * 4
+    return nbytes + (_flag_words(world_size, signals) + sum(_own_words(world_size, nbytes, signals))) * 4
 
 
 def _suffices(slot: Slot | None, request: Request) -> bool:
@@ -121,7 +123,8 @@ class WorkspaceArena:
     """The slots of one group on one device.
 
     Args:
-        allocate: ``(elements, dtype) -> Buffer``; zeroed, and called by all ranks of the group together.
+        allocate: ``(elements, dtype) -> Buffer``; zeroed, and called by all ranks of the group together. Raises on all
+        of them, or on none.
         capturing: whether a CUDA graph is being captured on the current stream.
         limit: bytes a rank that all slots together may take.
     """
@@ -144,6 +147,7 @@ class WorkspaceArena:
 
         Raises:
             OverlapError: something would have to be allocated while a graph is captured, or beyond the limit.
+            NotOnAllRanks: a rank had no memory left (what ``allocate`` raises). The arena is as before.
         """
         for alike in _by_protocol(requests):
             self._prepare(alike, count)
@@ -156,6 +160,8 @@ class WorkspaceArena:
         if missing:
             self._check(missing, unknown)
         ready = [slot or self._new(*sizes, unknown[0].protocol) for sizes, slot in zip(wanted, chosen, strict=True)]
+        # (All of them, or none: behind a failure all ranks hold the same slots.)
+        self.slots += [new for new, slot in zip(ready, chosen, strict=True) if slot is None]
         for i, request in enumerate(unknown):
             self._of_site[request.site, request.protocol] = ready[i % len(ready)]
 
@@ -198,20 +204,11 @@ class WorkspaceArena:
             )
 
     def _new(self, nbytes: int, signals: int, protocol: str) -> Slot:
-        queue_words = QUEUE_WORDS + self.world_size * signals
-        words = symmetric.lasting(torch.zeros(1 + queue_words + _tile_words(nbytes), dtype=torch.int32), self.device)
-        slot = Slot(
-            nbytes,
-            signals,
-            self.allocate(nbytes, torch.uint8),
-            self.allocate(_flag_words(self.world_size, signals), torch.int32),
-            words[:1],
-            words[1 : 1 + queue_words],
-            words[1 + queue_words :],
-            protocol,
-        )
-        self.slots.append(slot)
-        return slot
+        flag_words, own = _flag_words(self.world_size, signals), _own_words(self.world_size, nbytes, signals)
+        data = self.allocate(nbytes, torch.uint8)
+        flags = self.allocate(flag_words + sum(own), torch.int32)
+        calls, queues, tiles = flags.local[flag_words:].split(own)
+        return Slot(nbytes, signals, data, flags, calls, queues, tiles, protocol)
 
     def holds(self, request: Request) -> bool:
         """Whether the site has a slot that is large enough."""

@@ -7,9 +7,25 @@ CUDA graph. ``transports.credits.credit_kernel`` has written the word before, wh
 Ordering: copies of a stream run one after the other, and the next begins when what the one before has written is visible; a reader that acquires the
 flag sees it (``tests.gpu.check_litmus``, "copy engine, copied flag").
 
-Nothing holds back a copy where the wait for leave before it was given up (a kernel's stores are masked then, ``kernels.signals.may_store``): only its signal is not given.
-After an abort every wait ends at once, so that calls that are queued by then copy, too; a peer that is still in the call before may find other rows there. Its
-next call raises the error, since it has waited in vain by then, or been told; the results of that one call are not to be relied on.
+No leave. A kernel that stores looks whether it may (``kernels.signals.may_store``); a copy that is queued cannot. Where
+the wait for leave before it ends without leave (its patience is over, or the group was aborted, after which every wait
+ends at once), it runs, as do the copies of all calls that are queued by then. What then holds:
+
+* Nobody takes its rows for rows: its flag is copied from a word that says a call of nobody (``announce``).
+* A peer that is still in the call before may read them in place of its own: it is slow, or was paused with its last
+  wait behind it. It hands none of that out. The wait that ends without leave sets every rank's abort word before its
+  kernel ends, so before any copy behind it starts; the peer's call looks at its word behind its last read of the
+  workspace, and makes NaN of its results where it is set (``kernels.transfer.spoil``), before anything behind the call
+  on its stream can read them. It is the order of a sequence lock: the writer says that it writes, and then writes; the
+  reader reads, and then looks. What it sums for others it signals only behind such a look.
+* A call that is started after that writes nothing: its host looks before (``FaultRecord.check``).
+
+It holds for calls that are launched one by one, for graphs of calls and for graphs that a program captures alike: the
+look is a kernel of the call, which costs nothing where the call's last kernel does it. What else was thought of: a wait
+that never ends without leave would keep every copy back, but also every later kernel of this rank, so that a program
+that was told of the fault could not even save its weights before it is ended; conditional nodes of CUDA graphs would
+serve graphs alone; and a second region for each call in turn does not help, since more than one call may be queued.
+
 What rests on later waits (``guarded``) has the word written anew behind them; where one was given up, to a number that nobody waits for, as after the wait for leave.
 
 Turns. Ranks send to the one next to them, then to the one behind that, and so on: so no two send to one at a time, as long as all are in step. Two that do get half a

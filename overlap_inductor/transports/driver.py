@@ -65,6 +65,25 @@ def _copy_at_once(to: int, source: int, size: int, stream: int) -> None:
     ctypes.memmove(to, source, size)
 
 
+HOST_MEMORY_FOR_ALL = 1 | 2
+"""Of pages of the host: every GPU of the process may use them, at an address of its own."""
+
+
+def mapped_address(address: int, size: int, device_type: str) -> int:
+    """Let GPUs read and write whole pages of the host's memory. Returns their address for the current device. Raises
+    ``RuntimeError``."""
+    if device_type == "cpu":
+        return address
+    # (The device's context must be this thread's.)
+    torch.cuda.is_current_stream_capturing()
+    register = _function("cuMemHostRegister_v2", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+    register(address, size, HOST_MEMORY_FOR_ALL)
+    found = ctypes.c_uint64()
+    device_pointer = _function("cuMemHostGetDevicePointer_v2", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+    device_pointer(ctypes.byref(found), address, 0)
+    return found.value
+
+
 BUFFER_ID = 7
 """Attribute of an address: a number of its allocation, which no other one of the process has had or will have."""
 
@@ -84,6 +103,19 @@ def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     made = ctypes.c_void_p()
     _function("cuStreamCreateWithPriority", ctypes.c_void_p, ctypes.c_uint, ctypes.c_int)(ctypes.byref(made), NON_BLOCKING, priority)
     return torch.cuda.ExternalStream(made.value, device=device)
+
+
+CAPTURING = 1
+"""Status of a stream that is being captured."""
+
+
+def capture_number(stream: int) -> int:
+    """The number of the capture that a stream is in, given by its number; no other one of the process has had or will
+    have it. 0: it is in none. Raises ``RuntimeError``."""
+    status, number = ctypes.c_int(), ctypes.c_ulonglong()
+    call = _function("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
+    call(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    return number.value if status.value == CAPTURING else 0
 
 
 class Graph:

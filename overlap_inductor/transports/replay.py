@@ -17,7 +17,7 @@ changes. ::
 Why that is right. Of what differs from call to call nothing is baked into a graph but what its key says: signals take their number from device memory, as in a graph that
 a user captures; kernels, slots and fault memory outlive it. Everything has been loaded by the first call, so a capture waits for nothing on the device; what making a
 graph may wait for are calls before this one, for which no peer needs this one. Graphs share the vendor's workspace, since calls of a rank run one after the other on
-its GPU (``transports.workspace``).
+its GPU (``transports.call_order``, which also keeps two threads from using a site's graphs at a time).
 
 Why allocations. A kernel is given addresses, and does not care what lies there. A copy in a graph is bound to the allocation that it was captured with: where the program
 has given that back (``torch.cuda.empty_cache()``, which ``torch.cuda.graph`` calls, too) and another one came to lie at the same address, ``cuGraphLaunch`` fails, with

@@ -1,4 +1,5 @@
-"""The streams beside the current one on which a schedule's transfers run, and what they wait for. One of each a device, since calls of a rank run one after the other."""
+"""The streams beside the current one on which a schedule's transfers run, and what they wait for. One of each a device:
+calls of a device are launched and run one after the other (``transports.call_order``)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class SideStream:
         self._stream.wait_event(self._forked)
         torch.cuda.set_stream(self._stream)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         torch.cuda.set_stream(self._current)
 
     def join(self) -> None:

@@ -2,13 +2,14 @@
 
 Made at the first run of a graph that needs it, behind the agreement of the ranks, by all of them together: allocating symmetric memory is a
 collective. It lives as long as the group; a destroyed group whose name is used again gets a new one. Calls of a rank run one after the
-other on its GPU, whatever their streams.
+other on its GPU, whatever their streams and threads (``transports.call_order``).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
@@ -20,14 +21,19 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from overlap_inductor.errors import OverlapError
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.distributed import group_timeout
 from overlap_inductor.torch_compat.distributed import is_alive
 from overlap_inductor.transports import watchdog
+from overlap_inductor.transports.all_or_none import NotOnAllRanks
+from overlap_inductor.transports.all_or_none import all_or_none
 from overlap_inductor.transports.arena import CREDITS
 from overlap_inductor.transports.arena import Request
 from overlap_inductor.transports.arena import Slot
 from overlap_inductor.transports.arena import WorkspaceArena
+from overlap_inductor.transports.call_order import CallOrder
+from overlap_inductor.transports.call_order import call_order
 from overlap_inductor.transports.faults import FaultRecord
 
 log = logging.getLogger("overlap_inductor")
@@ -85,17 +91,18 @@ class GroupWorkspace:
     prepared: set[str] = field(default_factory=set)
     _launches: dict[tuple[str, str], Launch] = field(default_factory=dict)
     _known: dict[Hashable, Any] = field(default_factory=dict)
+    _lock: Any = field(default_factory=threading.RLock, repr=False)
 
     def known(self, call: Hashable, make: Callable[[], Known | None]) -> Known | None:
-        """What ``make`` makes for a ``call``, which says all that it depends on: ``launch``, and what else its op has to know; the current stream may start its launches.
-        ``make`` is asked once, and again when a plan has been prepared or too many calls are known. ``None`` where the call is served by no kernel. Raises what ``make`` raises."""
+        """What ``make`` makes for a ``call``, which says all that it depends on: ``launch``, and what else its op has
+        to know. Any thread may ask. ``make`` is asked once, and again when a plan has been prepared or too many calls
+        are known. ``None`` where the call is served by no kernel. Raises what ``make`` raises."""
         found = self._known.get(call, _UNKNOWN)
         if found is _UNKNOWN:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            found = self._known[call] = make()
-        if found is not None and self.arena.device.type == "cuda":
-            one_after_the_other(self.arena.device)
+            with self._lock:
+                if len(self._known) >= MOST_KNOWN:
+                    self._known.clear()
+                found = self._known[call] = make()
         return found  # type: ignore[no-any-return]
 
     def launch(self, site: str, nbytes: int, signals: int, protocol: str = CREDITS) -> Launch | None:
@@ -116,7 +123,17 @@ class GroupWorkspace:
         return made
 
     def prepare(self, requests: Sequence[Request], limit: int) -> None:
-        """Give every site of a plan its slot, or none of them (``without_room``) where they do not fit under ``limit`` bytes, beside what graphs before hold."""
+        """Give every site of a plan its slot, or none of them (``without_room``) where they do not fit under ``limit``
+        bytes, beside what graphs before hold.
+
+        Raises:
+            OverlapError: memory would have to be allocated while a CUDA graph is captured.
+            NotOnAllRanks: a rank has no memory left; on all ranks alike, and their slots are as before.
+        """
+        with self._lock:
+            self._prepare(requests, limit)
+
+    def _prepare(self, requests: Sequence[Request], limit: int) -> None:
         self.arena.limit = limit
         missing = self.arena.missing_bytes(requests)
         if missing and self.arena.nbytes + missing > limit:
@@ -131,61 +148,90 @@ class GroupWorkspace:
         self._known.clear()
 
 
-_LAST_STREAM: dict[tuple[int, bool], tuple[int, torch.cuda.Stream]] = {}
-"""By the device's number, and whether they are being captured."""
-
-
-def one_after_the_other(device: torch.device) -> None:
-    """The current stream waits for the stream of the call before, whatever its site, slot or group, so that all ranks run their calls in host order.
-
-    A kernel that waits for its peers fills the GPU: two on two streams, begun here in one order and there in the other, would wait for each
-    other for ever. Inside a capture the same among the streams of that capture; whoever replays a graph orders it behind what ran before.
-    """
-    raw, key = symmetric.stream_number(device), (device.index, symmetric.capturing())
-    last = _LAST_STREAM.get(key)
-    if last is not None and last[0] == raw:
-        return
-    stream = torch.cuda.current_stream(device)
-    if last is not None:
-        with torch.cuda.stream(last[1]):
-            same_capture = symmetric.capturing() == key[1]
-        if same_capture:
-            stream.wait_stream(last[1])
-    _LAST_STREAM[key] = raw, stream
-
-
 _WORKSPACES: dict[tuple[dist.ProcessGroup, torch.device], GroupWorkspace] = {}
+_MAKING: dict[tuple[str, torch.device], Any] = {}
+"""A lock for each group's name and device: ranks may make two groups' workspaces in two threads, in another order here
+than there."""
 
 
 def workspace_of(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspace:
-    """The group's workspace on ``device``, made on first use. Those of groups that are no more are dropped then."""
+    """The group's workspace on ``device``, made on first use by all ranks of the group together. Those of groups that
+    are no more are dropped then.
+
+    Raises:
+        NotOnAllRanks: a rank has no memory left; on all ranks alike.
+    """
     key = (group, device)
     known = _WORKSPACES.get(key)
-    if known is None:
-        for other in [k for k, w in _WORKSPACES.items() if not is_alive(w.group)]:
-            del _WORKSPACES[other]
-        arena = WorkspaceArena(group.size(), device, lambda n, dtype: symmetric.allocate(n, dtype, device, group), lambda: symmetric.capturing(), 2**62)
-        faults = FaultRecord.of(group.group_name, dist.get_process_group_ranks(group), device)
-        patience = int(group_timeout(group).total_seconds() * 1e9)
-        known = GroupWorkspace(group, arena, faults, patience, symmetric.multiprocessors(device))
-        _WORKSPACES[key] = known
-        if device.type == "cuda":
-            watchdog.watch(faults, lambda: is_alive(group))
-    return known
+    if known is not None:
+        return known
+    with _MAKING.setdefault((group.group_name, device), threading.Lock()):
+        return _WORKSPACES.get(key) or _made(group, device)
+
+
+def _made(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspace:
+    if not symmetric.capturing():
+        _drop_destroyed()
+    order = call_order(device)
+
+    def together(what: str, attempt: Callable[[], Any]) -> Any:
+        return all_or_none(group, what, attempt)
+
+    def allocate(elements: int, dtype: torch.dtype) -> Any:
+        return symmetric.allocate(elements, dtype, device, group, together)
+
+    faults = _fault_record(group, device, together)
+    arena = WorkspaceArena(group.size(), device, allocate, lambda: symmetric.capturing(), 2**62)
+    patience = int(group_timeout(group).total_seconds() * 1e9)
+    made = GroupWorkspace(group, arena, faults, patience, symmetric.multiprocessors(device))
+    _WORKSPACES[group, device] = made
+    if isinstance(order, CallOrder):
+        watchdog.watch(faults, lambda: is_alive(group), order.in_flight)
+    return made
+
+
+def _drop_destroyed() -> None:
+    """What a destroyed group had started may go on; its memory is not given back under it."""
+    for key in [k for k, w in tuple(_WORKSPACES.items()) if not is_alive(w.group)]:
+        order = call_order(key[1])
+        if isinstance(order, CallOrder):
+            order.finish()
+        _WORKSPACES.pop(key, None)
+
+
+def _fault_record(group: dist.ProcessGroup, device: torch.device, together: symmetric.Together) -> FaultRecord:
+    """One that all ranks share where their GPUs reach each other."""
+    ranks = dist.get_process_group_ranks(group)
+    if group.size() == 1 or symmetric.why_no_symmetric_memory(tuple(ranks), device) is not None:
+        found: FaultRecord = together("make its fault record", lambda: FaultRecord.of(group.group_name, ranks, device, group.rank()))
+        return found
+    if symmetric.capturing():
+        raise OverlapError(
+            f"group {group.group_name!r} needs memory to tell its ranks of faults while a CUDA graph is being "
+            "captured, where none can be allocated. Run the compiled function once before capturing it."
+        )
+    return FaultRecord.shared(group, ranks, device, together)
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> str | None:
     """Give every site of a plan its slot, once. ``requests``: JSON text, ``[[site, bytes, signals]]`` in the plan's order, equal on all ranks; a
-    protocol stands behind them where it is not credits.
+    protocol stands behind them where it is not credits. All ranks of the group together.
 
     Where they do not fit under ``limit`` bytes all sites of the plan run as they stood (on all ranks alike), and the log says so.
+
+    Returns:
+        ``None``; or why no site of the plan has a slot, because a rank of the group has no memory left: the same text
+        on every rank, which names the rank and the bytes. All ranks must then run without overlap, or none; they may
+        ask again.
 
     Raises:
         OverlapError: memory would have to be allocated while a CUDA graph is captured.
     """
-    place = workspace_of(group, device)
-    if requests in place.prepared:
-        return None
-    place.prepare([Request(*request) for request in json.loads(requests)], limit)
-    place.prepared.add(requests)
+    try:
+        place = workspace_of(group, device)
+        if requests not in place.prepared:
+            place.prepare([Request(*request) for request in json.loads(requests)], limit)
+            place.prepared.add(requests)
+    except NotOnAllRanks as error:
+        return str(error)
     return None

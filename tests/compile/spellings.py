@@ -229,6 +229,17 @@ class GatherTokens(torch.autograd.Function):
         return reduce_scatter(grad.contiguous(), "sum", 0, world())
 
 
+class GatheredWeight(torch.nn.Module):
+    """FSDP: a shard of the weight is a parameter."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(shape or (16, 6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.weight.dtype) @ all_gather(self.weight, 0, world())
+
+
 def matmuls_saved() -> Any:
     """Selective checkpointing: what matmuls computed is kept for backward, all else is computed there again."""
 
@@ -289,7 +300,7 @@ STRUCTURES: dict[str, tuple[Function, tuple[Make, ...]]] = {
     "activation behind gathered matmuls": (gated, (x2, weight, weight, bias)),
     "softmax between": (lambda x, w: torch.softmax(all_gather(x, 0, world()), 0) @ w, (x2, weight)),
     "collective without a matmul": (lambda x: all_reduce(x, "sum", world()) * 2, (x2,)),
-    "weight gathered for use": (lambda x, w: x @ all_gather(w, 0, world()), (lambda w: torch.randn(4, 16 * w), narrow_weight)),
+    "weight gathered for use": (GatheredWeight(), (lambda w: torch.randn(4, 16 * w),)),
     "all-to-all": (lambda x, w: funcol.all_to_all_single(x, None, None, world()) @ w, (x2, weight)),
     "gather and scatter in a row": (
         lambda x, w, v: reduce_scatter((all_gather(x, 0, world()) @ w).relu() @ v, "sum", 0, world()),

@@ -19,6 +19,7 @@ from overlap_inductor.lowerings import site_ops
 from overlap_inductor.passes import fused_site
 from overlap_inductor.render_text import render_text
 from overlap_inductor.report import OverlapReport
+from overlap_inductor.torch_compat import compared_call
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports import agreement
 from tests.fake_group import all_gather
@@ -224,6 +225,8 @@ def test_kernels_behind_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
     monkeypatch.setattr(ops, "prepare", lambda *arguments: None)
+    monkeypatch.setattr(compared_call, "prepare", lambda *arguments: None)
+    monkeypatch.setattr(compared_call, "is_fake", lambda group: False)
     for module in (fused_ops, site_ops):
         monkeypatch.setattr(module, "ready", lambda *arguments: None)
     if not epilogue:
@@ -258,8 +261,8 @@ x: bfloat16[24, 16] = input
 w: bfloat16[16, 40] = input
 full: bfloat16[48, 40] = input
 row: bfloat16[40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["all_gather_matmul-542fd07f", 1536, 4]]', 4096)
-fused_all_gather_matmul_epilogue_default = overlap_inductor.fused_all_gather_matmul_epilogue.default(agree_default, x, [w], [None], False, [], '[{"extras": [], "ops": [["relu", "x"]]}]', '{"copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-542fd07f')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["all_gather_matmul-6b87b511", 1536, 4]]', 4096)
+fused_all_gather_matmul_epilogue_default = overlap_inductor.fused_all_gather_matmul_epilogue.default(agree_default, x, [w], [None], False, [], '[{"extras": [], "ops": [["relu", "x"]]}]', '{"column_tiles": 1, "copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-6b87b511')
 getitem = <built-in function getitem>(fused_all_gather_matmul_epilogue_default, 0)
 getitem_2: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
 reshape_default_1: bfloat16[2, 24, 40] = aten.reshape.default(getitem_2, [2, 24, 40])
@@ -274,8 +277,8 @@ x: bfloat16[48, 16] = input
 w: bfloat16[16, 40] = input
 full: bfloat16[24, 40] = input
 row: bfloat16[40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_reduce_scatter-bac31620", 20480, 1]]', 4096)
-fused_matmul_reduce_scatter_epilogue_default = overlap_inductor.fused_matmul_reduce_scatter_epilogue.default(agree_default, x, w, None, [full], '[{"extras": ["full"], "ops": [["add", "e0", "x"]]}]', '{"halves": true, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_reduce_scatter-bac31620')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_reduce_scatter-fec50841", 20480, 1]]', 4096)
+fused_matmul_reduce_scatter_epilogue_default = overlap_inductor.fused_matmul_reduce_scatter_epilogue.default(agree_default, x, w, None, [full], '[{"extras": ["full"], "ops": [["add", "e0", "x"]]}]', '{"halves": true, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_reduce_scatter-fec50841')
 getitem: bfloat16[24, 40] = <built-in function getitem>(fused_matmul_reduce_scatter_epilogue_default, 0)
 return [getitem]
 """)
@@ -288,8 +291,8 @@ x: bfloat16[48, 16] = input
 w: bfloat16[16, 40] = input
 full: bfloat16[48, 40] = input
 row: bfloat16[40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_all_reduce-8f9bf24e", 40960, 2]]', 4096)
-fused_matmul_all_reduce_epilogue_default = overlap_inductor.fused_matmul_all_reduce_epilogue.default(agree_default, x, w, None, [row], '[{"extras": ["row"], "ops": [["relu", "x"], ["mul", "t0", "e0"]]}]', '{"halves": true, "parts": 0, "pushers": 0, "stages": 4}', 'sum', '0', 'matmul_all_reduce-8f9bf24e')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_all_reduce-2c2f6384", 40960, 2]]', 4096)
+fused_matmul_all_reduce_epilogue_default = overlap_inductor.fused_matmul_all_reduce_epilogue.default(agree_default, x, w, None, [row], '[{"extras": ["row"], "ops": [["relu", "x"], ["mul", "t0", "e0"]]}]', '{"halves": true, "parts": 0, "pushers": 0, "stages": 4}', 'sum', '0', 'matmul_all_reduce-2c2f6384')
 getitem: bfloat16[48, 40] = <built-in function getitem>(fused_matmul_all_reduce_epilogue_default, 0)
 return [getitem]
 """)

@@ -175,3 +175,17 @@ def test_a_call_whose_plan_is_settled_is_only_counted(monkeypatch: pytest.Monkey
         monkeypatch.setattr(agreement, "moves_nothing", lambda group: False)
         agreement._state(group).apart = "a rank is off"
         assert not call.comparison.count()  # type: ignore[union-attr]
+
+
+def test_a_dry_run_of_kernels_runs_the_plain_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No peer exists whose memory they could reach; planned for a GPU, compiled as one rank of many."""
+    from overlap_inductor.exchange import ExchangePlan
+    from overlap_inductor.report import OverlapReport
+
+    with fake_group(8) as group:
+        plan = ExchangePlan("1", "strict", ("g0: all_reduce float32 [4] in matmul_all_reduce by fused/sm_push",), True)
+        report = OverlapReport("1", "t", "strict", "", "", 8, exchange=plan.to_json(), groups={group.group_name: ['[["site", 4096, 4]]', 1]})
+        program = compared_call.PlainProgram(b"", {}, {}, {}, None)
+        monkeypatch.setattr(compared_call.PlainProgram, "compile", lambda self: lambda inputs: "plain")
+        call = compared_call.ComparedCall(lambda inputs: "overlapped", [report], program, True, None)
+        assert [call([]) for _ in range(2)] == ["plain", "plain"] and len(report.notices) == 1

@@ -51,8 +51,8 @@ w: float8_e4m3fn[48, 32] = input
 permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
 scale_a: float32[] = input
 scale_b: float32[] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["all_gather_matmul-3db89950", 2048, 1]]', 4096)
-chunked_scaled_all_gather_matmul_default = overlap_inductor.chunked_scaled_all_gather_matmul.default(agree_default, x, [permute_default], [None], [scale_a], [scale_b], ['bfloat16'], [False], False, '{"bands": 1, "transport": "auto"}', '0', 'all_gather_matmul-3db89950')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["all_gather_matmul-2698cce8", 2048, 1]]', 4096)
+chunked_scaled_all_gather_matmul_default = overlap_inductor.chunked_scaled_all_gather_matmul.default(agree_default, x, [permute_default], [None], [scale_a], [scale_b], ['bfloat16'], [False], False, '{"bands": 1, "transport": "auto"}', '0', 'all_gather_matmul-2698cce8')
 getitem = <built-in function getitem>(chunked_scaled_all_gather_matmul_default, 0)
 getitem_2: bfloat16[64, 48] = <built-in function getitem>(getitem, 0)
 return [getitem_2]
@@ -75,8 +75,8 @@ w: float8_e4m3fn[48, 32] = input
 permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
 scale_a: float32[256, 1] = input
 scale_b: float32[1, 48] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["all_gather_matmul-3db89950", 8192, 1]]', 4096)
-chunked_scaled_all_gather_matmul_default = overlap_inductor.chunked_scaled_all_gather_matmul.default(agree_default, x, [permute_default], [None], [scale_a], [scale_b], ['bfloat16'], [False], False, '{"bands": 1, "transport": "auto"}', '0', 'all_gather_matmul-3db89950')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["all_gather_matmul-2698cce8", 8192, 1]]', 4096)
+chunked_scaled_all_gather_matmul_default = overlap_inductor.chunked_scaled_all_gather_matmul.default(agree_default, x, [permute_default], [None], [scale_a], [scale_b], ['bfloat16'], [False], False, '{"bands": 1, "transport": "auto"}', '0', 'all_gather_matmul-2698cce8')
 getitem = <built-in function getitem>(chunked_scaled_all_gather_matmul_default, 0)
 getitem_2: bfloat16[256, 48] = <built-in function getitem>(getitem, 0)
 return [getitem_2]
@@ -101,8 +101,8 @@ w: float8_e4m3fn[48, 32] = input
 permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
 scale_a: float32[64, 1] = input
 scale_b: float32[1, 48] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_reduce_scatter-fe474f64", 6144, 1]]', 4096)
-chunked_scaled_matmul_reduce_scatter_default = overlap_inductor.chunked_scaled_matmul_reduce_scatter.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 1, "transport": "auto"}', 'sum', '0', 'matmul_reduce_scatter-fe474f64')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_reduce_scatter-e597586f", 6144, 1]]', 4096)
+chunked_scaled_matmul_reduce_scatter_default = overlap_inductor.chunked_scaled_matmul_reduce_scatter.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 1, "transport": "auto"}', 'sum', '0', 'matmul_reduce_scatter-e597586f')
 getitem: bfloat16[32, 48] = <built-in function getitem>(chunked_scaled_matmul_reduce_scatter_default, 0)
 return [getitem]
 """)
@@ -124,8 +124,8 @@ w: float8_e4m3fn[48, 32] = input
 permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
 scale_a: float32[] = input
 scale_b: float32[] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_reduce_scatter-fe474f64", 24576, 1]]', 4096)
-chunked_scaled_matmul_reduce_scatter_default = overlap_inductor.chunked_scaled_matmul_reduce_scatter.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 1, "transport": "auto"}', 'sum', '0', 'matmul_reduce_scatter-fe474f64')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_reduce_scatter-e597586f", 24576, 1]]', 4096)
+chunked_scaled_matmul_reduce_scatter_default = overlap_inductor.chunked_scaled_matmul_reduce_scatter.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 1, "transport": "auto"}', 'sum', '0', 'matmul_reduce_scatter-e597586f')
 getitem: bfloat16[32, 48] = <built-in function getitem>(chunked_scaled_matmul_reduce_scatter_default, 0)
 return [getitem]
 """)
@@ -149,8 +149,8 @@ w: float8_e4m3fn[48, 32] = input
 permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
 scale_a: float32[] = input
 scale_b: float32[] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_all_reduce-e13232ec", 12288, 8]]', 4096)
-chunked_scaled_matmul_all_reduce_default = overlap_inductor.chunked_scaled_matmul_all_reduce.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 0, "transport": "auto"}', 'sum', '0', 'matmul_all_reduce-e13232ec')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_all_reduce-18bd5881", 12288, 8]]', 4096)
+chunked_scaled_matmul_all_reduce_default = overlap_inductor.chunked_scaled_matmul_all_reduce.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 0, "transport": "auto"}', 'sum', '0', 'matmul_all_reduce-18bd5881')
 getitem: bfloat16[64, 48] = <built-in function getitem>(chunked_scaled_matmul_all_reduce_default, 0)
 return [getitem]
 """)
@@ -172,8 +172,8 @@ w: float8_e4m3fn[48, 32] = input
 permute_default: float8_e4m3fn[32, 48] = aten.permute.default(w, [1, 0])
 scale_a: float32[256, 1] = input
 scale_b: float32[1, 48] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_all_reduce-e13232ec", 49152, 8]]', 4096)
-chunked_scaled_matmul_all_reduce_default = overlap_inductor.chunked_scaled_matmul_all_reduce.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 0, "transport": "auto"}', 'sum', '0', 'matmul_all_reduce-e13232ec')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_all_reduce-18bd5881", 49152, 8]]', 4096)
+chunked_scaled_matmul_all_reduce_default = overlap_inductor.chunked_scaled_matmul_all_reduce.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 0, "transport": "auto"}', 'sum', '0', 'matmul_all_reduce-18bd5881')
 getitem: bfloat16[256, 48] = <built-in function getitem>(chunked_scaled_matmul_all_reduce_default, 0)
 return [getitem]
 """)

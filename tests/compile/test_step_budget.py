@@ -170,7 +170,15 @@ def test_pointwise_ops_before_the_matmul_are_of_the_shards(kind: str, status: st
 
 @pytest.mark.parametrize(
     ("kind", "status"),
-    [("another result added", "overlapped"), ("another result, read elsewhere, added", "overlapped"), ("cast", "overlapped"), ("cast twice", "refused"), ("each cast", "refused"), ("one row added", "refused")],
+    [
+        ("another result added", "overlapped"),
+        ("another result, read elsewhere, added", "overlapped"),
+        ("cast", "overlapped"),
+        ("cast twice", "refused"),
+        ("each cast", "refused"),
+        ("one row added", "overlapped"),
+        ("a number added", "refused"),
+    ],
 )
 def test_what_looping_reductions_compute_behind_the_matmul(kind: str, status: str) -> None:
     """A sum as Inductor writes it, one matmul the bias of the other, and one change of dtype; what is left out would be a wrong number."""
@@ -188,7 +196,8 @@ def test_what_looping_reductions_compute_behind_the_matmul(kind: str, status: st
             "cast": lambda: convert(y, torch.bfloat16),
             "cast twice": lambda: convert(convert(y, torch.bfloat16), torch.float32),
             "each cast": lambda: made.call(aten.add.Tensor, convert(y, torch.bfloat16), convert(made.mm(x, v), torch.bfloat16)),
-            "one row added": lambda: made.call(aten.addmm.default, made.input(1, 6, name="row"), x, w),
+            "one row added": lambda: made.call(aten.add.Tensor, y, made.input(1, 6, name="row")),
+            "a number added": lambda: made.call(aten.add.Tensor, y, 1.0),
         }
         report = made.output(made.scatter(terms[kind]()), *([y] if "elsewhere" in kind else [])).run(step_node_budget=1)
     assert [f[2] for f in facts(report)] == [status] and report.notices == []
@@ -197,6 +206,8 @@ def test_what_looping_reductions_compute_behind_the_matmul(kind: str, status: st
         operands, bias = ("[x, x], [v, w], [None, None]", False) if kind == "another result added" else ("[x], [v], [mm_default]", True)
         assert operands in report.after, report.after
         assert ("aten.mm.default" in report.after) == bias
+    if kind == "one row added":
+        assert "[x], [w], [reshape_default]" in report.after, report.after
     if status == "overlapped":
         assert f"torch.{'bfloat16' if kind == 'cast' else 'float32'}, 'sum'" in report.after
 

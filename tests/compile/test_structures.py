@@ -10,6 +10,7 @@ import torch
 from tests.compile.readings import codes
 from tests.compile.readings import facts
 from tests.compile.readings import traced
+from tests.compile.spellings import GatheredWeight
 from tests.compile.spellings import GatherTokens
 from tests.compile.spellings import world
 from tests.fake_group import all_gather
@@ -177,10 +178,10 @@ def test_what_commutes_is_taken_before_a_reduction() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_softmax_between_is_refused(dim: int) -> None:
-    """A softmax over rows of other ranks, computed piece by piece, is wrong; in the report it must not be 'no matmul'."""
+    """A softmax over rows of other ranks, computed piece by piece, is wrong; in the report it must not be 'no matmul'. Over columns it is each row's own."""
     after = traced(lambda x, w: torch.softmax(all_gather(x, 0, world()), dim) @ w, (4, 16), (16, 8))
     before = traced(lambda x, w: all_reduce(torch.softmax(x @ w, dim), "sum", world()), (4, 16), (16, 8))
-    for report in (after, before):
+    for report in (after, before)[dim:]:
         assert facts(report) == [] and codes(report) == ["op_between"]
         assert report.before == report.after
 
@@ -194,11 +195,22 @@ def test_collective_alone() -> None:
 def test_weight_gather_is_left_to_bucketing() -> None:
     """FSDP's gathers belong to Inductor's bucketing; a ring for each would be slower. Casts do not hide them."""
 
-    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return x.bfloat16() @ all_gather(w.bfloat16(), 0, world())
-
-    report = traced(fn, (4, 16), (8, 8))
+    module = GatheredWeight(8, 8)
+    report = traced(lambda x: x.bfloat16() @ all_gather(module.weight.bfloat16(), 0, world()), (4, 16))
     assert facts(report) == [] and codes(report) == ["fsdp_weight_gather"]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_parameters_are_told_from_activations(trained: bool) -> None:
+    """An activation that is a graph's input, gathered as the right-hand operand, was taken for a weight of FSDP."""
+    module = GatheredWeight(8, 8)
+
+    def fn(x: torch.Tensor, y: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return module(x).relu(), (a @ GatherTokens.apply(y)).relu()
+
+    with fake_group(2), torch.set_grad_enabled(trained):
+        report, *_ = reports_of(fn, torch.randn(4, 16), torch.randn(4, 6, requires_grad=trained), torch.randn(5, 8))
+    assert facts(report) == [("all_gather_matmul", ["mm K"], "overlapped")] and codes(report) == ["fsdp_weight_gather"]
 
 
 def test_operand_behind_another_collective() -> None:
@@ -214,6 +226,18 @@ def test_operand_behind_another_collective() -> None:
     assert facts(report) == [("all_gather_matmul", ["mm M", "mm K"], "overlapped"), ("all_gather_matmul", ["mm M"], "overlapped")]
     starts = [m.start() for m in re.finditer(r"gather_start\.default\([^)]*", report.after)]
     assert ", x," in report.after[starts[0] :].splitlines()[0] and len(starts) == 2
+
+
+def test_what_sinks_with_a_gather_and_stays() -> None:
+    """An op between a gather that sinks and its matmuls, which something else reads, too, stood before the steps whose buffer it reads: the rewrite failed."""
+    with fake_group(2):
+        made = HandGraph()
+        gradient = made.call(aten.relu.default, made.gather(made.input(4, 16, name="g")))
+        data = made.mm(gradient, made.input(16, 8, name="w"))
+        again = made.mm(made.gather(made.input(4, 6, name="x")), made.input(6, 8, name="v"))
+        weights = made.mm(made.call(aten.permute.default, gradient, [1, 0]), made.call(aten.relu.default, again))
+        report = made.output(made.call(aten.mul.Tensor, data, again), weights, gradient).run()
+    assert [status for _, _, status in facts(report)] == ["overlapped", "overlapped"] and report.notices == []
 
 
 # Sites that read each other, and what they leave behind

@@ -51,7 +51,8 @@ def site(pattern: str, tokens: int, some: dict[str, Any], rank: int, world_size:
     bias = torch.randn(columns, device="cuda", generator=generator).bfloat16()
     parameters = chunked_plan.parameters_of(chosen, symmetric.multiprocessors(a.device))
     need = chunked_plan.needed(pattern, world_size, rows, inner, columns, 2, parameters)
-    workspace.prepare(group, a.device, json.dumps([[name, *need]]), 2**33)
+    reason = workspace.prepare(group, a.device, json.dumps([[name, *need]]), 2**33)
+    assert reason is None, reason
     last = (chosen, group.group_name, name)
     chain = torch.zeros(1, dtype=torch.uint8, device="cuda")
     if gathers:

@@ -4,8 +4,11 @@ launcher would end all ranks when one dies); one JSON row a scenario. ``found``:
     python -m tests.gpu.check_faults [--ranks 2] [--late 15] [--only killed skipped]
     python -m tests.gpu.check_faults --late 60 --only late
     python -m tests.gpu.check_faults --only killed skipped --schedule chunked --pattern matmul_all_reduce
+    python -m tests.gpu.check_faults --ranks 3 --ranks-share-gpus --schedule small_message --way two_shot --only uneven
 
-The last rank is the one that fails. Ranks of all scenarios import and compile at one time, and then wait for their turn.
+The last rank is the one that fails. Every rank is told, those that no kernel of theirs waited on, too. With
+``--ranks-share-gpus`` ranks go round however few GPUs there are, without NCCL. Ranks of all scenarios import and
+compile at one time, and then wait for their turn.
 """
 
 from __future__ import annotations
@@ -38,8 +41,9 @@ PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 @dataclass(frozen=True)
 class Expected:
-    """How a scenario must go: exit status of the last rank and of the others, what rank 0 is told (in its log where ``logged``) after
-    how many seconds at least, and whether each GPU must be free for a bare process afterwards."""
+    """How a scenario must go: exit status of the last rank and of the others, what rank 0 is told (in its log where
+    ``logged``) after how many seconds at least, which other ranks are told the same of rank 0 (with its name), and
+    whether each GPU must be free for a bare process afterwards."""
 
     last: int
     others: int
@@ -47,18 +51,23 @@ class Expected:
     after: float = TIMEOUT_SECONDS
     logged: bool = False
     probed: bool = False
+    others_told: str | None = None
 
 
 def expected(late: float) -> dict[str, Expected]:
+    """(Of ranks of equal patience any may be the first to give up.)"""
     return {
         "well": Expected(0, 0, None, 0.0),
         "killed": Expected(KILLED, 1, WAITED, probed=True),
-        "skipped": Expected(0, 0, WAITED),
+        "skipped": Expected(0, 0, WAITED, others_told=WAITED),
+        "uneven": Expected(0, 0, WAITED, others_told="rank 0 gave up first: " + WAITED),
+        "uneven_replays": Expected(0, 0, WAITED, others_told="rank 0 gave up first: " + WAITED),
         "late": Expected(0, 0, None, late),
         "replays": Expected(KILLED, ABORTED, WAITED + r".*?the process is ended\.", TIMEOUT_SECONDS + GRACE_SECONDS, logged=True, probed=True),
-        "ended": Expected(0, 1, WAITED + r".*?The program ends without having been told", logged=True),
-        "again": Expected(0, 0, WAITED),
-        "aborted": Expected(0, 0, r"group '\S+' was aborted", 1.0),
+        "ended": Expected(1, 1, WAITED + r".*?The program ends without having been told", logged=True),
+        "behind": Expected(1, 1, WAITED + r".*?The program ends without having been told", logged=True),
+        "again": Expected(0, 0, WAITED, others_told=WAITED),
+        "aborted": Expected(0, 0, r"group '\S+' was aborted;", 1.0, others_told=r"group '\S+' was aborted by rank 0;"),
     }
 
 
@@ -68,12 +77,14 @@ class Job:
     def __init__(self, scenario: str, arguments: argparse.Namespace, folder: Path, ranks: int | None = None) -> None:
         self.folder = folder / scenario
         self.folder.mkdir()
-        self.kind = {"schedule": arguments.schedule, "pattern": arguments.pattern}
+        self.kind = {name: getattr(arguments, name) for name in ("schedule", "pattern", "way", "ranks_share_gpus")}
         self.ranks = ranks = ranks or arguments.ranks
         self.logs = [self.folder / f"rank_{rank}.log" for rank in range(ranks)]
         # No workers that compile: they would outlive a rank that is killed.
         environment = {**rank_environment("cuda"), "LOCAL_WORLD_SIZE": str(ranks), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        command = [sys.executable, "-m", fault_scenarios.__name__, scenario, str(ranks), str(self.folder), str(arguments.late), arguments.schedule, arguments.pattern]
+        command = [sys.executable, "-m", fault_scenarios.__name__, scenario, str(ranks), str(self.folder)]
+        command += [str(arguments.late), arguments.schedule, arguments.pattern, arguments.way]
+        command += ["share" if arguments.ranks_share_gpus else ""]
         self.processes = []
         for rank, path in enumerate(self.logs):
             with path.open("w") as log:
@@ -126,6 +137,11 @@ def judge(job: Job, want: Expected, statuses: list[int | None], seconds: float) 
         problems.append(f"rank 0 was told {told[-600:]!r}, expected {want.told!r}")
     if not want.after - 0.5 <= took <= want.after + SLACK_SECONDS:
         problems.append(f"after {took:.1f} s, expected {want.after:.1f} to {want.after + SLACK_SECONDS:.1f}")
+    for rank in range(1, job.ranks) if want.others_told else ():
+        error, after = str(job.said(rank).get("error", "")), float(job.said(rank).get("seconds", seconds))
+        # (A rank that was late says so when it comes.)
+        if re.search((want.others_told or "").format(last=last), error) is None or after > want.after + SLACK_SECONDS:
+            problems.append(f"rank {rank} was told {error[-600:]!r} after {after:.1f} s, expected {want.others_told!r}")
     return match.group()[:300] if match else "", problems
 
 
@@ -155,6 +171,8 @@ def main() -> int:
     parser.add_argument("--late", type=float, default=15.0, help="seconds by which the late peer is late")
     parser.add_argument("--only", nargs="*", help="names of scenarios; all of them without")
     parser.add_argument("--schedule", default="fused", choices=SCHEDULES)
+    parser.add_argument("--way", default="", help="of tests.gpu.stress_sites.variants, as two_shot; the first without")
+    parser.add_argument("--ranks-share-gpus", action="store_true")
     parser.add_argument("--pattern", choices=PATTERNS, help="matmul_reduce_scatter without, or matmul_all_reduce of small_message")
     arguments = parser.parse_args()
     arguments.pattern = arguments.pattern or ("matmul_all_reduce" if arguments.schedule == "small_message" else "matmul_reduce_scatter")

@@ -1,10 +1,15 @@
 """Litmus tests of the orderings that the kernels rest on, between two GPUs at a time; every ordering has a twin without it that may fail.
 
-    torchrun --nproc-per-node 2 -m tests.gpu.check_litmus [--rounds 20000]
+    torchrun --nproc-per-node 2 -m tests.gpu.check_litmus [--rounds 20000] [--only "two blocks, bulk"]
+    torchrun --nproc-per-node 2 -m tests.gpu.check_litmus --ranks-share-gpus
 
 Message passing: block b of the even rank writes a round's number all over a tile in its partner's memory and signals; block b of the partner
 waits, counts the words that are not that number, and acknowledges. One JSON row a way, written by rank 0; wrong words fail the run where the
 ordering is claimed to hold. Then the same inside one GPU, for tiles that one block stores and another one sends. What was found: ``bench/results/litmus.jsonl``.
+
+Where ranks share a GPU they take turns on it, milliseconds at a time: far fewer rounds, and stores of the other are
+seldom under way. That shows that every way runs and signals, and that what is claimed holds there, too; that an
+ordering is needed only two GPUs show.
 """
 
 from __future__ import annotations
@@ -73,6 +78,32 @@ def write_halves(peer, acknowledged, peer_flags, counters, stop, first, rounds, 
 
 
 @triton.jit
+def write_halves_in_bulk(
+    half_desc,
+    acknowledged,
+    peer_flags,
+    counters,
+    stop,
+    first,
+    rounds,
+    patience,
+    fence: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """As ``write_halves``, by the bulk copy unit. Each block waits for its own bulk stores and orders them before its
+    add, the proxy's fence between (``store_fence``); whoever is counted last has acquired the other's add, and its
+    release is cumulative over both halves. ``half_desc``: the peer's tiles, half a tile a block."""
+    for i in range(first, first + rounds):
+        half_desc.store([tl.program_id(0) * (R // 2), 0], tl.full((R // 2, C), 0, tl.int32) + i)
+        if fence:
+            store_fence()
+        block = tl.program_id(0) // 2
+        count_and_signal(counters + block, 2, peer_flags + block * 128, i, stop)
+        wait_at_least(acknowledged + block * 128 + 64, i, stop, patience, 1, 0)
+
+
+@triton.jit
 def write_halves_each(peer, acknowledged, peer_flags, table, stop, first, rounds, patience, rank, added: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """Two blocks store half a tile each and signal for themselves: by adding to one flag, or a flag each, by threads side by side (``signal_ranks``)."""
     block, half = tl.program_id(0) // 2, tl.program_id(0) % 2
@@ -83,7 +114,7 @@ def write_halves_each(peer, acknowledged, peer_flags, table, stop, first, rounds
         if added:
             add_flag(peer_flags + block * 128 + 96, 1)
         else:
-            signal_ranks(table, block * 128 + half * 32, i, rank, 2)
+            signal_ranks(table, block * 128 + half * 32, i, rank, 0, 2)
         wait_at_least(acknowledged + block * 128 + 64, i, stop, patience, 1, 0)
 
 
@@ -148,6 +179,9 @@ WAYS = [  # (what the writer does, what the reader does, whether the kernels res
     ("unordered", "ordinary", False),
     ("two blocks", "ordinary", True),
     ("two blocks", "bulk", True),
+    ("two blocks, bulk", "ordinary", True),
+    ("two blocks, bulk", "bulk", True),
+    ("two blocks, bulk without fence", "ordinary", False),
     ("two blocks, each adds", "added", True),
     ("two blocks, a flag each", "both flags", True),
     ("bulk", "ordinary", True),
@@ -181,12 +215,26 @@ class Litmus:
         self.wrong = torch.zeros(BLOCKS, dtype=torch.int32, device="cuda")
         self.table = torch.tensor([self.flags.data_ptr(), self.peer_flags.data_ptr()], dtype=torch.int64, device="cuda")
         self.descriptors = [TensorDescriptor.from_tensor(t, [ROWS, COLUMNS]) for t in (self.data, self.peer)]
+        self.halves = TensorDescriptor.from_tensor(self.peer, [ROWS // 2, COLUMNS])
         self.next = 1
 
     def write(self, way: str, rounds: int) -> None:
         if way == "two blocks":
             arguments = (self.peer, self.flags, self.peer_flags, self.counters, self.faults.stop, self.next, rounds, PATIENCE_NS)
             write_halves[(2 * BLOCKS,)](*arguments, ROWS, COLUMNS, num_warps=4)
+            return
+        if way.startswith("two blocks, bulk"):
+            arguments = (
+                self.halves,
+                self.flags,
+                self.peer_flags,
+                self.counters,
+                self.faults.stop,
+                self.next,
+                rounds,
+                PATIENCE_NS,
+            )
+            write_halves_in_bulk[(2 * BLOCKS,)](*arguments, "without" not in way, ROWS, COLUMNS, num_warps=4)
             return
         if way.startswith("two blocks, "):
             arguments = (self.peer, self.flags, self.peer_flags, self.table, self.faults.stop, self.next, rounds, PATIENCE_NS)
@@ -230,9 +278,15 @@ class Litmus:
                 self.read(reader, amount)
             torch.cuda.synchronize()
         self.next += rounds
-        wrong = torch.tensor([int(self.wrong.sum()) if self.reads else 0, int(self.faults.record[0])], device="cuda")
-        dist.all_reduce(wrong)
+        wrong = of_all_ranks([int(self.wrong.sum()) if self.reads else 0, int(self.faults.error() is not None)])
         return {"writer": writer, "reader": reader, "rounds": rounds, "wrong_words": int(wrong[0]), "faults": int(wrong[1]), "words": rounds * BLOCKS * ROWS * COLUMNS}
+
+
+def of_all_ranks(counts: list[int]) -> list[int]:
+    """The sums over the ranks."""
+    found = torch.tensor(counts, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(found)
+    return [int(count) for count in found]
 
 
 def inside_one_gpu(litmus: Litmus, fence: bool, rounds: int) -> dict[str, Any]:
@@ -241,8 +295,7 @@ def inside_one_gpu(litmus: Litmus, fence: bool, rounds: int) -> dict[str, Any]:
     for amount in (0, rounds):
         send_inside[(2 * BLOCKS,)](litmus.data, litmus.descriptors[0], flags, litmus.wrong, litmus.faults.stop, 1, amount, PATIENCE_NS, fence, ROWS, COLUMNS, num_warps=4)
         torch.cuda.synchronize()
-    wrong = torch.tensor([int(litmus.wrong.sum()), int(litmus.faults.record[0])], device="cuda")
-    dist.all_reduce(wrong)
+    wrong = of_all_ranks([int(litmus.wrong.sum()), int(litmus.faults.error() is not None)])
     ways = {"writer": "bulk" if fence else "bulk without fence", "reader": "another block of the GPU, past L1"}
     return {**ways, "rounds": rounds, "wrong_words": int(wrong[0]), "faults": int(wrong[1]), "words": rounds * BLOCKS * ROWS * COLUMNS * dist.get_world_size()}
 
@@ -256,20 +309,32 @@ def fault_is_recorded(litmus: Litmus) -> dict[str, Any]:
     wait_for[(8,)](litmus.flags, litmus.next + 12345, faults.stop, 50_000_000, num_warps=4)
     end.record()
     torch.cuda.synchronize()
-    return {"fault": faults.record.tolist(), "expected_wanted": litmus.next + 12345, "ms": round(start.elapsed_time(end), 2)}
+    return {
+        "fault": faults.board.record(0).tolist(),
+        "expected_wanted": litmus.next + 12345,
+        "ms": round(start.elapsed_time(end), 2),
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=20000)
-    parser.add_argument("--copied-rounds", type=int, default=2000, help="of copies on a stream")
+    parser.add_argument("--rounds", type=int, help="20000, or 200 where ranks share GPUs")
+    parser.add_argument("--copied-rounds", type=int, help="of copies on a stream; 2000, or 20 where ranks share GPUs")
+    parser.add_argument("--only", default="", help="writers whose names begin so")
+    parser.add_argument("--ranks-share-gpus", action="store_true")
     arguments = parser.parse_args()
-    rounds = arguments.rounds
-    rank, world_size = start_rank()
+    share = arguments.ranks_share_gpus
+    rounds, copied_rounds = (
+        arguments.rounds or (200 if share else 20000),
+        arguments.copied_rounds or (20 if share else 2000),
+    )
+    rank, world_size = start_rank(share_gpus=share)
     litmus = Litmus(rank, world_size)
     failed = 0
     for writer, reader, claimed in WAYS:
-        row = litmus.run(writer, reader, min(rounds, arguments.copied_rounds) if writer.startswith("copy engine") else rounds)
+        if not writer.startswith(arguments.only):
+            continue
+        row = litmus.run(writer, reader, min(rounds, copied_rounds) if writer.startswith("copy engine") else rounds)
         row["claimed"] = claimed
         failed += bool(row["faults"]) or (claimed and bool(row["wrong_words"]))
         if rank == 0:

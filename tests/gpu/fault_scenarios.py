@@ -1,4 +1,5 @@
-"""What one rank does in a scenario of ``tests.gpu.check_faults``, which starts it: ``<scenario> <ranks> <folder> <late> <schedule> <pattern> <rank>``."""
+"""What one rank does in a scenario of ``tests.gpu.check_faults``, which starts it: ``<scenario> <ranks> <folder> <late>
+<schedule> <pattern> <way> <share> <rank>``."""
 
 from __future__ import annotations
 
@@ -10,67 +11,63 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch._inductor.compile_fx
 import torch.distributed as dist
 
 from overlap_inductor.errors import TransferError
 from overlap_inductor.transports import watchdog
 from overlap_inductor.transports.workspace import workspace_of
-from tests.fake_group import all_gather
-from tests.fake_group import all_reduce
-from tests.fake_group import reduce_scatter
-from tests.gpu.check_fused import compiled_as
+from tests.gpu.ranks import allow_sharing
 from tests.gpu.ranks import device
+from tests.gpu.stress_sites import Shape
+from tests.gpu.stress_sites import Variant
+from tests.gpu.stress_sites import sites
+from tests.gpu.stress_sites import variants
 
 TIMEOUT_SECONDS = 6.0
-"""Timeout of the group whose site is overlapped: the patience of its kernels."""
+"""Patience of the kernels of the group whose site is overlapped."""
 GRACE_SECONDS = 3.0
 PATIENT_SECONDS = 60.0
 CALLS = 3
 """Calls with every peer before the fault."""
-ROWS, INNER, COLUMNS = 128, 1024, 512
+SHAPE = Shape(tokens=384, few=48, inner=1024, columns=512)
+"""Falls into 2, 3, 4, 6 and 8 shards."""
+NAME = "faulty"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A site's schedule, and what its matmul is beside."""
+    """A site's schedule, what its matmul is beside, and in which way (``stress_sites.variants``; the first one where it
+    is empty)."""
 
     schedule: str
     pattern: str
+    way: str
 
-    def function(self, group: dist.ProcessGroup, world_size: int) -> tuple[Callable[..., torch.Tensor], tuple[tuple[int, int], ...]]:
-        """The site over ``group``, and the shapes of its operands."""
-        shapes = (ROWS * world_size, INNER), (INNER, COLUMNS)
-        if self.pattern == "all_gather_matmul":
-            return lambda x, w: all_gather(x, 0, group) @ w, ((ROWS, INNER), shapes[1])
-        if self.pattern == "matmul_reduce_scatter":
-            return lambda x, w: reduce_scatter(x @ w, "sum", 0, group), shapes
-        return lambda x, w: all_reduce(x @ w, "sum", group), shapes
+    @property
+    def variant(self) -> Variant:
+        return next(v for v in variants([self.schedule]) if v.pattern == self.pattern and self.way in ("", v.way))
 
 
 class Site:
-    """A site of ``kind`` over a group of its own, whose timeout is ``seconds``; called once."""
+    """A site of ``kind`` over a group of its own, which waits for ``seconds`` on this rank; called once."""
 
-    def __init__(self, kind: Kind, seconds: float, rank: int, world_size: int) -> None:
-        self.group = group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
-        generator = torch.Generator().manual_seed(rank)
-        function, shapes = kind.function(group, world_size)
-        self.inputs = [torch.randn(shape, generator=generator).to(device(), torch.float16) for shape in shapes]
-
-        self.plain = function(*self.inputs).float()
-        torch._dynamo.reset()
-        self.compiled = compiled_as(kind.schedule, function)
+    def __init__(self, kind: Kind, seconds: float) -> None:
+        self.group = group = dist.new_group(timeout=datetime.timedelta(seconds=PATIENT_SECONDS))
+        place = workspace_of(group, device())
+        place.patience_ns = int(seconds * 1e9)
+        self.faults = place.faults
+        ((self.of, *_),) = sites(kind.variant, group, [NAME], [SHAPE])
+        self.exact = self.of.exact().float()
         dist.barrier()
         self.calls(1)
 
     def call(self) -> torch.Tensor:
         """One call, to its end on the GPU."""
-        result = self.compiled(*self.inputs)
+        result = self.of.run()
         torch.cuda.synchronize()
         return result
 
@@ -79,8 +76,15 @@ class Site:
         for _ in range(count):
             self.check(self.call())
 
+    def is_right(self, result: torch.Tensor) -> bool:
+        return bool((result.float() - self.exact).abs().max() < 2e-2 * self.exact.abs().max())
+
     def check(self, result: torch.Tensor) -> None:
-        assert (result.float() - self.plain).abs().max() < 2e-2 * self.plain.abs().max()
+        assert self.is_right(result)
+
+    def check_unless_told(self, result: torch.Tensor) -> None:
+        """No rank is handed a wrong result without being told."""
+        assert self.faults.error() is not None or self.is_right(result), "a wrong result, and no error"
 
 
 @dataclass
@@ -123,6 +127,21 @@ class Rank:
             return error
         raise AssertionError("a call whose peer was not there was followed by one that raised nothing")
 
+    def await_told(self) -> None:
+        """This rank calls nothing that its peers wait for, and is told none the less; its next call runs nothing."""
+        start = time.monotonic()
+        while self.site.faults.error() is None and time.monotonic() < start + PATIENT_SECONDS:
+            time.sleep(0.02)
+        self.raises(start)
+
+    def raises(self, start: float) -> None:
+        try:
+            self.site.call()
+        except TransferError as error:
+            self.say(error, start)
+            return
+        raise AssertionError("a call of a group that was aborted raised nothing")
+
     def well(self) -> None:
         start = time.monotonic()
         self.site.calls(CALLS - 1)
@@ -135,8 +154,46 @@ class Rank:
 
     def skipped(self) -> None:
         self.site.calls(CALLS - 1)
-        if not self.fails:
+        if self.fails:
+            self.await_told()
+        else:
             self.await_error()
+
+    def uneven(self) -> None:
+        """The last rank is later than rank 0's patience, and within the others': nobody is handed what rank 0 gave up
+        for a result, and all are told at once."""
+        self.site.calls(CALLS - 1)
+        dist.barrier()
+        start = time.monotonic()
+        if self.fails:
+            time.sleep(TIMEOUT_SECONDS + 2)
+        else:
+            self.site.check_unless_told(self.site.call())
+        self.raises(start)
+
+    def uneven_replays(self) -> None:
+        """As ``uneven``, of a CUDA graph, whose replays no host looks at: they go on behind the abort."""
+        result = torch.empty(0)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = self.site.of.run()
+
+        def replay() -> None:
+            result.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+
+        for _ in range(CALLS - 1):
+            replay()
+            self.site.check(result)
+        dist.barrier()
+        start = time.monotonic()
+        if self.fails:
+            time.sleep(TIMEOUT_SECONDS + 2)
+        for _ in range(3):
+            replay()
+            self.site.check_unless_told(result)
+        self.raises(start)
 
     def late(self) -> None:
         self.site.calls(CALLS - 1)
@@ -150,7 +207,7 @@ class Rank:
     def replays(self) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            result = self.site.compiled(*self.site.inputs)
+            result = self.site.of.run()
         for _ in range(CALLS - 1):
             result.fill_(float("nan"))
             graph.replay()
@@ -167,23 +224,32 @@ class Rank:
         if not self.fails:
             self.site.call()
 
-    def again(self) -> None:
-        """The survivors of a skipped call make a new group; nothing ends them afterwards."""
+    def behind(self) -> None:
+        """The group is destroyed while its last call is in flight, and what that returns is read behind it."""
         self.site.calls(CALLS - 1)
         if not self.fails:
-            self.await_error()
+            result = self.site.compiled(*self.site.inputs)
+            dist.destroy_process_group(self.site.group)
+            result.float().sum().item()
+
+    def again(self) -> None:
+        """The survivors of a skipped call make a new group; nothing ends them afterwards."""
+        self.skipped()
         dist.barrier()
         dist.destroy_process_group(self.site.group)
-        self.site = Site(self.kind, TIMEOUT_SECONDS, self.rank, self.world_size)
+        self.site = Site(self.kind, TIMEOUT_SECONDS)
         self.site.calls(CALLS)
         time.sleep(GRACE_SECONDS + 1)
 
     def aborted(self) -> None:
-        """Rank 0 aborts its own group while its kernel waits: the kernel ends long before its patience does."""
+        """Rank 0 aborts its group while its kernel and those of others wait: all end long before their patience
+        does."""
         self.site.calls(CALLS - 1)
         if self.rank == 0:
-            faults = workspace_of(self.site.group, device()).faults
-            threading.Timer(1.0, faults.abort).start()
+            threading.Timer(1.0, self.site.faults.abort).start()
+        if self.fails:
+            self.await_told()
+        else:
             self.await_error()
 
 
@@ -198,10 +264,15 @@ def probe(folder: Path) -> None:
     (folder / "said_0.json").write_text(json.dumps({"seconds": round(slowest, 1)}))
 
 
-def start_rank(rank: int, world_size: int, folder: Path) -> None:
-    torch.cuda.set_device(rank)
+def start_rank(rank: int, world_size: int, folder: Path, share: bool) -> None:
+    """``share``: ranks go round the GPUs (``tests.gpu.ranks``)."""
     store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, device_id=device())
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    if share:
+        allow_sharing()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, device_id=device())
 
 
 def wait_for(path: Path) -> None:
@@ -210,7 +281,17 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-def main(scenario: str, ranks: str, folder_name: str, late: str, schedule: str, pattern: str, number: str) -> int:
+def main(
+    scenario: str,
+    ranks: str,
+    folder_name: str,
+    late: str,
+    schedule: str,
+    pattern: str,
+    way: str,
+    share: str,
+    number: str,
+) -> int:
     rank, world_size, folder = int(number), int(ranks), Path(folder_name)
     watchdog.GRACE_SECONDS = GRACE_SECONDS
     # An aborted process need not write its memory to disk.
@@ -219,11 +300,13 @@ def main(scenario: str, ranks: str, folder_name: str, late: str, schedule: str, 
     if scenario.startswith("probe"):
         probe(folder)
         return 0
-    start_rank(rank, world_size, folder)
+    start_rank(rank, world_size, folder, share == "share")
     # A peer that is late is late within the patience; the kernel that is aborted has a long one.
     patience = {"late": float(late) + 15, "aborted": PATIENT_SECONDS, "well": PATIENT_SECONDS}.get(scenario, TIMEOUT_SECONDS)
-    kind = Kind(schedule, pattern)
-    here = Rank(rank, world_size, folder, float(late), kind, Site(kind, patience, rank, world_size))
+    if scenario.startswith("uneven") and rank > 0:
+        patience = PATIENT_SECONDS
+    kind = Kind(schedule, pattern, way)
+    here = Rank(rank, world_size, folder, float(late), kind, Site(kind, patience))
     dist.barrier()
     (folder / f"ready_{rank}").touch()
     wait_for(folder / "go")

@@ -9,6 +9,12 @@ import torch
 import torch.distributed as dist
 
 
+def allow_sharing() -> None:
+    """Symmetric memory is told to allow several ranks on a GPU, and gloo to stay on this machine."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
 def start_rank(seconds: float = 600.0, share_gpus: bool = False) -> tuple[int, int]:
     """``(rank, world size)``, with the rank's GPU chosen and an NCCL group made, whose timeout (the patience of its kernels, too) is ``seconds``.
 
@@ -18,8 +24,7 @@ def start_rank(seconds: float = 600.0, share_gpus: bool = False) -> tuple[int, i
     timeout = datetime.timedelta(seconds=seconds)
     local = int(os.environ["LOCAL_RANK"])
     if share_gpus:
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        allow_sharing()
         torch.cuda.set_device(local % torch.cuda.device_count())
         dist.init_process_group("gloo", timeout=timeout)
     else:

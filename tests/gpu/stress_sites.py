@@ -174,7 +174,8 @@ def sites(variant: Variant, group: dist.ProcessGroup, names: Sequence[str], shap
     """
     made = [_Site(variant, group, f"{name} {variant.schedule} {variant.pattern} {variant.way}", (seed, i)) for i, name in enumerate(names)]
     if variant.schedule != "wave_groups":
-        workspace.prepare(group, ranks.device(), json.dumps([site.request(shapes) for site in made]), LIMIT)
+        reason = workspace.prepare(group, ranks.device(), json.dumps([site.request(shapes) for site in made]), LIMIT)
+        assert reason is None, reason
         # (Without room the ops would run the plain collective.)
         assert not workspace.workspace_of(group, ranks.device()).without_room
     found = []

@@ -11,10 +11,12 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from overlap_inductor.kernels.layout import ANNOUNCED
-from overlap_inductor.kernels.layout import FAULT_WORDS
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.layout import QUEUE_WORDS
+from overlap_inductor.kernels.layout import STOP_WORDS
 from overlap_inductor.transports.arena import Slot
+from overlap_inductor.transports.board import Board
+from overlap_inductor.transports.board import board_words
 from overlap_inductor.transports.faults import FaultRecord
 from overlap_inductor.transports.faults import stop_words
 from overlap_inductor.transports.workspace import Launch
@@ -71,19 +73,28 @@ class SharedWorkspace:
 
     data: torch.Tensor
     flags: torch.Tensor
-    fault: torch.Tensor
+    board: torch.Tensor
+    stop: torch.Tensor
     signals: int
 
     @classmethod
     def of(cls, world_size: int, nbytes: int, signals: int) -> SharedWorkspace:
         flags = shared(world_size, world_size * (1 + signals) * FLAG_WORDS)
-        return cls(shared(world_size, nbytes, dtype=torch.uint8, fill=0x7E), flags, shared(world_size, FAULT_WORDS), signals)
+        board = shared(board_words(world_size))
+        board[1] = 1
+        data = shared(world_size, nbytes, dtype=torch.uint8, fill=0x7E)
+        return cls(data, flags, board, shared(world_size, STOP_WORDS), signals)
+
+    def faults(self, rank: int) -> FaultRecord:
+        board, table = Board(self.board, self.board.data_ptr()), torch.tensor([t.data_ptr() for t in self.stop])
+        self.stop[rank, 1:] = stop_words(rank, board, table)
+        return FaultRecord("tp", range(len(self.stop)), rank, board, self.stop[rank], table, table.tolist())
 
     def launch(self, rank: int, patience_ns: int = 1_000_000_000) -> Launch:
         world_size = self.data.shape[0]
         calls, queues = torch.zeros(1, dtype=torch.int32), torch.zeros(QUEUE_WORDS + world_size * self.signals, dtype=torch.int32)
         slot = Slot(self.data.shape[1], self.signals, SharedBuffer(self.data, rank), SharedBuffer(self.flags, rank), calls, queues, torch.zeros(self.data.shape[1] // 256, dtype=torch.int32))
-        faults = FaultRecord("tp", range(world_size), self.fault[rank], stop_words(self.fault[rank]))
+        faults = self.faults(rank)
         return Launch(rank, world_size, slot, faults, faults.number("some site"), patience_ns)
 
 

@@ -21,10 +21,19 @@ def use_shared_memory(folder: str) -> None:
     """From here on this process's groups have symmetric memory in ``folder``, and fused kernels have small tiles."""
     count = itertools.count()
 
-    def allocate(elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> symmetric.SymmetricBuffer:
+    def allocate(
+        elements: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        together: symmetric.Together = symmetric.each_alone,
+    ) -> symmetric.SymmetricBuffer:
         number = next(count)
         names = [str(Path(folder) / f"{group.group_name}.{number}.{peer}") for peer in range(group.size())]
-        local = torch.from_file(names[group.rank()], shared=True, size=elements, dtype=dtype).zero_()
+        what = f"allocate {elements * dtype.itemsize} bytes of symmetric memory"
+        local = together(
+            what, lambda: torch.from_file(names[group.rank()], shared=True, size=elements, dtype=dtype).zero_()
+        )
         dist.barrier(group)
         peers = tuple(local if p == group.rank() else torch.from_file(names[p], shared=True, size=elements, dtype=dtype) for p in range(group.size()))
         dist.barrier(group)

@@ -91,6 +91,57 @@ def test_a_function_has_room_for_two_extra_tensors() -> None:
         kernels.source_of(((("row",), SILU), None, (("row", "row"), SILU)))
 
 
+HOSTILE = {
+    "code as an argument": ((), (("add", "x", "x); __import__('os').system('true') #"),)),
+    "code over lines": ((), (("add", "x", "0\n        import os"),)),
+    "a name of nobody": ((), (("mul", "x", "open"),)),
+    "a name of another weight": ((), (("mul", "x", "t0_1"),)),
+    "a name before its value": ((), (("mul", "x", "t1"), ("neg", "t0"))),
+    "a tensor that is not given": (("row",), (("mul", "x", "e1"),)),
+    "an op of nobody": ((), (("__import__", "x"),)),
+    "an op that is no text": ((), ((1, "x"),)),
+    "an argument too few": ((), (("add", "x"),)),
+    "an argument too many": ((), (("neg", "x", "x"),)),
+    "infinity": ((), (("add", "x", float("inf")),)),
+    "no number": ((), (("add", "x", float("nan")),)),
+    "a truth value": ((), (("add", "x", True),)),
+    "a list": ((), (("add", "x", [1]),)),
+    "a dtype of nobody": ((), (("to", "x", "float32).foo(tl.float32"),)),
+    "a kind of nobody": (("matrix",), (("mul", "x", "e0"),)),
+    "no op": ((), ()),
+}
+
+
+@pytest.mark.parametrize("program", HOSTILE.values(), ids=HOSTILE.keys())
+def test_text_that_is_no_program_becomes_no_code(program: Any) -> None:
+    with pytest.raises(ValueError, match="Compile the model anew"):
+        kernels.source_of((program,))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = __builtins__", "x = tl.core", "x = x.__class__", "x = open(x)",
+        "x = (lambda: x)()", "x = [e0 for e0 in x]", "x = 'text'", "import os", "x = tl.load.to", "x = 1e999",
+        "x = True", "exec(x)", "def epilogue(x): return x",
+    ],
+)  # fmt: skip
+def test_what_is_written_is_read_again(line: str) -> None:
+    """Should a template ever let through what it is given."""
+    own = kernels.source_of((((), (("neg", "x"),)),))
+    kernels.check_source(own)
+    with pytest.raises(ValueError, match="which no epilogue needs"):
+        kernels.check_source(own.replace("    return x", f"    {line}\n    return x"))
+
+
+def test_every_op_and_kind_passes() -> None:
+    for kind in ("full", "row", "column", "scalar"):
+        kernels.source_of((((kind,), (("mul", "x", "e0"),)),))
+    for name, template in kernels.TRITON_OPS.items():
+        second = ("bfloat16",) if name == "to" else (-1e-20,)
+        kernels.source_of((((), ((name, "x", *second * ("{1}" in template)),)),))
+
+
 @dataclass(frozen=True)
 class Case:
     """``widths`` and ``epilogues`` of each result, ``rows`` of a shard of it (the last one is short by ``missing``); extras differ from rank to rank."""

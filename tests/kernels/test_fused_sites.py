@@ -58,6 +58,11 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
         ),
         "gather sequence, batch 1": (lambda x, a: all_gather(x, 1, g) @ a, [(1, s, 16), (16, 24)], 1),
         "gather sequence, batch 2": (lambda x, a: all_gather(x, 1, g) @ a, [(2, s, 16), (16, 24)], 1),
+        "gather an uneven sequence, batch 2": (
+            lambda x, a: torch.relu(all_gather(x, 1, g)[:, : s * w - 3].reshape(-1, 16) @ a),
+            [(2, s, 16), (16, 24)],
+            1,
+        ),
         "gather columns on the right": (lambda x, a: (a * 2) @ all_gather(x * 3, 0, g).t(), [(s, 16), (8, 16)], 1),
         "scatter rows": (lambda x, a: reduce_scatter(x @ a, "sum", 0, g), [(s * w, 16), (16, 24)], 1),
         "scatter an average with bias": (lambda x, a, b: reduce_scatter(torch.addmm(b, x, a.t()), "avg", 0, g), [(s * w, 16), (24, 16), (24,)], 1),
@@ -192,7 +197,12 @@ def test_every_pattern_agrees_with_fp64(tmp_path: Path) -> None:
 
 
 def test_three_ranks(tmp_path: Path) -> None:
-    names = ["gather rows, two matmuls, one with bias, gathered used", "scatter uneven rows", "all-reduce"]
+    names = [
+        "gather rows, two matmuls, one with bias, gathered used",
+        "gather an uneven sequence, batch 2",
+        "scatter uneven rows",
+        "all-reduce",
+    ]
     for rank, problems in enumerate(run_ranks(3, _check, str(tmp_path), names, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
 
@@ -204,6 +214,7 @@ def test_schedule_chunked(tmp_path: Path) -> None:
         "gather rows, and a weight's gradient",
         "gather sequence, batch 2, and a weight's gradient",
         "gather sequence, batch 2",
+        "gather an uneven sequence, batch 2",
         "scatter uneven rows",
         "scatter the last dim",
         "all-reduce of rows that do not fall evenly",

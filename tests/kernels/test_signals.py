@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import triton
 import triton.language as tl
 
+from overlap_inductor.kernels.layout import BOARD_HEAD
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.layout import STOP_WORDS
+from overlap_inductor.kernels.layout import WINDOW
 from overlap_inductor.kernels.signals import add_flag
 from overlap_inductor.kernels.signals import credit_flag
+from overlap_inductor.kernels.signals import has_come
+from overlap_inductor.kernels.signals import reached
 from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import signal_flag
 from overlap_inductor.kernels.signals import wait_at_least
+from overlap_inductor.kernels.transfer import NOBODY
+from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared
 
@@ -60,16 +67,78 @@ def test_flags_may_wrap_around() -> None:
 
 
 @triton.jit
-def wait_once(flag, target, stop, reached):
+def compare(seen, target, found):
+    i = tl.program_id(0)
+    tl.store(found + i, reached(tl.load(seen + i), tl.load(target + i)).to(tl.int32))
+    tl.store(found + 8 + i, has_come(seen + i, tl.load(target + i)).to(tl.int32))
+
+
+def _signed(numbers: list[int]) -> torch.Tensor:
+    """As int32, modulo 2**32."""
+    return torch.tensor([(n + 2**31) % 2**32 - 2**31 for n in numbers], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("call", [0, 1, 2**20, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1])
+def test_a_flag_has_come_that_is_there_or_a_little_ahead(call: int) -> None:
+    """However many calls there have been; not one that was last touched 2**31 calls ago, nor the one of a copy engine
+    that is to signal to nobody."""
+    ahead = [0, 1, WINDOW - 1, -1, -(2**31), -(2**31) - 5, NOBODY.value, WINDOW]
+    found = torch.zeros(16, dtype=torch.int32)
+    compare[(8,)](_signed([call + n for n in ahead]), _signed([call] * 8), found)
+    assert found.tolist() == [1, 1, 1, 0, 0, 0, 0, 0] * 2
+
+
+TRIES = 40
+
+
+@triton.jit
+def give_up_alike(flag, stop, who):
+    """Site, peer, call wanted and call seen are all ``who``, but for the kind of wait."""
+    wait_at_least(flag, who, stop, 3_000, who, who)
+
+
+def _one_of_two(block: int, space: SharedWorkspace, steps: torch.Tensor) -> None:
+    """A block of rank 0: it gives up when the other one does."""
+    for attempt in range(TRIES):
+        steps[block] = 3 * attempt + 1
+        while int(steps.min()) < 3 * attempt + 1:
+            pass
+        flag = torch.tensor([-7 - block], dtype=torch.int32)
+        give_up_alike[(1,)](flag, space.stop[0], 8 + block)
+        steps[block] = 3 * attempt + 2
+        while int(steps.min()) < 3 * attempt + 2:
+            pass
+        if block == 0:
+            _, code, peer, wanted, seen, *_ = space.board[BOARD_HEAD:].tolist()
+            found = code, peer, wanted, seen
+            assert found in ((8, 8, 8, -7), (9, 9, 9, -8)), f"code, peer, call wanted and seen of two records: {found}"
+            assert space.board[0] == 1 and space.stop[:, 0].tolist() == [1, 1, 1], "every rank is told"
+            space.stop[:, 0] = 0
+            space.board[BOARD_HEAD : BOARD_HEAD + 5] = 0
+        steps[block] = 3 * attempt + 3
+        while int(steps.min()) < 3 * attempt + 3:
+            pass
+
+
+def test_of_blocks_that_give_up_together_one_leaves_a_whole_record() -> None:
+    space = SharedWorkspace.of(3, 16, 1)
+    # (Both find it at the same addresses.)
+    faults = space.faults(0)
+    run_ranks(2, _one_of_two, space, shared(2), seconds=60)
+    del faults
+
+
+@triton.jit
+def wait_once(flag, target, stop, came):
     wait_at_least(flag, target, stop, 1_000_000_000, 1, 0)
-    tl.store(reached, 1)
+    tl.store(came, 1)
 
 
 def test_a_wait_returns_where_the_group_has_been_aborted() -> None:
-    state: dict[str, Any] = {name: torch.zeros(STOP_WORDS, dtype=torch.int32) for name in ("flag", "stop", "reached")}
+    state: dict[str, Any] = {name: torch.zeros(STOP_WORDS, dtype=torch.int32) for name in ("flag", "stop", "came")}
     state["stop"][0] = 1
-    wait_once[(1,)](state["flag"], 5, state["stop"], state["reached"])
-    assert state["reached"][0] == 1
+    wait_once[(1,)](state["flag"], 5, state["stop"], state["came"])
+    assert state["came"][0] == 1
 
 
 @triton.jit

@@ -124,7 +124,9 @@ def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
     """The waiting kernel ends when its patience does; the next call says what happened and runs nothing."""
     place = waves.place
     waves.counters[2 * FLAG_WORDS] = 3
-    wait_for_group[(1,)](waves.counters, place.faults.stop, 20_000, 2, 5, place.faults.number("some site"), 0)
+    c = torch.zeros(64, 16).half()
+    wait_for_group[(1,)](waves.counters, c, place.faults.stop, 20_000, 2, 5, place.faults.number("some site"), 0, 160, 320, 256)
+    assert c.flatten()[160:480].isnan().all() and not c.flatten()[:160].any() and not c.flatten()[480:].any(), "nobody may take the group's rows for valid"
     with pytest.raises(TransferError, match="site some site of group '0' waited in vain for tiles of its own matmul: 5 were wanted, 3 had come"):
         _call(waves)
 

@@ -31,6 +31,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {"use_bias": True, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
     "cohere": ("Cohere", {}),
     "olmo2": ("Olmo2", {}),
+    # Sizes that neither two nor three ranks divide, but for the heads.
+    "llama, odd vocabulary": ("Llama", {"vocab_size": 101}),
+    "llama, odd vocabulary and ffn": (
+        "Llama",
+        {
+            "vocab_size": 101,
+            "hidden_size": 36,
+            "intermediate_size": 50,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+        },
+    ),
 }
 
 
@@ -42,7 +54,7 @@ def load(family: str, folder: str, device: str) -> Any:
     path = Path(folder) / family
     if dist.get_rank() == 0:
         torch.manual_seed(0)
-        config = getattr(transformers, f"{name}Config")(**_SIZES, **fields)
+        config = getattr(transformers, f"{name}Config")(**{**_SIZES, **fields})
         getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(path)
     dist.barrier()
     return transformers.AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", dtype=torch.float32)

@@ -27,10 +27,14 @@ FORWARD: dict[str, dict[str, int]] = {
     "starcoder2": {REDUCE: 2 * LAYERS, HEAD: 1},
     "cohere": {REDUCE: 2 * LAYERS, HEAD: 1},
     "olmo2": {REDUCE: 2 * LAYERS, HEAD: 1 + 3 * LAYERS},
+    "llama, odd vocabulary": {REDUCE: 2 * LAYERS, HEAD: 1},
+    "llama, odd vocabulary and ffn": {REDUCE: 2 * LAYERS, HEAD: 1},
 }
 BACKWARD: dict[str, dict[str, int]] = {
     "llama": {REDUCE: 2 * LAYERS + 1},
     "olmo2": {REDUCE: 5 * LAYERS + 1, HEAD: LAYERS},
+    "llama, odd vocabulary": {REDUCE: 2 * LAYERS + 1},
+    "llama, odd vocabulary and ffn": {REDUCE: 2 * LAYERS + 1},
 }
 
 
@@ -94,4 +98,15 @@ def _run(compiled: Any, model: Any, reference: Any, ids: torch.Tensor, trains: b
 def test_family(family: str, trains: bool, generated: bool, tmp_path: Path) -> None:
     """A spelling of a plan that is no longer seen through, a site counted twice, a wrong slice of logits or gradients."""
     for rank, found in enumerate(run_ranks(2, problems, family, str(tmp_path), trains, generated, timeout=500)):
+        assert not found, f"rank {rank}: {found}"
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "generated"),
+    [("llama, odd vocabulary", 2, True), ("llama, odd vocabulary and ffn", 3, False)],
+    ids=["vocabulary of 101 on 2 ranks, generated code", "vocabulary of 101 and ffn of 50 on 3 ranks"],
+)
+def test_sizes_that_the_group_does_not_divide(family: str, world_size: int, generated: bool, tmp_path: Path) -> None:
+    """Ranks whose shards differ: a head that pads its columns, weights of other widths."""
+    for rank, found in enumerate(run_ranks(world_size, problems, family, str(tmp_path), True, generated, timeout=500)):
         assert not found, f"rank {rank}: {found}"

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.attention import SDPBackend
 
 from tests.numerics import with_and_without
 
@@ -92,6 +93,7 @@ def row_of(
         from torchtitan.distributed import parallel_dims
 
         parallel_dims.device_type = "cpu"
+        torch.histc = _histc
 
         class WithoutFsdp(ParallelDims):
             """FSDP's hooks break a graph of the whole model."""
@@ -112,13 +114,17 @@ def row_of(
 
         def computation(backend: Any) -> dict[str, torch.Tensor]:
             torch.manual_seed(0)
-            model = kind(_arguments(name, tp, MLPS[mlp]))
+            arguments = _arguments(name, tp, MLPS[mlp])
+            arguments.update_from_config(job)
+            model = kind(arguments)
             with torch.no_grad():
                 model.init_weights()
             job.compile.enable = per_block and backend != "eager"
             job.compile.backend = backend
             model = parallelize(model, dims, job)
             for module in model.modules():
+                if hasattr(module, "sdpa_backends"):
+                    _attend_locally(module)
                 if isinstance(module, FSDPModule):
                     # (Gloo has no sum that scales.)
                     module.set_force_sum_reduction_for_comms(True)
@@ -139,6 +145,27 @@ def row_of(
         return computation
 
     return with_and_without.compared(build, generated)
+
+
+_HISTC = torch.histc
+
+
+def _histc(x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    """The CPU counts no integers."""
+    return _HISTC(x.float(), **keywords).to(x.dtype)
+
+
+def _attend_locally(module: Any) -> None:
+    """DTensor has no rule for the CPU's attention, which is over batch and heads and so each shard's own."""
+    attend, module.sdpa_backends = module.forward, [SDPBackend.MATH]
+
+    def forward(q: Any, k: Any, v: Any, **keywords: Any) -> Any:
+        if not isinstance(q, DTensor):
+            return attend(q, k, v, **keywords)
+        out = attend(*(x.to_local() for x in (q, k, v)), **keywords)
+        return DTensor.from_local(out, q.device_mesh, q.placements)
+
+    module.forward = forward
 
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,8 @@ from tests.fake_group import all_gather
 from tests.fake_group import reduce_scatter
 
 Shape = tuple[int, ...]
-ANYTHING = "gather gather scatter scatter reduce mm mm mm sum turned pair add add times act scale row view transpose slice cat chunk".split()
-BEHIND_GATHER, BEHIND_MATMUL = "mm mm sum turned pair".split(), "scatter scatter reduce gather".split()
+ANYTHING = "gather gather scatter scatter reduce mm mm mm sum turned pair add add times act scale row view transpose slice cat chunk norm softmax share batch total side".split()
+BEHIND_GATHER, BEHIND_MATMUL = "mm mm sum turned pair norm share batch side".split(), "scatter scatter reduce gather total share".split()
 
 
 @dataclass
@@ -157,6 +157,29 @@ class Program:
 
     def _row(self, x: str, shape: Shape, dim: int) -> None:
         self._make(f"{x} {self.chance.choice('+*')} {self._input(*(n if d == dim else 1 for d, n in enumerate(shape)))}", *shape)
+
+    def _norm(self, x: str, shape: Shape, dim: int) -> None:
+        self._make(f"torch.nn.functional.layer_norm({x}, ({shape[-1]},), {self._input(shape[-1])})", *shape)
+
+    def _softmax(self, x: str, shape: Shape, dim: int) -> None:
+        self._make(f"{x}.softmax({dim})", *shape)
+
+    def _share(self, x: str, shape: Shape, dim: int) -> None:
+        self._make(f"{x} * {self._input(*shape[:-1], 1)}", *shape)
+
+    def _batch(self, x: str, shape: Shape, dim: int) -> None:
+        if len(shape) == 3:
+            columns = self._columns()
+            weighted = f" * {self._input(*shape[:-1], 1)}" if self.chance.random() < 0.3 else ""
+            self._make(f"{x} @ {self._input(shape[0], shape[2], columns)}{weighted}", *shape[:-1], columns)
+
+    def _total(self, x: str, shape: Shape, dim: int) -> None:
+        if len(shape) == 3:
+            self._make(f"{x}.{self.chance.choice(['sum', 'mean', 'amax'])}({dim})", *shape[:dim], *shape[dim + 1 :])
+
+    def _side(self, x: str, shape: Shape, dim: int) -> None:
+        first, second = self._columns(), self._columns()
+        self._make(f"torch.cat([{x} @ {self._input(shape[-1], first)}, {x} @ {self._input(shape[-1], second)}], -1)", *shape[:-1], first + second)
 
     def _transpose(self, x: str, shape: Shape, dim: int) -> None:
         self._make(f"{x}.mT", *shape[:-2], shape[-1], shape[-2])

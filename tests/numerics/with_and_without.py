@@ -82,11 +82,8 @@ def compared(build: Callable[[], Computation], generated: bool = False, **fields
         if generated:
             reports = reporting.all_reports()
     except Exception as error:  # noqa: BLE001  (whatever a model does on CPU ranks is its row)
-        return {
-            "could_not_be": stage,
-            "error_text": f"{type(error).__name__}: {str(error)[:300]}",
-            "trace": traceback.format_exc()[-1500:],
-        }
+        trace = {"trace": traceback.format_exc()[-2500:]} if stage == STAGES[-1] else {}
+        return {"could_not_be": stage, "error_text": f"{type(error).__name__}: {str(error)[:300]}", **trace}
     return {**_figures(results), **_found(reports), "warnings": heard.texts}
 
 

@@ -82,6 +82,22 @@ def _() -> OverlapReport:
     return made.output(made.wait(made.call(c10d.all_to_all_single.default, y, [2, 2], [2, 2], made.group))).run()
 
 
+@case("pattern_not_available", "near_miss", "broadcast")
+def _() -> OverlapReport:
+    made = HandGraph()
+    y = made.mm(made.input(4, 16), weight(made))
+    return made.output(made.wait(made.call(c10d.broadcast.default, y, 0, made.group))).run()
+
+
+@case("pattern_not_available", "near_miss", "of symmetric memory")
+def _() -> OverlapReport:
+    import torch.distributed._symmetric_memory  # noqa: F401  (defines the operator)
+
+    made = HandGraph()
+    y = made.mm(made.input(4, 16), weight(made))
+    return made.output(made.call(torch.ops.symm_mem.one_shot_all_reduce.default, y, "sum", made.group)).run()
+
+
 # Gathers that lead to no site
 
 
@@ -159,16 +175,91 @@ def _() -> OverlapReport:
 def _() -> OverlapReport:
     made = HandGraph()
     gathered = made.gather(made.input(4, 16))
-    powers = made.call(aten.exp.default, made.call(aten.sub.Tensor, gathered, made.call(aten.amax.default, gathered, [1], True)))
-    shares = made.call(aten.div.Tensor, powers, made.call(aten.sum.dim_IntList, powers, [1], True))
+    powers = made.call(aten.exp.default, made.call(aten.sub.Tensor, gathered, made.call(aten.amax.default, gathered, [0], True)))
+    shares = made.call(aten.div.Tensor, powers, made.call(aten.sum.dim_IntList, powers, [0], True))
     return made.output(made.mm(shares, weight(made))).run()
 
 
-@case("op_between", "near_miss", "gathered tensor and a tensor that is not sharded alike")
+@case("op_between", "near_miss", "gathered tensor in two orders")
 def _() -> OverlapReport:
     made = HandGraph()
-    gathered = made.gather(made.input(4, 16))
-    return made.output(made.mm(made.call(aten.mul.Tensor, gathered, made.input(8, 1, name="other")), weight(made))).run()
+    gathered = made.gather(made.input(8, 16))
+    return made.output(made.mm(made.call(aten.mul.Tensor, gathered, made.call(aten.permute.default, gathered, [1, 0])), weight(made))).run()
+
+
+def behind_gather(made: HandGraph, node: fx.Node, k: int = 16) -> OverlapReport:
+    return made.output(made.mm(node, weight(made, k))).run()
+
+
+@case("op_between", "near_miss", "rows of a gathered tensor")
+def _() -> OverlapReport:
+    made = HandGraph()
+    return behind_gather(made, made.call(aten.slice.Tensor, made.gather(made.input(4, 16)), 0, 1, 6))
+
+
+@case("op_between", "near_miss", "other rows beside a gathered tensor")
+def _() -> OverlapReport:
+    made = HandGraph()
+    return behind_gather(made, made.call(aten.cat.default, [made.input(3, 16, name="y"), made.gather(made.input(4, 16))]))
+
+
+@case("op_between", "near_miss", "rows of a gathered tensor in another order")
+def _() -> OverlapReport:
+    made = HandGraph()
+    return behind_gather(made, made.call(aten.index.Tensor, made.gather(made.input(4, 16)), [made.input(8, dtype=torch.int64, name="order")]))
+
+
+@case("op_between", "near_miss", "a running sum over the gathered dim")
+def _() -> OverlapReport:
+    made = HandGraph()
+    return behind_gather(made, made.call(aten.cumsum.default, made.gather(made.input(4, 16)), 0))
+
+
+@case("op_between", "near_miss", "rows of a matmul")
+def _() -> OverlapReport:
+    made = HandGraph()
+    y = made.mm(made.input(4, 16), weight(made))
+    return made.output(made.reduce(made.call(aten.slice.Tensor, y, 0, 1, 3))).run()
+
+
+@case("layout", "near_miss", "rows of two matmuls, reduced")
+def _() -> OverlapReport:
+    made = HandGraph()
+    w = weight(made)
+    return made.output(made.reduce(made.call(aten.cat.default, [made.mm(made.input(4, 16), w), made.mm(made.input(6, 16, name="y"), w)]))).run()
+
+
+@case("layout", "near_miss", "rows of two matmuls, scattered")
+def _() -> OverlapReport:
+    made = HandGraph()
+    w = weight(made)
+    return made.output(made.scatter(made.call(aten.cat.default, [made.mm(made.input(4, 16), w), made.mm(made.input(6, 16, name="y"), w)]))).run()
+
+
+@case("matmul_form", "near_miss", "a vector behind a gather")
+def _() -> OverlapReport:
+    made = HandGraph()
+    return made.output(made.call(aten.mv.default, made.gather(made.input(4, 16)), made.input(16, name="v"))).run()
+
+
+@case("matmul_form", "near_miss", "a vector behind a gather, as Inductor writes it")
+def _() -> OverlapReport:
+    made = HandGraph()
+    product = made.call(aten.mul.Tensor, made.gather(made.input(4, 16)), made.input(16, name="v"))
+    return made.output(made.call(aten.sum.dim_IntList, product, [1])).run()
+
+
+@case("matmul_form", "near_miss", "a vector, reduced")
+def _() -> OverlapReport:
+    made = HandGraph()
+    return made.output(made.reduce(made.call(aten.mv.default, made.input(4, 16), made.input(16, name="v")))).run()
+
+
+@case("matmul_form", "near_miss", "a convolution, reduced")
+def _() -> OverlapReport:
+    made = HandGraph()
+    y = made.call(aten.convolution.default, made.input(2, 4, 9), made.input(5, 4, 3, name="w"), None, [1], [0], [1], False, [0], 1)
+    return made.output(made.reduce(y)).run()
 
 
 @case("weight_depends_on_collective", "near_miss", "computed")
@@ -203,15 +294,19 @@ def _() -> OverlapReport:
 @case("split_contraction", "near_miss")
 def _() -> OverlapReport:
     made = HandGraph()
-    cut = made.call(aten.slice.Tensor, made.gather(made.input(4, 16)), 0, 0, 7)
-    return made.output(made.mm(made.input(5, 7, name="left"), cut), made.input(1, name="unused")).run()
+    x, w = made.input(32, 16, dtype=torch.float8_e4m3fn), made.input(48, 32, dtype=torch.float8_e4m3fn, name="w")
+    scales = [made.input(name=name) for name in ("scale_a", "scale_b")]
+    gathered = made.gather_on(x, 1)
+    turned = made.call(aten.permute.default, w, [1, 0])
+    y = made.call(aten._scaled_mm.default, gathered, turned, *scales, None, None, torch.bfloat16)
+    return made.output(y).run()
 
 
 @case("layout", "near_miss", "gather")
 def _() -> OverlapReport:
     made = HandGraph()
-    gathered = made.gather(made.input(2, 4, 16))
-    return made.output(made.call(aten.bmm.default, gathered, made.input(4, 16, 8, name="w"))).run()
+    gathered = made.call(aten.slice.Tensor, made.gather(made.input(2, 4, 16)), 0, 0, 3)
+    return made.output(made.call(aten.bmm.default, gathered, made.input(3, 16, 8, name="w"))).run()
 
 
 @case("layout", "near_miss", "reduction")

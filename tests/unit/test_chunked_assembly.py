@@ -14,7 +14,9 @@ from triton.compiler import ASTSource
 from overlap_inductor.kernels.partial_sums import receive_rows
 from overlap_inductor.kernels.partial_sums import sum_partials
 from overlap_inductor.kernels.transfer import announce
+from overlap_inductor.kernels.transfer import end_call_and_spoil
 from overlap_inductor.kernels.transfer import push_parts
+from overlap_inductor.kernels.transfer import spoil
 from overlap_inductor.kernels.transfer import wait_for_credits
 from overlap_inductor.kernels.transfer import wait_for_parts
 from overlap_inductor.kernels.transfer import wait_for_turn
@@ -28,6 +30,7 @@ def _compiled(kernel: Any, constants: dict[str, Any], warps: int) -> tuple[str, 
     """``(PTX, bytes of shared memory)`` on bf16; only the pointers to rows are known to lie at 16 bytes: offsets are of rows of eight columns."""
     rows = ("source", "own", "out", "staging", "finished")
     types = dict.fromkeys(rows, "*bf16") | dict.fromkeys(("peer_data", "peer_flags"), "*i64") | {"patience": "i64", "scale": "fp32"}
+    types |= dict.fromkeys(("result", "one"), "*bf16")
     types |= dict.fromkeys(("flags", "queues", "calls", "announced", "stop"), "*i32")
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
@@ -73,3 +76,19 @@ def test_what_waits_is_small(kernel: Any, constants: dict[str, Any]) -> None:
     text, shared = _compiled(kernel, constants, 1)
     assert shared == 0 and "ld.volatile" not in text
     assert ("ld.acquire.sys" in text) == (kernel is not announce)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [
+        pytest.param(spoil, {"BLOCK": 1024}, id="spoil"),
+        pytest.param(
+            end_call_and_spoil, {"WORLD": 8, "BLOCK": 1024, "two": None, "three": None}, id="end_call_and_spoil"
+        ),
+    ],
+)
+def test_what_spoils_has_no_barrier_where_threads_may_part(kernel: Any, constants: dict[str, Any]) -> None:
+    """Each thread looks at the abort word for itself."""
+    text, shared = _compiled(kernel, constants, 4)
+    loop = text[text.index("mov.b32", text.rindex("st.release") if "st.release" in text else 0) :]
+    assert shared == 0 and "bar.sync" not in loop and "ld.global.cg" in text

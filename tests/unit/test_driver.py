@@ -83,6 +83,18 @@ def test_an_address_has_its_allocations_number(library: Library) -> None:
         driver.allocation(1)
 
 
+def test_a_capture_has_a_number(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
+    assert driver.capture_number(77) == 0, "5678 is no status of a stream that is captured"
+    monkeypatch.setattr(driver, "CAPTURING", 5678)
+    assert driver.capture_number(77) == 5678
+    assert library.arguments["cuStreamGetCaptureInfo_v2"][0] == 77 and library.arguments["cuStreamGetCaptureInfo_v2"][
+        3:
+    ] == (None, None, None)
+    library.fails = "cuStreamGetCaptureInfo_v2"
+    with pytest.raises(RuntimeError, match="cuStreamGetCaptureInfo_v2 returned CUresult 700"):
+        driver.capture_number(77)
+
+
 def test_a_graph_is_captured_between_begin_and_end_launched_and_given_back(library: Library) -> None:
     graph = driver.Graph(lambda: library.calls.append("start"), 77)
     graph.launch(78)

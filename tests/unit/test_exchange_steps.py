@@ -18,7 +18,7 @@ from tests.fake_group import reports_of
 
 
 def _steps(function: Callable[..., Any]) -> list[str]:
-    """Of a gather with views before its matmul, by a looping op, which computes them on shards."""
+    """Of a gather with pointwise ops before its matmul, by a looping op, which computes them on shards."""
     with fake_group(3):
         (report,) = reports_of(function, torch.randn(6, 4), torch.randn(12, 8), step_node_budget=1)
     steps: list[str] = json.loads(report.exchange)["steps"]
@@ -27,10 +27,10 @@ def _steps(function: Callable[..., Any]) -> list[str]:
 
 
 def _gathered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return all_gather(x, 1, dist.group.WORLD) @ w
+    return torch.relu(all_gather(x, 1, dist.group.WORLD) * 2) @ w
 
 
-def test_views_are_named_in_graph_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_computed_before_sending_is_named_in_graph_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set of nodes has another order in every process."""
     between, texts = exchange_steps.between, []
     for reverse in (False, True):

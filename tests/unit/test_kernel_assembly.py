@@ -32,6 +32,7 @@ def everything(flag, peer_flag, stop, mine, theirs, value, patience):
         theirs.store([0, 0], mine.load([0, 0]))
         signals.store_fence()
         signals.set_flag(peer_flag, i)
+        signals.signal(peer_flag, i, signals.look(stop))
     signals.wait_at_least(flag + 32, value, stop, patience, 2, 0)
     signals.add_flag(peer_flag, 1)
     signals.add_flag(peer_flag + 32, 1)
@@ -47,9 +48,13 @@ def test_signals_assemble_for_hopper() -> None:
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     text = compiled.asm["ptx"]
     assert compiled.asm["cubin"].startswith(b"\x7fELF")
-    # (The release inside a wait sets the abort word, to a constant.)
+    # (The releases inside a wait say that it was given up, by constants.)
     events = re.findall(r"ld\.acquire\.sys|bar\.sync|(?:st|red)\.release\.sys(?=[^\n]*, %r)", text)
-    assert events.count("ld.acquire.sys") == 2 and events.count("st.release.sys") == 1 and events.count("red.release.sys") == 2
+    assert events.count("ld.acquire.sys") == 2 and events.count("st.release.sys") == 2 and events.count("red.release.sys") == 2
+    # Of all threads that give up one writes the record: the one that finds the abort word clear. Then it says so on the board, and to all ranks.
+    given_up = re.findall(r"atom\.relaxed\.sys\.global\.cas|st\.relaxed\.sys\.global|st\.release\.sys\.global\.s32(?=[^\n]*, 1;)", text)
+    assert given_up == ["atom.relaxed.sys.global.cas", *["st.relaxed.sys.global"] * 5, *["st.release.sys.global.s32"] * 3] * 2
+    assert text.count(f"setp.lt.u32 done, ahead, {signals.WINDOW.value};") == 2
     for before, after in zip(events, events[1:]):
         assert before != "ld.acquire.sys" or after == "bar.sync", "loads of other threads may run before the signal is seen"
         assert "release" not in after or before == "bar.sync", "stores of other threads may come after the signal"
@@ -210,10 +215,12 @@ def test_a_tile_is_counted_when_its_bulk_stores_are_done(kernel: Any, constants:
 
 
 def test_a_waiting_kernel_fits_beside_a_matmul() -> None:
-    """One warp without shared memory; it sets the counter back behind the barrier that follows its wait."""
-    types = {name: "*i32" if name in ("counters", "stop") else "i64" if name == "patience" else "i32" for name in wait_for_group.arg_names}
-    compiled = triton.compile(ASTSource(wait_for_group, types), target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    """One warp without shared memory; it sets the counter back, and looks at the abort word, behind the barrier that follows its wait."""
+    types = dict.fromkeys(("counters", "stop"), "*i32") | {"c": "*bf16", "patience": "i64", "BLOCK": "constexpr"}
+    signature = {name: types.get(name, "i32") for name in wait_for_group.arg_names}
+    source = ASTSource(wait_for_group, signature, {(wait_for_group.arg_names.index("BLOCK"),): 256})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
     text = compiled.asm["ptx"]
     assert compiled.metadata.shared == 0
-    events = re.findall(r"ld\.acquire\.sys|bar\.(?:sync|warp\.sync)|st\.global\.b32", text)
-    assert events[0] == "ld.acquire.sys" and events[-1] == "st.global.b32" and "bar" in events[-2], events
+    events = re.findall(r"ld\.acquire\.sys|bar\.(?:sync|warp\.sync)|[ls][dt]\.global\.(?:cg\.)?b32", text)
+    assert events[0] == "ld.acquire.sys" and "bar" in events[1] and events[2:] == ["st.global.b32", "ld.global.cg.b32"], events

@@ -22,7 +22,11 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
     *((litmus.write_rounds, {"way": way}) for way in WRITERS),
     *((litmus.read_rounds, {"way": way}) for way in READERS),
     *((litmus.write_halves_each, {"added": added}) for added in (True, False)),
-    *((litmus.send_inside, {"fence": fence}) for fence in (True, False)),
+    *(
+        (kernel, {"fence": fence})
+        for kernel in (litmus.send_inside, litmus.write_halves_in_bulk)
+        for fence in (True, False)
+    ),
     *((kernel, {}) for kernel in (litmus.write_halves, litmus.wait_for, litmus.give)),
 ]
 
@@ -33,6 +37,7 @@ def test_a_litmus_kernel_can_be_assembled(kernel: Any, chosen: dict[str, Any]) -
     constants = {name: value for name, value in {**chosen, "R": litmus.ROWS, "C": litmus.COLUMNS}.items() if name in names}
     pointers = ("peer", "mine", "acknowledged", "flags", "peer_flags", "counters", "stop", "wrong", "flag")
     types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(("desc", "peer_desc"), f"tensordesc<i32[{litmus.ROWS}, {litmus.COLUMNS}]>") | {"patience": "i64", "table": "*i64"}
+    types["half_desc"] = f"tensordesc<i32[{litmus.ROWS // 2}, {litmus.COLUMNS}]>"
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()})
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["cubin"]

@@ -42,13 +42,15 @@ def test_wide_and_in_order(kernel: Any, legs: int, norm: bool, columns: int, seg
     stores = re.findall(r"st\.global\.(\S+)", text)
     assert set(stores) == {"v4.b32", "b32"} and stores.count("b32") == 2 * legs, stores
     loads = re.findall(r"ld\.global\.(\S+)", text)
-    assert set(loads) <= {"v4.b32", "cg.v4.b32", "b64", "u64", "b32"} and loads.count("b32") == 1, loads
+    assert set(loads) <= {"v4.b32", "cg.v4.b32", "b64", "u64", "u32", "b32", "cg.b32"} and loads.count("b32") == 1, loads
+    # The abort word: beside the call, and beside what a wait has waited for.
+    assert loads.count("cg.b32") <= 1 + legs, loads
     assert "ld.volatile" not in text
-    events = ["", *re.findall(r"ld\.acquire\.sys|bar\.sync|(?:ld\.global\.cg|st\.global)\.v4|st\.release\.sys(?=[^\n]*, %r)", text), ""]
+    events = ["", *re.findall(r"ld\.acquire\.sys|bar\.sync|bar\.red|(?:ld\.global\.cg|st\.global)\.v4|st\.release\.sys(?=[^\n]*, %r)", text), ""]
     assert events.count("ld.acquire.sys") == legs and events.count("st.release.sys") == legs
     for before, after in zip(events, events[1:]):
         assert before != "ld.acquire.sys" or after == "bar.sync", "loads of other threads may run before the signal is seen"
-        assert after != "st.release.sys" or before == "bar.sync", "stores of other threads may come after the signal"
+        assert after != "st.release.sys" or before == "bar.red", "stores of other threads may come after the signal, or may have been left out"
     binary = tmp_path / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     tool = triton.knobs.nvidia.nvdisasm.path

@@ -19,13 +19,11 @@ import pytest
 import torch
 
 from overlap_inductor.errors import TransferError
-from overlap_inductor.kernels.layout import FAULT_WORDS
 from overlap_inductor.kernels.layout import WAIT_KINDS
 from overlap_inductor.kernels.layout import WAIT_PART
 from overlap_inductor.transports import watchdog
 from overlap_inductor.transports import workspace
 from overlap_inductor.transports.faults import FaultRecord
-from overlap_inductor.transports.faults import stop_words
 from overlap_inductor.transports.watchdog import Watchdog
 from tests.fake_group import fake_group
 
@@ -37,17 +35,21 @@ class Scene:
     now: float = 0.0
     alive: bool = True
     ends: list[str] = field(default_factory=list)
+    in_flight: bool = False
 
     def __post_init__(self) -> None:
-        record = torch.zeros(FAULT_WORDS, dtype=torch.int32)
-        self.faults = FaultRecord("tp", [4, 5, 6], record, stop_words(record), ["mlp/up"])
+        self.faults = FaultRecord.of("tp", [4, 5, 6], torch.device("cpu"))
+        self.site = self.faults.number("mlp/up")
         self.dog = Watchdog(self.ends.append, lambda: self.now)
-        self.dog.watch(self.faults, lambda: self.alive)
+        self.dog.watch(self.faults, lambda: self.alive, lambda: self.in_flight)
 
-    def give_up(self) -> None:
-        """What a kernel leaves behind that has waited for call 8 of the group's second rank."""
-        self.faults.record[1:5] = torch.tensor([WAIT_KINDS * 0 + WAIT_PART, 1, 8, 7])
-        self.faults.record[0] = 1
+    def give_up(self, rank: int = 0, stamp: int = 0) -> None:
+        """What a kernel leaves behind that has waited for call 8 of the group's second rank, on the ``rank``-th one."""
+        record = self.faults.board.record(rank)
+        record[1:5] = torch.tensor([WAIT_KINDS * self.site + WAIT_PART, 1, 8, 7])
+        record[6:] = torch.tensor([stamp]).view(torch.int32)
+        record[0] = 1
+        self.faults.board.words[0] = 1
 
     def look(self, *moments: float) -> None:
         for moment in moments:
@@ -72,6 +74,34 @@ def test_a_fault_is_logged_once_and_ends_the_process_after_the_grace_period(capl
     assert "site mlp/up of group 'tp' waited in vain for rows from rank 5: call 8 was wanted, 7 had come" in caplog.text
     scene.look(160.2)
     assert len(scene.ends) == 1 and "rank 5" in scene.ends[0] and "In 60 s no call has raised this error" in scene.ends[0]
+
+
+def test_the_rank_that_gave_up_first_is_named_and_waits_here_are_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    """Its kernel may not have reached this GPU: where GPUs reach no other, or where it was a host that gave up."""
+    scene = Scene()
+    scene.give_up(0, stamp=7)
+    scene.give_up(2, stamp=6)
+    assert not scene.faults.stop[0]
+    with caplog.at_level(logging.ERROR, "overlap_inductor"):
+        scene.look(0)
+    assert "rank 6 gave up first: site mlp/up of group 'tp' waited in vain for rows from rank 5" in caplog.text
+    assert scene.faults.stop[0] == 1
+    with pytest.raises(TransferError, match="rank 6 gave up first"):
+        scene.faults.check()
+
+
+def test_a_call_whose_number_is_past_2_to_31_is_named() -> None:
+    scene = Scene()
+    scene.give_up()
+    scene.faults.board.record(0)[3:5] = torch.tensor([-(2**31), 2**31 - 1])
+    with pytest.raises(TransferError, match="call 2147483648 was wanted, 2147483647 had come"):
+        scene.faults.check()
+
+
+def test_a_site_has_one_number_on_all_ranks() -> None:
+    """Ranks may have met their sites in another order."""
+    ours, theirs = Scene().faults, FaultRecord.of("tp", [4, 5, 6], torch.device("cpu"))
+    assert theirs.number("other") != theirs.number("mlp/up") == ours.number("mlp/up") < 2**28
 
 
 def test_a_program_that_was_given_the_error_lives(caplog: pytest.LogCaptureFixture) -> None:
@@ -121,6 +151,60 @@ def test_destroyed_groups_are_forgotten() -> None:
     assert scene.ends == [] and scene.dog.close() == []
 
 
+def test_a_fault_behind_the_groups_destruction_is_told_at_the_programs_end(caplog: pytest.LogCaptureFixture) -> None:
+    """Its last calls were in flight: what they return is read behind that."""
+    scene = Scene(in_flight=True)
+    scene.look(0)
+    scene.alive = False
+    scene.look(1, 2)
+    scene.give_up()
+    scene.look(3)
+    scene.in_flight = False
+    scene.look(4, 1e9)
+    assert (
+        scene.ends == []
+        and "so that no call can raise this error: the program will end with exit status 1" in caplog.text
+    )
+    assert "rank 5" in scene.dog.close()[0]
+
+
+def test_a_fault_of_the_call_that_has_just_ended_is_seen() -> None:
+    scene = Scene(in_flight=True)
+    scene.alive = False
+
+    def ends() -> bool:
+        scene.give_up()
+        return False
+
+    scene.dog._watches[0].in_flight = ends
+    scene.look(0)
+    assert len(scene.dog.close()) == 1
+
+
+def test_what_peers_do_when_this_ranks_calls_have_ended_is_not_its_fault() -> None:
+    scene = Scene(in_flight=True)
+    scene.alive = False
+    scene.look(0)
+    scene.in_flight = False
+    scene.look(1)
+    scene.give_up(1)
+    scene.look(2)
+    assert scene.dog.close() == []
+
+
+def test_where_cuda_has_failed_no_call_is_known_to_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "EXIT_SECONDS", 0.05)
+    scene = Scene()
+
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    scene.dog._watches[0].in_flight = fail
+    scene.alive = False
+    scene.look(0)
+    assert "CUDA has failed" in scene.dog.close()[0]
+
+
 def test_a_grace_period_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", math.inf)
     scene = Scene()
@@ -130,15 +214,16 @@ def test_a_grace_period_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_groups_on_gpus_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched: list[tuple[Any, Callable[[], bool]]] = []
+    watched: list[tuple[Any, Callable[[], bool], Callable[[], bool]]] = []
     monkeypatch.setattr(watchdog, "watch", lambda *arguments: watched.append(arguments))
-    monkeypatch.setattr(FaultRecord, "of", lambda name, ranks, device: Scene().faults)
+    scene = Scene()
+    monkeypatch.setattr(FaultRecord, "of", lambda *arguments: scene.faults)
     monkeypatch.setattr(workspace.symmetric, "multiprocessors", lambda device: 1)
     with fake_group(2) as group:
         place = workspace.workspace_of(group, torch.device("cuda", 0))
         assert workspace.workspace_of(group, torch.device("cuda", 0)) is place
-        [(faults, alive)] = watched
-        assert faults is place.faults and alive()
+        [(faults, alive, in_flight)] = watched
+        assert faults is place.faults and alive() and not in_flight()
     assert not alive()
 
 
@@ -152,9 +237,11 @@ class Faults:
     told = {told}
     def error(self):
         return "site a waited in vain for rank 1."
-alive = [True]
+    def stop_waits(self):
+        pass
+alive, in_flight = [True], [False]
 {before}
-watchdog.watch(Faults(), lambda: alive[0])
+watchdog.watch(Faults(), lambda: alive[0], lambda: in_flight[0])
 {rest}
 """
 
@@ -169,7 +256,8 @@ def _run(rest: str, before: str = "", told: bool = False, grace: float = 60.0) -
 def test_a_program_that_is_stuck_is_ended_as_by_nccl() -> None:
     status, said = _run("time.sleep(50)", grace=0.2)
     assert status == -signal.SIGABRT
-    assert "site a waited in vain for rank 1. In 0.2 s no call has raised" in said and 'File "<string>", line 12 in <module>' in said, "where it was stuck"
+    assert "site a waited in vain for rank 1. In 0.2 s no call has raised" in said
+    assert 'File "<string>", line 14 in <module>' in said, "where it was stuck"
 
 
 def test_a_program_ends_with_an_error_where_it_was_not_told() -> None:
@@ -184,6 +272,38 @@ def test_a_program_that_was_told_ends_as_it_likes() -> None:
 def test_a_program_that_is_well_ends_well() -> None:
     status, said = _run("time.sleep(0.3)", before="Faults.error = lambda self: None", grace=0.1)
     assert (status, said) == (0, "")
+
+
+PENDING = """
+watchdog.EXIT_SECONDS = 1.0
+given_up = []
+Faults.error = lambda self: "site a waited in vain for rank 1." if given_up else None
+import threading
+in_flight[0] = True
+ends = lambda: in_flight.__setitem__(0, False)
+def later(do):
+    timer = threading.Timer(0.3, do)
+    timer.daemon = True
+    timer.start()
+"""
+
+
+def test_a_fault_that_is_pending_at_the_programs_end_is_told() -> None:
+    """The group is destroyed, the result is handed out, and the kernel that made it gives up when the program has
+    nothing left to do."""
+    status, said = _run("alive[0] = False; time.sleep(0.1); later(lambda: (given_up.append(1), ends()))", PENDING)
+    assert status == 1 and "rank 1. The program ends without having been told" in said
+
+
+def test_calls_in_flight_may_end_well_behind_the_programs_end() -> None:
+    status, said = _run("alive[0] = False; later(ends)", PENDING)
+    assert (status, said) == (0, "")
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_program_does_not_end_well_while_its_calls_wait_for_peers(alive: bool) -> None:
+    status, said = _run(f"alive[0] = {alive}; time.sleep(0.1)", PENDING)
+    assert status == 1 and "calls were in flight for 1 s when the program came to its end" in said
 
 
 def _child(found: Any) -> None:

@@ -36,7 +36,9 @@ class Plain:
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(symmetric, "allocate", lambda n, dtype, device, group: Plain(torch.zeros(n, dtype=dtype)))
+    monkeypatch.setattr(
+        symmetric, "allocate", lambda n, dtype, device, group, together: Plain(torch.zeros(n, dtype=dtype))
+    )
     with fake_group(2) as made:
         yield made
 

@@ -1,0 +1,70 @@
+"""Calls of ``torch.distributed`` at which Dynamo broke the graph: no graph holds them, so no pass can list them; a report's notice does.
+
+Dynamo appends every break to a list of its own, with its reason and the stack of the user's program, before it compiles the graph that ends there. Each is told once, in the
+report of the first graph that becomes known behind it: its own, or the next one where nothing stood before the call.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from traceback import FrameSummary
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_TOLD = "_overlap_inductor_told"
+
+
+def new_notices() -> list[str]:
+    """A sentence for each call of ``torch.distributed`` that has broken a graph and was not told yet."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    found = []
+    reasons = list(graph_break_reasons)
+    for i, reason in enumerate(reasons):
+        if not hasattr(reason, _TOLD):
+            setattr(reason, _TOLD, True)
+            # (A break within a function breaks its caller's graph, too, and comes once more when the function is compiled by itself.)
+            known = any(_ends_with(before, reason) for before in reasons[:i])
+            found += [_sentence(reason)] if not known and _users_line(reason) is not None and _calls(reason) else []
+    return found
+
+
+def _ends_with(reason: Any, other: Any) -> bool:
+    mine, theirs = ([(f.filename, f.lineno) for f in r.user_stack] for r in (reason, other))
+    return mine[-len(theirs) :] == theirs
+
+
+def _calls(reason: Any) -> str | None:
+    """The function of ``torch.distributed`` that was called, or ``None`` where the break is another one."""
+    inside = next((f.name for f in reason.user_stack if _is_distributed(f) and hasattr(dist, f.name)), None)
+    named = re.search(r"<function (\w+) at |torch\.distributed\.(\w+)", reason.reason)
+    name = inside or (named and (named[1] or named[2]))
+    return name if name and hasattr(dist, name) else None
+
+
+def _sentence(reason: Any) -> str:
+    line = _users_line(reason)
+    assert line is not None
+    how = "(async_op=True)" if reason.reason.startswith("async_op=True") else ""
+    why = reason.reason.splitlines()[0]
+    return (
+        f"torch.distributed.{_calls(reason)}{how} breaks the graph and is in no report: Dynamo does not trace it ({why}), "
+        f"at {line.filename}:{line.lineno} in {line.name}{': ' + line.line if line.line else ''}. "
+        "Only a call that Dynamo traces can be overlapped."
+    )
+
+
+def _users_line(reason: Any) -> FrameSummary | None:
+    """The call in the user's program; none in a wrapper of a library's, which is compiled by itself behind a break within it."""
+    return next((f for f in reversed(reason.user_stack) if not _is_torch(f) and Path(f.filename).name != "typing_extensions.py"), None)
+
+
+def _is_torch(frame: FrameSummary) -> bool:
+    return Path(frame.filename).is_relative_to(Path(torch.__file__).parent)
+
+
+def _is_distributed(frame: FrameSummary) -> bool:
+    return Path(frame.filename).is_relative_to(Path(dist.__file__).parent)

@@ -1,0 +1,138 @@
+"""The board of a group: a page of the host's memory that all its ranks see, their GPUs too, where a rank that gives up
+says on what.
+
+::
+
+    word 0                   not 0: somebody has given up, or has aborted the group
+    word 1                   1: what an abort word is copied from
+    from ``BOARD_HEAD`` on   ``FAULT_WORDS`` a rank: its record (``kernels.layout``), which nobody else writes
+
+A record is written first, then word 0, then the abort words of the GPUs (``kernels.signals``). So a rank whose kernel
+was stopped finds the record as soon as that kernel has ended, and a host that looks at one word of its own memory
+before each call knows of every fault of the group.
+
+A board is shared by ranks of one machine; where a group has ranks elsewhere, or no GPU can reach another, each rank has
+one of its own, on which it stands alone. The pages of a board are never given back: kernels that were captured hold
+their addresses.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from overlap_inductor.kernels.layout import BOARD_HEAD
+from overlap_inductor.kernels.layout import FAULT_WORDS
+from overlap_inductor.transports.all_or_none import NotOnAllRanks
+from overlap_inductor.transports.driver import mapped_address
+
+SHARED_FOLDER = Path("/dev/shm")
+"""A file system in memory: pages of files on a disk cannot be given to a GPU."""
+PAGE_WORDS = 1024
+_KEPT: list[torch.Tensor] = []
+"""Pages that GPUs hold the addresses of."""
+
+
+@dataclass(frozen=True)
+class Board:
+    """``words``: int32 in the host's memory; ``address``: of word 0 for this rank's GPU."""
+
+    words: torch.Tensor
+    address: int
+
+    def record(self, rank: int) -> torch.Tensor:
+        """The record of a rank of the group."""
+        return self.words[BOARD_HEAD + rank * FAULT_WORDS :][:FAULT_WORDS]
+
+    def record_address(self, rank: int) -> int:
+        """Where this rank's GPU finds a record."""
+        return self.address + (BOARD_HEAD + rank * FAULT_WORDS) * self.words.element_size()
+
+    @property
+    def one(self) -> int:
+        """Address of the constant ``1``, for copies."""
+        return self.address + self.words.element_size()
+
+
+def board_words(world_size: int) -> int:
+    """int32 words of a board: whole pages."""
+    return -(-(BOARD_HEAD + world_size * FAULT_WORDS) // PAGE_WORDS) * PAGE_WORDS
+
+
+def own_board(world_size: int, device: torch.device) -> Board:
+    """A board that no other rank sees."""
+    # (Written to outside inference mode, too.)
+    with torch.inference_mode(False):
+        words = torch.zeros(board_words(world_size), dtype=torch.int32)
+        if device.type != "cpu":
+            words = words.pin_memory()
+    words[1] = 1
+    return Board(words, words.data_ptr())
+
+
+class Exchange(Protocol):
+    """Symmetric memory of a group that nobody uses yet (``torch_compat.symmetric.SymmetricBuffer``), int32, zeroed."""
+
+    @property
+    def local(self) -> torch.Tensor: ...
+    @property
+    def peers(self) -> tuple[torch.Tensor, ...]: ...
+
+
+def shared_board(group_name: str, rank: int, exchange: Exchange, together: Callable[[], None]) -> Board:
+    """The board of a group, made by its first rank. All ranks call this together.
+
+    Args:
+        exchange: at least 3 words a rank, by which the first rank says where the board lies, and each whether it can
+            see it.
+        together: returns when all ranks have come so far, and what they have written is there.
+
+    Raises:
+        NotOnAllRanks: a rank cannot see the board; on all ranks.
+    """
+    device, world_size = exchange.local.device, len(exchange.peers)
+    if rank == 0:
+        number = torch.tensor([secrets.randbits(62)])
+        with (SHARED_FOLDER / _name(number)).open("xb") as file:
+            file.truncate(board_words(world_size) * 4)
+        for peer in exchange.peers:
+            peer[:2].copy_(number.view(torch.int32))
+    together()
+    number = torch.tensor(exchange.local[:2].tolist(), dtype=torch.int32).view(torch.int64)
+    path, board, problem = SHARED_FOLDER / _name(number), None, ""
+    try:
+        board = _opened(path, world_size, device)
+    except (OSError, RuntimeError) as error:
+        problem = f" ({error})"
+        for peer in exchange.peers:
+            peer[2:3].fill_(1)
+    together()
+    if rank == 0:
+        path.unlink()
+    if board is None or int(exchange.local[2]):
+        raise NotOnAllRanks(
+            f"the ranks of group {group_name!r} cannot all map one file of {SHARED_FOLDER}{problem}, by which they "
+            f"tell each other of faults. Give them one {SHARED_FOLDER} (the same container, or --ipc=host), or set "
+            "OVERLAP_INDUCTOR_SCHEDULE=ring."
+        )
+    return board
+
+
+def _name(number: torch.Tensor) -> str:
+    return f"overlap_inductor_{int(number):016x}"
+
+
+def _opened(path: Path, world_size: int, device: torch.device) -> Board:
+    """Raises ``OSError``, ``RuntimeError``."""
+    with torch.inference_mode(False):
+        # (Else a file of this name would be made.)
+        path.stat()
+        words = torch.from_file(str(path), shared=True, size=board_words(world_size), dtype=torch.int32)
+    words[1] = 1
+    _KEPT.append(words)
+    return Board(words, mapped_address(words.data_ptr(), words.nbytes, device.type))

@@ -1,0 +1,37 @@
+"""Ops between a matmul and a collective that commute with cutting rows: the site is found, and the schedules that do not compute it say why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.compile.readings import facts
+from tests.compile.row_wise_programs import PROGRAMS
+from tests.compile.row_wise_programs import TRAINED
+from tests.compile.row_wise_programs import arguments
+from tests.fake_group import fake_group
+from tests.fake_group import report_of
+
+
+@pytest.mark.parametrize("name", [n for n in PROGRAMS if n not in TRAINED])
+@pytest.mark.usefixtures("two")
+def test_site_is_found(name: str) -> None:
+    """Left as it stands with "no matmul stands beside it", or an op that is said not to commute."""
+    function, _, (pattern, matmuls) = PROGRAMS[name]
+    report = report_of(function, *arguments(name, 2, torch.Generator()))
+    ((found, theirs, status),) = facts(report)
+    assert (found, sorted(theirs), status) == (pattern, matmuls, "overlapped")
+    assert report.near_misses == [] and report.notices == [] and "_c10d_functional" not in report.after
+
+
+@pytest.mark.parametrize("schedule", ["fused", "chunked", "wave_groups", "small_message"])
+@pytest.mark.parametrize("name", ["rms norm", "experts, reduced", "columns of two matmuls, reduced", "a batch that is gathered", "int8, reduced"])
+def test_other_schedules_refuse(name: str, schedule: str) -> None:
+    """A schedule of one op would multiply the gathered tensor without its norm."""
+    with fake_group(2), torch.no_grad():
+        report = report_of(PROGRAMS[name][0], *arguments(name, 2, torch.Generator()), schedule=schedule)
+    (site,) = report.sites
+    assert site.decision.status == "refused" and site.decision.reasons[0].code == "schedule_not_available"
+    assert report.before == report.after
+    between = name not in ("a batch that is gathered", "int8, reduced") and not (name == "rms norm" and schedule in ("wave_groups", "small_message"))
+    assert ("stands between its matmuls and the collective" in site.decision.reasons[0].text) is between

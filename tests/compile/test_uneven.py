@@ -1,0 +1,125 @@
+"""Ranks of one group whose graphs differ rightly (uneven shards, a bias on one rank): each finds the same sites, by the
+same ids, and moves the same in the same order."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_inductor.lowerings import fused_plan
+from overlap_inductor.passes.site_sizes import rounded
+from overlap_inductor.report import OverlapReport
+from overlap_inductor.torch_compat import symmetric
+from tests.fake_group import fake_group
+from tests.fake_group import report_of
+from tests.hand_graph import HandGraph
+from tests.hand_graph import aten
+from tests.numerics.test_uneven import _cases
+
+MOVES = re.compile(
+    r"(overlap_inductor\.(?:gather_|exchange_|matmul_|all_gather_|reduce_tail)\w*|_c10d_functional\.\w+)"
+    r"\.default\((.*)\)"
+)
+
+
+def exchange(report: OverlapReport) -> list[Any]:
+    """What a rank moves: every op that does so in order, with its sizes and words but without its operands' names; and
+    the sites, as planned."""
+    moved = []
+    for name, arguments in (m.groups() for m in map(MOVES.search, report.after.splitlines()) if m):
+        moved.append((name, re.findall(r"'[^']*'|\[[\d, ]*\]|(?<![\w.])\d+|torch\.\w+", arguments)))
+    sites = [
+        (s.facts.id, s.facts.collective, [(p.schedule, p.transport, p.tokens, p.parameters) for p in s.decision.plan])
+        for s in report.sites
+    ]
+    return [
+        report.plan_hash,
+        moved,
+        sites,
+        [(m.collective.kind, m.collective.bytes, m.reason.code) for m in report.near_misses],
+    ]
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"step_node_budget": 1}, {"step_node_budget": 60}], ids=["unrolled", "looping", "some of each"]
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", _cases(0, 2))
+def test_ranks_exchange_alike(name: str, world_size: int, fields: dict[str, Any]) -> None:
+    """Catches bands, budgets or ids that rest on what one rank has for itself."""
+    found = []
+    for rank in range(world_size):
+        with fake_group(world_size, rank):
+            function, shapes, _ = _cases(rank, world_size)[name]
+            found.append(exchange(report_of(function, *(torch.randn(s) for s in shapes), **fields)))
+    assert found[0][2] and all(f == found[0] for f in found), found
+
+
+def layer(inner: int, bias: bool, adds: int = 0) -> HandGraph:
+    """A row-wise layer of bf16 on GPUs: ``inner`` columns of a weight, ``bias`` in its matmul, and as many other
+    additions before the all-reduce as asked for."""
+    made = HandGraph()
+    x, w = (
+        made.on("cuda:0", 8192, inner, dtype=torch.bfloat16),
+        made.on("cuda:0", inner, 4096, dtype=torch.bfloat16, name="w"),
+    )
+    b = made.on("cuda:0", 4096, dtype=torch.bfloat16, name="b")
+    y = made.call(aten.addmm.default, b, x, w) if bias else made.mm(x, w)
+    for _ in range(adds):
+        y = made.call(aten.add.Tensor, y, b)
+    return made.output(made.reduce(y))
+
+
+def test_estimates_are_the_same_on_every_rank() -> None:
+    """11008 columns over 3 ranks: estimates of 3670 and of 3668 columns could fall on two sides of a threshold."""
+    with fake_group(3):
+        found = []
+        for inner, bias in ((3670, True), (3670, False), (3668, False)):
+            report = layer(inner, bias).run(schedule="auto")
+            found.append([(s.facts.id, s.decision.status, s.decision.source, s.decision.plan) for s in report.sites])
+    assert found[0][0][3][0].estimate_us and found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("total", [11008, 14336, 28672, 101, 32001, 50257, 128256, 151936])
+@pytest.mark.parametrize("world_size", [2, 3, 5, 6, 8])
+def test_sizes_of_uneven_shards_count_the_same(total: int, world_size: int) -> None:
+    """What the usual sizes of models come to in groups that do not divide them."""
+    shards = {len(c) for c in torch.arange(total).chunk(world_size)}
+    assert len({rounded(s) for s in shards}) == 1 or total == 101
+    assert all(abs(s - rounded(s)) <= s / 32 for s in shards)
+
+
+@pytest.mark.parametrize("budget", range(20, 90, 10))
+def test_a_bias_of_one_rank_changes_nothing_that_is_unrolled(budget: int) -> None:
+    """The budget of steps is spent alike: a bias that is added behind the matmul is a node more in every piece."""
+    with fake_group(2):
+        reports = [
+            layer(2048, bias, adds).run(step_node_budget=budget) for bias, adds in ((False, 0), (True, 0), (False, 1))
+        ]
+    unrolled = [[s.decision.moving.parameters.get("unrolled") for s in r.sites] for r in reports]
+    assert unrolled[0] == unrolled[1] == unrolled[2], reports
+
+
+def test_a_fused_gather_is_sliced_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices are pushed and waited for one by one: a rank whose weight has a tile more than its peers' waited for flags
+    that nobody sets."""
+    monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
+    found = []
+    for rank, columns in enumerate((2312, 2304)):
+        with fake_group(2, rank):
+            made = HandGraph()
+            x, w = (
+                made.on("cuda:0", 896, 1024, dtype=torch.bfloat16),
+                made.on("cuda:0", 1024, columns, dtype=torch.bfloat16, name="w"),
+            )
+            (site,) = made.output(made.mm(made.gather(x), w)).run(schedule="fused").sites
+            settings = site.decision.moving.parameters["settings"]
+        shard, weight = torch.empty(896, 1024, device="meta"), torch.empty(1024, columns, device="meta")
+        parameters = fused_plan.parameters_of(settings, 132)
+        own = fused_plan.slices_of(2, shard, [weight], dataclasses.replace(parameters, column_tiles=0))
+        found.append((settings, fused_plan.slices_of(2, shard, [weight], parameters), own))
+    assert found[0][:2] == found[1][:2] and found[0][2] != found[1][2], found

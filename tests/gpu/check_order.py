@@ -1,0 +1,221 @@
+"""The order of calls on GPUs: beside receives that are queued behind them, in graphs beside calls on another stream,
+and from two threads; and workspace that no GPU has room for. One JSON row a scenario.
+
+    torchrun --nproc-per-node 2 -m tests.gpu.check_order [--rounds 30] [--ranks-share-gpus]
+
+With ``--ranks-share-gpus`` two ranks do with one GPU, on which processes take turns: a call takes tens of milliseconds.
+Every result is compared bit for bit with the first one of its inputs, which was compared with fp64. Status 1 where a
+result was wrong, a wait was given up or a capture that had to be refused was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import triton
+
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.kernels.signals import set_flag
+from overlap_inductor.kernels.signals import wait_at_least
+from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports.driver import Graph
+from overlap_inductor.transports.driver import own_stream
+from overlap_inductor.transports.faults import FaultRecord
+from overlap_inductor.transports.workspace import prepare
+from overlap_inductor.transports.workspace import workspace_of
+from tests.gpu import stress_sites
+from tests.gpu.ranks import device
+from tests.gpu.ranks import finish_rank
+from tests.gpu.ranks import start_rank
+from tests.gpu.repeated import Repeated
+
+ROW_SECONDS = 60.0
+PATIENCE_NS = 15_000_000_000
+"""Of a receive: less than a row's time, so that one in vain is said."""
+CHOSEN = (("fused", "sm_push"), ("chunked", "copy_engine"), ("small_message", "one_shot"))
+"""Schedules, and ways of their first pattern that has one."""
+
+
+@triton.jit
+def receive(flag, value, stop, patience):
+    wait_at_least(flag, value, stop, patience, 3, 0)
+
+
+@triton.jit
+def send(flag, value):
+    set_flag(flag, value)
+
+
+class Place:
+    """One variant's sites, three in two slots: the first and the third share one. Streams of nobody else, and a flag
+    between ranks 0 and 1."""
+
+    def __init__(self, variant: stress_sites.Variant, rank: int) -> None:
+        self.rank = rank
+        made = stress_sites.sites(variant, dist.group.WORLD, ("a", "b", "c"), stress_sites.SHAPES[:1])
+        self.sites = [stress_sites.first_results(calls) for calls in made]
+        worst = max(
+            stress_sites.off(first, call)
+            for calls, known in zip(made, self.sites, strict=True)
+            for call, (*_, first) in zip(calls, known, strict=True)
+        )
+        assert worst < stress_sites.TOLERANCE, f"{variant} is off by {worst:.3g} of the largest element"
+        self.first, self.second = own_stream(device()), own_stream(device())
+        self.flag = symmetric.allocate(1, torch.int32, device(), dist.group.WORLD)
+        self.faults = FaultRecord.of("check_order", range(dist.get_world_size()), device())
+        self.chance, self.counts = random.Random(rank), list[torch.Tensor]()
+        # Everything is loaded before anything waits.
+        receive[(1,)](self.flag.local, 0, self.faults.stop, PATIENCE_NS, num_warps=1)
+        send[(1,)](self.flag.local, 0, num_warps=1)
+        torch.cuda.synchronize()
+        dist.barrier()
+
+    def call(self, site: Repeated, stream: torch.cuda.Stream, late: bool = True) -> None:
+        _, run, first = site
+        with torch.cuda.stream(stream):
+            if late and self.chance.random() < 0.5:
+                torch.cuda._sleep(self.chance.randrange(2_000_000))
+            # (One word each: two streams must not add to one.)
+            self.counts.append((run() != first).any())
+
+    def begin(self) -> None:
+        self.counts.clear()
+        torch.cuda.synchronize()
+        dist.barrier()
+
+    def end(self) -> int:
+        torch.cuda.synchronize()
+        dist.barrier()
+        workspace_of(dist.group.WORLD, device()).faults.check()
+        return sum(int(count) for count in self.counts)
+
+
+def queued_behind(place: Place, rounds: int) -> int:
+    """Rank 0 queues a receive between two calls, on the first one's stream; rank 1 sends behind the second one."""
+    (a, *_), (b, *_) = place.sites[:2]
+    place.begin()
+    for i in range(1, rounds + 1):
+        place.call(a, place.first)
+        if place.rank == 0:
+            with torch.cuda.stream(place.first):
+                receive[(1,)](place.flag.local, i, place.faults.stop, PATIENCE_NS, num_warps=1)
+        place.call(b, place.second)
+        if place.rank == 1:
+            place.first.wait_stream(place.second)
+            with torch.cuda.stream(place.first):
+                send[(1,)](place.flag.peers[0], i, num_warps=1)
+    return place.end() + int(place.faults.error() is not None)
+
+
+def beside_graphs(place: Place, rounds: int) -> int:
+    """A graph of one site is replayed on one stream, while a site of the same slot is called on the other one, each
+    rank late on its own."""
+    (_, run, first), others = place.sites[0][0], place.sites[2]
+    place.begin()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+        wrong = (output != first).any()
+    for i in range(rounds):
+        place.call(others[i % len(others)], place.first)
+        with torch.cuda.stream(place.second):
+            if place.chance.random() < 0.5:
+                torch.cuda._sleep(place.chance.randrange(2_000_000))
+            output.fill_(float("nan"))
+            graph.replay()
+            place.counts.append(wrong.clone())
+    return place.end()
+
+
+def two_threads(place: Place, rounds: int) -> int:
+    """Two host threads make the same call, each on a stream of its own. (Of different calls threads would have to keep
+    one order on all ranks.)"""
+    place.begin()
+    gpu, failed = device(), []
+
+    def calls(stream: torch.cuda.Stream) -> None:
+        torch.cuda.set_device(gpu)
+        try:
+            for _ in range(rounds):
+                place.call(place.sites[0][0], stream, late=False)
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+
+    threads = [threading.Thread(target=calls, args=(stream,)) for stream in (place.first, place.second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return place.end()
+
+
+def refused(place: Place, rounds: int) -> int:
+    """A capture by the driver itself."""
+    place.begin()
+    stream = own_stream(device())
+    try:
+        with torch.cuda.stream(stream):
+            Graph(place.sites[0][0][1], stream.cuda_stream)
+    except UnsupportedError as error:
+        return place.end() + int("torch.cuda.CUDAGraph" not in str(error))
+    return 1
+
+
+def too_much(place: Place, rounds: int) -> int:
+    """Workspace of a TiB: every rank is told the same, and that which there was serves on."""
+    place.begin()
+    reason = prepare(dist.group.WORLD, device(), json.dumps([["too much", 2**40, 1]]), 2**42)
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    place.call(place.sites[0][0], place.first)
+    expected = f"rank 0 cannot allocate {2**40} bytes of symmetric memory"
+    return place.end() + int({reason} != {*reasons} or not (reason or "").startswith(expected))
+
+
+SCENARIOS: tuple[Callable[[Place, int], int], ...] = (queued_behind, beside_graphs, two_threads, refused, too_much)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--ranks-share-gpus", action="store_true")
+    arguments = parser.parse_args()
+    rank, _ = start_rank(ROW_SECONDS * 0.7, arguments.ranks_share_gpus)
+    bad = 0
+    for schedule, way in CHOSEN:
+        variant = next(v for v in stress_sites.variants([schedule]) if v.way == way)
+        faulthandler.dump_traceback_later(2 * ROW_SECONDS, exit=True)
+        place = Place(variant, rank)
+        for scenario in SCENARIOS:
+            faulthandler.dump_traceback_later(ROW_SECONDS, exit=True)
+            start = time.monotonic()
+            wrong = scenario(place, arguments.rounds)
+            bad += bool(wrong)
+            if rank == 0 or wrong:
+                row = {
+                    "check": scenario.__name__,
+                    "schedule": schedule,
+                    "way": way,
+                    "rank": rank,
+                    "rounds": arguments.rounds,
+                    "wrong": wrong,
+                }
+                print(json.dumps({**row, "seconds": round(time.monotonic() - start, 2)}), flush=True)
+            faulthandler.cancel_dump_traceback_later()
+    finish_rank()
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

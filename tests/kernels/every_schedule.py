@@ -1,0 +1,99 @@
+"""A call of every schedule whose own kernels wait for peers, of which each rank knows the right result: for tests of
+what all of them have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import replace
+
+import torch
+
+from overlap_inductor.lowerings import chunked
+from overlap_inductor.lowerings import fused
+from overlap_inductor.lowerings import small_message
+from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
+from overlap_inductor.lowerings.fused_plan import FusedParameters
+from overlap_inductor.lowerings.small_plan import SmallParameters
+from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
+from overlap_inductor.transports.arena import HALVES
+from overlap_inductor.transports.workspace import Launch
+from tests.kernels.ranks import SharedWorkspace
+from tests.kernels.shared_memory import SMALL_TILES
+
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+ROWS = 16
+FUSED = FusedParameters(1, pieces=1, pushers=1, **SMALL_TILES)
+CHUNKED = ChunkedParameters(2, "sm_push", 1, grain=8, pushers=2)
+
+
+@dataclass(frozen=True)
+class Call:
+    """``run(launch, value)``: a call of operands that are all ``value``, on every rank; its result is ``16 * value``
+    everywhere where it ``gathers``, else so much of every rank together."""
+
+    run: Callable[[Launch, float], torch.Tensor]
+    gathers: bool = False
+
+    def right(self, value: float, world_size: int) -> float:
+        return 16.0 * value * (1 if self.gathers else world_size)
+
+    def is_right(self, found: torch.Tensor, value: float, world_size: int) -> bool:
+        return bool((found == self.right(value, world_size)).all())
+
+
+def _operands(pattern: str, launch: Launch, value: float) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = ROWS if pattern == GATHER else ROWS * launch.world_size
+    return torch.full((rows, 16), value).half(), torch.ones(16, 16).half().t()
+
+
+def _fused(pattern: str, parameters: FusedParameters = FUSED) -> Call:
+    def run(launch: Launch, value: float) -> torch.Tensor:
+        return getattr(fused, pattern)(*_operands(pattern, launch, value), launch, parameters)
+
+    return Call(run, pattern == GATHER)
+
+
+def _chunked(pattern: str, parameters: ChunkedParameters = CHUNKED) -> Call:
+    def run(launch: Launch, value: float) -> torch.Tensor:
+        a, b = _operands(pattern, launch, value)
+        if pattern == GATHER:
+            return chunked.all_gather_matmul(a, [VendorMatmul(b)], launch, parameters)[0]
+        return getattr(chunked, pattern)(a, VendorMatmul(b), launch, parameters)
+
+    return Call(run, pattern == GATHER)
+
+
+def _small(two_shot: bool, norm: bool) -> Call:
+    parameters = SmallParameters(two_shot, 16, 4)
+
+    def run(launch: Launch, value: float) -> torch.Tensor:
+        launch = replace(launch, slot=replace(launch.slot, protocol=HALVES))
+        product = torch.full((4, 32), 16 * value).half()
+        if not norm:
+            return small_message.all_reduce(product, launch, parameters)
+        residual, weight = torch.zeros(4, 32).half(), torch.ones(32).half()
+        normed, residual_out = small_message.all_reduce_norm(product, residual, weight, 0.0, launch, parameters)
+        # (Rows of one number have norm one.)
+        return torch.where((normed == 1).all(), residual_out, normed)
+
+    return Call(run)
+
+
+EVERY = {
+    **{f"fused {pattern}": _fused(pattern) for pattern in (GATHER, SCATTER, REDUCE)},
+    "fused gather in slices": _fused(GATHER, replace(FUSED, slices=2, slices_tiles=2**20, slices_pushers=1)),
+    "fused gather by copies": _fused(GATHER, replace(FUSED, copies_from=0)),
+    **{f"chunked {pattern}, pushed": _chunked(pattern) for pattern in (GATHER, SCATTER, REDUCE)},
+    "chunked all-reduce, copied in bands": _chunked(REDUCE, replace(CHUNKED, transport="copy_engine", bands=2)),
+    "small_message, one-shot": _small(False, False),
+    "small_message, one-shot with norm": _small(False, True),
+    "small_message, two-shot": _small(True, False),
+    "small_message, two-shot with norm": _small(True, True),
+}
+NBYTES, SIGNALS = 40_000, 64
+
+
+def workspace(world_size: int) -> SharedWorkspace:
+    """Room for a call of any of them."""
+    return SharedWorkspace.of(world_size, NBYTES, SIGNALS)

@@ -1,0 +1,123 @@
+"""Three ranks, one of which gives up: no rank is handed a wrong number without being told, every rank is told at once
+who gave up on what, and nothing is stored or signalled by who gave up, in replays either. Of every schedule with
+kernels of its own."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from overlap_inductor.errors import TransferError
+from overlap_inductor.kernels.layout import FLAG_WORDS
+from overlap_inductor.transports.workspace import Launch
+from tests.kernels.every_schedule import EVERY
+from tests.kernels.every_schedule import SIGNALS
+from tests.kernels.every_schedule import workspace
+from tests.kernels.ranks import SharedWorkspace
+from tests.kernels.ranks import run_ranks
+from tests.kernels.ranks import shared
+
+WORLD = 3
+IMPATIENT_NS, PATIENT_NS = 100_000, 10**15
+"""100 turns of a wait in the interpreter, and more than any test lasts."""
+SECONDS = 60.0
+IN_VAIN = r"site some site of group 'tp' waited in vain for [a-z -]+ rank 2: call 2 was wanted, 1 had come"
+FIRST = "rank 0 gave up first: "
+
+
+def _meet(steps: torch.Tensor, rank: int, step: int) -> None:
+    """Go on when every rank has come to ``step``."""
+    steps[rank] = step
+    _await(steps, step)
+
+
+def _await(steps: torch.Tensor, step: int) -> None:
+    deadline = time.monotonic() + SECONDS / 2
+    while int(steps.min()) < step:
+        assert time.monotonic() < deadline, f"ranks came no further than steps {steps.tolist()}"
+        time.sleep(0.005)
+
+
+def _as_a_graph(launch: Launch, patience_ns: int) -> Launch:
+    """Its kernels again and again, as in a CUDA graph: the host's part, which would raise, never."""
+    launch.faults.check = lambda: None  # type: ignore[method-assign]
+    return replace(launch, patience_ns=patience_ns, prepared={})
+
+
+def _flags_from(space: SharedWorkspace, source: int) -> torch.Tensor:
+    """What ``source`` has told its peers: credits and signals."""
+    flags = space.flags.view(WORLD, -1, FLAG_WORDS)[:, :, 0]
+    first = WORLD + source * SIGNALS
+    return torch.cat([flags[:, source : source + 1], flags[:, first : first + SIGNALS]], 1)
+
+
+def _right_or_told(name: str, launch: Launch, call: int) -> None:
+    found = EVERY[name].run(launch, call)
+    told = launch.faults.error()
+    what = f"rank {launch.rank} took {found.unique().tolist()[:4]} for the result of call {call}"
+    assert told is not None or EVERY[name].is_right(found, call, WORLD), what
+    if told is not None and not name.startswith("chunked"):
+        assert found.isnan().any() or EVERY[name].is_right(found, call, WORLD), "what was not summed is no number"
+
+
+def _last_is_late(rank: int, space: SharedWorkspace, name: str, steps: torch.Tensor) -> None:
+    """Later than rank 0's patience, and within rank 1's."""
+    launch = space.launch(rank)
+    assert EVERY[name].is_right(EVERY[name].run(launch, 1), 1, WORLD)
+    _meet(steps, rank, 1)
+    launch = _as_a_graph(launch, IMPATIENT_NS if rank == 0 else PATIENT_NS)
+    if rank == 2:
+        _await(steps[:1], 2)
+    _right_or_told(name, launch, 2)
+    if rank == 0:
+        assert "waited in vain" in str(launch.faults.error())
+        signalled = _flags_from(space, 0)
+    else:
+        assert launch.faults.error() is not None, "nothing in this call could be had without rank 2, or rank 0 told it"
+    _meet(steps, rank, 2)
+    if rank == 0:
+        # Peers rest.
+        stored = space.data[1:].clone()
+        _right_or_told(name, launch, 3)
+        # (Copy engines look at no abort word: ``transports.copy_engine``.)
+        assert "cop" in name or torch.equal(space.data[1:], stored), "a rank that has given up stored to a peer"
+    _meet(steps, rank, 3)
+    for call in (4, 5):
+        _right_or_told(name, launch, call)
+    _meet(steps, rank, 4)
+    if rank == 0:
+        now = _flags_from(space, 0)[1:]
+        # (Copies go on, with a number that nobody waits for.)
+        assert (now[now != signalled[1:]] < 0).all(), "a rank that has given up told a peer something"
+    del launch.faults.check
+    with pytest.raises(TransferError, match=IN_VAIN if rank == 0 else FIRST + IN_VAIN):
+        EVERY[name].run(launch, 6)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_no_rank_takes_what_a_peer_gave_up_for_a_result(name: str) -> None:
+    run_ranks(WORLD, _last_is_late, workspace(WORLD), name, shared(WORLD), seconds=SECONDS)
+
+
+def _host_aborts(rank: int, space: SharedWorkspace, name: str, steps: torch.Tensor) -> None:
+    """Rank 2's host, while the kernels of the others wait for its call."""
+    launch = space.launch(rank, PATIENT_NS)
+    assert EVERY[name].is_right(EVERY[name].run(launch, 1), 1, WORLD)
+    _meet(steps, rank, 1)
+    if rank == 2:
+        time.sleep(0.3)
+        launch.faults.abort()
+    else:
+        EVERY[name].run(launch, 2)
+    calls = launch.slot.calls.clone()
+    with pytest.raises(TransferError, match=f"group 'tp' was aborted{'' if rank == 2 else ' by rank 2'}; its"):
+        EVERY[name].run(launch, 3)
+    assert torch.equal(launch.slot.calls, calls), "nothing runs after an abort"
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_host_that_aborts_its_group_ends_the_waits_of_all_ranks(name: str) -> None:
+    run_ranks(WORLD, _host_aborts, workspace(WORLD), name, shared(WORLD), seconds=SECONDS)

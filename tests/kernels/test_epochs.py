@@ -1,0 +1,66 @@
+"""Calls are counted modulo 2**32: schedules go on where the count wraps around, and take no flag for come that was last
+touched 2**31 calls ago."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from overlap_inductor.kernels.layout import FLAG_WORDS
+from overlap_inductor.transports.workspace import Launch
+from tests.kernels.every_schedule import EVERY
+from tests.kernels.every_schedule import workspace
+from tests.kernels.ranks import SharedWorkspace
+from tests.kernels.ranks import run_ranks
+
+WORLD = 2
+
+
+def _at(call: int) -> int:
+    """As int32."""
+    return (call + 2**31) % 2**32 - 2**31
+
+
+def _count_from(launch: Launch, space: SharedWorkspace, calls: int, touched: int) -> None:
+    """As after ``calls`` calls, of which each touched the credits, and the ``touched``-th was the last to touch the
+    signals. (Every rank writes the flags of all alike.)"""
+    launch.slot.calls.fill_(_at(calls))
+    flags = space.flags.view(WORLD, -1, FLAG_WORDS)[:, :, 0]
+    flags[:, :WORLD] = _at(calls)
+    flags[:, WORLD:] = _at(touched)
+
+
+def _wraps(rank: int, space: SharedWorkspace, name: str, calls: int) -> None:
+    launch = space.launch(rank)
+    launch.slot.calls.fill_(_at(calls))
+    for call in (1, 2, 3, 4):
+        found = EVERY[name].run(launch, call)
+        launch.faults.check()
+        assert EVERY[name].is_right(found, call, WORLD), (call, found.unique())
+
+
+@pytest.mark.parametrize("calls", [2**31 - 2, 2**32 - 2], ids=["past 2**31", "past 2**32"])
+@pytest.mark.parametrize("name", EVERY)
+def test_the_count_of_calls_wraps_around(name: str, calls: int) -> None:
+    space = workspace(WORLD)
+    _count_from(space.launch(0), space, calls, calls)
+    run_ranks(WORLD, _wraps, space, name, calls, seconds=60)
+
+
+def _late(rank: int, space: SharedWorkspace, name: str, calls: int) -> None:
+    launch = space.launch(rank)
+    launch.slot.calls.fill_(_at(calls))
+    for call in (1, 2):
+        if rank == 1:
+            time.sleep(0.3)
+        found = EVERY[name].run(launch, call)
+        launch.faults.check()
+        assert EVERY[name].is_right(found, call, WORLD), f"rank {rank} did not wait: {found.unique().tolist()}"
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_signal_of_2_to_31_calls_ago_has_not_come(name: str) -> None:
+    space, calls = workspace(WORLD), 5
+    _count_from(space.launch(0), space, calls, calls - 2**31 - 3)
+    run_ranks(WORLD, _late, space, name, calls, seconds=60)

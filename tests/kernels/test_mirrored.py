@@ -1,0 +1,88 @@
+"""``bench.mirrored`` on one process: two buffers are two GPUs, each of which plays one rank and, to the other, all its
+peers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench import mirrored
+from overlap_inductor.kernels.layout import FLAG_WORDS
+from overlap_inductor.kernels.layout import QUEUE_WORDS
+from overlap_inductor.transports.arena import Slot
+from overlap_inductor.transports.copy_engine import CopyEngine
+from overlap_inductor.transports.credits import announced
+from overlap_inductor.transports.credits import end_kernel
+from overlap_inductor.transports.faults import FaultRecord
+from overlap_inductor.transports.transfer import Transfer
+from overlap_inductor.transports.workspace import Launch
+
+ROWS, WIDTH, PARTS = 4, 8, 2
+
+
+class OneOfMany:
+    """Rank 0 of ``world_size``, as the first of two GPUs sees it."""
+
+    def __init__(self, world_size: int, gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dist, "get_rank", lambda: 0)
+        self.world_size, self.gathers = world_size, gathers
+        margin = mirrored.margin_words(world_size)
+        self.flags = [
+            torch.zeros(margin + 2 * world_size * (1 + mirrored.SIGNALS) * FLAG_WORDS, dtype=torch.int32)
+            for _ in range(2)
+        ]
+        self.data = [torch.zeros(2 * world_size * ROWS * WIDTH * 2, dtype=torch.uint8) for _ in range(2)]
+        self.margin, words = margin, torch.zeros(1 + QUEUE_WORDS + world_size * mirrored.SIGNALS, dtype=torch.int32)
+        buffers: list[Any] = [SimpleNamespace(local=pair[0], peers=pair) for pair in (self.data, self.flags)]
+        slot = Slot(
+            self.data[0].numel(), mirrored.SIGNALS, mirrored.mirrored(buffers[0], world_size, ROWS * WIDTH * 2),
+            mirrored.mirrored(buffers[1], world_size, mirrored.SIGNALS * FLAG_WORDS, margin, gathers),
+            words[:1], words[1:], torch.zeros(1, dtype=torch.int32),
+        )  # fmt: skip
+        self.faults = FaultRecord.of("mirrored", range(world_size), torch.device("cpu"))
+        self.launch = Launch(0, world_size, slot, self.faults, self.faults.number("site"), 10_000)
+
+    def send(self) -> None:
+        rows = ROWS if self.gathers else ROWS * self.world_size
+        source = torch.arange(rows * WIDTH).reshape(rows, WIDTH).half()
+        transfer = Transfer(ROWS, WIDTH, ROWS // PARTS, scattered=not self.gathers)
+        announced(self.launch).fill_(1)
+        CopyEngine(0).prepare(self.launch, transfer, range((self.world_size - 1) * PARTS), source)(source)
+
+    def signalled(self) -> list[list[int]]:
+        """What the other GPU has been told: of each source but itself, of each part."""
+        flags = self.flags[1][self.margin :: FLAG_WORDS].tolist()
+        first = [self.world_size + source * mirrored.SIGNALS for source in range(self.world_size)]
+        return [flags[at : at + PARTS] for at in first[1:]]
+
+
+@pytest.mark.parametrize("gathers", [True, False], ids=["gather", "scatter"])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_a_turn_waits_for_a_flag_that_somebody_writes(
+    world_size: int, gathers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overlap_inductor.torch_compat.symmetric.hardware_queues", lambda: 8)
+    one = OneOfMany(world_size, gathers, monkeypatch)
+    one.send()
+    assert one.faults.error() is None
+    assert one.signalled() == [[1] * PARTS] * (world_size - 1), "and the other GPU has got every part"
+
+
+@pytest.mark.parametrize("gathers", [True, False], ids=["gather", "scatter"])
+def test_a_calls_end_writes_into_no_flag_that_a_call_waits_for(gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = OneOfMany(4, gathers, monkeypatch)
+    end_kernel(one.launch)()
+    assert not any(map(any, one.signalled()))
+    assert int(one.flags[1].count_nonzero()) == 3, "and into memory of the buffer"
+
+
+def test_a_margin_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    pair = [torch.zeros(4096, dtype=torch.int32) for _ in range(2)]
+    buffer: Any = SimpleNamespace(local=pair[0], peers=pair)
+    with pytest.raises(ValueError, match="turned back beyond a margin of 16 elements"):
+        mirrored.mirrored(buffer, 4, 32, 16, turned=True)

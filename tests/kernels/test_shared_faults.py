@@ -1,0 +1,103 @@
+"""Groups of gloo processes that tell each other of faults: the board in the host's memory, and schedule
+``wave_groups``, whose collectives are not its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.errors import OverlapError
+from overlap_inductor.errors import TransferError
+from overlap_inductor.lowerings import wave_groups
+from overlap_inductor.lowerings.wave_plan import WaveParameters
+from overlap_inductor.transports import board
+from overlap_inductor.transports.workspace import workspace_of
+from tests.kernels.shared_memory import use_shared_memory
+from tests.numerics.ranks import run_ranks
+
+WORLD = 3
+CPU = torch.device("cpu")
+PARAMETERS = WaveParameters(2, (1,), (0, 1, 2), 16, 16, 16, 2, 4, 1, False)
+
+
+def _tiles_come_late(rank: int, world_size: int, folder: str, reached: bool, scatters: bool) -> None:
+    """Something else holds rank 0's GPU for longer than its patience: its tiles are stored behind the collectives."""
+    if reached:
+        use_shared_memory(folder)
+    group = dist.group.WORLD
+    waves = wave_groups.waves_of(group, CPU)
+    faults, waves.place.patience_ns = waves.place.faults, 20_000
+
+    def call(value: float) -> torch.Tensor:
+        run = wave_groups.matmul_reduce_scatter if scatters else wave_groups.matmul_all_reduce
+        rows = 32 * world_size if scatters else 32
+        right = torch.ones(32, 16).half().t()
+        return run(torch.full((rows, 16), value).half(), right, group, PARAMETERS, "some site")
+
+    assert (call(1) == 16 * world_size).all()
+    # As in a CUDA graph, where no host looks.
+    faults.check = lambda: None  # type: ignore[method-assign]
+    multiply = wave_groups.Call.multiply
+    if rank == 0:
+        late = []
+
+        def held(self: wave_groups.Call, *arguments: object) -> torch.Tensor:
+            late.append((self, arguments))
+            return torch.zeros(self.a.shape[0], self.b.shape[1]).half()
+
+        wave_groups.Call.multiply = held  # type: ignore[method-assign]
+    for value in (2, 3):
+        # (What was counted behind the call before suffices for the second one.)
+        assert call(value).isnan().all(), "tiles that were never written are taken for valid"
+        if rank == 0:
+            multiply(late[0][0], *late[0][1])
+            assert waves.counters.any()
+    del faults.check
+    first = "" if rank == 0 else "rank 0 gave up first: "
+    if reached or rank == 0:
+        site = f"site some site of group '{group.group_name}' waited in vain for tiles of its own matmul"
+        with pytest.raises(TransferError, match=f"{first}{site}: [26] were wanted, 0 had come"):
+            call(4)
+
+
+@pytest.mark.parametrize("scatters", [False, True], ids=["all-reduce", "reduce-scatter"])
+@pytest.mark.parametrize("reached", [True, False], ids=["GPUs reach each other", "GPUs that reach no other"])
+def test_what_was_never_written_is_no_number_on_any_rank(reached: bool, scatters: bool, tmp_path: Path) -> None:
+    run_ranks(WORLD, _tiles_come_late, str(tmp_path), reached, scatters, timeout=100)
+
+
+def _aborts(rank: int, world_size: int, folder: str) -> tuple[str, bool]:
+    use_shared_memory(folder)
+    faults = workspace_of(dist.group.WORLD, CPU).faults
+    before = faults.error()
+    dist.barrier()
+    if rank == 1:
+        faults.abort()
+    dist.barrier()
+    return f"{before}; {faults.error()}", bool(faults.stop[0])
+
+
+def test_a_board_is_seen_by_all_ranks_and_leaves_no_file(tmp_path: Path) -> None:
+    said = run_ranks(WORLD, _aborts, str(tmp_path), timeout=100)
+    assert all(stopped and "was aborted by rank 1;" in text for text, stopped in (said[0], said[2])), said
+    assert said[1][1] and "None; group" in said[1][0] and "was aborted;" in said[1][0]
+    assert not list(board.SHARED_FOLDER.glob("overlap_inductor_*"))
+
+
+def _sees_no_board(rank: int, world_size: int, folder: str) -> str:
+    use_shared_memory(folder)
+    if rank == 2:
+        board.SHARED_FOLDER = Path(folder)
+    with pytest.raises(OverlapError) as found:
+        workspace_of(dist.group.WORLD, CPU)
+    return str(found.value)
+
+
+def test_a_rank_that_sees_no_board_is_the_error_of_all(tmp_path: Path) -> None:
+    said = run_ranks(WORLD, _sees_no_board, str(tmp_path), timeout=100)
+    assert all("cannot all map one file of" in text and "OVERLAP_INDUCTOR_SCHEDULE=ring" in text for text in said)
+    assert "No such file" in said[2]
+    assert not list(board.SHARED_FOLDER.glob("overlap_inductor_*"))

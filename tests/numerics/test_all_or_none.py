@@ -1,0 +1,151 @@
+"""What all ranks of a group must manage, or none: memory that one rank alone has not left."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.errors import OverlapError
+from overlap_inductor.lowerings import ops  # noqa: F401  (defines agree)
+from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports import workspace
+from overlap_inductor.transports.all_or_none import NotOnAllRanks
+from overlap_inductor.transports.all_or_none import all_or_none
+from tests.fake_group import fake_group
+from tests.kernels.shared_memory import use_shared_memory
+from tests.numerics.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def _attempts(rank: int, world_size: int) -> list[Any]:
+    group, said = dist.group.WORLD, []
+
+    def attempt(fails: tuple[int, ...]) -> None:
+        def attempted() -> int:
+            if rank in fails:
+                raise torch.OutOfMemoryError(f"CUDA out of memory on GPU {rank}")
+            return rank
+
+        try:
+            said.append(all_or_none(group, "allocate 512 bytes", attempted))
+        except NotOnAllRanks as error:
+            said.append((str(error), type(error.__cause__).__name__))
+
+    for fails in ((), (1,), (0, 2), ()):
+        attempt(fails)
+    # In a group of some ranks its first rank decides; ranks are named as the program numbers them.
+    group = dist.new_group([1, 2])
+    if rank:
+        attempt((2,))
+    # Another group of that name knows nothing of what was said in the first.
+    group = dist.new_group()
+    attempt((1,))
+    dist.destroy_process_group(group)
+    return said
+
+
+def test_all_ranks_manage_or_none_with_one_text() -> None:
+    found = run_ranks(3, _attempts)
+    for rank, said in enumerate(found):
+        assert said[0] == said[3] == rank
+        assert (
+            said[1][0]
+            == "rank 1 cannot allocate 512 bytes (OutOfMemoryError: CUDA out of memory on GPU 1). "
+            "So no rank of group '0' does."
+        )
+        assert said[2][0].startswith(
+            "rank 0 cannot allocate 512 bytes (OutOfMemoryError: CUDA out of memory on GPU 0); rank 2 cannot"
+        )
+    assert [said[1][1] for said in found] == ["NoneType", "OutOfMemoryError", "NoneType"]
+    assert len(found[0]) == 5 and found[1][4][0] == found[2][4][0] and found[1][4][0].startswith("rank 2 cannot")
+    assert found[0][4] == (found[1][5][0], "NoneType") and found[0][4][0].startswith("rank 1 cannot")
+
+
+def _silent(rank: int, world_size: int) -> tuple[str, float]:
+    start = time.monotonic()
+    if rank == 2:
+        time.sleep(4)
+        return "", 0.0
+    with pytest.raises(NotOnAllRanks) as told:
+        all_or_none(dist.group.WORLD, "allocate 512 bytes", lambda: None, seconds=1.0)
+    return str(told.value), time.monotonic() - start
+
+
+def test_a_rank_that_says_nothing_has_failed_when_the_time_is_over() -> None:
+    (first, took), (second, _), _ = run_ranks(3, _silent)
+    assert (
+        first
+        == second
+        == "rank 2 cannot allocate 512 bytes (it has said nothing for 1 s; has it died?). So no rank of group '0' does."
+    )
+    assert 0.9 < took < 4
+
+
+def test_a_dry_run_asks_nobody() -> None:
+    with fake_group(8, rank=3) as group:
+        assert all_or_none(group, "allocate 512 bytes", lambda: 7) == 7
+        with pytest.raises(NotOnAllRanks, match="rank 3 cannot allocate 512 bytes"):
+            all_or_none(group, "allocate 512 bytes", lambda: [][0])
+
+
+def _workspace(rank: int, world_size: int, folder: str) -> list[Any]:
+    use_shared_memory(folder)
+    shared, left, said = symmetric.allocate, [0], []
+
+    def allocate(
+        elements: int, dtype: torch.dtype, device: torch.device, group: Any, together: symmetric.Together
+    ) -> Any:
+        def meagre(what: str, attempt: Any) -> Any:
+            def attempted() -> Any:
+                left[0] -= 1
+                if rank == 1 and left[0] == 0:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                return attempt()
+
+            return together(what, attempted)
+
+        return shared(elements, dtype, device, group, meagre)
+
+    symmetric.allocate = allocate
+    group, requests = dist.group.WORLD, json.dumps([["a", 3000, 2], ["b", 500, 1]])
+    for failing in (1, 1, 2, 3, 4):
+        # Of what the group tells its ranks of faults by; and, when that is there, of two slots: data and flags of each.
+        left[0] = failing
+        said.append(workspace.prepare(group, CPU, requests, 2**30))
+        assert not workspace.workspace_of(group, CPU).arena.slots
+    left[0] = 1
+    try:
+        torch.ops.overlap_inductor.agree(group.group_name, "{}", torch.zeros(1), requests, 1)
+    except OverlapError as error:
+        said.append(str(error))
+    said.append(workspace.prepare(group, CPU, requests, 2**30))
+    place = workspace.workspace_of(group, CPU)
+    assert len(place.arena.slots) == 2 and place.launch("a", 3000, 2) is not None
+    # (Every rank writes where the others look.)
+    flags = place.arena.slot("a").flags
+    flags.peers[(rank + 1) % world_size][0] = 100 + rank
+    dist.barrier()
+    assert int(flags.local[0]) == 100 + (rank - 1) % world_size and not place.arena.slot("a").queues.any()
+    return said
+
+
+def test_a_rank_without_memory_leaves_all_without_workspace_and_none_waiting(tmp_path: Path) -> None:
+    found = run_ranks(3, _workspace, str(tmp_path))
+    assert found[0] == found[1] == found[2]
+    assert (
+        found[0][1]
+        == "rank 1 cannot allocate 3072 bytes of symmetric memory (OutOfMemoryError: CUDA out of memory). "
+        "So no rank of group '0' does."
+    )
+    assert all(text.startswith("rank 1 cannot allocate") for text in found[0][:5]) and found[0][6] is None
+    assert (
+        found[0][5].startswith("sites of group '0' have no workspace: rank 1 cannot allocate 3072 bytes")
+        and "OVERLAP_INDUCTOR=off" in found[0][5]
+    )

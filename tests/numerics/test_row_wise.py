@@ -1,0 +1,65 @@
+"""What commutes with cutting rows computes, in pieces, what it computed: norms, scales and masks behind a gather, sums over experts and ``cat`` before a reduction, batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report import OverlapReport
+from tests.compile.row_wise_programs import LOOPING
+from tests.compile.row_wise_programs import OWN
+from tests.compile.row_wise_programs import PROGRAMS
+from tests.compile.row_wise_programs import TRAINED
+from tests.compile.row_wise_programs import arguments
+from tests.graph_text import waste
+from tests.numerics.interpreted import interpreted
+from tests.numerics.random_programs import outcome
+from tests.numerics.ranks import compile_anew
+from tests.numerics.ranks import run_ranks
+
+FIELDS: dict[int, dict[str, Any]] = {2: {}, 3: {"ring_direction": "bidirectional", "numerics": "allow_hop_rounding", "sub_chunks": 3}}
+ONE_OP = {"step_node_budget": 1}
+
+
+def _wrong(name: str, fn: Callable[..., Any], inputs: list[torch.Tensor], fields: dict[str, Any], trains: bool) -> list[str]:
+    def program(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = fn(*tensors)
+        return results if isinstance(results, tuple) else (results,)
+
+    torch._dynamo.reset()
+    reports: list[OverlapReport] = []
+    backend = interpreted(OverlapConfig(schedule="ring", **fields), reports)
+    with torch.set_grad_enabled(trains):
+        exact, found = outcome(program, inputs, trains), outcome(torch.compile(program, backend=backend, dynamic=False), inputs, trains)
+    wrong = [f"{name} {fields}: result {i} is off by {(e - f).abs().max()}" for i, (e, f) in enumerate(zip(exact, found, strict=True)) if not _close(e, f)]
+    wrong += [f"{name} {fields}: {text}" for r in reports for text in (*waste(r), *r.notices)]
+    statuses = [s.decision.status for s in reports[0].sites]
+    if set(statuses) != {"refused" if fields is ONE_OP and name in OWN else "overlapped"}:
+        wrong.append(f"{name} {fields}: {statuses} {[m.reason.text for m in reports[0].near_misses]}")
+    return wrong
+
+
+def _close(exact: torch.Tensor, found: torch.Tensor) -> bool:
+    if not exact.is_floating_point():
+        return torch.equal(exact, found)
+    return exact.shape == found.shape and bool((exact - found).abs().max() <= 1e-9 * max(1.0, float(exact.abs().max())))
+
+
+def check(rank: int, world_size: int) -> list[str]:
+    compile_anew()
+    problems: list[str] = []
+    for name, (fn, _, _) in PROGRAMS.items():
+        for fields in (FIELDS[world_size], *([ONE_OP] if name in LOOPING | OWN else [])):
+            problems += _wrong(name, fn, arguments(name, world_size, torch.Generator().manual_seed(rank)), fields, name in TRAINED)
+    return problems
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_programs_compute_what_they_computed(world_size: int) -> None:
+    """A tensor from elsewhere that is cut in other rows, a part of what must be whole, a term that is added twice."""
+    for rank, problems in enumerate(run_ranks(world_size, check, timeout=400)):
+        assert not problems, f"rank {rank}: " + "\n".join(problems)

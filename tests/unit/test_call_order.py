@@ -1,0 +1,452 @@
+"""Calls of a device run in the order in which the host makes them: on any streams, from any threads, in captures and
+replays. With streams that are noted and played."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.torch_compat import cuda_graphs
+from overlap_inductor.transports import call_order
+from overlap_inductor.transports.call_order import CallOrder
+from overlap_inductor.transports.call_order import CapturedGraphs
+from tests.fake_streams import CUDA
+from tests.fake_streams import Event
+from tests.fake_streams import Gpu
+from tests.fake_streams import run
+
+
+class Rank:
+    """One rank's GPU and the order of its calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gpu = Gpu()
+        self.monkeypatch = monkeypatch
+        self.graphs = self.gpu.use(monkeypatch)
+        captured = CapturedGraphs()
+        cuda_graphs.observe(self.graphs, captured)
+        self.order = CallOrder(CUDA, captured)
+        self.first, self.second = self.gpu.stream(), self.gpu.stream()
+
+    def call(self, name: str, stream: Any) -> None:
+        with self.gpu.on(stream), self.order:
+            stream.put("call", name)
+
+    def captured(self, stream: Any, body: Callable[[], None], graph: Any = None) -> Any:
+        graph = graph or self.graphs()
+        with self.gpu.on(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                body()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def replay(self, graph: Any, stream: Any) -> None:
+        with self.gpu.on(stream):
+            graph.replay()
+
+    def kinds(self, stream: Any) -> list[str]:
+        return [kind if kind != "call" else what for kind, what in stream.queue]
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    return Rank(monkeypatch)
+
+
+def played(monkeypatch: pytest.MonkeyPatch, *programs: Callable[[Rank], None]) -> list[Any]:
+    """What is left when each rank has queued its program."""
+    ranks: list[Rank] = []
+    for program in programs:
+        ranks.append(Rank(monkeypatch))
+        program(ranks[-1])
+    return run([rank.gpu for rank in ranks])
+
+
+def test_what_is_queued_behind_a_call_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else rank 0's B waits for a receive, whose send stands behind rank 1's B."""
+
+    def receives(rank: Rank) -> None:
+        rank.call("A", rank.first)
+        rank.first.put("recv", "rows")
+        rank.call("B", rank.second)
+
+    def sends(rank: Rank) -> None:
+        rank.call("A", rank.first)
+        rank.call("B", rank.second)
+        event = Event()
+        event.record(rank.second)
+        rank.first.wait_event(event)
+        rank.first.put("send", "rows")
+
+    assert played(monkeypatch, receives, sends) == [[], []]
+
+
+def test_calls_on_two_streams_begin_in_one_order_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def delayed(stream: str) -> Callable[[Rank], None]:
+        def program(rank: Rank) -> None:
+            getattr(rank, stream).put("recv", "go")
+            rank.call("A", rank.first)
+            rank.call("B", rank.second)
+            rank.gpu.stream().put("send", "go")
+
+        return program
+
+    # (Each rank's other stream could begin first.)
+    assert played(monkeypatch, delayed("first"), delayed("second")) == [[], []]
+
+
+def test_the_stream_of_the_call_before_is_not_made_to_wait(rank: Rank) -> None:
+    for name in "ABC":
+        rank.call(name, rank.first)
+    assert rank.kinds(rank.first) == ["A", "mark", "B", "mark", "C", "mark"]
+    rank.call("D", rank.second)
+    assert rank.kinds(rank.second) == ["wait", "D", "mark"] and rank.second.queue[0][1] is rank.first.queue[-1][1]
+
+
+def test_a_call_inside_of_a_call_is_part_of_it(rank: Rank) -> None:
+    with rank.gpu.on(rank.first), rank.order:
+        rank.call("A", rank.first)
+        rank.first.put("call", "B")
+    assert rank.kinds(rank.first) == ["A", "B", "mark"]
+
+
+def test_calls_of_two_threads_do_not_mix(rank: Rank) -> None:
+    inside, entered = threading.Event(), threading.Event()
+
+    def other() -> None:
+        inside.wait()
+        with rank.order:
+            entered.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with rank.order:
+        inside.set()
+        assert not entered.wait(0.2), "while the first one launches"
+    assert entered.wait(10)
+    thread.join()
+
+
+def test_what_a_failed_call_has_launched_is_ordered(rank: Rank) -> None:
+    with pytest.raises(ValueError, match="no kernel"), rank.gpu.on(rank.first), rank.order:
+        rank.first.put("call", "half of A")
+        raise ValueError("no kernel")
+    rank.call("B", rank.second)
+    assert rank.kinds(rank.second) == ["wait", "B", "mark"]
+
+
+def test_a_call_that_cannot_begin_keeps_nobody_out(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank.call("A", rank.first)
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            type(rank.second), "wait_event", lambda self, event: (_ for _ in ()).throw(RuntimeError("CUDA error"))
+        )
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            rank.call("B", rank.second)
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (rank.call("C", rank.second), done.set()))
+    thread.start()
+    assert done.wait(10) and rank.kinds(rank.second) == ["wait", "C", "mark"]
+
+
+def test_in_a_capture_calls_wait_for_each_other_alone(rank: Rank) -> None:
+    """CUDA refuses to wait in a capture for an event from outside, and outside for one of a capture."""
+    rank.call("A", rank.first)
+
+    def body() -> None:
+        fork = Event()
+        rank.call("B", rank.second)
+        fork.record(rank.second)
+        third = rank.gpu.stream()
+        third.wait_event(fork)
+        rank.call("C", third)
+
+    graph = rank.captured(rank.second, body)
+    assert [what if kind == "call" else kind for kind, what in graph.queue] == [
+        "B",
+        "mark",
+        "mark",
+        "wait",
+        "wait",
+        "C",
+        "mark",
+    ]
+    marks = [what for kind, what in graph.queue if kind == "mark"]
+    assert [what for kind, what in graph.queue if kind == "wait"] == [marks[1], marks[0]], "of B's end"
+    rank.call("D", rank.second)
+    assert rank.kinds(rank.second) == ["wait", "D", "mark"] and rank.second.queue[0][1] is rank.first.queue[-1][1], (
+        "of A's end"
+    )
+
+
+def test_two_captures_at_once_know_nothing_of_each_other(rank: Rank) -> None:
+    one, other = rank.graphs(), rank.graphs()
+
+    def body() -> None:
+        rank.call("A", rank.first)
+        rank.captured(rank.second, lambda: rank.call("B", rank.second), other)
+        rank.call("C", rank.first)
+
+    rank.captured(rank.first, body, one)
+    assert [what for kind, what in one.queue if kind == "call"] == ["A", "C"] and not any(
+        kind == "wait" for kind, _ in [*one.queue, *other.queue]
+    )
+
+
+def test_a_replay_is_one_call(rank: Rank) -> None:
+    graph = rank.captured(rank.second, lambda: rank.call("A", rank.second))
+    rank.call("B", rank.first)
+    rank.replay(graph, rank.second)
+    rank.call("C", rank.first)
+    rank.replay(graph, rank.first)
+    assert rank.kinds(rank.second) == ["wait", "A", "mark"] and rank.second.queue[0][1] is rank.first.queue[1][1]
+    assert (
+        rank.kinds(rank.first) == ["B", "mark", "wait", "C", "mark", "A", "mark"]
+        and rank.first.queue[2][1] is rank.second.queue[-1][1]
+    )
+
+
+def test_replays_beside_calls_on_another_stream_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(first: bool) -> Callable[[Rank], None]:
+        def made(rank: Rank) -> None:
+            graph = rank.captured(rank.second, lambda: rank.call("G", rank.second))
+            (rank.first if first else rank.second).put("recv", "go")
+            rank.call("A", rank.first)
+            rank.replay(graph, rank.second)
+            rank.gpu.stream().put("send", "go")
+
+        return made
+
+    assert played(monkeypatch, program(True), program(False)) == [[], []]
+
+
+def test_a_graph_without_calls_is_left_alone(rank: Rank) -> None:
+    graph = rank.captured(rank.second, lambda: rank.second.put("recv", "rows"))
+    rank.call("A", rank.first)
+    rank.replay(graph, rank.second)
+    rank.call("B", rank.first)
+    assert rank.kinds(rank.second) == [] and rank.kinds(rank.first) == ["A", "mark", "B", "mark"]
+
+
+def test_a_graph_that_is_captured_anew_is_what_it_holds_now(rank: Rank) -> None:
+    graph = rank.captured(rank.second, lambda: rank.call("A", rank.second))
+    rank.captured(rank.second, lambda: None, graph)
+    rank.replay(graph, rank.second)
+    assert rank.kinds(rank.second) == []
+
+
+def test_a_graph_inside_of_a_capture_makes_that_one_hold_calls(rank: Rank) -> None:
+    inner = rank.captured(rank.second, lambda: rank.call("A", rank.second))
+    outer = rank.captured(rank.first, lambda: rank.replay(inner, rank.first))
+    rank.call("B", rank.first)
+    rank.replay(outer, rank.second)
+    assert rank.kinds(rank.second) == ["wait", "A", "mark"]
+
+
+def test_a_capture_whose_replays_nobody_would_see_is_refused(rank: Rank) -> None:
+    rank.second.capture = 77
+    rank.gpu.captures[77] = rank.graphs()
+    with pytest.raises(UnsupportedError, match="Capture with torch.cuda.graph"):
+        rank.call("A", rank.second)
+    rank.second.capture = 0
+    rank.call("B", rank.first)
+    assert rank.kinds(rank.first) == ["B", "mark"], "and others go on"
+
+
+def test_a_call_that_fails_in_a_capture_says_its_own_error(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body() -> None:
+        with rank.order:
+            monkeypatch.setattr(
+                Event, "record", lambda self, stream: (_ for _ in ()).throw(RuntimeError("the capture is lost"))
+            )
+            raise ValueError("no kernel")
+
+    with pytest.raises(ValueError, match="no kernel"):
+        rank.captured(rank.second, body)
+
+
+def test_a_capture_that_the_driver_does_not_number_is_the_programs_still(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(raw: int) -> int:
+        raise RuntimeError("cuStreamGetCaptureInfo_v2 returned CUresult 500")
+
+    monkeypatch.setattr(call_order.driver, "capture_number", fail)
+    graph = rank.captured(rank.second, lambda: rank.second.put("call", "foreign"))
+    rank.replay(graph, rank.second)
+    assert rank.kinds(rank.second) == ["foreign"] and "may be captured in it (cuStreamGetCaptureInfo_v2" in caplog.text
+
+
+def test_whether_calls_are_in_flight_is_asked_of_the_last_ones_end(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, waited = [False], []
+    monkeypatch.setattr(Event, "query", lambda self: reached[0], raising=False)
+    monkeypatch.setattr(Event, "synchronize", lambda self: waited.append(self), raising=False)
+    assert not rank.order.in_flight(), "there was no call"
+    rank.order.finish()
+    rank.captured(rank.second, lambda: rank.call("A", rank.second))
+    assert not rank.order.in_flight() and not waited, "what is captured does not run"
+    rank.call("B", rank.first)
+    assert rank.order.in_flight()
+    reached[0] = True
+    assert not rank.order.in_flight()
+    rank.order.finish()
+    assert len(waited) == 1
+
+
+def test_memory_of_a_destroyed_group_is_given_back_when_its_calls_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    from overlap_inductor.transports import workspace
+    from tests.fake_group import fake_group
+
+    said: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(CallOrder, "finish", lambda self: said.append(len(workspace._WORKSPACES)))
+    monkeypatch.setattr(call_order, "_ORDERS", {CUDA: CallOrder(CUDA, CapturedGraphs())})
+    monkeypatch.setattr(workspace, "_WORKSPACES", {})
+    with fake_group(2) as group:
+        place = workspace.workspace_of(group, torch.device("cpu"))
+        workspace._WORKSPACES[group, CUDA] = workspace._WORKSPACES.pop((group, torch.device("cpu")))
+    assert place in workspace._WORKSPACES.values() and not said
+    with fake_group(2) as group:
+        workspace.workspace_of(group, torch.device("cpu"))
+    assert said == [1] and place not in workspace._WORKSPACES.values()
+
+
+def test_graphs_are_as_before_to_the_program() -> None:
+    said: list[Any] = []
+
+    class Plain:
+        def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> str:
+            """Begins."""
+            said.append((pool, capture_error_mode))
+            return "begun"
+
+        def capture_end(self) -> None:
+            raise RuntimeError("invalidated")
+
+        def replay(self) -> str:
+            said.append("replay")
+            return "replayed"
+
+    class Derived(Plain):
+        def replay(self) -> str:
+            return super().replay()
+
+    observer = SimpleNamespace(
+        begun=lambda graph: said.append("begun"),
+        ended=lambda graph: said.append("ended"),
+        replaying=lambda graph: (said.append("replaying"), nullcontext())[1],
+    )
+    cuda_graphs.observe(Plain, observer)
+    graph = Derived()
+    assert (
+        graph.capture_begin("pool", capture_error_mode="relaxed") == "begun"
+        and Plain.capture_begin.__doc__ == "Begins."
+    )
+    with pytest.raises(RuntimeError, match="invalidated"):
+        graph.capture_end()
+    assert graph.replay() == "replayed"
+    assert said == [("pool", "relaxed"), "begun", "ended", "replaying", "replay"]
+
+
+def test_graphs_of_torch_have_what_is_wrapped() -> None:
+    assert all(callable(getattr(torch.cuda.CUDAGraph, name)) for name in ("capture_begin", "capture_end", "replay"))
+
+
+def test_one_order_a_device_and_none_without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    observed: list[object] = []
+    monkeypatch.setattr(call_order, "_ORDERS", {})
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(cuda_graphs, "observe", lambda graphs, observer: observed.append(graphs))
+    assert isinstance(call_order.call_order(torch.device("cpu")), nullcontext)
+    devices = [torch.device("cuda", index) for index in (0, 1, 0)]
+    a, b, c = map(call_order.call_order, devices)
+    assert a is c is not b and observed == [torch.cuda.CUDAGraph]
+
+
+class Inside:
+    """Notes whether a launch was made inside of the order."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.seen: list[int] = []
+
+    def __call__(self, device: torch.device) -> Inside:
+        return self
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
+    def launches(self, result: Any) -> Callable[..., Any]:
+        def launch(*arguments: Any, **named: Any) -> Any:
+            self.seen.append(self.depth)
+            return result
+
+        return launch
+
+
+def test_every_op_launches_inside_of_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from overlap_inductor.lowerings import chunked
+    from overlap_inductor.lowerings import chunked_ops  # noqa: F401
+    from overlap_inductor.lowerings import chunked_scaled_ops
+    from overlap_inductor.lowerings import chunked_sum_ops
+    from overlap_inductor.lowerings import fused_ops
+    from overlap_inductor.lowerings import site_ops
+    from overlap_inductor.lowerings import small_message
+    from overlap_inductor.lowerings import small_ops
+    from overlap_inductor.lowerings import wave_groups
+    from tests.fake_group import fake_group
+
+    inside = Inside()
+    x, w, chain = torch.zeros(4, 8), torch.zeros(8, 8), torch.zeros(1)
+    modules: Sequence[Any] = (site_ops, fused_ops, small_ops, chunked_scaled_ops, chunked_sum_ops, wave_groups)
+    for module in modules:
+        monkeypatch.setattr(module, "call_order", inside)
+        if module not in (small_ops, wave_groups):
+            monkeypatch.setattr(module, "ready", lambda *arguments: ("launch", "parameters"))
+    monkeypatch.setattr(small_ops, "_ready", lambda *arguments: ("launch", "parameters"))
+    for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        monkeypatch.setattr(chunked, name, inside.launches([x] if name == "all_gather_matmul" else x))
+    monkeypatch.setattr(fused_ops, "_gather", inside.launches([x]))
+    monkeypatch.setattr(fused_ops, "_reduce", inside.launches(x))
+    monkeypatch.setattr(small_message, "matmul_all_reduce", inside.launches(x))
+    monkeypatch.setattr(small_message, "matmul_all_reduce_norm", inside.launches((x, x)))
+    monkeypatch.setattr(
+        wave_groups,
+        "waves_of",
+        lambda *arguments: SimpleNamespace(place=SimpleNamespace(faults=SimpleNamespace(check=lambda: None))),
+    )
+    monkeypatch.setattr(wave_groups, "check_operands", lambda *arguments: None)
+    monkeypatch.setattr(
+        wave_groups, "Call", lambda *arguments: SimpleNamespace(run=inside.launches(x), plan=lambda: None)
+    )
+    ops = torch.ops.overlap_inductor
+    with fake_group(2) as group:
+        end = (group.group_name, "site")
+        one = torch.ones(1)
+        ops.chunked_all_gather_matmul(chain, x, [w], [None], False, "{}", *end)
+        ops.chunked_matmul_all_reduce(chain, x, w, None, "{}", "sum", *end)
+        ops.fused_all_gather_matmul_epilogue(chain, x, [w], [None], False, [], "[null]", "{}", *end)
+        ops.fused_matmul_all_reduce_epilogue(chain, x, w, None, [], "[null]", "{}", "sum", *end)
+        ops.small_message_matmul_all_reduce(chain, x, w, None, "{}", "sum", *end)
+        ops.small_message_matmul_all_reduce_norm(chain, x, w, None, x, w[0], 1e-5, "{}", *end)
+        ops.chunked_sum_matmul_all_reduce(chain, [x, x], [w, w], None, "{}", "sum", *end)
+        ops.chunked_scaled_matmul_all_reduce(chain, x, w, None, one, one, "float32", False, "{}", "sum", *end)
+        ops.chunked_scaled_all_gather_matmul(
+            chain, x, [w], [None], [one], [one], ["float32"], [False], False, "{}", *end
+        )
+        wave_groups.matmul_all_reduce(x, w, group, None, "site")  # type: ignore[arg-type]
+    assert inside.seen == [1] * 10 and inside.depth == 0
