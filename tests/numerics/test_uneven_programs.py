@@ -60,9 +60,7 @@ def check(
     ids=["2 ranks, trained", "3 ranks, looping"],
 )
 def test_a_program_of_which_ranks_differ(world_size: int, fields: dict[str, Any], trains: bool) -> None:
-    # (Program 112 gathers a tensor and reduces it, too, and multiplies both.)
-    seeds = [*range(COUNT), 112]
-    results = run_ranks(world_size, check, seeds, fields, trains, timeout=500)
+    results = run_ranks(world_size, check, list(range(COUNT)), fields, trains, timeout=500)
     for rank, (problems, overlapped, fell_back, differ) in enumerate(results):
         assert not problems, f"rank {rank}: " + "\n".join(problems)
         assert differ >= COUNT // 2, "too few programs differ to say anything"

@@ -33,7 +33,7 @@ class UnevenProgram(Program):
         self.lines.append(f"    {name} = {expression}")
         return name
 
-    def _total(self) -> int:
+    def _undivided(self) -> int:
         """A size to be divided."""
         return self.chance.choice(
             [self.world_size + 1, 2 * self.world_size - 1, 2 * self.world_size + 1, 3 * self.world_size + 2, 4]
@@ -71,18 +71,18 @@ class UnevenProgram(Program):
         self._make(product + f" + {bias}" * (self.rank == self.chance.randrange(self.world_size)), *shape[:-1], columns)
 
     def _own_inner(self, x: str, shape: Shape, dim: int) -> None:
-        (own, _), columns = self._piece(self._total()), self._columns()
+        (own, _), columns = self._piece(self._undivided()), self._columns()
         inner = self._line(f"torch.relu({x} @ {self._input(shape[-1], own)})")
         self._make(f"{inner} @ {self._input(own, columns)}", *shape[:-1], columns)
 
     def _own_columns(self, x: str, shape: Shape, dim: int) -> None:
-        total = self._total()
+        total = self._undivided()
         own, _ = self._piece(total)
         bias = f" + {self._input(own)}" if self.chance.random() < 0.3 else ""
         self._joined(self._line(f"{x} @ {self._input(shape[-1], own)}{bias}"), (*shape[:-1], total), len(shape) - 1)
 
     def _own_rows(self, x: str, shape: Shape, dim: int) -> None:
-        total, width = self._total(), self._width()
+        total, width = self._undivided(), self._width()
         own, _ = self._piece(total)
         self._joined(self._line(f"torch.tanh({self._input(own, width)})"), (total, width), 0)
 
