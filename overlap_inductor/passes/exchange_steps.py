@@ -114,7 +114,6 @@ def _sent(nodes: GatherNodes, plan: list[PlanPiece]) -> str:
     # (In the graph's order, and without nodes' names, which depend on what else a rank's graph holds. A cat of pieces is seen through,
     # and its pieces with it.)
     computed = sorted(n for n in between(nodes) if n not in nodes.through and (tools.is_pointwise(n) or n in nodes.layouts))
-<<<<<<< HEAD
     places = {n: i for i, n in enumerate(computed)}
 
     def name(node: fx.Node) -> str:
@@ -124,9 +123,6 @@ def _sent(nodes: GatherNodes, plan: list[PlanPiece]) -> str:
         return f"v{places[node]}" if node in places else "x" if node is nodes.collective.wait else "other"
 
     words = [f"{n.target}({', '.join(map(str, (fx.map_arg(n.args, name), fx.map_arg(n.kwargs, name))))})" for n in computed]
-=======
-    words = [f"{n.target}{fx.map_arg([a for a in n.args if not isinstance(a, fx.Node)], lambda _: None)}" for n in computed]
->>>>>>> wt-f
     return f" behind {', '.join(words)}" if words else ""
 
 
