@@ -26,6 +26,8 @@ class ExchangePlan:
         steps: one line for each transfer in the order of issue, of all groups; a collective left as it is counts, too.
         overlaps: whether any of these lines is an overlapped one.
         config: the switches, to name a likely cause where plans differ; no part of the digest.
+        groups: names of the process groups in the order of the steps' g0, g1, ...; of each of several joined plans. This
+            rank's own, so no part of the digest.
     """
 
     version: str
@@ -33,6 +35,7 @@ class ExchangePlan:
     steps: tuple[str, ...] = ()
     overlaps: bool = False
     config: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    groups: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
 
     @cached_property
     def digest(self) -> str:
@@ -45,9 +48,14 @@ class ExchangePlan:
         """The collectives behind the steps, overlapped or not, sorted: ``("g0: all_gather", ...)``."""
         return tuple(sorted(" ".join(step.split(" ")[:2]).split("(")[0] for step in self.steps))
 
+    def alias(self, group: str) -> str:
+        """Which of the steps' groups ``group`` is: ``"0"`` for g0; one number for each of several joined plans."""
+        return ",".join(str(names.index(group)) if group in names else "-" for names in self.groups)
+
     def to_json(self) -> str:
         value = {
             "config": {k: list(v) if isinstance(v, tuple) else v for k, v in self.config.items()},
+            "groups": [list(names) for names in self.groups],
             "mode": self.mode,
             "overlap_inductor": self.version,
             "overlaps": self.overlaps,
@@ -62,12 +70,14 @@ class ExchangePlan:
         value = json.loads(text)
         version = str(value.get("overlap_inductor", "?"))
         steps, config = value.get("steps", ()), value.get("config", {})
+        groups = value.get("groups", ())
         return cls(
             version=version,
             mode=str(value.get("mode", "on")),
             steps=tuple(map(str, steps)) if isinstance(steps, list) else (),
             overlaps=bool(value.get("overlaps", True)),
             config=config if isinstance(config, dict) else {},
+            groups=tuple(map(tuple, groups)) if isinstance(groups, list) else (),
         )
 
     @classmethod
@@ -77,7 +87,8 @@ class ExchangePlan:
             return plans[0]
         first = plans[0]
         steps = tuple(step for plan in plans for step in plan.steps)
-        return cls(first.version, first.mode, steps, any(p.overlaps for p in plans), first.config)
+        groups = tuple(names for plan in plans for names in plan.groups)
+        return cls(first.version, first.mode, steps, any(p.overlaps for p in plans), first.config, groups)
 
 
 def difference(mine: ExchangePlan, others: Mapping[int, ExchangePlan]) -> str:

@@ -24,7 +24,9 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.exchange import ExchangePlan
 from overlap_inductor.passes import collectives
 from overlap_inductor.passes import graph_tools as tools
+from overlap_inductor.passes import looping_gather
 from overlap_inductor.passes import planner
+from overlap_inductor.passes import ring_gather
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import product
 from overlap_inductor.passes.padded_output import gathered_shape
@@ -35,7 +37,7 @@ from overlap_inductor.passes.site_nodes import ReduceNodes
 from overlap_inductor.schedule import PlanPiece
 
 _OWN = {"epilogue", "matmuls", "unrolled"}
-"""Parameters of what a rank computes for itself. (Unrolled steps and the looping op move the same bytes in the same order.)"""
+"""Parameters of what a rank computes for itself. (Where unrolled steps cut otherwise than the looping op, ``_cut`` says so.)"""
 
 
 class _Names:
@@ -63,7 +65,7 @@ class _Names:
 class SiteFootprint:
     """What one overlapped site moves, read before the rewrite erases its nodes; ``lines`` writes it once its place in the order is known."""
 
-    def __init__(self, site: OverlapSite) -> None:
+    def __init__(self, site: OverlapSite, config: OverlapConfig) -> None:
         first = site.collectives[0]
         facts = site.facts
         self.group = first.group_name
@@ -76,16 +78,17 @@ class SiteFootprint:
         self.pieces = [(p, _shared_parameters(site, p)) for p in plan]
         one_op = any(p.schedule not in ("keep", "ring") for p in plan)
         self.sent = "" if isinstance(site.nodes, ReduceNodes) else _sent(site.nodes, plan)
-        self.cut = _cut(site.nodes) if isinstance(site.nodes, ReduceNodes) else []
+        self.cut = _cut(site, plan)
         # A one-op schedule holds workspace under the site's id, and its tiles follow the sharded dim's role in the matmul.
-        self.held = f" as {facts.id} {facts.matmuls[0].role} {planner.workspace([site])[self.group]}" if one_op and planner.workspace([site]) else ""
+        needs = planner.workspace([site]).get(self.group) if one_op else None
+        self.held = f" as {facts.id} {facts.matmuls[0].role} {needs} of {config.workspace_limit} MiB" if needs else ""
 
     def lines(self, names: _Names) -> list[str]:
         """The site's transfer, and one line for each all-reduce whose result was added to the first one's."""
         return [self._line(names), *([f"{names.group(self.group)}: {self.what} added to the one before"] * self.added)]
 
     def _line(self, names: _Names) -> str:
-        cut = f" cut {names.shape(self.cut[0])}{self.cut[1]}" if self.cut else ""
+        cut = f" cut {names.shape(self.cut[0])}{self.cut[1]}" if self.cut is not None else ""
         how = "; ".join(_how(piece, parameters) for piece, parameters in self.pieces)
         return f"{names.group(self.group)}: {self.what} {names.shape(self.shape)}{cut}{self.sent} in {self.pattern} by {how}{self.held}"
 
@@ -108,20 +111,41 @@ def _sent(nodes: GatherNodes, plan: list[PlanPiece]) -> str:
     """What is computed of a shard before it is sent: by unrolled steps nothing, by an op all that stands before the matmul."""
     if all(p.parameters.get("unrolled", p.schedule == "keep") for p in plan):
         return ""
-    # (In the graph's order; a cat of pieces is seen through, and its pieces with it.)
+    # (In the graph's order, and without nodes' names, which depend on what else a rank's graph holds. A cat of pieces is seen through,
+    # and its pieces with it.)
     computed = sorted(n for n in between(nodes) if n not in nodes.through and (tools.is_pointwise(n) or n in nodes.layouts))
-    words = [f"{n.target}{[a for a in n.args if not isinstance(a, fx.Node)]}" for n in computed]
+    places = {n: i for i, n in enumerate(computed)}
+
+    def name(node: fx.Node) -> str:
+        """What a node reads: another of these, the gathered tensor in some form, or a tensor from elsewhere."""
+        while node in nodes.through:
+            node = nodes.through[node]
+        return f"v{places[node]}" if node in places else "x" if node is nodes.collective.wait else "other"
+
+    words = [f"{n.target}({', '.join(map(str, (fx.map_arg(n.args, name), fx.map_arg(n.kwargs, name))))})" for n in computed]
     return f" behind {', '.join(words)}" if words else ""
 
 
-def _cut(nodes: ReduceNodes) -> list[Any]:
-    """``[rows of the cut dim: outer, chunk; of an output that is gathered all rows], the order of a piece's elements``
-    where that is not the collective's."""
+def _cut(site: OverlapSite, plan: list[PlanPiece]) -> tuple[list[Any], str] | None:
+    """What sub-chunks are made of: ``(sizes, words)``.
+
+    Of a gather the rows of a shard that are cut; of an output that is gathered all its rows; of a reduction the outer and
+    the chunk size of the dim that is cut, and the order of a piece's elements where that is not the collective's.
+    """
+    nodes, looping = site.nodes, any(not p.parameters.get("unrolled", True) for p in plan)
+    if isinstance(nodes, GatherNodes):
+        if all(p.parameters.get("sub_chunks", 1) == 1 for p in plan):
+            return None
+        forms, lead = looping_gather.forms_of(nodes) if looping else None, ring_gather.leading_atom(nodes)
+        return ([looping_gather.shard_shape(nodes, forms)[0]] if forms is not None else [lead.size] if lead is not None else []), ""
     order = _order(nodes.leaf_layout, nodes.layouts[nodes.computed[0]])
     if nodes.collectives[0].kind == "all_gather":
         # (A rank may have less of it than it sends.)
-        return [gathered_shape(nodes)[:1], order]
-    return [[nodes.sharded.outer, nodes.sharded.chunk], order]
+        return gathered_shape(nodes)[:1], order
+    outer, dim = nodes.sharded.outer, nodes.sharded.dim
+    # (The looping op brings other dims to the front before it cuts.)
+    moved = " rows in front" if looping and not (isinstance(outer, int) and outer == 1 and dim == 0) else ""
+    return [outer, nodes.sharded.chunk], f" on dim {dim}{moved}{order}"
 
 
 def _order(leaf: Layout, sent: Layout) -> str:
@@ -144,9 +168,9 @@ def _order(leaf: Layout, sent: Layout) -> str:
     return f" in order {[sorted(first).index(f) for f in first]} of {[str(product(run)) for run in runs]}"
 
 
-def footprints(sites: list[OverlapSite]) -> dict[str, SiteFootprint]:
+def footprints(sites: list[OverlapSite], config: OverlapConfig) -> dict[str, SiteFootprint]:
     """By site id, for ``plan_of``; to be called before the sites are rewritten."""
-    return {site.facts.id: SiteFootprint(site) for site in sites}
+    return {site.facts.id: SiteFootprint(site, config) for site in sites}
 
 
 def plan_of(
@@ -162,6 +186,6 @@ def plan_of(
             group = collectives.group_name(node)
             if group is not None:
                 steps.append(f"{names.group(group)}: {kind} kept")
-    # (``dump`` is the rank's own.)
-    plan = ExchangePlan(__version__, config.mode, tuple(steps), bool(first_op), dict(config.cache_key()))
+    groups = (tuple(names.groups),)
+    plan = ExchangePlan(__version__, config.mode, tuple(steps), bool(first_op), dict(config.cache_key()), groups)
     return plan, list(names.groups)

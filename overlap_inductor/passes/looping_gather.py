@@ -81,6 +81,11 @@ def _readings(consumer: GatherConsumer, nodes: GatherNodes) -> list[tuple[Form, 
     return found
 
 
+def shard_shape(nodes: GatherNodes, forms: list[Form]) -> list[Any]:
+    """The matrix ``[m, k]`` that a shard is for the op; sub-chunks are some of its rows."""
+    return next(seen for form, seen in _readings(nodes.consumers[0], nodes) if form == forms[0])
+
+
 def _same(mine: list[Any], theirs: list[Any]) -> bool:
     return all(same_size(a, b) for a, b in zip(mine, theirs, strict=True))
 
@@ -96,8 +101,7 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route
     forms = forms_of(nodes)
     if forms is None:
         raise RuntimeError("the site was planned as one looping op, which does not compute it any more")
-    first = nodes.consumers[0]
-    shape = next(seen for form, seen in _readings(first, nodes) if form == forms[0])
+    first, shape = nodes.consumers[0], shard_shape(nodes, forms)
     operand = looping.behind_views(first.operand_node, nodes)
     computed = _computed(emit, nodes, operand)
     shard = emit.reshape(looping.as_bits_of(emit, computed, tools.dtype(first.operand_node)), shape)

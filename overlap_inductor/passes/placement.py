@@ -64,7 +64,7 @@ def _operands(nodes: GatherNodes) -> list[fx.Node]:
     found += nodes.epilogue.externals
     # (Views are written anew for the pieces; the sizes that they were given are not needed, nor is what a cat's pieces are elements of.)
     inside = between(nodes)
-    copied = [n for n in inside if n not in nodes.through]
+    copied = [n for n in sorted(inside) if n not in nodes.through]
     read = [(i, n) for n in copied for i in n.all_input_nodes if i not in inside and i is not nodes.collective.wait]
     return found + [i for i, n in read if n in nodes.layouts or not tools.is_tensor(i) or tools.is_scalar_like(i)]
 

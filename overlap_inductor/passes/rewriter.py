@@ -53,7 +53,7 @@ class Rewriter:
     def apply(self, sites: list[OverlapSite]) -> None:
         """Place and rewrite ``sites`` (all decided as overlapped), chain what communicates, drop what is dead."""
         register_lowerings()
-        moved = exchange_steps.footprints(sites)
+        moved = exchange_steps.footprints(sites, self.config)
         with warnings.catch_warnings():
             # Sizes stand in the arguments as symbols, which is what Inductor prints into its code.
             warnings.filterwarnings("ignore", message="Raw SymInt value")

@@ -41,8 +41,8 @@ class PlainProgram:
     output_strides: Sequence[Any] | None
 
     def compile(self) -> Callable[[list[Any]], Any]:
-        compiled, gm = plain_program.compile_plain(self.data, self.large, self.keywords, self.settings)
-        return plain_program.restrided(compiled, gm, self.output_strides)
+        compiled, examples = plain_program.compile_plain(self.data, self.large, self.keywords, self.settings)
+        return plain_program.restrided(compiled, examples, self.output_strides)
 
 
 class ComparedCall:

@@ -34,7 +34,7 @@ from overlap_inductor.torch_compat import step_values
 from overlap_inductor.torch_compat.compile_scope import CompileScope
 from overlap_inductor.torch_compat.guards import without_guards
 from overlap_inductor.torch_compat.padding import beside_collective
-from overlap_inductor.transports import agreement
+from overlap_inductor.transports import call_board
 
 log = logging.getLogger("overlap_inductor")
 
@@ -153,6 +153,8 @@ def _compile_fx_inner(original: Callable[..., Any], *args: Any, **kwargs: Any) -
             _follow_forward(scope, stack)
         stack.enter_context(compile_scope.entered(scope))
         config = config_in_effect()  # now, for a bad environment to be this compile's error even on a cache hit
+        if config is not None and config.mode in ("on", "strict"):
+            call_board.announce()
         result = original(*args, **kwargs)
     if not forced and not scope.is_backward and not scope.is_inference and scope.graph_id is not None:
         _forward_configs[scope.graph_id] = None if scope.without_us else config
@@ -178,7 +180,6 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
     groups, plain = _groups_of(args[0]), None
     config = config_in_effect()
     if groups and config is not None and config.mode in ("on", "strict"):
-        agreement.announce()
         try:
             plain = plain_program.capture(args[0], args[1])
         except Exception as error:  # noqa: BLE001  (what a graph may hold is the user's; without a plain program nothing is overlapped)
@@ -256,14 +257,16 @@ def _compare_calls(graph: Any, reports: list[OverlapReport], example_inputs: Any
     if kept is not None:
         data, names = kept
         large = plain_program.left_out(getattr(constants, "gm", None), names)
-        plain = PlainProgram(data, large, dict(graph_kwargs), plain_program.inductor_settings(), graph.output_strides)
+        # (A graph out of AOTAutograd's cache is handed a few of the arguments that it was compiled with, and holds the others.)
+        keywords = plain_program.known_keywords({**graph.fx_kwargs, **graph_kwargs})
+        plain = PlainProgram(data, large, keywords, plain_program.inductor_settings(), graph.output_strides)
     on_accelerator = bool(set(graph.device_types) - {"cpu", "meta"})
     graph.current_callable = ComparedCall(graph.current_callable, reports, plain, on_accelerator, config.dump if config else None)
 
 
 def _switched_off(groups: list[str]) -> OverlapReport:
     """What stands for a graph that was compiled with overlap switched off, where other ranks may have it on."""
-    plan = ExchangePlan(__version__, "off")
+    plan = ExchangePlan(__version__, "off", groups=(tuple(groups),))
     return OverlapReport(__version__, torch.__version__, "off", "", "", 1, exchange=plan.to_json(), groups={name: [] for name in groups})
 
 
@@ -305,6 +308,8 @@ def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
 
 def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """AOTAutograd takes any exception of a load for a reason to compile anew: raise only after it has returned."""
+    if (config := config_in_effect()) is not None and config.mode in ("on", "strict"):
+        call_board.announce()
     outer, _local.deferred = _local.deferred, []
     try:
         result = original(*args, **kwargs)

@@ -59,8 +59,22 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[bytes, l
 
 
 def left_out(gm: fx.GraphModule | None, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The tensors of ``gm`` that ``capture`` left out."""
-    return {name: _attribute(gm, name) for name in names} if gm is not None else {}
+    """The tensors of ``gm`` that ``capture`` left out; without those that it does not hold."""
+    found = {}
+    for name in names if gm is not None else ():
+        try:
+            found[name] = _attribute(gm, name)
+        except AttributeError:
+            continue
+    return found
+
+
+def known_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``keywords`` that Inductor's compiler takes for a graph."""
+    from torch._inductor.compile_fx import _CompileFxKwargs
+
+    known = {*_CompileFxKwargs.__annotations__, "compile_region_name"}
+    return {k: v for k, v in keywords.items() if k in known}
 
 
 def _names_held(gm: fx.GraphModule) -> list[str]:
@@ -79,7 +93,8 @@ def _attribute(gm: fx.GraphModule, name: str) -> Any:
 
 
 def _written(gm: fx.GraphModule, within: bool = False) -> _Program:
-    """``within``: the graph is another's subgraph, whose shapes nobody propagates anew. (Nor are sizes made again that only the run tells, whose symbols are known by values.)"""
+    """``within``: the graph is another's subgraph, whose shapes nobody propagates anew. (Unbacked sizes keep their values, too,
+    because nothing recreates their symbols.)"""
     places = {node: _Node(i) for i, node in enumerate(gm.graph.nodes)}
 
     def meta(node: fx.Node) -> dict[str, Any]:
@@ -128,11 +143,12 @@ def inductor_settings() -> dict[str, Any]:
     return config.get_config_copy()
 
 
-def compile_plain(data: bytes, large: Mapping[str, torch.Tensor], keywords: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[Any, fx.GraphModule]:
-    """``(compiled graph, its FX graph)`` of a plain program, compiled by Inductor with the arguments and the configuration of the overlapped graph, and without overlap.
+def compile_plain(data: bytes, large: Mapping[str, torch.Tensor], keywords: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    """``(compiled graph, example inputs)`` of a plain program, compiled by Inductor with the arguments and the configuration
+    of the overlapped graph, and without overlap.
 
     Raises:
-        OverlapError: a large tensor of the graph is not to be had.
+        OverlapError: a large tensor of the graph is not available.
     """
     from torch._guards import TracingContext
     from torch._guards import tracing
@@ -149,20 +165,19 @@ def compile_plain(data: bytes, large: Mapping[str, torch.Tensor], keywords: Mapp
     changed = {k: v for k, v in settings.items() if k in current and current[k] is not v and current[k] != v}
     scope = CompileScope(pinned=True, without_us=True)
     with tracing(TracingContext(mode)), config.patch(changed), compile_scope.plain(scope):
-        return compile_fx.compile_fx_inner(gm, inputs, **keywords), gm
+        return compile_fx.compile_fx_inner(gm, inputs, **keywords), inputs
 
 
-def restrided(plain: Any, gm: fx.GraphModule, expected: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
+def restrided(plain: Any, examples: Sequence[Any], expected: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
     """``plain`` with results in the strides of the graph whose place it takes (``CompiledFxGraph.output_strides``): a backward may be compiled for them."""
     have = getattr(plain, "output_strides", None)
     differing = [] if not expected or not have else [i for i, (a, b) in enumerate(zip(expected, have, strict=True)) if a is not None and a != b]
     if not differing:
         return plain
-    placeholders = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
     import sympy
 
     def run(inputs: list[Any]) -> Any:
-        known = {v.node.expr: i for v, i in zip(placeholders, inputs, strict=True) if isinstance(v, torch.SymInt)}
+        known = {v.node.expr: i for v, i in zip(examples, inputs, strict=True) if isinstance(v, torch.SymInt)}
         names = {str(symbol): int(value) for symbol, value in known.items()}
         results = list(plain(inputs))
         for index in differing:

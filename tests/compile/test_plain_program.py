@@ -105,11 +105,7 @@ def test_results_have_the_strides_that_were_promised() -> None:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     s0 = ShapeEnv().create_unbacked_symint()
-    graph = fx.Graph()
-    graph.placeholder("s").meta["val"] = s0
-    graph.placeholder("x").meta["val"] = None
-    graph.output(())
-    gm = fx.GraphModule({}, graph)
+    examples = [s0, None]
 
     class Compiled:
         output_strides = [("4", "1"), None, ("4", "1")]
@@ -118,11 +114,11 @@ def test_results_have_the_strides_that_were_promised() -> None:
             return inputs[1], inputs[1].t(), inputs[1] + 1
 
     x = torch.randn(3, 4)
-    run = plain_program.restrided(Compiled(), gm, [("4", "1"), None, ("1", str(s0))])
+    run = plain_program.restrided(Compiled(), examples, [("4", "1"), None, ("1", str(s0))])
     same, other, turned = run([3, x])
     assert same is x and other.stride() == (1, 4) and turned.stride() == (1, 3) and torch.equal(turned, x + 1)
     plain = Compiled()
-    assert plain_program.restrided(plain, gm, Compiled.output_strides) is plain
+    assert plain_program.restrided(plain, examples, Compiled.output_strides) is plain
 
 
 def test_a_large_tensor_is_taken_from_the_graph_that_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,13 +163,13 @@ def test_a_call_whose_plan_is_settled_is_only_counted(monkeypatch: pytest.Monkey
         plan = ExchangePlan("1", "on", ("g0: all_reduce float32 [4]",), True)
         report = OverlapReport("1", "t", "on", "", "", 2, exchange=plan.to_json(), groups={group.group_name: []})
         call = compared_call.ComparedCall(lambda inputs: "overlapped", [report], None, True, None)
-        agreement.accept(group, plan)
-        assert call([]) == "overlapped" and agreement._state(group).calls == 1
+        agreement.state_of(group).agreed.add(plan.digest)
+        assert call([]) == "overlapped" and agreement.state_of(group).calls == 1
         monkeypatch.setattr(agreement.Comparison, "call", lambda self: pytest.fail("asked again"))
-        assert [call([]) for _ in range(3)] == ["overlapped"] * 3 and agreement._state(group).calls == 4
+        assert [call([]) for _ in range(3)] == ["overlapped"] * 3 and agreement.state_of(group).calls == 4
         monkeypatch.undo()
         monkeypatch.setattr(agreement, "moves_nothing", lambda group: False)
-        agreement._state(group).apart = "a rank is off"
+        agreement.state_of(group).apart = "a rank is off"
         assert not call.comparison.count()  # type: ignore[union-attr]
 
 

@@ -7,11 +7,13 @@ from operator import getitem
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.compile.readings import codes
 from tests.compile.readings import facts
 from tests.compile.spellings import world
 from tests.fake_group import all_gather
+from tests.fake_group import all_reduce
 from tests.fake_group import fake_group
 from tests.fake_group import reduce_scatter
 from tests.fake_group import report_of
@@ -390,3 +392,15 @@ def test_pieces_of_what_is_gathered_in_another_order_are_no_shards() -> None:
         joined = made.call(aten.cat.default, [made.call(getitem, pieces, i) for i in range(2)], 1)
         report = made.output(made.mm(joined, made.input(16, 5, name="w"))).run()
     assert report.sites == [] and codes(report) == ["layout"] and not report.notices
+
+
+def test_a_gather_that_sinks_does_not_move_what_it_replaces() -> None:
+    """A random program: of one tensor a gather on an inner dim and a reduction that is waited for behind it, multiplied with each other."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        reduced, gathered = all_reduce(x, "max", dist.group.WORLD), all_gather(x, 2, dist.group.WORLD)
+        return gathered.mT @ reduced, gathered
+
+    with fake_group(2):
+        report = report_of(function, torch.randn(2, 16, 1))
+    assert report.notices == [] and [s.decision.status for s in report.sites] == ["overlapped"]

@@ -9,6 +9,7 @@ case; status 1 where a result is wrong, a case falls back that should not, or do
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import sys
 import time
@@ -26,6 +27,8 @@ from tests.fake_group import reduce_scatter
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
 
+SECONDS = 60
+"""For a case; where one hangs, every rank's stacks are printed then."""
 SCHEDULES = ("ring", "fused", "chunked", "small_message")
 PATTERNS = {"ring": "all_gather_matmul", "fused": "all_gather_matmul", "chunked": "matmul_reduce_scatter", "small_message": "matmul_all_reduce"}
 """What the last rank has switched off."""
@@ -66,6 +69,7 @@ def main() -> int:
     for schedule in [s for s in arguments.schedules if s != "ring" or not arguments.ranks_share_gpus]:
         for differs in (False, True):
             begun = time.monotonic()
+            faulthandler.dump_traceback_later(SECONDS, exit=True)
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
             reporting.forget_reports()
@@ -90,6 +94,7 @@ def main() -> int:
             row["said"] = reporting.summary(report) if report is not None else "no report"
             if rank == 0 or failed:
                 print(json.dumps(row | {"errors": errors, "failed": failed, "s": round(time.monotonic() - begun, 1)}), flush=True)
+    faulthandler.cancel_dump_traceback_later()
     finish_rank()
     return 1 if failed else 0
 

@@ -11,32 +11,65 @@ from overlap_inductor.backend import compile_with
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report import OverlapReport
 from overlap_inductor.torch_compat import post_grad
+from overlap_inductor.torch_compat.compared_call import ComparedCall
 from overlap_inductor.torch_compat.compile_scope import CompileScope
 
 
-def interpreted(config: OverlapConfig, reports: list[OverlapReport]) -> Callable[..., Any]:
-    """The backend; the reports of its graphs are appended to ``reports``."""
+def interpreted(config: OverlapConfig, reports: list[OverlapReport], compared: bool = False) -> Callable[..., Any]:
+    """The backend; the reports of its graphs are appended to ``reports``.
+
+    ``compared``: a graph's call begins with the comparison of the ranks' plans, as that of generated code does. Where ranks differ, it interprets
+    the graph as it was before any pass. Without ``compared`` the first overlap op compares, and raises where ranks differ.
+    """
 
     def compile_one(gm: torch.fx.GraphModule, example_inputs: Any, **keywords: Any) -> Any:
         flags = {name: bool(keywords.get(name)) for name in ("is_backward", "is_inference", "cpp_wrapper")}
         scope = CompileScope(graph_id=keywords.get("graph_id"), **flags)
+        plain = _Untouched(_copy(gm)) if compared else None
         post_grad.run_post_grad_passes(gm, example_inputs, scope)
-        reports.extend(scope.take_reports())
-        _bind_symbols(gm)
-        gm.recompile()
-
-        def run(args: list[Any]) -> Any:
-            inputs = list(args)
-            args.clear()
-            return _Interpreter(gm).run(*inputs)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        found = scope.take_reports()
+        reports.extend(found)
+        if plain is None or not any(r.groups for r in found):
+            return _call_of(gm)
+        return ComparedCall(_call_of(gm), found, plain, on_accelerator=False, dump=None)  # type: ignore[arg-type]
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
         return compile_with(config, gm, example_inputs, None, {}, inner_compile=compile_one)
 
     return backend
+
+
+def _copy(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The graph as it is now; metadata and what the graph holds are shared."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return torch.fx.GraphModule(gm, graph)
+
+
+class _Untouched:
+    """Stands for ``PlainProgram``: a graph that no pass has seen."""
+
+    def __init__(self, gm: torch.fx.GraphModule) -> None:
+        self.gm = gm
+
+    def compile(self) -> Callable[[list[Any]], Any]:
+        from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+        view_to_reshape(self.gm)
+        return _call_of(self.gm)
+
+
+def _call_of(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
+    _bind_symbols(gm)
+    gm.recompile()
+
+    def run(args: list[Any]) -> Any:
+        inputs = list(args)
+        args.clear()
+        return _Interpreter(gm).run(*inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 class _Interpreter(torch.fx.Interpreter):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,10 @@ class Program:
     lines: list[str] = field(default_factory=list)
     inputs: list[Shape] = field(default_factory=list)
     made: list[tuple[str, Shape]] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    """Results that no step reads."""
+    anything: ClassVar[list[str]] = ANYTHING
+    """Names of the steps that are drawn where nothing speaks for others."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -51,7 +56,7 @@ class Program:
         text = "\n".join(self.lines)
         results = [name for name, _ in self.made[2:] if len(re.findall(rf"\b{name}\b", text)) == 1 or self.chance.random() < 0.1]
         arguments = ", ".join(f"i{i}" for i in range(len(self.inputs)))
-        self.text = f"def program({arguments}):\n{text}\n    return {', '.join(results)},\n"
+        self.text = f"def program({arguments}):\n{text}\n    return {', '.join(results + self.ends)},\n"
 
     def function(self) -> Callable[..., tuple[torch.Tensor, ...]]:
         """Of this process's default group."""
@@ -87,7 +92,7 @@ class Program:
         return self.made[-1 - min(len(self.made) - 1, int(self.chance.expovariate(0.6)))]
 
     def _step(self) -> None:
-        (x, shape), kinds = self._recent(), ANYTHING
+        (x, shape), kinds = self._recent(), self.anything
         if self.lines and self.chance.random() < 0.65:
             last = self.lines[-1]
             if "all_gather" in last or "@" in last:

@@ -31,21 +31,31 @@ def check(rank: int, world_size: int, seeds: list[int], fields: dict[str, Any], 
     compile_anew()
     problems, overlapped = [], Counter[str]()
     for seed in seeds:
-        torch._dynamo.reset()
-        program = Program(seed, world_size, trains=trains)
-        function = program.function()
-        generator = torch.Generator().manual_seed(100 * seed + rank)
-        inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in program.inputs]
-        exact = outcome(function, inputs, trains)
         reports: list[OverlapReport] = []
-        found = outcome(torch.compile(function, backend=interpreted(OverlapConfig(schedule="ring", **fields), reports), dynamic=False), inputs, trains)
-        for i, (e, f) in enumerate(zip(exact, found, strict=True)):
-            assert e.isfinite().all(), f"program {seed} says nothing: {program.text}"
-            if e.shape != f.shape or e.numel() and not (e - f).abs().max() <= 1e-9 * max(1, e.abs().max()):
-                problems.append(f"program {seed}, result {i}: {tuple(f.shape)} beside {tuple(e.shape)}, off by {(e - f).abs().max() if e.shape == f.shape else '?'}\n{program.text}")
-        problems += [f"program {seed}: {report.notices}\n{program.text}" for report in reports if report.notices]
-        overlapped.update(s.facts.pattern for r in reports for s in r.sites if s.decision.status == "overlapped")
+        backend = interpreted(OverlapConfig(schedule="ring", **fields), reports)
+        problems += problems_of(Program(seed, world_size, trains=trains), rank, backend)
+        problems += [f"program {seed}: {report.notices}" for report in reports if report.notices]
+        overlapped.update(overlapped_in(reports))
     return problems, dict(overlapped)
+
+
+def overlapped_in(reports: list[OverlapReport]) -> Counter[str]:
+    return Counter(s.facts.pattern for r in reports for s in r.sites if s.decision.status == "overlapped")
+
+
+def problems_of(program: Program, rank: int, backend: Any) -> list[str]:
+    """Where the program as ``backend`` compiles it differs from the program."""
+    torch._dynamo.reset()
+    function, name, problems = program.function(), f"program {program.seed}", []
+    generator = torch.Generator().manual_seed(100 * program.seed + rank)
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in program.inputs]
+    exact = outcome(function, inputs, program.trains)
+    found = outcome(torch.compile(function, backend=backend, dynamic=False), inputs, program.trains)
+    for i, (e, f) in enumerate(zip(exact, found, strict=True)):
+        assert e.isfinite().all(), f"{name} says nothing: {program.text}"
+        if e.shape != f.shape or e.numel() and not (e - f).abs().max() <= 1e-9 * max(1, e.abs().max()):
+            problems.append(f"{name}, result {i}: {tuple(f.shape)} beside {tuple(e.shape)}, off by {(e - f).abs().max() if e.shape == f.shape else '?'}\n{program.text}")
+    return problems
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,270 @@
+"""Models and random programs in sizes that the ranks do not divide, without overlap and with it: are the numbers the
+same, and what was overlapped?
+
+    python tools/sweep_models.py                                              every part, some hours; rows are appended
+    to bench/results/uneven_sweep.jsonl
+    python tools/sweep_models.py --part hugging_face --families llama gemma2 --ranks 3 --train
+    python tools/sweep_models.py --part hugging_face --sizes even             every family as the ranks divide it
+    python tools/sweep_models.py --part torchtitan                            see tests/models/torchtitan_models.py for
+    what must be installed
+    python tools/sweep_models.py --part programs --seeds 0 500                programs whose ranks differ in bias, K
+    and padding
+
+Ranks are gloo processes, weights are random, nothing is downloaded. Sites are overlapped by the ring, whatever they
+cost. Results are compared with those of
+the plain compile. The rewritten graphs are interpreted, since generated code of a site does not depend on the model;
+``--generated`` runs Inductor's code.
+
+One JSON row a case, with its ``outcome``: ``right``; ``fell back`` (right, and the ranks differed, so they ran the
+plain program); ``nothing overlapped`` (right);
+``nothing to compare`` (the plain compile is rounding alone); ``does not run without overlap`` with that error;
+``wrong``, which includes every error that only
+comes with overlap. Status 1 where anything is wrong. A Hugging Face family that does not run with every size odd is
+tried once more with an odd vocabulary alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench.rows import RESULTS  # noqa: E402
+from bench.rows import environment  # noqa: E402
+from tests.models import hugging_face_families  # noqa: E402
+from tests.models import torchtitan_models  # noqa: E402
+from tests.numerics import ranks  # noqa: E402
+from tests.numerics import test_uneven_programs as programs  # noqa: E402
+from tests.numerics import with_and_without  # noqa: E402
+
+PARTS = ("hugging_face", "torchtitan", "programs")
+FIELDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"step_node_budget": 1},
+    {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2},
+)
+"""Configurations of random programs."""
+TORCHTITAN = (
+    (False, True, "even"),
+    (False, False, "even"),
+    (True, False, "even"),
+    (True, True, "even"),
+    (False, True, "odd"),
+)
+"""Whether each block is compiled for itself, whether the loss is parallel, and the sizes of the MLP."""
+BATCH = 50
+"""Programs of one row."""
+SHOWN = ("error", "rounding", "worst", "sites", "reasons", "near_misses", "fell_back", "warnings", "notices")
+
+
+def main() -> int:
+    arguments = _arguments()
+    counts: dict[str, Counter[str]] = {}
+    where = environment(torch.device("cpu"))
+    end = time.monotonic() + arguments.limit
+    wrong: list[str] = []
+    for part in arguments.part:
+        for row in _PARTS[part](arguments):
+            row = {"part": part, **row, **where}
+            print(json.dumps({k: v for k, v in row.items() if k not in where}), flush=True)
+            if arguments.out:
+                with arguments.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            counts.setdefault(f"{part}, {row['ranks']} ranks{', trained' if row['train'] else ''}", Counter())[
+                row["outcome"]
+            ] += 1
+            if row["outcome"] == "wrong":
+                wrong.append(f"{part} {row['case']}, {row['ranks']} ranks")
+            if time.monotonic() > end:
+                print(f"stopped after {arguments.limit:.0f} s (--limit)")
+                break
+    _show(counts)
+    print("nothing wrong" if not wrong else "wrong: " + "; ".join(wrong))
+    return 1 if wrong else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--ranks", nargs="*", type=int, default=(2, 3), help="numbers of tensor parallel ranks (none: meshes alone)")
+    parser.add_argument("--train", action="store_true", help="gradients, too (torchtitan's models always train)")
+    parser.add_argument("--families", nargs="+", help="of Hugging Face, or models of torchtitan; all of them without")
+    parser.add_argument(
+        "--sizes", nargs="+", choices=hugging_face_families.VARIANTS, default=("odd",), help="of Hugging Face families"
+    )
+    parser.add_argument(
+        "--seeds", nargs=2, type=int, default=(0, 400), metavar=("FIRST", "END"), help="of random programs"
+    )
+    parser.add_argument(
+        "--generated", action="store_true", help="run Inductor's code (slow) and not interpreted graphs"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="no case of a part is begun later than this after the start",
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "uneven_sweep.jsonl", help="rows are appended here")
+    return parser.parse_args()
+
+
+def _row(case: str, size: int, trains: bool, run: Callable[..., Any], *values: Any) -> dict[str, Any]:
+    """One case on ``size`` ranks: what its ranks say, and the one that is furthest off."""
+    start = time.monotonic()
+    try:
+        found = ranks.run_ranks(size, run, *values, timeout=300, expect_failure=True)
+    except AssertionError as error:
+        found = [f"hung: {str(error)[-1500:]}"]
+    outcome = with_and_without.outcome(found)
+    row: dict[str, Any] = {
+        "case": case,
+        "ranks": size,
+        "train": trains,
+        "outcome": outcome,
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    failures = [
+        r if isinstance(r, str) else f"{r['could_not_be']}: {r['error_text']}\n{r.get('trace', '')}"
+        for r in found
+        if isinstance(r, str) or "could_not_be" in r
+    ]
+    if failures:
+        # (The other ranks only say that a connection was closed.)
+        causes = [f for f in failures if "onnection closed" not in f and "onnection reset" not in f]
+        return {**row, "error_text": (causes or failures)[0][-2500:]}
+    worst = max(found, key=lambda r: r["error"])
+    return {
+        **row,
+        **{k: worst[k] for k in SHOWN},
+        "fell_back": max(r["fell_back"] for r in found),
+        "warnings": [w for r in found for w in r["warnings"]],
+    }
+
+
+def _hugging_face(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
+    import transformers
+
+    ranks.PRELOADED += ["transformers.models.auto.modeling_auto", "transformers.modeling_utils"]
+    for size in arguments.ranks:
+        for family in arguments.families or hugging_face_families.families():
+            for variant in arguments.sizes:
+                row = _family(family, size, variant, arguments)
+                yield {**row, "transformers": transformers.__version__}
+                if variant == "odd" and row["outcome"] == "does not run without overlap":
+                    yield {
+                        **_family(family, size, "odd vocabulary", arguments),
+                        "transformers": transformers.__version__,
+                    }
+
+
+def _family(family: str, size: int, variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        row = _row(
+            family,
+            size,
+            arguments.train,
+            hugging_face_families.row_of,
+            family,
+            folder,
+            variant,
+            arguments.train,
+            arguments.generated,
+        )
+    return {**row, "sizes": variant}
+
+
+def _torchtitan(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    if importlib.util.find_spec("torchtitan") is None:
+        yield {
+            "case": "torchtitan",
+            "ranks": 0,
+            "train": True,
+            "outcome": "does not run without overlap",
+            "error_text": "torchtitan is not installed",
+        }
+        return
+    ranks.PRELOADED += ["torchtitan.models.llama3", "torchtitan.models.qwen3", "torchtitan.models.deepseek_v3"]
+    for name in arguments.families or torchtitan_models.MODELS:
+        for size in arguments.ranks:
+            for per_block, parallel_loss, mlp in TORCHTITAN:
+                words = f"{name}, {_compiled(per_block, parallel_loss)}, {mlp} MLP"
+                yield _row(
+                    words,
+                    size,
+                    True,
+                    torchtitan_models.row_of,
+                    name,
+                    size,
+                    per_block,
+                    parallel_loss,
+                    mlp,
+                    arguments.generated,
+                )
+        for per_block in (False, True):
+            words = f"{name}, 2 x 2 mesh (data, tensor), {_compiled(per_block, True)}, even MLP"
+            values = (name, 2, per_block, True, "even", arguments.generated)
+            yield _row(words, 4, True, torchtitan_models.row_of, *values)
+
+
+def _compiled(per_block: bool, parallel_loss: bool) -> str:
+    return f"{'each block' if per_block else 'whole model'} compiled{', loss parallel' if parallel_loss else ''}"
+
+
+def _programs(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    first, end = arguments.seeds
+    for size in arguments.ranks:
+        for number, begin in enumerate(range(first, end, BATCH)):
+            fields, trains = FIELDS[number % len(FIELDS)], bool(number % 2)
+            seeds = list(range(begin, min(begin + BATCH, end)))
+            start = time.monotonic()
+            found = ranks.run_ranks(size, programs.check, seeds, fields, trains, timeout=1200, expect_failure=True)
+            problems = [p for r in found for p in ([r] if isinstance(r, str) else r[0])]
+            row: dict[str, Any] = {
+                "case": f"seeds {begin} to {seeds[-1]}",
+                "ranks": size,
+                "train": trains,
+                "fields": fields,
+            }
+            row |= {
+                "outcome": "wrong" if problems else "right",
+                "seconds": round(time.monotonic() - start, 1),
+                "problems": problems[:4],
+            }
+            yield (
+                row
+                if any(isinstance(r, str) for r in found)
+                else {**row, "sites": found[0][1], "fell_back": found[0][2]}
+            )
+
+
+def _show(counts: dict[str, Counter[str]]) -> None:
+    outcomes = sorted({o for c in counts.values() for o in c})
+    print(f"\n{'':40}" + "".join(f"{o:>30}" for o in outcomes))
+    for name, found in counts.items():
+        print(f"{name:40}" + "".join(f"{found[o]:>30}" for o in outcomes))
+
+
+_PARTS: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
+    "hugging_face": _hugging_face,
+    "torchtitan": _torchtitan,
+    "programs": _programs,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
