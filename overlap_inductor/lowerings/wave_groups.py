@@ -2,7 +2,10 @@
 
 A site's first call plans it, on all ranks of the group together: the collective's curve is measured (once a group), the matmul is timed with each
 number of SMs left free, the predictor partitions its bands for each, and the fastest of these calls is kept. What is measured is the group's
-first rank's everywhere. That call also loads every kernel, before any of them waits: loading a module waits for the device.
+first rank's everywhere, and sites whose matmuls are alike on that rank share a plan. Other ranks' inner size and bias
+may differ from it: a partition cuts rows, which all have. That call also loads every kernel, before any of them waits:
+loading a module waits for the device. (A kernel for another inner size or bias is loaded by the matmul of the call that
+brings it, before anything of that call waits.)
 """
 
 from __future__ import annotations
@@ -68,6 +71,9 @@ class GroupWaves:
         queue, counters: see ``kernels.wave_groups``; zero between calls.
         tables: int32 ``[TABLES, TABLE_WORDS]`` on the device; the first ``used`` are taken.
         curves: of the all-reduce (``False``) and the reduce-scatter (``True``).
+        chosen: by what the group's first rank multiplies; first_ranks: that key, by what all ranks know of a site. Both
+            have the same keys on all ranks, so that all of them decide together, or none does.
+        plans: by what this rank multiplies at a site.
     """
 
     place: GroupWorkspace
@@ -76,6 +82,8 @@ class GroupWaves:
     tables: torch.Tensor
     used: int = 0
     curves: dict[bool, Curve] = field(default_factory=dict)
+    chosen: dict[Hashable, WavePlan] = field(default_factory=dict)
+    first_ranks: dict[Hashable, Hashable] = field(default_factory=dict)
     plans: dict[Hashable, WavePlan] = field(default_factory=dict)
 
     def table(self, partition: tuple[int, ...]) -> torch.Tensor:
@@ -217,12 +225,27 @@ class Call:
         Raises:
             OverlapError: it would have to be decided while a CUDA graph is captured, or the partition given does not fit.
         """
-        sizes = (self.scatters, self.a.shape, self.b.shape, self.b.stride(), self.a.dtype, self.bias is None, self.parameters)
-        known = self.waves.plans.get(sizes)
+        agreed = (self.site, self.scatters, self.a.shape[0], self.b.shape[1], self.a.dtype, self.parameters)
+        own = (self.b.shape[0], *self.b.stride(), self.bias is None)
+        known = self.waves.plans.get((agreed, own))
         if known is None:
+            # (Where all ranks have decided, too: a kernel for another inner size or bias is still to be loaded.)
             _not_in_a_capture(f"site {self.site}")
-            known = self.waves.plans[sizes] = self._choose()
+            known = self.waves.plans[agreed, own] = self._agreed_plan(agreed, own)
         return known
+
+    def _agreed_plan(self, agreed: tuple[Hashable, ...], own: tuple[int, ...]) -> WavePlan:
+        """The plan of all ranks for a call of which they know ``agreed`` alike; ``own`` is this rank's alone."""
+        waves = self.waves
+        known = waves.first_ranks.get(agreed)
+        if known is None:
+            first = nccl.of_first_rank([float(number) for number in own], self.group, self.a.device)
+            # (Without the site: what was measured at one serves all that are alike.)
+            known = (*agreed[1:], *first)
+            if known not in waves.chosen:
+                waves.chosen[known] = self._choose()
+            waves.first_ranks[agreed] = known
+        return waves.chosen[known]
 
     def _choose(self) -> WavePlan:
         p = self.parameters

@@ -123,8 +123,8 @@ class GroupWorkspace:
         return made
 
     def prepare(self, requests: Sequence[Request], limit: int) -> None:
-        """Give every site of a plan its slot, or none of them (``without_room``) where they do not fit under ``limit``
-        bytes, beside what graphs before hold.
+        """Give every site of a plan its slot, or none of them (``without_room``, on all ranks alike) where they do not
+        fit under some rank's ``limit`` bytes, beside what graphs before hold.
 
         Raises:
             OverlapError: memory would have to be allocated while a CUDA graph is captured.
@@ -135,17 +135,35 @@ class GroupWorkspace:
 
     def _prepare(self, requests: Sequence[Request], limit: int) -> None:
         self.arena.limit = limit
-        missing = self.arena.missing_bytes(requests)
-        if missing and self.arena.nbytes + missing > limit:
+        full = self._why_no_room(self.arena.missing_bytes(requests), limit)
+        if full is None:
+            self.arena.prepare(requests)
+        else:
             self.without_room.update(r.site for r in requests)
             log.warning(
-                "overlap_inductor: %d sites of group %r run as they stood: their kernels need %d bytes of workspace beyond the %d that other graphs hold, and "
-                "OVERLAP_INDUCTOR_WORKSPACE_LIMIT is %d MiB", len(requests), self.group.group_name, missing, self.arena.nbytes, limit >> 20,
+                "overlap_inductor: %d sites of group %r run as they stood: %s",
+                len(requests), self.group.group_name, full,
             )  # fmt: skip
-        else:
-            self.arena.prepare(requests)
         # (A site's slot may be another one now.)
         self._known.clear()
+
+    def _why_no_room(self, missing: int, limit: int) -> NotOnAllRanks | None:
+        """Why the group has no room for ``missing`` bytes more, or ``None``. All ranks decide together, since limits
+        may differ: a kernel of one rank would wait in vain for peers that run the collective."""
+        if not missing:
+            return None
+
+        def fits() -> None:
+            if self.arena.nbytes + missing > limit:
+                raise OverlapError(
+                    f"other graphs hold {self.arena.nbytes}, and OVERLAP_INDUCTOR_WORKSPACE_LIMIT is {limit >> 20} MiB"
+                )
+
+        try:
+            all_or_none(self.group, f"hold {missing} more bytes of workspace", fits)
+        except NotOnAllRanks as error:
+            return error
+        return None
 
 
 _WORKSPACES: dict[tuple[dist.ProcessGroup, torch.device], GroupWorkspace] = {}

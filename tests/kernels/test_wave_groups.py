@@ -92,7 +92,7 @@ def _rank(rank: int, world_size: int, names: list[str]) -> list[str]:
             if waves.counters.any() or waves.queue.any():
                 problems.append(f"{name} call {call}: left {waves.counters.count_nonzero()} counters and queue {waves.queue[:2].tolist()}")
             waves.place.faults.check()
-    plans = {str(key[1:3]): plan.partition for key, plan in waves.plans.items()}
+    plans = {str(key): (plan.free, plan.partition) for key, plan in waves.chosen.items()}
     of_all: list[Any] = [None] * world_size
     dist.all_gather_object(of_all, (plans, waves.curves))
     if of_all != of_all[:1] * world_size:
@@ -104,6 +104,49 @@ def _rank(rank: int, world_size: int, names: list[str]) -> list[str]:
 def test_agrees_with_fp64(world_size: int, names: list[str]) -> None:
     for rank, problems in enumerate(run_ranks(world_size, _rank, names, timeout=250)):
         assert not problems, f"rank {rank}: {problems}"
+
+
+def _own(rank: int, world_size: int) -> list[Any]:
+    """The sites at which all-reduces of one size were measured, and the partitions chosen."""
+    nccl.SIZES, nccl.REPEATS = (2**9, 2**11), 1
+    measured, choose = [], wave_groups.Call._choose
+
+    def counted(self: wave_groups.Call) -> wave_groups.WavePlan:
+        measured.append(self.site)
+        return choose(self)
+
+    wave_groups.Call._choose = counted  # type: ignore[method-assign]
+    group = dist.group.WORLD
+    waves = wave_groups.waves_of(group, torch.device("cpu"))
+    waves.place.patience_ns = 20_000_000
+    for site, inners, biased in OWN:
+        inner = inners[rank]
+        a, b = torch.full((64, inner), 0.5).half(), torch.ones(16, inner).half().t()
+        bias = torch.ones(16).half() if rank == biased else None
+        result = wave_groups.matmul_all_reduce(a, b, group, replace(PARAMETERS, partition=None), site, bias)
+        assert (result == sum(inners) / 2 + (biased is not None)).all(), site
+        assert not waves.counters.any() and not waves.queue.any()
+        waves.place.faults.check()
+    return [measured, [plan.partition for plan in waves.chosen.values()]]
+
+
+OWN = [
+    ("bias of rank 0", (32, 32), 0),
+    ("no bias", (32, 32), None),
+    ("bias of rank 1", (32, 32), 1),
+    ("inner of rank 1", (32, 48), None),
+    ("inner of rank 0", (48, 32), None),
+    ("inner of rank 0", (48, 48), None),
+    ("inner of rank 0", (32, 48), None),
+]
+"""Sites in their order: inner size on each rank, and the rank that has a bias."""
+
+
+def test_ranks_decide_together_whatever_is_their_own() -> None:
+    """Rank 0 alone would measure at a site that is new for it alone, and wait for peers that run the collective.
+    A site's plan serves whatever inner size its ranks have later."""
+    first, second = run_ranks(2, _own, timeout=120)
+    assert first == second and first[0] == ["bias of rank 0", "no bias", "inner of rank 0"]
 
 
 A, B = torch.zeros(64, 32).half(), torch.zeros(16, 32).half().t()
@@ -165,6 +208,10 @@ def test_nothing_is_measured_in_a_capture(waves: wave_groups.GroupWaves, monkeyp
     _call(waves)
     monkeypatch.setattr(symmetric, "capturing", lambda: True)
     assert _call(waves).shape == (64, 16), "what has run once can be captured"
+    # (Its kernel is another one, and would be loaded in the capture.)
+    a, b = A[:, :16].contiguous(), B[:16].t().contiguous().t()
+    with pytest.raises(OverlapError, match="Run the compiled function once before capturing it"):
+        wave_groups.matmul_all_reduce(a, b, waves.place.group, PARAMETERS, "some site")
 
 
 def test_a_group_that_is_destroyed_leaves_no_counters(waves: wave_groups.GroupWaves) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,30 @@ def test_a_rank_without_memory_leaves_all_without_workspace_and_none_waiting(tmp
         found[0][5].startswith("sites of group '0' have no workspace: rank 1 cannot allocate 3072 bytes")
         and "OVERLAP_INDUCTOR=off" in found[0][5]
     )
+
+
+def _limits(rank: int, world_size: int, folder: str) -> list[Any]:
+    """What each rank is given, and told, where rank 1 has a smaller limit than the others."""
+    use_shared_memory(folder)
+    told: list[str] = []
+    heard = logging.Handler()
+    heard.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("overlap_inductor").addHandler(heard)
+    group = dist.group.WORLD
+    given = []
+    for sites in ([["a", 1000, 1]], [["a", 2**21, 1], ["b", 10, 1]], [["c", 2000, 1]]):
+        assert workspace.prepare(group, CPU, json.dumps(sites), 2**20 if rank == 1 else 2**30) is None
+        place = workspace.workspace_of(group, CPU)
+        given.append([place.launch(site, nbytes, signals) is not None for site, nbytes, signals in sites])
+    return [given, told, len(place.arena.slots), place.launch("a", 1000, 1) is not None]
+
+
+def test_a_rank_with_a_smaller_limit_leaves_all_without_room(tmp_path: Path) -> None:
+    """Else the others' kernels would wait for one that runs the collective."""
+    found = run_ranks(3, _limits, str(tmp_path), timeout=60)
+    assert found[0] == found[1] == found[2]
+    given, told, _, kept = found[0]
+    assert given == [[True], [False, False], [True]] and kept, "what fits has its slot, before and behind"
+    (text,) = told
+    assert text.startswith("overlap_inductor: 2 sites of group '0' run as they stood: rank 1 cannot hold ")
+    assert "OVERLAP_INDUCTOR_WORKSPACE_LIMIT is 1 MiB" in text and "rank 0" not in text and "rank 2" not in text

@@ -1,0 +1,61 @@
+"""What ``tests.gpu.check_faults`` expects ranks to be told is what they are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_inductor.kernels.layout import WAIT_KINDS
+from overlap_inductor.kernels.layout import WAIT_PARTIALS
+from overlap_inductor.transports.faults import FaultRecord
+from tests.gpu.check_faults import expected
+from tests.gpu.check_faults import judge
+
+SITE = "faulty small_message matmul_all_reduce two_shot"
+"""Sites of ``tests.gpu.stress_sites`` are named so."""
+SCENARIOS = [("skipped", 0), ("skipped", 1), ("uneven", 0), ("uneven_replays", 0), ("again", 1)]
+
+
+@dataclass
+class Ended:
+    """A scenario of three ranks that has ended; ``errors``: what each was told."""
+
+    errors: list[str]
+    ranks: int = 3
+
+    def said(self, rank: int) -> dict[str, Any]:
+        return {"error": self.errors[rank], "seconds": 6.0}
+
+
+def told(first: int, call: int = 4, peer: int = 2) -> list[str]:
+    """What each rank is told where rank ``first`` has waited for the last one's ``call``."""
+    texts = []
+    for rank in range(3):
+        faults = FaultRecord.of("1", [0, 1, 2], torch.device("cpu"), rank)
+        code = WAIT_KINDS * faults.number(SITE) + WAIT_PARTIALS
+        record = faults.board.record(first)
+        record[1:5] = torch.tensor([code, peer, call, call - 1])
+        record[0] = 1
+        faults.board.words[0] = 1
+        texts.append(str(faults.error()))
+    return texts
+
+
+@pytest.mark.parametrize(("scenario", "first"), SCENARIOS)
+def test_what_ranks_are_told_is_as_expected(scenario: str, first: int) -> None:
+    found, problems = judge(Ended(told(first)), expected(15)[scenario], [0, 0, 0], 6.6)  # type: ignore[arg-type]
+    assert not problems and SITE in found
+
+
+@pytest.mark.parametrize("texts", [told(0, call=5), told(0, peer=1), ["", "", ""]])
+def test_what_else_they_are_told_is_a_problem_of_each(texts: list[str]) -> None:
+    _, problems = judge(Ended(texts), expected(15)["skipped"], [0, 0, 0], 6.6)  # type: ignore[arg-type]
+    assert len(problems) == 3
+
+
+def test_in_uneven_rank_0_is_the_first() -> None:
+    _, problems = judge(Ended(told(1)), expected(15)["uneven"], [0, 0, 0], 6.6)  # type: ignore[arg-type]
+    assert [problem[:6] for problem in problems] == ["rank 1", "rank 2"]
