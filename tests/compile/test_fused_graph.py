@@ -290,7 +290,7 @@ def test_replays_can_be_switched_off(schedule: str) -> None:
 def workspace_of(report: OverlapReport, made: HandGraph) -> dict[str, list[list[int]]]:
     agree = next(n for n in made.graph.nodes if n.target is torch.ops.overlap_inductor.agree.default)
     # What all ranks of a group compare holds no group's needs: a rank's other groups have other names elsewhere.
-    assert set(json.loads(agree.args[1])) == {"overlap_inductor", "mode", "config", "steps", "overlaps", "plan"}
+    assert set(json.loads(agree.args[1])) == {"overlap_inductor", "mode", "config", "groups", "steps", "overlaps", "plan"}
     assert agree.args[4] == report.config["workspace_limit"]
     return {agree.args[0]: [numbers for _, *numbers in json.loads(agree.args[3])]}
 
