@@ -108,10 +108,14 @@ def _one_difference(mine: ExchangePlan, other: ExchangePlan) -> str:
     parts = []
     if len(mine.steps) != len(other.steps):
         parts.append(f"{len(mine.steps)} transfers here and {len(other.steps)} there")
-    number = next((i for i, (a, b) in enumerate(zip(mine.steps, other.steps)) if a != b), min(len(mine.steps), len(other.steps)))
+    number = next(
+        (i for i, (a, b) in enumerate(zip(mine.steps, other.steps)) if a != b), min(len(mine.steps), len(other.steps))
+    )
     here, there = (plan.steps[number] if number < len(plan.steps) else "nothing" for plan in (mine, other))
     parts.append(f"transfer {number + 1} is {here} here and {there} there")
-    switches = [k for k in sorted({*mine.config, *other.config}) if _plain(mine.config.get(k)) != _plain(other.config.get(k))]
+    switches = [
+        k for k in sorted({*mine.config, *other.config}) if _plain(mine.config.get(k)) != _plain(other.config.get(k))
+    ]
     parts += [f"{k} is {mine.config.get(k)!r} here and {other.config.get(k)!r} there" for k in switches if k != "mode"]
     return ", ".join(parts)
 

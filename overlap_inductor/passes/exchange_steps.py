@@ -113,7 +113,9 @@ def _sent(nodes: GatherNodes, plan: list[PlanPiece]) -> str:
         return ""
     # (In the graph's order, and without nodes' names, which depend on what else a rank's graph holds. A cat of pieces is seen through,
     # and its pieces with it.)
-    computed = sorted(n for n in between(nodes) if n not in nodes.through and (tools.is_pointwise(n) or n in nodes.layouts))
+    computed = sorted(
+        n for n in between(nodes) if n not in nodes.through and (tools.is_pointwise(n) or n in nodes.layouts)
+    )
     places = {n: i for i, n in enumerate(computed)}
 
     def name(node: fx.Node) -> str:
@@ -122,7 +124,9 @@ def _sent(nodes: GatherNodes, plan: list[PlanPiece]) -> str:
             node = nodes.through[node]
         return f"v{places[node]}" if node in places else "x" if node is nodes.collective.wait else "other"
 
-    words = [f"{n.target}({', '.join(map(str, (fx.map_arg(n.args, name), fx.map_arg(n.kwargs, name))))})" for n in computed]
+    words = [
+        f"{n.target}({', '.join(map(str, (fx.map_arg(n.args, name), fx.map_arg(n.kwargs, name))))})" for n in computed
+    ]
     return f" behind {', '.join(words)}" if words else ""
 
 
@@ -137,7 +141,13 @@ def _cut(site: OverlapSite, plan: list[PlanPiece]) -> tuple[list[Any], str] | No
         if all(p.parameters.get("sub_chunks", 1) == 1 for p in plan):
             return None
         forms, lead = looping_gather.forms_of(nodes) if looping else None, ring_gather.leading_atom(nodes)
-        return ([looping_gather.shard_shape(nodes, forms)[0]] if forms is not None else [lead.size] if lead is not None else []), ""
+        return (
+            [looping_gather.shard_shape(nodes, forms)[0]]
+            if forms is not None
+            else [lead.size]
+            if lead is not None
+            else []
+        ), ""
     order = _order(nodes.leaf_layout, nodes.layouts[nodes.computed[0]])
     if nodes.collectives[0].kind == "all_gather":
         # (A rank may have less of it than it sends.)

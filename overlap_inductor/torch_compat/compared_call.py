@@ -42,7 +42,7 @@ class PlainProgram:
 
     def compile(self) -> Callable[[list[Any]], Any]:
         compiled, examples = plain_program.compile_plain(self.data, self.large, self.keywords, self.settings)
-        return plain_program.restrided(compiled, examples, self.output_strides)
+        return plain_program.guarded(plain_program.restrided(compiled, examples, self.output_strides), examples)
 
 
 class ComparedCall:
@@ -56,7 +56,12 @@ class ComparedCall:
     """
 
     def __init__(
-        self, overlapped: Callable[[list[Any]], Any], reports: Sequence[OverlapReport], plain: PlainProgram | None, on_accelerator: bool, dump: str | None
+        self,
+        overlapped: Callable[[list[Any]], Any],
+        reports: Sequence[OverlapReport],
+        plain: PlainProgram | None,
+        on_accelerator: bool,
+        dump: str | None,
     ) -> None:
         self.overlapped, self.reports, self.program, self.dump = overlapped, reports, plain, dump
         self.plans = [ExchangePlan.from_json(r.exchange) for r in reports if r.exchange]
@@ -79,7 +84,10 @@ class ComparedCall:
         if outcome.overlapped and self.needs and any(is_fake(resolve_group(name)) for name, *_ in self.needs):
             # (Rings run on such groups, whose send and receive move nothing.)
             comparison.withdrawn = True
-            outcome = agreement.Outcome(False, "a group's backend is fake: kernels that reach into their peers' memory have none, and the graph runs without overlap")
+            outcome = agreement.Outcome(
+                False,
+                "a group's backend is fake: kernels that reach into their peers' memory have none, and the graph runs without overlap",
+            )
         if outcome.overlapped and not self.ready:
             failure = self._prepare(inputs)
             # (Where this rank alone compiled the same plan again, the others are not here, and all is prepared.)
@@ -96,7 +104,9 @@ class ComparedCall:
         groups = [resolve_group(name) for name in self.names]
         if self.comparison is None or any(a is not b for a, b in zip(groups, self.groups, strict=True)):
             self.groups, self.ready = groups, not self.overlaps
-            self.comparison = agreement.Comparison(ExchangePlan.joined(self.plans), groups, every_call=not self.on_accelerator)
+            self.comparison = agreement.Comparison(
+                ExchangePlan.joined(self.plans), groups, every_call=not self.on_accelerator
+            )
         return self.comparison
 
     def _prepare(self, inputs: Sequence[Any]) -> str:
@@ -105,7 +115,11 @@ class ComparedCall:
             for plan in self.plans:
                 agreement.accept(group, plan)
         for name, requests, limit in self.needs:
-            device = next(i.device for i in inputs if isinstance(i, torch.Tensor) and (i.device.type != "cpu" or not self.on_accelerator))
+            device = next(
+                i.device
+                for i in inputs
+                if isinstance(i, torch.Tensor) and (i.device.type != "cpu" or not self.on_accelerator)
+            )
             failure = prepare(resolve_group(name), device, requests, limit << 20)
             if failure is not None:
                 return failure
@@ -116,9 +130,14 @@ class ComparedCall:
             return self.overlapped
         if self.plain is None:
             if self.program is None:
-                raise OverlapError("the ranks differ and this graph's plain program was not kept; this is a bug of overlap_inductor")
+                raise OverlapError(
+                    "the ranks differ, and this graph's plain program cannot be restored: it was loaded from a cache and holds Triton kernels of another "
+                    "process. Clear Inductor's caches, or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+                )
             start = time.monotonic()
             self.plain = self.program.compile()
-            log.info("overlap_inductor: compiled a graph without overlap in %.1f s, because the ranks differ", time.monotonic() - start)
+            log.info(
+                "overlap_inductor: compiled a graph without overlap in %.1f s, because the ranks differ",
+                time.monotonic() - start,
+            )
         return self.plain
-

@@ -255,11 +255,13 @@ def _compare_calls(graph: Any, reports: list[OverlapReport], example_inputs: Any
     config, kept = config_in_effect(), getattr(graph, PLAIN, None)
     plain = None
     if kept is not None:
-        data, names = kept
-        large = plain_program.left_out(getattr(constants, "gm", None), names)
+        gm = getattr(constants, "gm", None)
+        kept = plain_program.of_this_process(kept, gm, example_inputs)
+    if kept is not None:
+        large = plain_program.left_out(gm, kept.left_out)
         # (A graph out of AOTAutograd's cache is handed a few of the arguments that it was compiled with, and holds the others.)
         keywords = plain_program.known_keywords({**graph.fx_kwargs, **graph_kwargs})
-        plain = PlainProgram(data, large, keywords, plain_program.inductor_settings(), graph.output_strides)
+        plain = PlainProgram(kept.data, large, keywords, plain_program.inductor_settings(), graph.output_strides)
     on_accelerator = bool(set(graph.device_types) - {"cpu", "meta"})
     graph.current_callable = ComparedCall(graph.current_callable, reports, plain, on_accelerator, config.dump if config else None)
 

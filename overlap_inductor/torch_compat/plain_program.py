@@ -7,6 +7,7 @@ Tensors that the graph holds (frozen weights) are kept where they are small; lar
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -48,14 +49,39 @@ class _Program:
     held: dict[str, Any]
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[bytes, list[str]]:
-    """The plain program of ``gm``, and the names of the tensors that it leaves out. Raises whatever pickling raises where the graph holds what cannot be kept."""
+@dataclass(frozen=True)
+class Captured:
+    """A plain program: ``data``, the names of the large tensors that it leaves out, and the process it holds in, where it
+    names a user's Triton kernels: those are numbers of that process's own table."""
+
+    data: bytes
+    left_out: list[str]
+    process: str | None
+
+
+_PROCESS = uuid.uuid4().hex
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
+    """The plain program of ``gm``. Raises whatever pickling raises where the graph holds what cannot be kept."""
     from torch.fx._graph_pickler import GraphPickler
     from torch.fx._graph_pickler import Options
 
     program = _written(gm)
     left_out = [v.name for v in program.held.values() if isinstance(v, _Elsewhere)]
-    return GraphPickler.dumps((program, list(example_inputs)), Options(ops_filter=None)), left_out
+    kernels = any(
+        "triton_kernel" in str(n.target) for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes
+    )
+    data = GraphPickler.dumps((program, list(example_inputs)), Options(ops_filter=None))
+    return Captured(data, left_out, _PROCESS if kernels else None)
+
+
+def of_this_process(kept: Captured, gm: fx.GraphModule | None, example_inputs: Sequence[Any]) -> Captured | None:
+    """``kept`` where it holds in this process; else that of ``gm``, the graph for which a cache had the compiled one; ``None``
+    where the cache was asked before there was a graph."""
+    if kept.process in (None, _PROCESS):
+        return kept
+    return capture(gm, example_inputs) if gm is not None else None
 
 
 def left_out(gm: fx.GraphModule | None, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -102,7 +128,17 @@ def _written(gm: fx.GraphModule, within: bool = False) -> _Program:
         values = ("val",) if within or "unbacked_bindings" in node.meta else ()
         return {k: node.meta[k] for k in (*kept, *values) if k in node.meta}
 
-    nodes = [(n.op, n.name, n.target, fx.map_arg(n.args, places.__getitem__), fx.map_arg(n.kwargs, places.__getitem__), meta(n)) for n in gm.graph.nodes]
+    nodes = [
+        (
+            n.op,
+            n.name,
+            n.target,
+            fx.map_arg(n.args, places.__getitem__),
+            fx.map_arg(n.kwargs, places.__getitem__),
+            meta(n),
+        )
+        for n in gm.graph.nodes
+    ]
     held: dict[str, Any] = {}
     for name in _names_held(gm):
         value = _attribute(gm, name)
@@ -132,7 +168,13 @@ def _rebuilt(program: _Program, large: Mapping[str, torch.Tensor]) -> fx.GraphMo
                 f"the plain program of this graph cannot be restored: its tensor {value.name} was too large to be kept, and the graph that was loaded does not hold it. "
                 "Clear Inductor's caches, or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
             )
-        root[name] = _rebuilt(value, {}) if isinstance(value, _Program) else large[value.name] if isinstance(value, _Elsewhere) else value
+        root[name] = (
+            _rebuilt(value, {})
+            if isinstance(value, _Program)
+            else large[value.name]
+            if isinstance(value, _Elsewhere)
+            else value
+        )
     return fx.GraphModule(root, graph)
 
 
@@ -143,7 +185,9 @@ def inductor_settings() -> dict[str, Any]:
     return config.get_config_copy()
 
 
-def compile_plain(data: bytes, large: Mapping[str, torch.Tensor], keywords: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+def compile_plain(
+    data: bytes, large: Mapping[str, torch.Tensor], keywords: Mapping[str, Any], settings: Mapping[str, Any]
+) -> tuple[Any, list[Any]]:
     """``(compiled graph, example inputs)`` of a plain program, compiled by Inductor with the arguments and the configuration
     of the overlapped graph, and without overlap.
 
@@ -168,12 +212,45 @@ def compile_plain(data: bytes, large: Mapping[str, torch.Tensor], keywords: Mapp
         return compile_fx.compile_fx_inner(gm, inputs, **keywords), inputs
 
 
+def guarded(plain: Any, examples: Sequence[Any]) -> Any:
+    """``plain`` behind the guards on sizes that its own compile has added to those of the graph whose place it takes."""
+    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+
+    places = [i for i, e in enumerate(examples) if isinstance(e, torch.SymInt) and not has_free_unbacked_symbols(e)]
+    if not places:
+        return plain
+    env = examples[places[0]].node.shape_env
+    expression = env.produce_guards_expression([examples[i] for i in places])
+    if not expression:
+        return plain
+    passed: set[tuple[int, ...]] = set()
+
+    def run(inputs: list[Any]) -> Any:
+        sizes = tuple(int(inputs[i]) for i in places)
+        if sizes not in passed:
+            if not env.evaluate_guards_expression(expression, list(sizes)):
+                raise OverlapError(
+                    f"the ranks differ, and the plain program of this graph does not serve its sizes {list(sizes)} (expected {expression}). "
+                    "Call torch._dynamo.reset(), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+                )
+            passed.add(sizes)
+        return plain(inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
 def restrided(plain: Any, examples: Sequence[Any], expected: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
     """``plain`` with results in the strides of the graph whose place it takes (``CompiledFxGraph.output_strides``): a backward may be compiled for them."""
     have = getattr(plain, "output_strides", None)
-    differing = [] if not expected or not have else [i for i, (a, b) in enumerate(zip(expected, have, strict=True)) if a is not None and a != b]
+    differing = (
+        []
+        if not expected or not have
+        else [i for i, (a, b) in enumerate(zip(expected, have, strict=True)) if a is not None and a != b]
+    )
     if not differing:
         return plain
+    promised = list(expected or ())
     import sympy
 
     def run(inputs: list[Any]) -> Any:
@@ -181,10 +258,15 @@ def restrided(plain: Any, examples: Sequence[Any], expected: Sequence[Any] | Non
         names = {str(symbol): int(value) for symbol, value in known.items()}
         results = list(plain(inputs))
         for index in differing:
-            strides = [int(sympy.sympify(text, locals={k: sympy.Integer(v) for k, v in names.items()})) for text in expected[index]]  # type: ignore[index]
+            strides = [
+                int(sympy.sympify(text, locals={k: sympy.Integer(v) for k, v in names.items()}))
+                for text in promised[index]
+            ]  # type: ignore[index]
             result = results[index]
             if list(result.stride()) != strides:
-                results[index] = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device).copy_(result)
+                results[index] = torch.empty_strided(
+                    result.shape, strides, dtype=result.dtype, device=result.device
+                ).copy_(result)
         return results
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -104,12 +104,16 @@ class Comparison:
         if not self.plan.overlaps:
             return self._without_overlap(states, first)
         digest = self.plan.digest
-        why = next((s.apart for s in states if s.apart), "") or next((s.rejected[digest] for s in states if digest in s.rejected), "")
+        why = next((s.apart for s in states if s.apart), "") or next(
+            (s.rejected[digest] for s in states if digest in s.rejected), ""
+        )
         if why:
             if first or self.every_call:
                 call_board.publish(states, self.plan, refused=True)
             if self.plan.mode == "strict":
-                raise StrictError(f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} and other ranks do not exchange the same: {why}")
+                raise StrictError(
+                    f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} and other ranks do not exchange the same: {why}"
+                )
             return NO
         if all(digest in s.agreed for s in states):
             if self.every_call and states:
@@ -214,12 +218,20 @@ def _compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> 
     found = [call_board.values(s, plan, begun + limit) for s, limit in zip(states, limits, strict=True)]
     texts = [call_board.plans(s, values, plan) for s, values in zip(states, found, strict=True)]
     off = any(p.mode == "off" for plans in texts for p in plans.values())
-    silent = [[] if off or s.apart else [r for r in call_board.peers(s.group) if r not in values] for s, values in zip(states, found, strict=True)]
+    silent = [
+        [] if off or s.apart else [r for r in call_board.peers(s.group) if r not in values]
+        for s, values in zip(states, found, strict=True)
+    ]
     for state, plans, missing in zip(states, texts, silent, strict=True):
         _check_reachable(state, plan, plans, missing)
     why = "; ".join(filter(None, map(_difference, states, [plan] * len(states), texts, silent, found)))
     verdict = (DIFFERENT if why else EQUAL, why)
-    if off or any(silent) or any(s.apart for s in states) or any(p.collectives != plan.collectives for plans in texts for p in plans.values()):
+    if (
+        off
+        or any(silent)
+        or any(s.apart for s in states)
+        or any(p.collectives != plan.collectives for plans in texts for p in plans.values())
+    ):
         verdict = (APART, why)
     if not known or len(states) > 1:
         for number in range(1 if len(states) == 1 else 1 + len(states)):
@@ -233,7 +245,9 @@ def _compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> 
     return _rejected(states, plan, texts, verdict)
 
 
-def _check_reachable(state: GroupState, plan: ExchangePlan, plans: Mapping[int, ExchangePlan], missing: Sequence[int]) -> None:
+def _check_reachable(
+    state: GroupState, plan: ExchangePlan, plans: Mapping[int, ExchangePlan], missing: Sequence[int]
+) -> None:
     """Raise where no way is left that all ranks could take."""
     group, mine = state.group, dist.get_rank()
     odd = {global_rank(group, r): p for r, p in plans.items() if p.version != plan.version}
@@ -252,16 +266,24 @@ def _check_reachable(state: GroupState, plan: ExchangePlan, plans: Mapping[int, 
 
 
 def _difference(
-    state: GroupState, plan: ExchangePlan, plans: Mapping[int, ExchangePlan], missing: Sequence[int], values: Mapping[int, str]
+    state: GroupState,
+    plan: ExchangePlan,
+    plans: Mapping[int, ExchangePlan],
+    missing: Sequence[int],
+    values: Mapping[int, str],
 ) -> str:
     parts = [state.apart, difference(plan, {global_rank(state.group, r): p for r, p in plans.items()})]
     if missing:
         ranks = ", ".join(str(global_rank(state.group, r)) for r in missing)
-        parts.append(f"rank {ranks} published no plan (is overlap_inductor switched off there, does it run uncompiled, or did it die?)")
+        parts.append(
+            f"rank {ranks} published no plan (is overlap_inductor switched off there, does it run uncompiled, or did it die?)"
+        )
     mine = call_board.value(state, plan)
     refusing = [global_rank(state.group, r) for r, p in plans.items() if p.digest == plan.digest and values[r] != mine]
     if refusing and not any(parts):
-        parts.append(f"rank {', '.join(map(str, refusing))} runs the plan without overlap, or uses its groups in another order")
+        parts.append(
+            f"rank {', '.join(map(str, refusing))} runs the plan without overlap, or uses its groups in another order"
+        )
     return "; ".join(filter(None, parts))
 
 
@@ -293,7 +315,12 @@ def _round(
     return next(s for wanted in (APART, DIFFERENT, EQUAL) for s in said if s[0] == wanted)
 
 
-def _rejected(states: Sequence[GroupState], plan: ExchangePlan, texts: Sequence[Mapping[int, ExchangePlan]], verdict: tuple[str, str]) -> Outcome:
+def _rejected(
+    states: Sequence[GroupState],
+    plan: ExchangePlan,
+    texts: Sequence[Mapping[int, ExchangePlan]],
+    verdict: tuple[str, str],
+) -> Outcome:
     why = verdict[1]
     # (Who found it out has said so.)
     told = any(s.apart for s in states)
@@ -304,14 +331,18 @@ def _rejected(states: Sequence[GroupState], plan: ExchangePlan, texts: Sequence[
         if verdict[0] == APART:
             call_board.part(state, why)
     if plan.mode == "strict":
-        raise StrictError(f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} and other ranks do not exchange the same: {why}. Make their models and switches alike.")
+        raise StrictError(
+            f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} and other ranks do not exchange the same: {why}. Make their models and switches alike."
+        )
     text = f"rank {dist.get_rank()} and other ranks do not exchange the same, so all of them run this graph without overlap: {why}"
     pair = (plan.digest, *sorted({p.digest for plans in texts for p in plans.values()}))
     if any(pair in s.reported for s in states):
         return NO
     for state in states:
         state.reported.add(pair)
-    first = not told and all(not p.overlaps or r > s.group.rank() for s, plans in zip(states, texts, strict=True) for r, p in plans.items())
+    first = not told and all(
+        not p.overlaps or r > s.group.rank() for s, plans in zip(states, texts, strict=True) for r, p in plans.items()
+    )
     log.log(logging.WARNING if first else logging.INFO, "overlap_inductor: %s", text)
     return Outcome(False, text)
 
@@ -324,7 +355,9 @@ def _raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, s
         plans = call_board.plans(state, values, plan)
         others = {global_rank(state.group, r): p for r, p in plans.items() if p.overlaps}
         if strict and others:
-            raise StrictError(f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} overlaps nothing in a graph that others overlap: {difference(plan, others)}")
+            raise StrictError(
+                f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} overlaps nothing in a graph that others overlap: {difference(plan, others)}"
+            )
         if not strict:
             _check_reachable(state, plan, plans, [r for r in call_board.peers(state.group) if r not in values])
 
@@ -333,5 +366,3 @@ def _limit(group: dist.ProcessGroup, plan: ExchangePlan, known: bool) -> float:
     """Seconds to wait: of a known plan the group's timeout; else the switch's, and less than that, within which the peers' collectives still wait."""
     longest = call_board.timeout(group)
     return longest if known else min(float(plan.config.get("agreement_timeout", DEFAULT_TIMEOUT)), longest / 2)
-
-

@@ -155,14 +155,21 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
                 found[rank] = store.get(state.key(state.calls, rank)).decode()
             if store.check([f"{state.prefix}/apart"]):
                 state.apart = store.get(f"{state.prefix}/apart").decode()
-            if not waiting or now > deadline or state.apart or any(p.mode == "off" for p in plans(state, found, mine).values()):
+            if (
+                not waiting
+                or now > deadline
+                or state.apart
+                or any(p.mode == "off" for p in plans(state, found, mine).values())
+            ):
                 return found
             if now - begun > ABSENT and not any(_is_here(global_rank(state.group, r)) for r in waiting):
                 return found
             if not said and now - begun > _PATIENCE:
                 said = True
                 ranks = ", ".join(str(global_rank(state.group, r)) for r in waiting)
-                log.warning("overlap_inductor: rank %d waits for rank %s to compile the same graph", dist.get_rank(), ranks)
+                log.warning(
+                    "overlap_inductor: rank %d waits for rank %s to compile the same graph", dist.get_rank(), ranks
+                )
         time.sleep(pause)
         pause = min(pause * 1.5, _LONGEST_PAUSE)
 

@@ -128,8 +128,9 @@ def test_a_large_tensor_is_taken_from_the_graph_that_holds_it(monkeypatch: pytes
     graph.output((graph.call_function(torch.ops.aten.add.Tensor, (graph.call_function(torch.ops.aten.mul.Tensor, (x, w)), c)),))
     gm = fx.GraphModule({"w": torch.arange(8.0), "c": torch.tensor(2.0)}, graph)
     program = plain_program._written(gm)
-    data, names = plain_program.capture(gm, [])
-    assert names == ["w"] and len(data) > 0
+    kept = plain_program.capture(gm, [])
+    names = kept.left_out
+    assert names == ["w"] and len(kept.data) > 0 and kept.process is None
     large = plain_program.left_out(gm, names)
     assert large["w"] is gm.w
     (found,) = plain_program._rebuilt(program, large)(torch.ones(8))
@@ -185,3 +186,33 @@ def test_a_dry_run_of_kernels_runs_the_plain_program(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(compared_call.PlainProgram, "compile", lambda self: lambda inputs: "plain")
         call = compared_call.ComparedCall(lambda inputs: "overlapped", [report], program, True, None)
         assert [call([]) for _ in range(2)] == ["plain", "plain"] and len(report.notices) == 1
+
+
+def test_a_size_that_the_plain_program_was_not_compiled_for_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own compile may guard on what the overlapped one did not."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    env = ShapeEnv()
+    symbol = env.create_symbol(64, ConstantSource("rows"), DimDynamic.DYNAMIC)
+    rows = env.create_symintnode(symbol, hint=64, source=ConstantSource("rows"))
+    plain = lambda inputs: inputs[0]  # noqa: E731
+    assert bool(rows < 1000)
+    run = plain_program.guarded(plain, [rows])
+    assert run([10]) == 10 and run([999]) == 999
+    with pytest.raises(overlap_inductor.errors.OverlapError, match="1000"):
+        run([1000])
+    assert plain_program.guarded(plain, [torch.ones(1)]) is plain
+
+
+def test_triton_kernels_are_numbers_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    gm = fx.GraphModule({}, graph)
+    kept = plain_program.capture(gm, [])
+    assert plain_program.of_this_process(kept, None, []) is kept
+    other = plain_program.Captured(b"", [], "another process")
+    assert plain_program.of_this_process(other, None, []) is None
+    again = plain_program.of_this_process(other, gm, [])
+    assert again is not None and again.data
