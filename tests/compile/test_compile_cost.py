@@ -104,7 +104,8 @@ def test_every_step_has_a_value_of_its_own(dynamic: bool) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with made.mode:
             anew = node.target(*args, **kwargs)  # type: ignore[operator]
-        found, expected = ([str(s) for s in (*v.shape, *v.stride())] for v in (value, anew))
+        # (The stride of a dim of size 1 says nothing, and torch 2.15 gives it more than one.)
+        found, expected = ([(str(n), n == 1 or str(s)) for n, s in zip(v.shape, v.stride(), strict=True)] for v in (value, anew))
         assert found == expected, node
         assert (value.dtype, value.device, value.fake_mode) == (anew.dtype, anew.device, made.mode), node
         inputs = {t.untyped_storage()._cdata for t in operators.tensors_in((args, kwargs))}
