@@ -164,7 +164,10 @@ def _peer_dies(rank: int, world_size: int, first_call: bool) -> tuple[str, str, 
     dist.barrier(group)
     if rank == 2:
         os._exit(9)
-    return _outcome(lambda: compiled(*inputs))
+    outcome = _outcome(lambda: compiled(*inputs))
+    # (The store lives in rank 0's process, and the other survivor still reads it.)
+    time.sleep(5 if rank == 0 else 0)
+    return outcome
 
 
 @pytest.mark.parametrize("first_call", [True, False], ids=["before the plans are compared", "after"])
