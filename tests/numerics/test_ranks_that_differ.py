@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -17,22 +16,11 @@ import overlap_inductor
 from tests.fake_group import all_gather
 from tests.fake_group import all_reduce
 from tests.fake_group import reduce_scatter
+from tests.numerics.heard import Heard
 from tests.numerics.ranks import compile_anew
 from tests.numerics.ranks import run_ranks
 
 TIMEOUT = 60
-
-
-class _Heard(logging.Handler):
-    """Warnings of the package."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-        logging.getLogger("overlap_inductor").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def _inputs(rank: int, grad: bool = False) -> list[torch.Tensor]:
@@ -79,7 +67,7 @@ def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str 
         compile_anew()
     else:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{caches}/{rank}"
-    heard, inputs, begun = _Heard(), _inputs(rank), time.monotonic()
+    heard, inputs, begun = Heard(), _inputs(rank), time.monotonic()
     try:
         with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **fields[rank]):
             compiled = torch.compile(_block, dynamic=False)
@@ -173,7 +161,7 @@ def _one_is_off(rank: int, world_size: int, how: str) -> dict[str, Any]:
     call_board.ABSENT = 3.0
     fields = {"schedule": "ring", "agreement_timeout": TIMEOUT}
     compile_anew()
-    heard, inputs, begun = _Heard(), _inputs(rank), time.monotonic()
+    heard, inputs, begun = Heard(), _inputs(rank), time.monotonic()
     backend = "inductor" if rank and how == "silent" else "overlap_inductor"
     options = {} if backend == "inductor" else {**fields, "mode": "off" if rank else "on"}
     compiled = torch.compile(_block, dynamic=False, backend=backend, options=options)
@@ -207,7 +195,7 @@ def test_another_version_is_an_error_at_once() -> None:
 def _again(rank: int, world_size: int, changes: list[dict[str, Any]]) -> dict[str, Any]:
     """Two graphs of one function, called in turn. Rank 1 compiles a third one alone, and goes back."""
     compile_anew()
-    heard, inputs, problems, plain = _Heard(), _inputs(rank), [], []
+    heard, inputs, problems, plain = Heard(), _inputs(rank), [], []
     first = torch.compile(_block, dynamic=False)
     with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
         problems += _wrong(first(*inputs), _block, inputs)
@@ -235,7 +223,7 @@ def test_a_rank_that_alone_compiles_again_to_the_same_exchange() -> None:
 
 def _trained(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
     compile_anew()
-    heard, problems = _Heard(), []
+    heard, problems = Heard(), []
     inputs = _inputs(rank, grad=True)
     exact = [i.detach().double().requires_grad_() for i in inputs]
     with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **fields[rank]):
@@ -269,7 +257,7 @@ def _late(rank: int, world_size: int) -> dict[str, Any]:
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return all_reduce(torch.relu(all_gather(x, 0, rows) @ a) @ b, "sum", columns)
 
-    heard, inputs, problems = _Heard(), _inputs(rank), []
+    heard, inputs, problems = Heard(), _inputs(rank), []
     compiled = {}
     for parts in (4, 2):
         with overlap_inductor.overlap(schedule="ring", agreement_timeout=20, sub_chunks=parts):
@@ -291,7 +279,7 @@ def test_a_plan_that_one_rank_of_a_mesh_had_too_early() -> None:
 def _split(rank: int, world_size: int, patterns: tuple[str, ...]) -> dict[str, Any]:
     """Rank 1's graph is broken where the other's is not."""
     compile_anew()
-    heard, inputs = _Heard(), _inputs(rank)
+    heard, inputs = Heard(), _inputs(rank)
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         y = torch.relu(all_gather(x, 0, dist.group.WORLD) @ a)
@@ -325,7 +313,7 @@ def _mesh(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str,
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return all_reduce(torch.relu(all_gather(x, 0, rows) @ a) @ b, "sum", columns)
 
-    heard, inputs = _Heard(), _inputs(rank)
+    heard, inputs = Heard(), _inputs(rank)
     with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **fields[rank]):
         compiled = torch.compile(function, dynamic=False)
         problems = [p for _ in range(2) for p in _wrong(compiled(*inputs), function, inputs)]
@@ -369,7 +357,7 @@ def _without_memory(rank: int, world_size: int) -> dict[str, Any]:
 
     made = compared_call.ComparedCall._prepare
     compared_call.ComparedCall._prepare = lambda self, inputs: made(self, inputs) or ("rank 3 has no memory left" if rank > 1 else "")  # type: ignore[method-assign]
-    heard, inputs = _Heard(), _inputs(rank)
+    heard, inputs = Heard(), _inputs(rank)
     with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
         compiled = torch.compile(function, dynamic=False)
         problems = [p for _ in range(2) for p in _wrong(compiled(*inputs), function, inputs)]

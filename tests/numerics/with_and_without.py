@@ -8,7 +8,6 @@ gradient of about zero is nothing but rounding.
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import overlap_inductor
 from overlap_inductor import reporting
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report import OverlapReport
+from tests.numerics.heard import Heard
 from tests.numerics.interpreted import interpreted
 from tests.numerics.ranks import compile_anew
 
@@ -38,18 +38,6 @@ COMPARABLE = 1e-2
 TIMEOUT = 100.0
 """Seconds that a rank waits for the plans of the others."""
 STAGES = ("built", "run eagerly", "compiled without overlap", "overlapped")
-
-
-class Heard(logging.Handler):
-    """Warnings of the package."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-        logging.getLogger("overlap_inductor").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def off(found: torch.Tensor, exact: torch.Tensor) -> float:
