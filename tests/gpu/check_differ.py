@@ -92,23 +92,24 @@ def main() -> int:
             turns = {"alike": [everything], "differ": [fewer if last else everything]}.get(
                 how, [everything, fewer if last else everything, everything]
             )
-            made: dict[tuple[str, ...], Callable[..., torch.Tensor]] = {}
             for turn, patterns in enumerate(turns):
+                if turn and patterns != turns[turn - 1]:
+                    torch._dynamo.reset()
                 with overlap_inductor.overlap(schedule=schedule, patterns=patterns, agreement_timeout=60):
-                    if patterns not in made:
-                        made[patterns] = torch.compile(lambda *args, function=function: function(*args), dynamic=False)
+                    compiled = torch.compile(function, dynamic=False)
                     for call in range(3):
                         generator = torch.Generator("cuda").manual_seed(100 * turn + 10 * call + rank)
                         shapes = ((rows, 512), (512, 512), (512, 256), (256, 512))
                         inputs = [(torch.randn(s, device="cuda", generator=generator) / 8).bfloat16() for s in shapes]
                         exact, plain = function(*(i.double() for i in inputs)), function(*inputs)
-                        found = made[patterns](*inputs)
+                        found = compiled(*inputs)
                         errors.append(round(((found.double() - exact).norm() / exact.norm()).item(), 5))
                         bound = 3 * ((plain.double() - exact).norm() / exact.norm()).item()
                         failed += not errors[-1] <= max(bound, 1e-2)
             counts = torch._dynamo.utils.counters["overlap_inductor"]
             fell_back = counts["reason.ranks_differ"] > 0
-            expected = how != "alike" and counts["sites_overlapped"] > 0
+            # (Where ranks share GPUs the last one has nothing left to overlap.)
+            expected = how != "alike" and not (last and arguments.ranks_share_gpus)
             failed += fell_back is not expected or (how != "differ" and counts["sites_overlapped"] == 0)
             row = {
                 "check": "differ",
