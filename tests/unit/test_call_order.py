@@ -289,8 +289,13 @@ def test_a_capture_that_the_driver_does_not_number_is_the_programs_still(
 
 def test_whether_calls_are_in_flight_is_asked_of_the_last_ones_end(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     reached, waited = [False], []
-    monkeypatch.setattr(Event, "query", lambda self: reached[0], raising=False)
-    monkeypatch.setattr(Event, "synchronize", lambda self: waited.append(self), raising=False)
+
+    def beside(result: Any) -> Any:
+        assert rank.gpu.beside_captures == 1, "a capture of another thread would end"
+        return result
+
+    monkeypatch.setattr(Event, "query", lambda self: beside(reached[0]), raising=False)
+    monkeypatch.setattr(Event, "synchronize", lambda self: beside(waited.append(self)), raising=False)
     assert not rank.order.in_flight(), "there was no call"
     rank.order.finish()
     rank.captured(rank.second, lambda: rank.call("A", rank.second))
