@@ -108,7 +108,8 @@ class FaultRecord:
         """One for all ranks of ``group``, which call this at one time; not while a CUDA graph is captured. ``together``: as of ``symmetric.allocate``.
 
         Raises:
-            NotOnAllRanks: the ranks have no memory of the host in common; on all ranks.
+            NotOnAllRanks: a rank has no memory left, or no memory of the host in common with the others; on all ranks
+            (what ``together`` raises).
         """
         memory = symmetric.allocate(layout.STOP_WORDS, torch.int32, device, group, together)
 
@@ -123,7 +124,7 @@ class FaultRecord:
             # (The abort word itself belongs to whoever gives up, from now on.)
             words = memory.local[1:]
             exchange = _Behind(words, tuple(peer[1:] for peer in memory.peers))
-            board = shared_board(group.group_name, group.rank(), exchange, all_here)
+            board = shared_board(group.rank(), exchange, together)
             words.copy_(stop_words(group.rank(), board, memory.pointers))
             known = memory.local, memory.pointers, memory.pointers.tolist()
             found = cls(group.group_name, ranks, group.rank(), board, *known, memory=memory)
