@@ -15,6 +15,7 @@ from overlap_inductor.errors import TransferError
 from overlap_inductor.lowerings import wave_groups
 from overlap_inductor.lowerings.wave_plan import WaveParameters
 from overlap_inductor.transports import board
+from overlap_inductor.transports import faults
 from overlap_inductor.transports.all_or_none import NotOnAllRanks
 from overlap_inductor.transports.workspace import workspace_of
 from tests.kernels.shared_memory import use_shared_memory
@@ -87,6 +88,21 @@ def test_a_board_is_seen_by_all_ranks_and_leaves_no_file(tmp_path: Path) -> None
     assert all(stopped and "was aborted by rank 1;" in text for text, stopped in (said[0], said[2])), said
     assert said[1][1] and "None; group" in said[1][0] and "was aborted;" in said[1][0]
     assert not list(board.SHARED_FOLDER.glob("overlap_inductor_*"))
+
+
+def _cannot_tell(rank: int, world_size: int, folder: str) -> str:
+    use_shared_memory(folder)
+    if rank == 1:
+        faults.stop_words = lambda *arguments: 1 / 0
+    with pytest.raises(NotOnAllRanks) as found:
+        workspace_of(dist.group.WORLD, CPU)
+    return str(found.value)
+
+
+def test_a_rank_that_cannot_tell_its_kernels_is_the_error_of_all(tmp_path: Path) -> None:
+    said = run_ranks(WORLD, _cannot_tell, str(tmp_path), timeout=60)
+    text = "rank 1 cannot tell its kernels where the board is (ZeroDivisionError: division by zero)"
+    assert set(said) == {said[0]} and said[0].startswith(text)
 
 
 def _sees_no_board(rank: int, world_size: int, folder: str, blind: int, full: bool) -> str:
