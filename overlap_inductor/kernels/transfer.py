@@ -97,8 +97,8 @@ def spoil(result, words, stop, BLOCK: tl.constexpr):
     For results of what looks at no abort word itself: vendors' matmuls and copies, which run behind waits that were
     given up, too. A CUDA graph's replays have nobody to raise an error to.
 
-    And a reader that looks behind its last read. A rank that has no leave may overwrite rows of a call that goes on here,
-    but only when it has set this rank's abort word: its stores of the word are done when its kernel ends, and its
+    And a reader that looks behind its last read. A rank that has no leave may overwrite rows of a call that goes on
+    here, but only when it has set this rank's abort word: its stores of the word are done when its kernel ends, and its
     copies start then. So whoever has read a copied row finds the word set when he looks later. What was read before the
     word was set is right; it is spoilt, too, where the word comes before the end of the call, since the group's results
     are not valid from then on.

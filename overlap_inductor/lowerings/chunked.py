@@ -177,9 +177,8 @@ def _prepare_gather(
         for first, last in pairwise(bounds)
     ]
     workspace = launch.slot.data.local[: world_size * shard.nbytes].view(shard.dtype).view(world_size * rows, width)
-    return _Gather(
-        _transport(p).prepare(launch, transfer, range(bounds[-1]), shard), chunks, workspace, spoiling_end(launch, results)
-    )
+    send = _transport(p).prepare(launch, transfer, range(bounds[-1]), shard)
+    return _Gather(send, chunks, workspace, spoiling_end(launch, results))
 
 
 @dataclass(frozen=True)

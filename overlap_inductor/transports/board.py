@@ -137,8 +137,8 @@ def _explained() -> Iterator[None]:
 
 
 def _make(path: Path, size: int) -> None:
-    """A new file of ``size`` bytes of memory. Raises ``OSError``, also where there is no memory left for it: a page that
-    is found missing later would end the process."""
+    """A new file of ``size`` bytes of memory. Raises ``OSError``, also where no memory is left for it: a page that is
+    found missing later would end the process."""
     with path.open("xb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
 

@@ -107,8 +107,8 @@ class FaultRecord:
     def shared(
         cls, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, together: symmetric.Together
     ) -> FaultRecord:
-        """One for all ranks of ``group``, which call this at one time; not while a CUDA graph is captured. ``together``:
-        returns when the attempt has succeeded on all of them.
+        """One for all ranks of ``group``, which call this at one time; not while a CUDA graph is captured.
+        ``together``: returns when the attempt has succeeded on all of them.
 
         Raises:
             NotOnAllRanks: a rank has no memory left, or no memory of the host in common with the others; on all ranks

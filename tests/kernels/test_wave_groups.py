@@ -181,7 +181,8 @@ def test_a_group_that_lies_across_2_to_31_elements_is_no_number(
     place, first = waves.place, 2**31 - 256
     # (A sparse file: few of its pages are ever there.)
     c = torch.from_file(str(tmp_path / "c"), shared=True, size=first + 768, dtype=torch.float16)
-    wait_for_group[(1,)](waves.counters, c, place.faults.stop, 20_000, 0, 5, place.faults.number("some site"), 0, first, 512, 256)
+    number = place.faults.number("some site")
+    wait_for_group[(1,)](waves.counters, c, place.faults.stop, 20_000, 0, 5, number, 0, first, 512, 256)
     around = c[first - 256 :].isnan()
     assert around.tolist() == [False] * 256 + [True] * 512 + [False] * 256
 
