@@ -136,7 +136,9 @@ def row_of(
                 with loss_parallel():
                     loss = _loss(called(ids), labels)
                     loss.backward()
-            gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            # (The name of a compiled block says so.)
+            named = ((n.replace("._orig_mod", ""), p) for n, p in model.named_parameters())
+            gradients = {n: p.grad for n, p in named if p.grad is not None}
             if world_size > tp and not per_block:
                 for gradient in gradients.values():
                     dist.all_reduce(gradient.to_local(), group=dims.get_mesh("fsdp").get_group())
