@@ -225,6 +225,12 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
     known: dict[fx.Node, bool] = {}
     consumers = []
     for consumer in follower.consumers:
+        try:
+            consumer.layout.refined()
+        except LayoutError as error:
+            # (What reads the gathered tensor elsewhere was followed later.)
+            follower.obstacles.append(Reason("layout", f"{consumer.operand_node.name}: {error}"))
+            continue
         outside = zip(("other operand", "bias", "scale", "scale"), (consumer.other_node, consumer.matmul.bias, *consumer.matmul.scales()), strict=True)
         needy = next((what for what, n in outside if n is not None and tools.depends_on(n, collective.wait, known)), None)
         if needy is not None:
