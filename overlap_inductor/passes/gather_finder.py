@@ -173,7 +173,8 @@ class _Follower:
         needy = self._needy(node)
         if needy is not None:
             if _is_operand(node):
-                self.obstacles.append(Reason("weight_depends_on_collective", f"{needy.name}, which {node.name} reads, needs the whole gathered tensor"))
+                text = f"{needy.name} ({needy.target}), which {node.name} reads, is computed from the gathered tensor and not in pieces"
+                self.obstacles.append(Reason("op_between", text))
             return
         try:
             found = row_wise.result(node, self.layouts)

@@ -295,7 +295,7 @@ def _check_externals(tracer: Tracer, layout: Layout) -> None:
         if not tracer.layouts[node].same_elements(layout) and any(
             not (isinstance(s, int) and s == 1) for s in shape[:-1]
         ):
-            raise LayoutError(f"{node.name} of shape {shape} is added between matmul and collective and cannot be cut along")
+            raise LayoutError(f"{node.name} of shape {shape} is read between matmul and collective and cannot be cut along")
         for user in node.users:
             if user in tracer.region and not tracer.layouts[node].same_elements(layout) and not _same_columns(tracer.layouts[user], layout):
                 raise LayoutError(f"{node.name} of shape {shape} lies along another dim than the matmul's columns")
