@@ -142,6 +142,15 @@ def _() -> OverlapReport:
     return report
 
 
+@case("op_between", "near_miss", "a part of what is summed")
+def _() -> OverlapReport:
+    """The first expert's rows, which would be multiplied once more beside the pieces."""
+    made = HandGraph()
+    y = made.call(aten.bmm.default, made.input(3, 8, 16), made.input(3, 16, 4, name="w"))
+    first = made.call(aten.squeeze.dim, made.call(aten.slice.Tensor, y, 0, 0, 1), 0)
+    return made.output(made.reduce(made.call(aten.add.Tensor, made.call(aten.sum.dim_IntList, y, [0]), first))).run()
+
+
 def grouped(made: HandGraph, x: fx.Node, rows: int) -> fx.Node:
     """``x [rows, 16]`` by four experts' weights ``[16, 16]``."""
     experts, ends = made.input(4, 16, 16, dtype=torch.bfloat16, name="experts"), made.input(4, dtype=torch.int32, name="ends")
