@@ -104,6 +104,7 @@ class Gpu:
         self.streams: list[Stream] = []
         self.numbers = itertools.count(1)
         self.captures: dict[int, Graph] = {}
+        self.beside_captures = 0
         self.current = self.stream()
 
     def stream(self) -> Stream:
@@ -118,6 +119,14 @@ class Gpu:
         finally:
             self.current = before
 
+    @contextmanager
+    def asked_beside_captures(self, device: torch.device) -> Iterator[None]:
+        self.beside_captures += 1
+        try:
+            yield
+        finally:
+            self.beside_captures -= 1
+
     def use(self, monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
         """From here on this GPU is the process's; its class of graphs."""
         graphs = type(
@@ -129,6 +138,7 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(symmetric, "stream_number", lambda device: self.current.number)
         monkeypatch.setattr(symmetric, "current_stream_number", lambda: self.current.number)
+        monkeypatch.setattr(driver, "beside_captures", self.asked_beside_captures)
         monkeypatch.setattr(symmetric, "capturing", lambda: self.current.capture != 0)
         monkeypatch.setattr(
             driver, "capture_number", lambda raw: next(s.capture for s in self.streams if s.number == raw)

@@ -94,8 +94,11 @@ def spoil(result, words, stop, BLOCK: tl.constexpr):
     """``result`` (``words`` of 4 bytes) becomes NaN, in every float format, where the group has been aborted. Grid: any
     number of blocks, on the stream behind what has read the workspace.
 
-    A reader that looks behind its last read. A rank that has no leave may overwrite rows of a call that goes on here,
-    but only when it has set this rank's abort word: its stores of the word are done when its kernel ends, and its
+    For results of what looks at no abort word itself: vendors' matmuls and copies, which run behind waits that were
+    given up, too. A CUDA graph's replays have nobody to raise an error to.
+
+    And a reader that looks behind its last read. A rank that has no leave may overwrite rows of a call that goes on
+    here, but only when it has set this rank's abort word: its stores of the word are done when its kernel ends, and its
     copies start then. So whoever has read a copied row finds the word set when he looks later. What was read before the
     word was set is right; it is spoilt, too, where the word comes before the end of the call, since the group's results
     are not valid from then on.
@@ -118,8 +121,7 @@ def end_call_and_spoil(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``signals.end_call`` of a call whose peers send by copy engines, and ``spoil`` of its results (``None``: none).
-    Grid: one block."""
+    """``signals.end_call``, and ``spoil`` of the call's results (``None``: none). Grid: one block."""
     aborted = look(stop)
     finish_call(calls, peer_flags, tl.load(calls), rank, stop, WORLD)
     if one is not None:

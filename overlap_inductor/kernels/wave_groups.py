@@ -123,7 +123,8 @@ def wait_for_group(counters, c, stop, patience, group, tiles, site, rank, first,
     counter = counters + group * FLAG_WORDS
     wait_at_least(counter, tiles, stop, patience, site * WAIT_KINDS + WAIT_TILES, rank)
     tl.store(counter, 0)
-    end = first + tl.where(look(stop) == 0, 0, elements)
-    for start in range(first, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
+    begin = tl.cast(first, tl.int64)
+    end = begin + tl.where(look(stop) == 0, 0, elements)
+    for start in range(begin, end, BLOCK):
+        at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         tl.store(c + at, tl.full((BLOCK,), float("nan"), c.dtype.element_ty), mask=at < end)

@@ -34,7 +34,6 @@ from overlap_inductor.transports.arrivals import receive_kernel
 from overlap_inductor.transports.arrivals import wait_kernel
 from overlap_inductor.transports.copy_engine import CopyEngine
 from overlap_inductor.transports.credits import credit_kernel
-from overlap_inductor.transports.credits import end_kernel
 from overlap_inductor.transports.credits import spoiling_end
 from overlap_inductor.transports.replay import launched
 from overlap_inductor.transports.side_stream import one_call
@@ -76,14 +75,8 @@ def _transport(parameters: ChunkedParameters) -> Transport:
 
 
 End = Callable[[Sequence[torch.Tensor]], None]
-"""Ends a call, given its results."""
-
-
-def _end(launch: Launch, parameters: ChunkedParameters, results: Sequence[torch.Tensor]) -> End:
-    if parameters.transport == "copy_engine":
-        return spoiling_end(launch, results)
-    end = end_kernel(launch)
-    return lambda results: end()
+"""Ends a call, given its results. Where the group has been aborted they are spoilt: a vendor's matmul looks at no abort
+word, nor does a copy."""
 
 
 @dataclass(frozen=True)
@@ -184,9 +177,8 @@ def _prepare_gather(
         for first, last in pairwise(bounds)
     ]
     workspace = launch.slot.data.local[: world_size * shard.nbytes].view(shard.dtype).view(world_size * rows, width)
-    return _Gather(
-        _transport(p).prepare(launch, transfer, range(bounds[-1]), shard), chunks, workspace, _end(launch, p, results)
-    )
+    send = _transport(p).prepare(launch, transfer, range(bounds[-1]), shard)
+    return _Gather(send, chunks, workspace, spoiling_end(launch, results))
 
 
 @dataclass(frozen=True)
@@ -263,7 +255,7 @@ def _reduce_into(
     if prepared is None:
         prepared = (
             _prepare_reduce(pattern, a, matmul, product, out, launch, parameters, average),
-            _end(launch, parameters, [out]),
+            spoiling_end(launch, [out]),
         )
         launch.remember(key, prepared)
     bands, end = prepared

@@ -28,6 +28,7 @@ from overlap_inductor.transports.copy_engine import copies_with_flags
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
 from overlap_inductor.transports.credits import spoil_kernel
+from overlap_inductor.transports.credits import spoiling_end
 from overlap_inductor.transports.replay import launched
 from overlap_inductor.transports.side_stream import one_call
 from overlap_inductor.transports.side_stream import side_stream
@@ -97,7 +98,7 @@ def _gather(
         kernel(*operands)
     else:
         _with_copies(a, launch, lambda: kernel(*operands), keep)
-        # (With ``keep``, ``spoil_read`` does, when all of the call's results are there.)
+        # (With ``keep``, ``end`` does, when all of the call's results are there.)
         for result in results if not keep else ():
             spoil_kernel(launch, result)(result)
 
@@ -122,18 +123,13 @@ def _with_copies(a: torch.Tensor, launch: Launch, multiply: Callable[[], None], 
         multiply()
 
 
-def end(launch: Launch) -> None:
-    """End a call that was made with ``keep``: the peers may write into the workspace again."""
-    end_kernel(launch)()
-
-
-def spoil_read(
-    results: Sequence[torch.Tensor], shard: torch.Tensor, launch: Launch, parameters: FusedParameters
-) -> None:
-    """``results`` were made of ``gathered`` of a call that was made with ``keep``: see ``kernels.transfer.spoil``."""
-    if shard.nbytes >= parameters.copies_from:
-        for result in results:
-            spoil_kernel(launch, result)(result)
+def end(launch: Launch, results: Sequence[torch.Tensor] = ()) -> None:
+    """End a call that was made with ``keep``: the peers may write into the workspace again. ``results`` of the call,
+    also those that were made of ``gathered``, are spoilt where the group has been aborted."""
+    if results:
+        spoiling_end(launch, results)(results)
+    else:
+        end_kernel(launch)()
 
 
 def matmul_reduce_scatter(

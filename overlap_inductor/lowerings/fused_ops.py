@@ -76,10 +76,11 @@ def _gather(
             outs.append(made[i] if i in made else applied(epilogues[i], product(gathered, b, bias), of_each[i]))
         if gathered_used:
             outs.append(gathered.clone())
-    finally:
-        # Whatever happened: peers wait for leave to write into this workspace again.
+    except BaseException:
+        # Peers wait for leave to write into this workspace again.
         fused.end(launch)
-    fused.spoil_read(outs, shard, launch, parameters)
+        raise
+    fused.end(launch, outs)
     return outs
 
 

@@ -304,8 +304,9 @@ def _checked(
     check_operands(a, b, bias)
     if scatters and a.shape[0] % group.size():
         raise UnsupportedError(f"{a.shape[0]} rows do not fall into {group.size()} equal shards")
-    waves = waves_of(group, a.device)
-    call = Call(a, b, bias, scatters, average, site, p, waves)
+    # (Of two threads one makes what the group shares, and plans a site, as on every rank.)
     with call_order(a.device):
+        waves = waves_of(group, a.device)
         waves.place.faults.check()
+        call = Call(a, b, bias, scatters, average, site, p, waves)
         return call.run(call.plan())

@@ -17,10 +17,13 @@ Where ranks do not even hold the same collectives in a graph, or one publishes n
 uncompiled), their calls cannot be counted alike: overlap is disabled for the group from then on (``apart``). The rank
 that finds so says it in the store, where ranks that still wait see it.
 
-A plan that was agreed upon needs no second comparison, so a rank may compile again alone as long as it exchanges the
-same. On CPU groups, whose collectives block the host anyway, digests are compared at every call: a rank that alone
-compiles to another exchange takes all ranks of that call to the plain program. On GPUs this would tie the hosts of all
-ranks to each other at every call; there the rank that compiled again ends with an error at its deadline.
+A plan that was agreed upon needs no second comparison by rounds in the store, so a rank may compile again alone as long
+as it exchanges the same. Digests alone are compared at every call, so a rank that alone compiles to another exchange
+takes all ranks of that call to the plain program. Ranks of one machine compare them in memory that all of them map
+(``call_page``). This ties the hosts of a group to each other: none starts a call before all have reached it, which
+costs nothing while the hosts run ahead of their GPUs. Ranks on several machines compare through the store: on CPU
+groups at every call, whose collectives block the host anyway; on GPUs at first runs only, and there the rank that
+compiled again ends with an error at its deadline.
 """
 
 from __future__ import annotations
@@ -39,16 +42,19 @@ from overlap_inductor.exchange import ExchangePlan
 from overlap_inductor.exchange import difference
 from overlap_inductor.torch_compat.distributed import moves_nothing
 from overlap_inductor.transports import call_board
+from overlap_inductor.transports.call_board import EQUAL
 from overlap_inductor.transports.call_board import GroupState
 from overlap_inductor.transports.call_board import Outcome
 from overlap_inductor.transports.call_board import global_rank
 from overlap_inductor.transports.call_board import state_of
+from overlap_inductor.transports.call_page import CALLS
+from overlap_inductor.transports.call_page import Overwritten
 
 log = logging.getLogger("overlap_inductor")
 
 DEFAULT_TIMEOUT = 300
 YES, NO = Outcome(True), Outcome(False)
-EQUAL, DIFFERENT, APART = "1", "0", "x"
+DIFFERENT, APART = "0", "x"
 
 
 class Comparison:
@@ -56,7 +62,8 @@ class Comparison:
 
     Args:
         groups: the groups whose collectives the graph holds; those in which nothing moves are left out.
-        every_call: whether to compare at every call and not only at the first (CPU groups).
+        every_call: whether to compare at every call where the ranks share no page (CPU groups), and not only at the
+            first.
     """
 
     def __init__(self, plan: ExchangePlan, groups: Sequence[dist.ProcessGroup], every_call: bool) -> None:
@@ -65,17 +72,29 @@ class Comparison:
         self.every_call = every_call
         self.first = True
         self.withdrawn = False
-        """Whether this rank runs the plain program whatever the others do: all of them do so for a reason of their own."""
-        self.states: list[GroupState] | None = None
-        """Of the groups, once later calls need only be counted: the plan was agreed upon, or overlaps nothing."""
+        """Whether this rank runs the plain program whatever the others do: all do so for a reason of their own."""
+        self.settled: list[tuple[GroupState, str]] | None = None
+        """The groups, with what this rank publishes, once there is little to ask: the plan was agreed upon, or overlaps
+        nothing."""
+        self.tied = False
+        """Whether a settled plan is compared at every call; it has one group then."""
+        self.counted = False
+        """Whether ``count`` has counted and published a call that ``call`` goes on with."""
 
     def count(self) -> bool:
-        """Count one call that has nothing to compare, at little host time; false where ``call`` has to be asked."""
-        if self.states is None or any(s.apart for s in self.states):
+        """Count one call of a settled plan, at little host time; false where ``call`` has to be asked."""
+        if self.settled is None or any(s.apart for s, _ in self.settled):
             return False
-        for state in self.states:
+        for state, text in self.settled:
             state.calls += 1
-        return True
+            if state.page is not None:
+                state.page.publish(state.calls, text)
+        if not self.tied:
+            return True
+        state, text = self.settled[0]
+        assert state.page is not None
+        self.counted = not call_board.soon(state.page, state.calls, text)
+        return not self.counted
 
     def call(self) -> Outcome:
         """Count one call, and compare where that is needed.
@@ -97,10 +116,12 @@ class Comparison:
     def _call(self) -> Outcome:
         if self.withdrawn:
             return NO
+        counted, self.counted = self.counted, False
         states = [state_of(g) for g in self.groups]
         for state in states:
-            state.calls += 1
+            state.calls += not counted
         first, self.first = self.first, False
+        self.settled, self.tied = None, False
         if not self.plan.overlaps:
             return self._without_overlap(states, first)
         digest = self.plan.digest
@@ -108,30 +129,43 @@ class Comparison:
             (s.rejected[digest] for s in states if digest in s.rejected), ""
         )
         if why:
-            if first or self.every_call:
-                call_board.publish(states, self.plan, refused=True)
+            call_board.publish(self._listening(states, first), self.plan, refused=True)
             if self.plan.mode == "strict":
                 raise StrictError(
                     f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} and other ranks do not exchange the same: {why}"
                 )
             return NO
-        if all(digest in s.agreed for s in states):
-            if self.every_call and states:
-                return _compared(states, self.plan, known=True)
-            self.states = states
-            return YES
-        return _compared(states, self.plan, known=False)
+        if not all(digest in s.agreed for s in states):
+            return _compared(states, self.plan, known=False)
+        tied = bool(states) and all(digest in s.tied for s in states)
+        outcome = YES
+        if tied or (self.every_call and states):
+            outcome = _compared(states, self.plan, known=True)
+        else:
+            call_board.publish([s for s in states if s.page is not None], self.plan)
+        if outcome.overlapped and (not (tied or self.every_call) or (tied and len(states) == 1)):
+            self._settle(states, tied)
+        return outcome
 
     def _without_overlap(self, states: Sequence[GroupState], first: bool) -> Outcome:
-        """Tell the others, who may overlap theirs; wait for them only where this rank alone may have left an agreed exchange."""
-        if first or self.every_call:
-            call_board.publish(states, self.plan)
+        """Tell the others, who may overlap theirs; wait for them only where this rank alone may have left an agreed
+        exchange."""
+        call_board.publish(self._listening(states, first), self.plan)
         strict = first and self.plan.mode == "strict"
-        alone = first and not self.every_call and any(self.plan.collectives in s.overlapped for s in states)
+        unasked = [s for s in states if s.page is None and not self.every_call]
+        alone = first and any(self.plan.collectives in s.overlapped for s in unasked)
         if (strict or alone) and not any(s.apart for s in states):
             _raise_if_others_overlap(states, self.plan, strict)
-        self.states = None if self.every_call else list(states)
+        if not self.every_call or all(s.page is not None for s in states):
+            self._settle(states, tied=False)
         return NO
+
+    def _listening(self, states: Sequence[GroupState], first: bool) -> list[GroupState]:
+        """The groups whose other ranks may wait to hear of this call."""
+        return [s for s in states if first or self.every_call or s.page is not None]
+
+    def _settle(self, states: Sequence[GroupState], tied: bool) -> None:
+        self.settled, self.tied = [(s, call_board.value(s, self.plan)) for s in states], tied
 
     def also(self, failure: str) -> Outcome:
         """Whether all ranks can go on after a call that compared equal.
@@ -146,14 +180,14 @@ class Comparison:
             begun, limit = time.monotonic(), max(_limit(s.group, self.plan, known=False) for s in states)
             peers = [dict.fromkeys(call_board.peers(s.group), call_board.value(s, self.plan)) for s in states]
             for number in range(len(states)):
-                verdict = _round(states, self.plan, peers, number, verdict, begun, limit, "/workspace")
+                verdict = _round(states, self.plan, peers, number, verdict, begun, limit, "workspace/")
         if verdict[0] == EQUAL:
             return YES
         why = verdict[1]
         for state in states:
             state.agreed.discard(self.plan.digest)
             state.rejected[self.plan.digest] = why
-        self.states = None
+        self.settled = None
         if self.plan.mode == "strict":
             raise StrictError(f"OVERLAP_INDUCTOR=strict: the workspace of a graph cannot be made: {why}")
         text = f"all ranks run a graph without overlap, because its workspace cannot be made: {why}"
@@ -215,16 +249,22 @@ def _compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> 
     begun = time.monotonic()
     # (A call of a known plan waits like any transfer; a first one may wait for compilers.)
     limits = [_limit(s.group, plan, known) for s in states]
-    found = [call_board.values(s, plan, begun + limit) for s, limit in zip(states, limits, strict=True)]
+    found, behind = list[dict[int, str]](), [""] * len(states)
+    for number, (state, limit) in enumerate(zip(states, limits, strict=True)):
+        try:
+            found.append(call_board.values(state, plan, begun + limit))
+        except Overwritten:
+            found.append({})
+            behind[number] = _left_behind(state)
     texts = [call_board.plans(s, values, plan) for s, values in zip(states, found, strict=True)]
     off = any(p.mode == "off" for plans in texts for p in plans.values())
     silent = [
-        [] if off or s.apart else [r for r in call_board.peers(s.group) if r not in values]
-        for s, values in zip(states, found, strict=True)
+        [] if off or s.apart or b else [r for r in call_board.peers(s.group) if r not in values]
+        for s, values, b in zip(states, found, behind, strict=True)
     ]
     for state, plans, missing in zip(states, texts, silent, strict=True):
         _check_reachable(state, plan, plans, missing)
-    why = "; ".join(filter(None, map(_difference, states, [plan] * len(states), texts, silent, found)))
+    why = "; ".join(filter(None, [*map(_difference, states, [plan] * len(states), texts, silent, found), *behind]))
     verdict = (DIFFERENT if why else EQUAL, why)
     if (
         off
@@ -236,13 +276,50 @@ def _compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> 
     if not known or len(states) > 1:
         for number in range(1 if len(states) == 1 else 1 + len(states)):
             verdict = _round(states, plan, found, number, verdict, begun, max(limits))
+    if verdict[0] != EQUAL:
+        return _rejected(states, plan, texts, verdict)
+    if not known:
+        _share_pages(states, plan, found, begun, max(limits))
+    for state in states:
+        state.agreed.add(plan.digest)
+        state.overlapped.add(plan.collectives)
+        state.newest = plan
+    return Outcome(True, fresh=not known)
+
+
+def _share_pages(
+    states: Sequence[GroupState],
+    plan: ExchangePlan,
+    found: Sequence[Mapping[int, str]],
+    begun: float,
+    limit: float,
+) -> None:
+    """Have the agreed ``plan`` compared at every call where each of its groups, of all ranks that they connect, has a
+    page. All these ranks come here together."""
+    for state in sorted(states, key=lambda s: plan.alias(s.group.group_name)):
+        state.share_page()
+    verdict = (EQUAL if all(s.page is not None for s in states) else DIFFERENT, "")
+    if len(states) > 1:
+        for number in range(len(states)):
+            verdict = _round(states, plan, found, number, verdict, begun, limit, "page/")
     if verdict[0] == EQUAL:
         for state in states:
-            state.agreed.add(plan.digest)
-            state.overlapped.add(plan.collectives)
-            state.newest = plan
-        return Outcome(True, fresh=not known)
-    return _rejected(states, plan, texts, verdict)
+            state.tied.add(plan.digest)
+
+
+def _left_behind(state: GroupState) -> str:
+    """Why the plans differ where a rank of the group has long left this call behind.
+
+    Who does not wait for the others overlaps nothing, but for plans that are not compared at every call.
+    """
+    why = f"a rank is {CALLS} or more calls ahead of rank {dist.get_rank()}, without overlap"
+    if state.agreed - state.tied:
+        raise AgreementError(
+            f"in group {state.group.group_name!r} {why}, or with a plan that is compared at its first run only: which "
+            "one cannot be known. Make the ranks' graphs alike (TORCH_LOGS=recompiles names the guards), or switch "
+            "overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+        )
+    return why
 
 
 def _check_reachable(
@@ -300,16 +377,20 @@ def _round(
     """The worst verdict, with its reason, of this rank and of all that run the same plan in its groups: ``verdict``, one
     group further. ``kind`` keeps the rounds of one call apart."""
     for state in states:
-        call_board.say(state, f"{kind}/{number}", "".join(verdict))
+        call_board.say(state, number, "".join(verdict), kind)
     said = [verdict]
     for state, values in zip(states, found, strict=True):
         mine = call_board.value(state, plan)
         for rank in sorted(r for r, v in values.items() if v == mine):
-            text = call_board.said(state, rank, f"{kind}/{number}", begun + (number + 2) * limit)
+            try:
+                text = call_board.said(state, rank, number, begun + (number + 2) * limit, kind)
+            except Overwritten:
+                text = None
             if text is None:
                 raise AgreementError(
-                    f"rank {global_rank(state.group, rank)} of group {state.group.group_name!r} published its plan and then nothing within {limit:.0f} s: it probably died. "
-                    "See its own log first."
+                    f"rank {global_rank(state.group, rank)} of group {state.group.group_name!r} published its plan and "
+                    f"then no verdict within {limit:.0f} s, or went on without this rank: it, or this rank's host, "
+                    "probably stood still. See its own log first."
                 )
             said.append((text[0], text[1:]))
     return next(s for wanted in (APART, DIFFERENT, EQUAL) for s in said if s[0] == wanted)
@@ -351,7 +432,11 @@ def _raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, s
     """A graph without overlap: raise where others overlap theirs and ``strict`` asks for it, or where they are inside an
     exchange that was agreed upon, in which this rank would be missed."""
     for state in states:
-        values = call_board.values(state, plan, time.monotonic() + _limit(state.group, plan, known=False))
+        try:
+            values = call_board.values(state, plan, time.monotonic() + _limit(state.group, plan, known=False))
+        except Overwritten:
+            # (Who is so far ahead has not waited for this rank.)
+            continue
         plans = call_board.plans(state, values, plan)
         others = {global_rank(state.group, r): p for r, p in plans.items() if p.overlaps}
         if strict and others:

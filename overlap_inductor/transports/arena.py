@@ -149,8 +149,14 @@ class WorkspaceArena:
             OverlapError: something would have to be allocated while a graph is captured, or beyond the limit.
             NotOnAllRanks: a rank had no memory left (what ``allocate`` raises). The arena is as before.
         """
-        for alike in _by_protocol(requests):
-            self._prepare(alike, count)
+        slots, of_site = list(self.slots), dict(self._of_site)
+        try:
+            for alike in _by_protocol(requests):
+                self._prepare(alike, count)
+        except BaseException:
+            # (Those of a protocol before may have got theirs.)
+            self.slots, self._of_site = slots, of_site
+            raise
 
     def _prepare(self, requests: Sequence[Request], count: int) -> None:
         unknown, wanted, chosen = self._choose(requests, count)

@@ -18,17 +18,20 @@ their addresses.
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from overlap_inductor.errors import OverlapError
 from overlap_inductor.kernels.layout import BOARD_HEAD
 from overlap_inductor.kernels.layout import FAULT_WORDS
-from overlap_inductor.transports.all_or_none import NotOnAllRanks
+from overlap_inductor.torch_compat.symmetric import Together
 from overlap_inductor.transports.driver import mapped_address
 
 SHARED_FOLDER = Path("/dev/shm")
@@ -84,43 +87,60 @@ class Exchange(Protocol):
     def peers(self) -> tuple[torch.Tensor, ...]: ...
 
 
-def shared_board(group_name: str, rank: int, exchange: Exchange, together: Callable[[], None]) -> Board:
+def shared_board(rank: int, exchange: Exchange, together: Together) -> Board:
     """The board of a group, made by its first rank. All ranks call this together.
 
     Args:
-        exchange: at least 3 words a rank, by which the first rank says where the board lies, and each whether it can
-            see it.
-        together: returns when all ranks have come so far, and what they have written is there.
+        exchange: at least 2 words a rank, by which the first rank says where the board lies.
+        together: makes an attempt on every rank, and fails on all of them where it failed on one.
 
     Raises:
-        NotOnAllRanks: a rank cannot see the board; on all ranks.
+        NotOnAllRanks: a rank cannot see the board; on all ranks (what ``together`` raises).
     """
     device, world_size = exchange.local.device, len(exchange.peers)
-    if rank == 0:
-        number = torch.tensor([secrets.randbits(62)])
-        with (SHARED_FOLDER / _name(number)).open("xb") as file:
-            file.truncate(board_words(world_size) * 4)
-        for peer in exchange.peers:
-            peer[:2].copy_(number.view(torch.int32))
-    together()
-    number = torch.tensor(exchange.local[:2].tolist(), dtype=torch.int32).view(torch.int64)
-    path, board, problem = SHARED_FOLDER / _name(number), None, ""
+    number = torch.tensor([secrets.randbits(62)])
+
+    def make() -> None:
+        if rank == 0:
+            with _explained():
+                _make(SHARED_FOLDER / _name(number), board_words(world_size) * 4)
+            for peer in exchange.peers:
+                peer[:2].copy_(number.view(torch.int32))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    def open_it() -> Board:
+        told = torch.tensor(exchange.local[:2].tolist(), dtype=torch.int32).view(torch.int64)
+        with _explained():
+            return _opened(SHARED_FOLDER / _name(told), world_size, device)
+
     try:
-        board = _opened(path, world_size, device)
-    except (OSError, RuntimeError) as error:
-        problem = f" ({error})"
-        for peer in exchange.peers:
-            peer[2:3].fill_(1)
-    together()
-    if rank == 0:
-        path.unlink()
-    if board is None or int(exchange.local[2]):
-        raise NotOnAllRanks(
-            f"the ranks of group {group_name!r} cannot all map one file of {SHARED_FOLDER}{problem}, by which they "
-            f"tell each other of faults. Give them one {SHARED_FOLDER} (the same container, or --ipc=host), or set "
-            "OVERLAP_INDUCTOR_SCHEDULE=ring."
-        )
+        together(f"make a file of {SHARED_FOLDER} for all ranks", make)
+        board: Board = together(f"map the first rank's file of {SHARED_FOLDER}", open_it)
+    finally:
+        if rank == 0:
+            # (Whoever has mapped it keeps its pages.)
+            (SHARED_FOLDER / _name(number)).unlink(missing_ok=True)
     return board
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What to do where the host's memory cannot be shared."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise OverlapError(
+            f"{error}; ranks tell each other of faults there. Give them one {SHARED_FOLDER} with room (the same "
+            "container, or --ipc=host), or set OVERLAP_INDUCTOR_SCHEDULE=ring"
+        ) from error
+
+
+def _make(path: Path, size: int) -> None:
+    """A new file of ``size`` bytes of memory. Raises ``OSError``, also where no memory is left for it: a page that is
+    found missing later would end the process."""
+    with path.open("xb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
 
 
 def _name(number: torch.Tensor) -> str:

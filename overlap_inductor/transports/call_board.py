@@ -1,17 +1,23 @@
-"""The store's side of the agreement: what ranks publish for each call of a group, and how they wait for each other's.
+"""What the ranks of a group publish for each call, and how they wait for each other's.
+
+Two media carry it: the group's store (``CallStore``), and memory that all ranks map (``call_page.CallPage``). Both hold
+for each call and rank what that rank runs, the *value*: the digest of its plan, which of the plan's groups this one is,
+and ``!`` where the rank refuses to overlap; and the rank's verdict of each round.
 
 Keys, below ``overlap_inductor/agree/<incarnation>`` in the group's store::
 
     plan/<digest>            the plan's text, once
-    <call>/<rank>            digest, the group's place in the plan, and "!" where the rank refuses to overlap
-    <call>/<rank>/<round>    a verdict
+    <call>/<rank>            the value
+    <call>/<rank>/<round>    a verdict, with its reason
     <call>/same/<value>      how many ranks have published this value: one key to watch while all agree
     apart                    why overlap is disabled for the group
+    page                     where the page of the group's calls lies
     here/<rank>              (of the default group) the rank compiles with overlap on
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Mapping
@@ -25,20 +31,32 @@ from overlap_inductor.exchange import ExchangePlan
 from overlap_inductor.torch_compat.distributed import group_store
 from overlap_inductor.torch_compat.distributed import group_timeout
 from overlap_inductor.torch_compat.distributed import moves_nothing
+from overlap_inductor.transports.all_or_none import NotOnAllRanks
+from overlap_inductor.transports.call_page import MOST_CHARACTERS
+from overlap_inductor.transports.call_page import MOST_ROUNDS
+from overlap_inductor.transports.call_page import CallPage
+from overlap_inductor.transports.call_page import Overwritten
+from overlap_inductor.transports.call_page import shared_page
 
 log = logging.getLogger("overlap_inductor")
 
 KEPT_CALLS = 64
 """Calls whose keys stay in the store. No rank can be so many calls behind another: each holds a collective."""
-MOST_ROUNDS = 5
+EQUAL = "1"
+"""The verdict of a rank that has found nothing against the overlapped run."""
 _LONGEST_PAUSE = 0.25
 """Seconds between two looks at what the others have published; the first looks come much sooner."""
 _SHORT = 2e-3
 """A pause from which on a rank looks at each other rank, too."""
+_LOOKS = 20
+"""At a page, one behind the other, before a rank gives up its time slice."""
+_SPIN = 2e-4
+"""Seconds for which a rank that waits on a page gives up its time slice only."""
 _PATIENCE = 15.0
 """Seconds after which a rank that still waits says for whom."""
 ABSENT = 60.0
-"""Seconds after which a rank that has not announced that it compiles with overlap on is taken for one that never will."""
+"""Seconds after which a rank that has not announced that it compiles with overlap on is taken for one that never
+will."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +69,49 @@ class Outcome:
     fresh: bool = False
 
 
+class CallStore:
+    """What the ranks of a group say of their calls, in the group's store. The interface is ``CallPage``'s."""
+
+    first_pause, growth = 1e-4, 1.5
+    looks_cheaply = False
+
+    def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
+        self._group, self._prefix, self._rank = group, prefix, group.rank()
+        self._values: dict[int, str] = {}
+
+    def publish(self, call: int, text: str) -> None:
+        store = group_store(self._group)
+        store.set(self._key(call, self._rank), text)
+        store.add(self._same(call, text), 1)
+        self._values[call] = text
+        for old in [c for c in self._values if c <= call - KEPT_CALLS]:
+            for suffix in ("", *(f"/{number}" for number in range(MOST_ROUNDS))):
+                store.delete_key(self._key(old, self._rank) + suffix)
+            store.delete_key(self._same(old, self._values.pop(old)))
+
+    def all_publish(self, call: int, text: str) -> bool:
+        return group_store(self._group).add(self._same(call, text), 0) == self._group.size()
+
+    def published(self, call: int, rank: int) -> str | None:
+        return self._get(self._key(call, rank))
+
+    def say(self, call: int, number: int | str, text: str) -> None:
+        group_store(self._group).set(f"{self._key(call, self._rank)}/{number}", text)
+
+    def said(self, call: int, number: int | str, rank: int) -> str | None:
+        return self._get(f"{self._key(call, rank)}/{number}")
+
+    def _key(self, call: int, rank: int) -> str:
+        return f"{self._prefix}/{call}/{rank}"
+
+    def _same(self, call: int, text: str) -> str:
+        return f"{self._prefix}/{call}/same/{text}"
+
+    def _get(self, key: str) -> str | None:
+        store = group_store(self._group)
+        return store.get(key).decode() if store.check([key]) else None
+
+
 @dataclass
 class GroupState:
     """What this rank knows of a live group.
@@ -58,12 +119,14 @@ class GroupState:
     Attributes:
         calls: calls of graphs with a collective of the group.
         agreed / rejected: digests of plans that all ranks ran alike, and of those that differed (with the difference).
+        tied: digests of agreed plans that all ranks compare at every call, on the pages of all groups of the plan.
         parts: digests of plans that are parts of an agreed one: those of subgraphs.
         overlapped: the collectives of agreed plans.
         told: digests whose plans this rank has published.
         reported: digests, this rank's and others', whose difference was said.
         newest: the plan agreed upon last; ``None`` while nothing of the group is overlapped.
         apart: why overlap is disabled for the group.
+        page: of the group's calls; ``None`` before the first agreement, and where the ranks share no memory.
     """
 
     group: dist.ProcessGroup
@@ -71,22 +134,36 @@ class GroupState:
     calls: int = 0
     agreed: set[str] = field(default_factory=set)
     rejected: dict[str, str] = field(default_factory=dict)
+    tied: set[str] = field(default_factory=set)
     parts: set[str] = field(default_factory=set)
     overlapped: set[tuple[str, ...]] = field(default_factory=set)
     told: set[str] = field(default_factory=set)
     reported: set[tuple[str, ...]] = field(default_factory=set)
     newest: ExchangePlan | None = None
     apart: str = ""
+    page: CallPage | None = None
+    _page_tried: bool = False
+
+    def __post_init__(self) -> None:
+        self.store = CallStore(self.group, self.prefix)
 
     @property
     def prefix(self) -> str:
         return f"overlap_inductor/agree/{self.incarnation}"
 
-    def key(self, call: int, rank: int) -> str:
-        return f"{self.prefix}/{call}/{rank}"
+    @property
+    def medium(self) -> CallPage | CallStore:
+        return self.store if self.page is None else self.page
 
-    def same(self, call: int, text: str) -> str:
-        return f"{self.prefix}/{call}/same/{text}"
+    def share_page(self) -> None:
+        """Make the group's page, once; all its ranks call this together."""
+        if self._page_tried:
+            return
+        self._page_tried = True
+        try:
+            self.page = shared_page(self.group, f"{self.prefix}/page")
+        except NotOnAllRanks as error:
+            log.info("overlap_inductor: plans are compared through the store of the group: %s", error)
 
 
 _STATE: dict[str, GroupState] = {}
@@ -115,63 +192,81 @@ def timeout(group: dist.ProcessGroup) -> float:
 
 def value(state: GroupState, plan: ExchangePlan) -> str:
     """What a rank publishes that runs ``plan``: its digest, and which of the plan's groups this one is."""
-    return f"{plan.digest}:{plan.alias(state.group.group_name)}"
+    alias = plan.alias(state.group.group_name)
+    text = f"{plan.digest}:{alias}"
+    return text if len(text) < MOST_CHARACTERS else f"{plan.digest}:{hashlib.sha256(alias.encode()).hexdigest()[:16]}"
 
 
 def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = False) -> None:
-    """Publish ``plan`` for the call that was counted last; ``refused``: this rank runs it without overlap, whatever the others do."""
+    """Publish ``plan`` for the call that was counted last; ``refused``: this rank runs it without overlap, whatever the
+    others do."""
     for state in states:
-        store, rank, call = group_store(state.group), state.group.rank(), state.calls
         if plan.digest not in state.told:
             state.told.add(plan.digest)
-            store.set(f"{state.prefix}/plan/{plan.digest}", plan.to_json())
-        text = value(state, plan) + ("!" if refused else "")
-        store.set(state.key(call, rank), text)
-        store.add(state.same(call, text), 1)
-        old = call - KEPT_CALLS
-        if old > 0:
-            for suffix in ("", *(f"/{number}" for number in range(MOST_ROUNDS))):
-                store.delete_key(state.key(old, rank) + suffix)
-            store.delete_key(state.same(old, text))
+            group_store(state.group).set(f"{state.prefix}/plan/{plan.digest}", plan.to_json())
+        state.medium.publish(state.calls, value(state, plan) + ("!" if refused else ""))
 
 
 def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, str]:
-    """What the other ranks of the group published for this call, by rank of the group; of those that did before ``deadline``.
+    """What the other ranks of the group published for this call, by rank of the group; of those that did before
+    ``deadline``.
 
     Nobody is waited for any longer once overlap is off on a rank, or disabled for the group. Nor is a rank that has not
     announced itself ``ABSENT`` seconds after this one began to wait: where it is only slow, it finds the verdict of the
     others and does as they do.
+
+    Raises:
+        Overwritten: a rank is too many calls ahead to be asked.
     """
-    store, expected = group_store(state.group), value(state, mine)
+    medium, store, expected = state.medium, group_store(state.group), value(state, mine)
     waiting, found = peers(state.group), dict[int, str]()
-    begun, said, pause = time.monotonic(), False, 1e-4
+    begun, said, pause = time.monotonic(), False, medium.first_pause
     while True:
-        if store.add(state.same(state.calls, expected), 0) == state.group.size():
+        if medium.all_publish(state.calls, expected):
             return dict.fromkeys(peers(state.group), expected)
         now = time.monotonic()
+        if medium.looks_cheaply or pause > _SHORT or now > deadline:
+            for rank in list(waiting):
+                if (text := medium.published(state.calls, rank)) is not None:
+                    waiting.remove(rank)
+                    found[rank] = text
+            if not waiting:
+                return found
         if pause > _SHORT or now > deadline:
-            for rank in [r for r in waiting if store.check([state.key(state.calls, r)])]:
-                waiting.remove(rank)
-                found[rank] = store.get(state.key(state.calls, rank)).decode()
             if store.check([f"{state.prefix}/apart"]):
                 state.apart = store.get(f"{state.prefix}/apart").decode()
-            if (
-                not waiting
-                or now > deadline
-                or state.apart
-                or any(p.mode == "off" for p in plans(state, found, mine).values())
-            ):
+            off = any(p.mode == "off" for p in plans(state, found, mine).values())
+            if now > deadline or state.apart or off:
                 return found
             if now - begun > ABSENT and not any(_is_here(global_rank(state.group, r)) for r in waiting):
                 return found
-            if not said and now - begun > _PATIENCE:
+            if not said and now - begun > _PATIENCE and mine.digest not in state.agreed:
                 said = True
                 ranks = ", ".join(str(global_rank(state.group, r)) for r in waiting)
                 log.warning(
                     "overlap_inductor: rank %d waits for rank %s to compile the same graph", dist.get_rank(), ranks
                 )
         time.sleep(pause)
-        pause = min(pause * 1.5, _LONGEST_PAUSE)
+        pause = _next_pause(medium, pause, now - begun)
+
+
+def soon(page: CallPage, call: int, text: str) -> bool:
+    """Whether all ranks have published ``text``, or do so in less time than a look at each of them takes."""
+    # (Ranks that run side by side meet here, without a call of the system.)
+    if any(page.all_publish(call, text) for _ in range(_LOOKS)):
+        return True
+    end = time.perf_counter() + _SPIN
+    while time.perf_counter() < end:
+        time.sleep(0)
+        if page.all_publish(call, text):
+            return True
+    return False
+
+
+def _next_pause(medium: CallPage | CallStore, pause: float, waited: float) -> float:
+    if pause:
+        return min(pause * medium.growth, _LONGEST_PAUSE)
+    return 0.0 if waited < _SPIN else _SPIN / 10
 
 
 def plans(state: GroupState, texts: Mapping[int, str], mine: ExchangePlan) -> dict[int, ExchangePlan]:
@@ -185,26 +280,50 @@ def plans(state: GroupState, texts: Mapping[int, str], mine: ExchangePlan) -> di
 
 def plans_now(state: GroupState, mine: ExchangePlan, calls: Sequence[int]) -> dict[int, ExchangePlan]:
     """The plans that others have published for any of ``calls``, by global rank, without waiting."""
-    store = group_store(state.group)
-    keys = {(rank, call): state.key(call, rank) for rank in peers(state.group) for call in calls}
-    found = {rank: store.get(key).decode() for (rank, _), key in keys.items() if store.check([key])}
+    found = {}
+    for rank in peers(state.group):
+        for call in calls:
+            try:
+                text = state.medium.published(call, rank)
+            except Overwritten:
+                continue
+            if text is not None:
+                found[rank] = text
     return {global_rank(state.group, r): p for r, p in plans(state, found, mine).items()}
 
 
-def say(state: GroupState, suffix: str, text: str) -> None:
-    """Publish something more about this call."""
-    group_store(state.group).set(state.key(state.calls, state.group.rank()) + suffix, text)
+def say(state: GroupState, number: int, text: str, kind: str = "") -> None:
+    """Publish the verdict of one round of this call. ``kind`` keeps the rounds of one call apart; those that have one
+    go through the store."""
+    if kind or state.page is None:
+        state.store.say(state.calls, f"{kind}{number}", text)
+        return
+    if text != EQUAL:
+        # (The reason has no room on the page.)
+        state.store.say(state.calls, number, text)
+    state.page.say(state.calls, number, text[0])
 
 
-def said(state: GroupState, rank: int, suffix: str, deadline: float) -> str | None:
-    """What another rank ``say``s about this call; ``None`` where it does not before ``deadline``."""
-    store, key, pause = group_store(state.group), state.key(state.calls, rank) + suffix, 1e-4
-    while not store.check([key]):
-        if time.monotonic() > deadline:
+def said(state: GroupState, rank: int, number: int, deadline: float, kind: str = "") -> str | None:
+    """The verdict of another rank in one round of this call; ``None`` where it gives none before ``deadline``.
+
+    Raises:
+        Overwritten: that rank is too many calls ahead to be asked.
+    """
+    medium = state.store if kind else state.medium
+    begun, pause = time.monotonic(), medium.first_pause
+    while True:
+        if isinstance(medium, CallPage):
+            text = medium.said(state.calls, number, rank)
+        else:
+            text = medium.said(state.calls, f"{kind}{number}", rank)
+        if text is not None:
+            return text if text == EQUAL or medium is state.store else state.store.said(state.calls, number, rank)
+        now = time.monotonic()
+        if now > deadline:
             return None
         time.sleep(pause)
-        pause = min(pause * 1.5, _LONGEST_PAUSE)
-    return store.get(key).decode()
+        pause = _next_pause(medium, pause, now - begun)
 
 
 def part(state: GroupState, why: str) -> None:

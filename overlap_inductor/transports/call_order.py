@@ -179,14 +179,18 @@ class CallOrder:
             self._lock.release()
 
     def in_flight(self) -> bool:
-        """Whether the last call, or the last replay that holds calls, is still going on. Raises ``RuntimeError`` where
-        CUDA has failed."""
-        return self._outside.raw is not None and not self._outside.event.query()
+        """Whether the last call, or the last replay that holds calls, is still going on. Any thread may ask, also while
+        another one captures. Raises ``RuntimeError`` where CUDA has failed."""
+        if self._outside.raw is None:
+            return False
+        with driver.beside_captures(self.device):
+            return not self._outside.event.query()
 
     def finish(self) -> None:
         """Wait for the end of all calls; each ends when its peers have come, or with its patience."""
         if self._outside.raw is not None:
-            self._outside.event.synchronize()
+            with driver.beside_captures(self.device):
+                self._outside.event.synchronize()
 
 
 _GRAPHS = CapturedGraphs()

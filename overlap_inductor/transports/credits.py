@@ -1,5 +1,5 @@
 """Leave to write into peers' workspace, as launches of their own: waiting for it before a call's first transfer, and
-giving it at the call's end; and spoiling what may have been overwritten without leave (``transports.copy_engine``)."""
+giving it at the call's end; and spoiling results where the group has been aborted (``kernels.transfer.spoil``)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,16 @@ def spoil_kernel(launch: Launch, result: torch.Tensor) -> PreparedKernel:
 
 
 def spoiling_end(launch: Launch, results: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], None]:
-    """As ``end_kernel``, of a call into which peers copy without looking, with its results."""
+    """As ``end_kernel``, of a call with results like ``results``, which are spoilt where the group has been aborted."""
+    key = ("spoiling end", *map(_words, results))
+    end = launch.prepared.get(key)
+    if end is None:
+        end = _spoiling_end(launch, results)
+        launch.remember(key, end)
+    return end  # type: ignore[no-any-return]
+
+
+def _spoiling_end(launch: Launch, results: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], None]:
     slot, at_end, others = (
         launch.slot,
         list(results[:SPOILT_AT_END]),

@@ -9,10 +9,12 @@ Graphs are not captured by ``torch.cuda.CUDAGraph``: where such a capture fails,
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import weakref
 from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 
@@ -116,6 +118,24 @@ def capture_number(stream: int) -> int:
     call = _function("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
     call(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
     return number.value if status.value == CAPTURING else 0
+
+
+@contextlib.contextmanager
+def beside_captures(device: torch.device) -> Iterator[None]:
+    """While another thread captures a graph, this one may ask here for events of ``device`` that are outside of that
+    capture. (Else CUDA refuses to say how far an event is, and ends the capture, where that was begun in torch's own
+    mode ``global``.) Raises ``RuntimeError``."""
+    exchange = _function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)
+    mode = ctypes.c_int(THREAD_LOCAL)
+    with torch.cuda.device(device):
+        # (From here on the device's context is this thread's.)
+        torch.cuda.is_current_stream_capturing()
+        exchange(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            # (What this thread had before.)
+            exchange(ctypes.byref(mode))
 
 
 class Graph:

@@ -104,18 +104,17 @@ class FaultRecord:
         return cls(group_name, ranks, rank, board, stop, table, [stop.data_ptr()])
 
     @classmethod
-    def shared(cls, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, together: symmetric.Together = symmetric.each_alone) -> FaultRecord:
-        """One for all ranks of ``group``, which call this at one time; not while a CUDA graph is captured. ``together``: as of ``symmetric.allocate``.
+    def shared(
+        cls, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, together: symmetric.Together
+    ) -> FaultRecord:
+        """One for all ranks of ``group``, which call this at one time; not while a CUDA graph is captured.
+        ``together``: returns when the attempt has succeeded on all of them.
 
         Raises:
-            NotOnAllRanks: the ranks have no memory of the host in common; on all ranks.
+            NotOnAllRanks: a rank has no memory left, or no memory of the host in common with the others; on all ranks
+            (what ``together`` raises).
         """
         memory = symmetric.allocate(layout.STOP_WORDS, torch.int32, device, group, together)
-
-        def all_here() -> None:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            dist.barrier(group=group)
 
         def make() -> FaultRecord:
             if device.type == "cuda":
@@ -123,12 +122,17 @@ class FaultRecord:
             # (The abort word itself belongs to whoever gives up, from now on.)
             words = memory.local[1:]
             exchange = _Behind(words, tuple(peer[1:] for peer in memory.peers))
-            board = shared_board(group.group_name, group.rank(), exchange, all_here)
-            words.copy_(stop_words(group.rank(), board, memory.pointers))
-            known = memory.local, memory.pointers, memory.pointers.tolist()
-            found = cls(group.group_name, ranks, group.rank(), board, *known, memory=memory)
+            board = shared_board(group.rank(), exchange, together)
+
+            def tell() -> FaultRecord:
+                words.copy_(stop_words(group.rank(), board, memory.pointers))
+                known = memory.local, memory.pointers, memory.pointers.tolist()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                return cls(group.group_name, ranks, group.rank(), board, *known, memory=memory)
+
             # (No rank runs a kernel before all can be told.)
-            all_here()
+            found: FaultRecord = together("tell its kernels where the board is", tell)
             return found
 
         # On a thread of its own: a first run under CUDA graph trees takes what its thread allocates for the graph's

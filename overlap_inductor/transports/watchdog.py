@@ -17,8 +17,8 @@ The next overlap call raises a fault by itself (``FaultRecord.check``). But a CU
    their peers the program ends in the same way.
 
 While all is well a look reads one word of the host's memory a group, and calls nothing of CUDA, but for an event's
-query where a group has been destroyed. After a fork the child watches nothing: it can use no GPU. What it cannot do: go
-on beside a thread that blocks while it holds Python's lock.
+query where a group has been destroyed (``transports.driver.beside_captures``). After a fork the child watches nothing:
+it can use no GPU. What it cannot do: go on beside a thread that blocks while it holds Python's lock.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
-"""Ranks on GPUs that do not exchange the same: all of them must run the plain program, with right results and one warning, by every schedule.
+"""Ranks on GPUs that do not exchange the same: all of them must run the plain program, with right results and one
+warning, by every schedule.
 
     torchrun --nproc-per-node 3 -m tests.gpu.check_differ [--ranks-share-gpus] [--schedules fused chunked ...]
 
-``--ranks-share-gpus``: several ranks a GPU (``tests.gpu.ranks``); gloo ends with a fault in its all-gather and reduce-scatter of GPU tensors, so the block has all-reduces only. Each schedule runs one block twice: with the same switches on every rank, and with a pattern switched off on the last one. One JSON row a
-case; status 1 where a result is wrong, a case falls back that should not, or does not that should.
+``--ranks-share-gpus``: several ranks a GPU (``tests.gpu.ranks``); gloo ends with a fault in its all-gather and
+reduce-scatter of GPU tensors, so the block has all-reduces only. Each schedule runs one block three times: ``alike``,
+with the same switches on every rank; ``differ``, with a pattern switched off on the last one; and ``alone``, where the
+last rank compiles it again alone, with that pattern off, after all have run it alike, and then goes back. One JSON row
+a case; status 1 where a result is wrong, a case falls back that should not, or does not that should.
 """
 
 from __future__ import annotations
@@ -30,8 +34,15 @@ from tests.gpu.ranks import start_rank
 SECONDS = 60
 """For a case; where one hangs, every rank's stacks are printed then."""
 SCHEDULES = ("ring", "fused", "chunked", "small_message")
-PATTERNS = {"ring": "all_gather_matmul", "fused": "all_gather_matmul", "chunked": "matmul_reduce_scatter", "small_message": "matmul_all_reduce"}
+PATTERNS = {
+    "ring": "all_gather_matmul",
+    "fused": "all_gather_matmul",
+    "chunked": "matmul_reduce_scatter",
+    "small_message": "matmul_all_reduce",
+}
 """What the last rank has switched off."""
+ROWS = {"alike": 256, "differ": 384, "alone": 320}
+"""Of the block's input, by case: each case has plans of its own."""
 
 
 def block(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
@@ -67,30 +78,48 @@ def main() -> int:
     failed = 0
     # (gloo cannot send from a GPU's memory.)
     for schedule in [s for s in arguments.schedules if s != "ring" or not arguments.ranks_share_gpus]:
-        for differs in (False, True):
+        for how, rows in ROWS.items():
             begun = time.monotonic()
             faulthandler.dump_traceback_later(SECONDS, exit=True)
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
             reporting.forget_reports()
             off = ("matmul_all_reduce",) if arguments.ranks_share_gpus else (PATTERNS[schedule],)
-            patterns = tuple(p for p in overlap_inductor.OverlapConfig().patterns if not (differs and rank == world_size - 1 and p in off))
+            last, everything = rank == world_size - 1, overlap_inductor.OverlapConfig().patterns
+            fewer = tuple(p for p in everything if p not in off)
             function = (shared_block if arguments.ranks_share_gpus else block)(dist.group.WORLD)  # type: ignore[arg-type]
-            # (Another plan: one that was agreed upon is not compared again.)
-            errors, rows = [], 384 if differs else 256
-            with overlap_inductor.overlap(schedule=schedule, patterns=patterns, agreement_timeout=60):
-                compiled = torch.compile(function, dynamic=False)
-                for call in range(3):
-                    generator = torch.Generator("cuda").manual_seed(10 * call + rank)
-                    inputs = [(torch.randn(s, device="cuda", generator=generator) / 8).bfloat16() for s in ((rows, 512), (512, 512), (512, 256), (256, 512))]
-                    exact, plain, found = function(*(i.double() for i in inputs)), function(*inputs), compiled(*inputs)
-                    errors.append(round(((found.double() - exact).norm() / exact.norm()).item(), 5))
-                    bound = 3 * ((plain.double() - exact).norm() / exact.norm()).item()
-                    failed += not errors[-1] <= max(bound, 1e-2)
+            errors: list[float] = []
+            turns = {"alike": [everything], "differ": [fewer if last else everything]}.get(
+                how, [everything, fewer if last else everything, everything]
+            )
+            for turn, patterns in enumerate(turns):
+                if turn and patterns != turns[turn - 1]:
+                    torch._dynamo.reset()
+                with overlap_inductor.overlap(schedule=schedule, patterns=patterns, agreement_timeout=60):
+                    compiled = torch.compile(function, dynamic=False)
+                    for call in range(3):
+                        generator = torch.Generator("cuda").manual_seed(100 * turn + 10 * call + rank)
+                        shapes = ((rows, 512), (512, 512), (512, 256), (256, 512))
+                        inputs = [(torch.randn(s, device="cuda", generator=generator) / 8).bfloat16() for s in shapes]
+                        exact, plain = function(*(i.double() for i in inputs)), function(*inputs)
+                        found = compiled(*inputs)
+                        errors.append(round(((found.double() - exact).norm() / exact.norm()).item(), 5))
+                        bound = 3 * ((plain.double() - exact).norm() / exact.norm()).item()
+                        failed += not errors[-1] <= max(bound, 1e-2)
             counts = torch._dynamo.utils.counters["overlap_inductor"]
             fell_back = counts["reason.ranks_differ"] > 0
-            failed += fell_back is not (differs and counts["sites_overlapped"] > 0) or (not differs and counts["sites_overlapped"] == 0)
-            row = {"check": "differ", "schedule": schedule, "differs": differs, "rank": rank, "world_size": world_size, "sites": counts["sites_overlapped"], "fell_back": fell_back}
+            # (Where ranks share GPUs the last one has nothing left to overlap.)
+            expected = how != "alike" and not (last and arguments.ranks_share_gpus)
+            failed += fell_back is not expected or (how != "differ" and counts["sites_overlapped"] == 0)
+            row = {
+                "check": "differ",
+                "schedule": schedule,
+                "how": how,
+                "rank": rank,
+                "world_size": world_size,
+                "sites": counts["sites_overlapped"],
+                "fell_back": fell_back,
+            }
             report = overlap_inductor.last_report()
             row["said"] = reporting.summary(report) if report is not None else "no report"
             if rank == 0 or failed:

@@ -37,6 +37,8 @@ from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.transports.faults import FaultRecord
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
+from tests.gpu.signal_kernels import give
+from tests.gpu.signal_kernels import wait_for
 
 ROWS, COLUMNS, BLOCKS = 64, 128, 64
 WORDS, ACKNOWLEDGED = 128, 64
@@ -162,16 +164,6 @@ def read_rounds(mine, desc, flags, peer_flags, wrong, stop, first, rounds, patie
         bad += tl.sum((tile != i).to(tl.int32))
         set_flag(peer_flags + block * 128 + 64, i)
     tl.store(wrong + block, bad)
-
-
-@triton.jit
-def wait_for(flag, value, stop, patience):
-    wait_at_least(flag, value, stop, patience, 3, 0)
-
-
-@triton.jit
-def give(flag, value):
-    set_flag(flag, value)
 
 
 WAYS = [  # (what the writer does, what the reader does, whether the kernels rest on it)

@@ -21,11 +21,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import triton
 
 from overlap_inductor.errors import UnsupportedError
-from overlap_inductor.kernels.signals import set_flag
-from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports.driver import Graph
 from overlap_inductor.transports.driver import own_stream
@@ -37,22 +34,14 @@ from tests.gpu.ranks import device
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
 from tests.gpu.repeated import Repeated
+from tests.gpu.signal_kernels import give
+from tests.gpu.signal_kernels import wait_for
 
 ROW_SECONDS = 60.0
 PATIENCE_NS = 15_000_000_000
 """Of a receive: less than a row's time, so that one in vain is said."""
 CHOSEN = (("fused", "sm_push"), ("chunked", "copy_engine"), ("small_message", "one_shot"))
 """Schedules, and ways of their first pattern that has one."""
-
-
-@triton.jit
-def receive(flag, value, stop, patience):
-    wait_at_least(flag, value, stop, patience, 3, 0)
-
-
-@triton.jit
-def send(flag, value):
-    set_flag(flag, value)
 
 
 class Place:
@@ -74,8 +63,8 @@ class Place:
         self.faults = FaultRecord.of("check_order", range(dist.get_world_size()), device())
         self.chance, self.counts = random.Random(rank), list[torch.Tensor]()
         # Everything is loaded before anything waits.
-        receive[(1,)](self.flag.local, 0, self.faults.stop, PATIENCE_NS, num_warps=1)
-        send[(1,)](self.flag.local, 0, num_warps=1)
+        wait_for[(1,)](self.flag.local, 0, self.faults.stop, PATIENCE_NS, num_warps=1)
+        give[(1,)](self.flag.local, 0, num_warps=1)
         torch.cuda.synchronize()
         dist.barrier()
 
@@ -107,12 +96,12 @@ def queued_behind(place: Place, rounds: int) -> int:
         place.call(a, place.first)
         if place.rank == 0:
             with torch.cuda.stream(place.first):
-                receive[(1,)](place.flag.local, i, place.faults.stop, PATIENCE_NS, num_warps=1)
+                wait_for[(1,)](place.flag.local, i, place.faults.stop, PATIENCE_NS, num_warps=1)
         place.call(b, place.second)
         if place.rank == 1:
             place.first.wait_stream(place.second)
             with torch.cuda.stream(place.first):
-                send[(1,)](place.flag.peers[0], i, num_warps=1)
+                give[(1,)](place.flag.peers[0], i, num_warps=1)
     return place.end() + int(place.faults.error() is not None)
 
 

@@ -4,6 +4,7 @@ what all of them have in common."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch
 
 from overlap_inductor.lowerings import chunked
 from overlap_inductor.lowerings import fused
+from overlap_inductor.lowerings import fused_ops
 from overlap_inductor.lowerings import small_message
 from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
 from overlap_inductor.lowerings.fused_plan import FusedParameters
@@ -54,6 +56,24 @@ def _fused(pattern: str, parameters: FusedParameters = FUSED) -> Call:
     return Call(run, pattern == GATHER)
 
 
+def _with_gathered(run: Callable[[torch.Tensor, torch.Tensor, Launch], Sequence[torch.Tensor]]) -> Call:
+    """A gather of which the program uses the gathered tensor, too: here as often as there are terms in a product."""
+
+    def both(launch: Launch, value: float) -> torch.Tensor:
+        product, gathered = run(*_operands(GATHER, launch, value), launch)
+        return torch.stack([product, 16 * gathered])
+
+    return Call(both, gathers=True)
+
+
+def _fused_with_gathered(a: torch.Tensor, b: torch.Tensor, launch: Launch) -> Sequence[torch.Tensor]:
+    return fused_ops._gather(a, [b], [None], True, launch, FUSED)
+
+
+def _chunked_with_gathered(a: torch.Tensor, b: torch.Tensor, launch: Launch) -> Sequence[torch.Tensor]:
+    return chunked.all_gather_matmul(a, [VendorMatmul(b)], launch, CHUNKED, gathered_used=True)
+
+
 def _chunked(pattern: str, parameters: ChunkedParameters = CHUNKED) -> Call:
     def run(launch: Launch, value: float) -> torch.Tensor:
         a, b = _operands(pattern, launch, value)
@@ -83,8 +103,10 @@ def _small(two_shot: bool, norm: bool) -> Call:
 EVERY = {
     **{f"fused {pattern}": _fused(pattern) for pattern in (GATHER, SCATTER, REDUCE)},
     "fused gather in slices": _fused(GATHER, replace(FUSED, slices=2, slices_tiles=2**20, slices_pushers=1)),
+    "fused gather, gathered used": _with_gathered(_fused_with_gathered),
     "fused gather by copies": _fused(GATHER, replace(FUSED, copies_from=0)),
     **{f"chunked {pattern}, pushed": _chunked(pattern) for pattern in (GATHER, SCATTER, REDUCE)},
+    "chunked gather, pushed, gathered used": _with_gathered(_chunked_with_gathered),
     "chunked all-reduce, copied in bands": _chunked(REDUCE, replace(CHUNKED, transport="copy_engine", bands=2)),
     "small_message, one-shot": _small(False, False),
     "small_message, one-shot with norm": _small(False, True),

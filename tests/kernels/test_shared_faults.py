@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_inductor.errors import OverlapError
 from overlap_inductor.errors import TransferError
 from overlap_inductor.lowerings import wave_groups
 from overlap_inductor.lowerings.wave_plan import WaveParameters
 from overlap_inductor.transports import board
+from overlap_inductor.transports import faults
+from overlap_inductor.transports.all_or_none import NotOnAllRanks
 from overlap_inductor.transports.workspace import workspace_of
 from tests.kernels.shared_memory import use_shared_memory
 from tests.numerics.ranks import run_ranks
@@ -87,17 +90,49 @@ def test_a_board_is_seen_by_all_ranks_and_leaves_no_file(tmp_path: Path) -> None
     assert not list(board.SHARED_FOLDER.glob("overlap_inductor_*"))
 
 
-def _sees_no_board(rank: int, world_size: int, folder: str) -> str:
+def _cannot_tell(rank: int, world_size: int, folder: str) -> str:
     use_shared_memory(folder)
-    if rank == 2:
-        board.SHARED_FOLDER = Path(folder)
-    with pytest.raises(OverlapError) as found:
+    if rank == 1:
+        faults.stop_words = lambda *arguments: 1 / 0
+    with pytest.raises(NotOnAllRanks) as found:
         workspace_of(dist.group.WORLD, CPU)
     return str(found.value)
 
 
-def test_a_rank_that_sees_no_board_is_the_error_of_all(tmp_path: Path) -> None:
-    said = run_ranks(WORLD, _sees_no_board, str(tmp_path), timeout=100)
-    assert all("cannot all map one file of" in text and "OVERLAP_INDUCTOR_SCHEDULE=ring" in text for text in said)
-    assert "No such file" in said[2]
+def test_a_rank_that_cannot_tell_its_kernels_is_the_error_of_all(tmp_path: Path) -> None:
+    said = run_ranks(WORLD, _cannot_tell, str(tmp_path), timeout=60)
+    text = "rank 1 cannot tell its kernels where the board is (ZeroDivisionError: division by zero)"
+    assert set(said) == {said[0]} and said[0].startswith(text)
+
+
+def _sees_no_board(rank: int, world_size: int, folder: str, blind: int, full: bool) -> str:
+    use_shared_memory(folder)
+    if rank == blind and full:
+
+        def fails(file: int, offset: int, size: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        os.posix_fallocate = fails
+    elif rank == blind:
+        board.SHARED_FOLDER = Path(folder) / "nowhere"
+    with pytest.raises(NotOnAllRanks) as found:
+        workspace_of(dist.group.WORLD, CPU)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("blind", "full", "why"),
+    [
+        (2, False, "map the first rank's file of /dev/shm (OverlapError: [Errno 2] No such file"),
+        (0, False, "make a file of"),
+        # (Written to without room, its page would end the process by SIGBUS.)
+        (0, True, "make a file of /dev/shm for all ranks (OverlapError: [Errno 28] No space left"),
+    ],
+    ids=["one cannot map it", "the first cannot make it", "no memory is left for it"],
+)
+def test_a_rank_that_sees_no_board_is_the_error_of_all(blind: int, full: bool, why: str, tmp_path: Path) -> None:
+    """And nobody waits for it."""
+    said = run_ranks(WORLD, _sees_no_board, str(tmp_path), blind, full, timeout=60)
+    assert set(said) == {said[0]} and said[0].startswith(f"rank {blind} cannot {why}")
+    assert "OVERLAP_INDUCTOR_SCHEDULE=ring" in said[0]
     assert not list(board.SHARED_FOLDER.glob("overlap_inductor_*"))

@@ -107,8 +107,7 @@ def _fused(keep: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, int, 
             outs = fused.all_gather_matmuls(a, [b], launch, p, [None], keep)
             if keep:
                 outs.append(fused.gathered(a, launch).clone())
-                fused.end(launch)
-                fused.spoil_read(outs, a, launch, p)
+                fused.end(launch, outs)
         return outs
 
     return Transfer(ROWS, INNER, ROWS, scattered=False), ROWS, read

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +173,18 @@ def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
     assert c.flatten()[160:480].isnan().all() and not c.flatten()[:160].any() and not c.flatten()[480:].any(), "nobody may take the group's rows for valid"
     with pytest.raises(TransferError, match="site some site of group '0' waited in vain for tiles of its own matmul: 5 were wanted, 3 had come"):
         _call(waves)
+
+
+def test_a_group_that_lies_across_2_to_31_elements_is_no_number(
+    waves: wave_groups.GroupWaves, tmp_path: Path
+) -> None:
+    place, first = waves.place, 2**31 - 256
+    # (A sparse file: few of its pages are ever there.)
+    c = torch.from_file(str(tmp_path / "c"), shared=True, size=first + 768, dtype=torch.float16)
+    number = place.faults.number("some site")
+    wait_for_group[(1,)](waves.counters, c, place.faults.stop, 20_000, 0, 5, number, 0, first, 512, 256)
+    around = c[first - 256 :].isnan()
+    assert around.tolist() == [False] * 256 + [True] * 512 + [False] * 256
 
 
 def test_after_a_collective_that_failed_nothing_runs(waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch) -> None:

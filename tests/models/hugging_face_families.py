@@ -60,6 +60,17 @@ def _heads(variant: str, world_size: int) -> dict[str, int]:
     return {"num_attention_heads": heads, "num_key_value_heads": world_size if variant == "odd" else heads}
 
 
+def _config(kind: Any, sizes: dict[str, Any]) -> Any:
+    """A configuration with those of ``sizes`` that it knows; where a language model is one of its parts, that part's."""
+
+    def known(config: Any) -> dict[str, Any]:
+        return {name: value for name, value in sizes.items() if hasattr(config, name)}
+
+    usual = kind()
+    text = usual.get_text_config()
+    return kind(**known(usual)) if text is usual else kind(**known(usual), text_config=known(text))
+
+
 def _load(rank: int, world_size: int, family: str, folder: str, variant: str) -> Any:
     """The sharded model; rank 0 has saved it."""
     import transformers
@@ -70,8 +81,7 @@ def _load(rank: int, world_size: int, family: str, folder: str, variant: str) ->
         torch.manual_seed(0)
         kind = transformers.CONFIG_MAPPING[family]
         sizes = {**_SIZES, **_heads(variant, world_size), **VARIANTS[variant]}
-        config = kind(**{name: value for name, value in sizes.items() if hasattr(kind(), name)})
-        transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
+        transformers.AutoModelForCausalLM.from_config(_config(kind, sizes)).float().save_pretrained(path)
     dist.barrier()
     return transformers.AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", dtype=torch.float32).eval()
 

@@ -34,6 +34,19 @@ def _block(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return all_reduce(torch.relu(all_gather(x, 0, dist.group.WORLD) @ a) @ b, "sum", dist.group.WORLD)
 
 
+def _on_a_mesh() -> Callable[..., torch.Tensor]:
+    """As ``_block`` on a 2 x 2 mesh of four ranks: the gather in its rows, the all-reduce in its columns."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rows, columns = mesh["tp"].get_group(), mesh["dp"].get_group()
+
+    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return all_reduce(torch.relu(all_gather(x, 0, rows) @ a) @ b, "sum", columns)
+
+    return function
+
+
 def _wrong(found: torch.Tensor, function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> list[str]:
     exact = function(*(i.detach().double() for i in inputs))
     error = (found.double() - exact).abs().max().item()
@@ -248,15 +261,8 @@ def test_training_where_ranks_differ() -> None:
 
 def _late(rank: int, world_size: int) -> dict[str, Any]:
     """A mesh in which rank 3 is one call ahead: it has switched to another plan, which all have at the next call."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     compile_anew()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    rows, columns = mesh["tp"].get_group(), mesh["dp"].get_group()
-
-    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return all_reduce(torch.relu(all_gather(x, 0, rows) @ a) @ b, "sum", columns)
-
+    function = _on_a_mesh()
     heard, inputs, problems = Heard(), _inputs(rank), []
     compiled = {}
     for parts in (4, 2):
@@ -304,15 +310,8 @@ def test_a_graph_that_is_broken_on_one_rank_only(patterns: tuple[str, ...]) -> N
 
 def _mesh(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
     """A 2-D mesh: a difference in one row concerns the ranks of the other through the columns."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     compile_anew()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    rows, columns = mesh["tp"].get_group(), mesh["dp"].get_group()
-
-    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return all_reduce(torch.relu(all_gather(x, 0, rows) @ a) @ b, "sum", columns)
-
+    function = _on_a_mesh()
     heard, inputs = Heard(), _inputs(rank)
     with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **fields[rank]):
         compiled = torch.compile(function, dynamic=False)
@@ -344,17 +343,10 @@ def test_a_dry_run_on_the_fake_backend_runs() -> None:
 
 def _without_memory(rank: int, world_size: int) -> dict[str, Any]:
     """A mesh of two rows of which one has no memory for its workspace: the workspace itself is made up, since rings need none."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     from overlap_inductor.torch_compat import compared_call
 
     compile_anew()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    rows, columns = mesh["tp"].get_group(), mesh["dp"].get_group()
-
-    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return all_reduce(torch.relu(all_gather(x, 0, rows) @ a) @ b, "sum", columns)
-
+    function = _on_a_mesh()
     made = compared_call.ComparedCall._prepare
     compared_call.ComparedCall._prepare = lambda self, inputs: made(self, inputs) or ("rank 3 has no memory left" if rank > 1 else "")  # type: ignore[method-assign]
     heard, inputs = Heard(), _inputs(rank)

@@ -90,6 +90,23 @@ def test_the_limit_is_kept() -> None:
     assert len(made.slots) == 1
 
 
+def test_sites_of_all_protocols_get_slots_or_none() -> None:
+    left = [4]
+
+    def allocate(elements: int, dtype: torch.dtype) -> Plain:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OverlapError("rank 1 has no memory left")
+        return Plain(torch.zeros(elements, dtype=dtype))
+
+    made = WorkspaceArena(4, torch.device("cpu"), allocate, lambda: False, 2**30)
+    made.prepare([Request("a", 100, 1)])
+    before = made.slot("a")
+    with pytest.raises(OverlapError, match="rank 1 has no memory left"):
+        made.prepare([Request("a", 5000, 1), Request("b", 100, 1, HALVES)])
+    assert made.slots == [before] and made.slot("a") is before and not made.knows("b", HALVES)
+
+
 def test_a_site_that_was_not_prepared_for() -> None:
     with pytest.raises(OverlapError, match="not prepared"):
         arena().slot("a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -93,6 +94,23 @@ def test_a_capture_has_a_number(monkeypatch: pytest.MonkeyPatch, library: Librar
     library.fails = "cuStreamGetCaptureInfo_v2"
     with pytest.raises(RuntimeError, match="cuStreamGetCaptureInfo_v2 returned CUresult 700"):
         driver.capture_number(77)
+
+
+def test_a_thread_asks_beside_captures_of_others(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
+    modes: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def exchange(argument: Any) -> int:
+        argument._obj.value, given = 5, argument._obj.value
+        modes.append(given)
+        return 0
+
+    library.cuThreadExchangeStreamCaptureMode = exchange
+    with pytest.raises(ValueError, match="while asking"), driver.beside_captures(torch.device("cuda", 1)):
+        assert modes == [driver.THREAD_LOCAL]
+        raise ValueError("while asking")
+    assert modes == [driver.THREAD_LOCAL, 5], "behind it the thread is as it was"
 
 
 def test_a_graph_is_captured_between_begin_and_end_launched_and_given_back(library: Library) -> None:

@@ -51,6 +51,18 @@ def test_another_number_with_overlap_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     assert row["worst"] == "other" and row["error"] == pytest.approx(0.05) and outcome([row]) == "wrong"
 
 
+def test_a_wrong_result_is_not_hidden_by_one_that_is_rounding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(with_and_without, "_backend", lambda stage, *_: stage)
+
+    def build() -> Any:
+        wrong = {"run eagerly": 1.0, "compiled without overlap": 1.0, "overlapped": 1.01}
+        rounding = {"run eagerly": 1e-9, "compiled without overlap": 2e-9, "overlapped": 9e-7}
+        return lambda backend: {"wrong": torch.tensor([wrong[backend]]), "zero": torch.tensor([rounding[backend]])}
+
+    row = with_and_without.compared(build)
+    assert row["worst"] == "wrong" and outcome([row]) == "wrong"
+
+
 def test_an_error_is_named_with_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(with_and_without, "_backend", lambda stage, *_: stage)
 

@@ -1,0 +1,110 @@
+"""Host time that the comparison of plans adds to a call whose plan is settled.
+
+    torchrun --nproc-per-node 8 -m bench.agreement [--out bench/results/agreement.jsonl]
+
+Ranks are gloo processes that do nothing else. Microseconds a call, median of 9 times 2000 calls, the largest of all
+ranks::
+
+    own        what a rank spends that finds all others there
+    together   from call to call where all ranks call at once and none is ahead, so each waits for the slowest
+    store      as ``together``, compared through the group's store: what came before the page
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.rows import environment
+from overlap_inductor.exchange import ExchangePlan
+from overlap_inductor.transports.agreement import Comparison
+from overlap_inductor.transports.call_board import state_of
+from overlap_inductor.transports.call_page import CALLS
+
+TURNS, TIMES = 2000, 9
+STORE_TURNS = 200
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="rows are appended here")
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    plan = ExchangePlan(
+        "bench", "on", ("g0: all_reduce float32 [4] in matmul_all_reduce by ring",), True, groups=((group.group_name,),)
+    )
+    comparison = Comparison(plan, [group], every_call=False)
+    if not (comparison.call().overlapped and comparison.call().overlapped and comparison.tied):
+        raise SystemExit("the ranks share no page: start them on one machine")
+    state, page = state_of(group), state_of(group).page
+    assert page is not None and comparison.settled is not None
+    text = comparison.settled[0][1]
+
+    def call() -> None:
+        if not comparison.count() and not comparison.call().overlapped:
+            raise SystemExit("the ranks differ")
+
+    def ahead() -> None:
+        """All ranks have published the next calls."""
+        for number in range(1, CALLS // 2):
+            page.publish(state.calls + number, text)
+        dist.barrier()
+
+    found = {"own": _own(call, ahead), "together": _microseconds(call, TURNS, TIMES)}
+    state.page, state.tied = None, set()
+    through_store = dataclasses.replace(plan, version="bench, through the store")
+    slow = Comparison(through_store, [group], every_call=True)
+    state.agreed.add(through_store.digest)
+    found["store"] = _microseconds(lambda: _check(slow), STORE_TURNS, 3)
+    tensor = torch.tensor(list(found.values()))
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        figures = dict(zip(found, (round(v, 2) for v in tensor.tolist()), strict=True))
+        row = {"bench": "agreement", "ranks": dist.get_world_size(), **figures, **environment(torch.device("cpu"))}
+        print(json.dumps(row))
+        if arguments.out:
+            with arguments.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def _check(comparison: Comparison) -> None:
+    if not comparison.call().overlapped:
+        raise SystemExit("the ranks differ")
+
+
+def _own(call: Callable[[], None], ahead: Callable[[], None]) -> float:
+    times = []
+    for _ in range(TIMES):
+        ahead()
+        times.append(_microseconds(call, CALLS // 2 - 1, 1))
+        dist.barrier()
+    return statistics.median(times)
+
+
+def _microseconds(call: Callable[[], None], turns: int, times: int) -> float:
+    found = []
+    for _ in range(times):
+        dist.barrier()
+        begun = time.perf_counter()
+        for _ in range(turns):
+            call()
+        found.append((time.perf_counter() - begun) / turns * 1e6)
+    return statistics.median(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

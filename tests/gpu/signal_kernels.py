@@ -1,0 +1,18 @@
+"""A wait and a signal as kernels of their own."""
+
+from __future__ import annotations
+
+import triton
+
+from overlap_inductor.kernels.signals import set_flag
+from overlap_inductor.kernels.signals import wait_at_least
+
+
+@triton.jit
+def wait_for(flag, value, stop, patience):
+    wait_at_least(flag, value, stop, patience, 3, 0)
+
+
+@triton.jit
+def give(flag, value):
+    set_flag(flag, value)

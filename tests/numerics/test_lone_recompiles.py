@@ -1,0 +1,151 @@
+"""A rank that alone compiles again to another exchange, where plans are compared on the page of a group's calls: graphs
+on GPUs compare so, which these CPU graphs do without their comparison through the store at every call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_inductor
+from overlap_inductor.exchange import ExchangePlan
+from overlap_inductor.transports import agreement
+from overlap_inductor.transports import call_page
+from overlap_inductor.transports.call_board import state_of
+from tests.fake_group import all_gather
+from tests.fake_group import all_reduce
+from tests.numerics.heard import Heard
+from tests.numerics.ranks import compile_anew
+from tests.numerics.ranks import run_ranks
+
+TIMEOUT = 60
+SHAPES = ((8, 16), (16, 12), (12, 16))
+"""A shard of rows, and two weights."""
+
+
+def _compare_as_on_gpus() -> None:
+    made = agreement.Comparison.__init__
+    agreement.Comparison.__init__ = lambda self, plan, groups, every_call: made(self, plan, groups, False)  # type: ignore[method-assign]
+
+
+def _groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Two groups of a rank: twice the whole world of 2, or the rows and columns of a 2 x 2 mesh."""
+    if world_size == 2:
+        return dist.group.WORLD, dist.group.WORLD  # type: ignore[return-value]
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return mesh["tp"].get_group(), mesh["dp"].get_group()
+
+
+def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, folder: str) -> dict[str, Any]:
+    """Every rank calls one graph three times; the last rank then compiles another one alone, calls it twice, and goes
+    back."""
+    compile_anew()
+    _compare_as_on_gpus()
+    if folder:
+        own = Path(folder) / str(rank)
+        own.mkdir()
+        call_page.SHARED_FOLDER = own
+    rows, columns = _groups(world_size)
+
+    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return all_reduce(torch.relu(all_gather(x, 0, rows) @ a) @ b, "sum", columns)
+
+    heard, problems = Heard(), []
+    generator = torch.Generator().manual_seed(rank)
+    inputs = [torch.randn(s, generator=generator, dtype=torch.float64).float().requires_grad_(trains) for s in SHAPES]
+    exact = [i.detach().double().requires_grad_(trains) for i in inputs]
+
+    def check(compiled: Any, when: str) -> None:
+        found, wanted = compiled(*inputs), function(*exact)
+        pairs = [("result", found, wanted)]
+        if trains:
+            gradients = torch.autograd.grad(found.square().sum(), inputs)
+            pairs += zip(("x", "a", "b"), gradients, torch.autograd.grad(wanted.square().sum(), exact), strict=True)
+        for name, f, w in pairs:
+            error = ((f.double() - w).abs().max() / w.abs().max()).item()
+            if not error < 1e-5:
+                problems.append(f"{when}: {name} off by {error:.3g}")
+
+    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
+        first = torch.compile(function, dynamic=False)
+        for _ in range(3):
+            check(first, "at first")
+    agreed, alone = len(heard.texts), rank == world_size - 1
+    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **(change if alone else {})):
+        torch._dynamo.eval_frame.remove_from_cache(function) if alone else None
+        second = torch.compile(lambda *args: function(*args), dynamic=False) if alone else first
+        for _ in range(2):
+            check(second, "alone")
+        plain = len(heard.texts)
+        for _ in range(3):
+            check(first, "back")
+    pages = [state_of(g).page is not None for g in dict.fromkeys((rows, columns))]
+    return {"problems": problems, "warnings": heard.texts, "agreed": agreed, "plain": plain, "pages": pages}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "change", "trains", "words"),
+    [
+        (2, {"sub_chunks": 2}, False, "sub_chunks is 4 here and 2 there"),
+        (2, {"sub_chunks": 2}, True, "sub_chunks is 4 here and 2 there"),
+        (2, {"mode": "report"}, False, "all_gather float32 kept there"),
+        (2, {"patterns": ("all_gather_matmul",)}, True, "kept there"),
+        (4, {"sub_chunks": 2}, False, "sub_chunks is 4 here and 2 there"),
+        (4, {"mode": "report"}, False, "kept there"),
+    ],
+    ids=["other pieces", "trained", "no site", "trained, a site less", "mesh", "mesh, no site"],
+)
+def test_all_ranks_run_the_plain_program(world_size: int, change: dict[str, Any], trains: bool, words: str) -> None:
+    """The rank that compiled again ended with an error at its deadline; one without a site never asked, and its peers
+    waited for the group's timeout."""
+    results = run_ranks(world_size, _alone, change, trains, "")
+    assert all(r["problems"] == [] and all(r["pages"]) and r["agreed"] == 0 for r in results), results
+    warnings = [w for r in results for w in r["warnings"]]
+    assert warnings and all("rank 0 and other ranks do not exchange" in w or world_size == 4 for w in warnings), results
+    assert all(words in w for w in warnings if "sub_chunks" in words) and any(words in w for w in warnings), results
+    assert [r["plain"] for r in results] == [len(r["warnings"]) for r in results], "warned of a call that all ran alike"
+
+
+def test_the_same_exchange_is_overlapped() -> None:
+    for result in run_ranks(2, _alone, {"step_node_budget": 1}, False, ""):
+        assert result["problems"] == [] and result["warnings"] == [] and all(result["pages"]), result
+
+
+def test_ranks_without_memory_in_common_compare_at_first_runs(tmp_path: Path) -> None:
+    """As on several machines: the same exchange needs no comparison."""
+    for result in run_ranks(2, _alone, {"step_node_budget": 1}, False, str(tmp_path)):
+        assert result["problems"] == [] and result["warnings"] == [] and not any(result["pages"]), result
+    assert [list(own.iterdir()) for own in tmp_path.iterdir()] == [[], []]
+
+
+def _plan(steps: str, overlaps: bool) -> ExchangePlan:
+    return ExchangePlan("1", "on", (steps,), overlaps, groups=((dist.group.WORLD.group_name,),))
+
+
+def _ahead(rank: int, world_size: int, calls: int) -> dict[str, Any]:
+    """Rank 1 makes ``calls`` calls without overlap before rank 0 asks about the first of them; nothing moves here."""
+    group = dist.group.WORLD
+    same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [group], False)
+    kept = agreement.Comparison(_plan("g0: all_reduce float32 [4] kept", False), [group], False)
+    found = [same.call().overlapped, same.call().overlapped, same.count()]
+    if rank:
+        # (As ``ComparedCall`` asks.)
+        found += [kept.count() or kept.call().overlapped for _ in range(calls)]
+        dist.barrier()
+        return {"found": found[:3]}
+    dist.barrier()
+    assert not same.count()
+    outcome = same.call()
+    return {"found": found, "overlapped": outcome.overlapped, "why": outcome.difference}
+
+
+@pytest.mark.parametrize("calls", [1, 3 * call_page.CALLS])
+def test_a_rank_that_has_long_left_a_call_behind_ran_it_without_overlap(calls: int) -> None:
+    here, there = run_ranks(2, _ahead, calls)
+    assert here["found"] == there["found"] == [True] * 3 and not here["overlapped"], here
+    assert ("calls ahead of rank 0" if calls > 1 else "rank 1: transfer 1") in here["why"]

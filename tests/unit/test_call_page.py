@@ -1,0 +1,87 @@
+"""Entries of a page: what is half written is not there, and what was overwritten is told."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+
+from overlap_inductor.transports import call_page
+from overlap_inductor.transports.call_page import CALLS
+from overlap_inductor.transports.call_page import MOST_CHARACTERS
+from overlap_inductor.transports.call_page import MOST_ROUNDS
+from overlap_inductor.transports.call_page import CallPage
+from overlap_inductor.transports.call_page import Overwritten
+from overlap_inductor.transports.call_page import page_bytes
+
+
+def _pages(size: int) -> tuple[mmap.mmap, list[CallPage]]:
+    memory = mmap.mmap(-1, page_bytes(size))
+    return memory, [CallPage(memory, rank, size) for rank in range(size)]
+
+
+def test_all_publish_the_same() -> None:
+    _, pages = _pages(3)
+    for page in pages:
+        assert not pages[0].all_publish(1, "plan:0")
+        page.publish(1, "plan:0")
+    assert all(page.all_publish(1, "plan:0") for page in pages)
+    assert not pages[0].all_publish(1, "plan:1") and not pages[0].all_publish(2, "plan:0")
+    pages[1].publish(1, "plan:0!")
+    assert not pages[0].all_publish(1, "plan:0") and pages[0].published(1, 1) == "plan:0!"
+
+
+def test_calls_and_rounds_do_not_touch_each_other() -> None:
+    _, pages = _pages(2)
+    texts = {}
+    for call in range(1, CALLS + 1):
+        for page in pages:
+            page.publish(call, f"{call}:{page._rank}")
+            for number in range(MOST_ROUNDS):
+                page.say(call, number, f"{number}")
+                texts[call, number, page._rank] = f"{number}"
+    assert all(pages[1 - r].said(call, number, r) == text for (call, number, r), text in texts.items())
+    assert all(pages[0].published(call, 1) == f"{call}:1" for call in range(1, CALLS + 1))
+
+
+@pytest.mark.parametrize("text", ["", "x", "x" * MOST_CHARACTERS])
+def test_texts_of_any_length(text: str) -> None:
+    _, (mine, theirs) = _pages(2)
+    assert mine.published(7, 1) is None
+    theirs.publish(7, text)
+    assert mine.published(7, 1) == text
+
+
+def test_a_text_that_has_no_room_is_an_error() -> None:
+    _, (page,) = _pages(1)
+    with pytest.raises(ValueError, match="more than"):
+        page.publish(1, "x" * (MOST_CHARACTERS + 1))
+
+
+def test_an_entry_that_is_half_written_is_not_there() -> None:
+    """Whatever part of it has come: over an earlier call's entry, or over zeros."""
+    memory, (mine, theirs) = _pages(2)
+    call = 5 + CALLS
+    start = theirs._offset(call, 0, 1)
+    end = start + call_page.ENTRY
+    for earlier in (False, True):
+        memory[start:end] = bytes(call_page.ENTRY)
+        if earlier:
+            theirs.publish(call - CALLS, "earlier:0")
+        old = memory[start:end]
+        theirs.publish(call, "plan:0")
+        new = memory[start:end]
+        for cut in range(1, call_page.ENTRY):
+            for torn in (new[:cut] + old[cut:], old[:cut] + new[cut:]):
+                memory[start:end] = torn
+                assert mine.published(call, 1) == ("plan:0" if torn == new else None)
+
+
+def test_a_rank_that_is_too_far_ahead() -> None:
+    _, (mine, theirs) = _pages(2)
+    theirs.publish(3, "plan:0")
+    theirs.publish(3 + CALLS, "plan:0")
+    assert mine.published(3 + CALLS, 1) == "plan:0"
+    with pytest.raises(Overwritten):
+        mine.published(3, 1)
+    assert mine.published(3 + 2 * CALLS, 1) is None
