@@ -1,7 +1,8 @@
 """Why a collective beside a matmul leads to no site, where the finders found nothing to say: the nearest matmul, and what stands before it.
 
 A reason names what is there: a kind of matmul that is not cut (grouped ones, ``mv``, a product with a vector that Inductor has written as ``mul`` and ``sum``), or the first op on the
-way to a matmul that is not computed in pieces. "No matmul stands beside it" is said only where there is none, on either side.
+way to a matmul that is not computed in pieces. "No matmul stands beside it" is said only where there is none, on either
+side.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def reason(collective: CollectiveNode) -> Reason:
     if found is not None:
         return _told(found, collective, "the all-gather and " if behind else "")
     if reader is not None:
-        return Reason("no_matmul", f"{reader[0].name} reads its result, and no matmul stands before it that could hide it")
+        name = reader[0].name
+        return Reason("no_matmul", f"{name} reads its result, and no matmul stands before it that could hide it")
     return Reason("no_matmul", NO_MATMUL)
 
 

@@ -82,7 +82,9 @@ class SiteFootprint:
         self.cut = _cut(site, plan)
         nodes = site.nodes
         # (As of the sites' nodes: symbols are named when the place of the line is known.)
-        self.order = [] if isinstance(nodes, GatherNodes) else _order(nodes.leaf_layout, nodes.layouts[nodes.computed[0]])
+        self.order: list[tuple[int, Any]] = []
+        if isinstance(nodes, ReduceNodes):
+            self.order = _order(nodes.leaf_layout, nodes.layouts[nodes.computed[0]])
         # A one-op schedule holds workspace under the site's id, and its tiles follow the sharded dim's role in the matmul.
         needs = planner.workspace([site]).get(self.group) if one_op else None
         self.held = f" as {facts.id} {facts.matmuls[0].role} {needs} of {config.workspace_limit} MiB" if needs else ""

@@ -173,8 +173,9 @@ class _Follower:
         needy = self._needy(node)
         if needy is not None:
             if _is_operand(node):
-                text = f"{needy.name} ({needy.target}), which {node.name} reads, is computed from the gathered tensor and not in pieces"
-                self.obstacles.append(Reason("op_between", text))
+                what = f"{needy.name} ({needy.target}), which {node.name} reads,"
+                text = f"{what} is computed from the gathered tensor and not in pieces"
+                self.obstacles.append(Reason("weight_depends_on_collective", text))
             return
         try:
             found = row_wise.result(node, self.layouts)

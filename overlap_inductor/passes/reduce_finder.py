@@ -246,10 +246,8 @@ def reads_a_result(tracer: Tracer) -> Reason | None:
         forks = any(u not in tracer.region for u in leaf.node.users)
         for node in tracer.externals if forks else []:
             if node not in tracer.region and tools.depends_on(node, leaf.node, known):
-                return Reason(
-                    "op_between",
-                    f"{node.name} ({node.target}) stands between {leaf.node.name} and the collective and is not computed in pieces",
-                )
+                where = f"{node.name} ({node.target}) stands between {leaf.node.name} and the collective"
+                return Reason("op_between", f"{where} and is not computed in pieces")
     return None
 
 
@@ -307,7 +305,8 @@ def _check_externals(tracer: Tracer, layout: Layout) -> None:
         if not tracer.layouts[node].same_elements(layout) and any(
             not (isinstance(s, int) and s == 1) for s in shape[:-1]
         ):
-            raise LayoutError(f"{node.name} of shape {shape} is read between matmul and collective and cannot be cut along")
+            text = f"{node.name} of shape {shape} is read between matmul and collective and cannot be cut along"
+            raise LayoutError(text)
         for user in node.users:
             if user in tracer.region and not tracer.layouts[node].same_elements(layout) and not _same_columns(tracer.layouts[user], layout):
                 raise LayoutError(f"{node.name} of shape {shape} lies along another dim than the matmul's columns")

@@ -97,7 +97,8 @@ def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | N
         sizes = {"M": facts.m, "N": facts.n, "K": facts.k}
         if not all(isinstance(size, int) for size in sizes.values()):
             return f"{matmul.node.name} multiplies int8 of sizes that are only known when it runs: its pieces may be too small"
-        crossed = ring_gather.crossed_role(site.nodes, site.nodes.consumers[i]) if isinstance(site.nodes, GatherNodes) else None
+        nodes = site.nodes
+        crossed = ring_gather.crossed_role(nodes, nodes.consumers[i]) if isinstance(nodes, GatherNodes) else None
         ranks = 1 if site.facts.pattern == "matmul_all_gather" else world_size
         cuts = {crossed: parts, facts.role: ranks} if crossed is not None else {facts.role: ranks * parts}
         for role, count in cuts.items():
@@ -108,10 +109,9 @@ def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | N
                 smallest.append(size % world_size)
             if role == "M" and min(smallest) <= 16 or role in ("N", "K") and size % (8 * count):
                 shape = " x ".join(str(sizes[r]) for r in "MNK")
-                return (
-                    f"{matmul.node.name} multiplies int8 of {shape}: on a GPU each of {count} pieces of {role} must have "
-                    f"{'more than 16 rows, and so must what is left over' if role == 'M' else 'a multiple of 8 of them'}"
-                )
+                must = "have more than 16 rows, and so must what is left over" if role == "M" else "be a multiple of 8"
+                text = f"on a GPU each of {count} pieces of {role} must {must}"
+                return f"{matmul.node.name} multiplies int8 of {shape} (M x N x K): {text}"
     return None
 
 

@@ -192,7 +192,8 @@ TRAINED = {"a layer, trained", "experts, trained"}
 LOOPING = {"norm without a weight", "softmax"}
 """What one op computes, too: the shard's rows before they travel."""
 OWN = {"one scale of the rank's own", "rms norm", "a number, reduced", "a number, scattered", "a number, gathered"}
-"""What no looping op computes: a rank would scale its rows for others with its own tensor; a bias is more than a number."""
+"""What no looping op computes: a rank would scale its rows for others with its own tensor; a bias is more than a
+number."""
 
 
 def arguments(name: str, world_size: int, generator: torch.Generator) -> list[torch.Tensor]:

@@ -131,7 +131,7 @@ def _() -> OverlapReport:
     return report
 
 
-@case("op_between", "near_miss", "what is no row-wise op")
+@case("weight_depends_on_collective", "near_miss", "what is no row-wise op")
 def _() -> OverlapReport:
     """The largest of each row."""
     made = HandGraph()
