@@ -1,7 +1,8 @@
 """Why a collective beside a matmul leads to no site, where the finders found nothing to say: the nearest matmul, and what stands before it.
 
 A reason names what is there: a kind of matmul that is not cut (grouped ones, ``mv``, a product with a vector that Inductor has written as ``mul`` and ``sum``), or the first op on the
-way to a matmul that is not computed in pieces. "No matmul stands beside it" is said only where there is none.
+way to a matmul that is not computed in pieces. "No matmul stands beside it" is said only where there is none, on either
+side.
 """
 
 from __future__ import annotations
@@ -25,9 +26,15 @@ _Way = tuple[fx.Node, fx.Node | None, fx.Node | None]
 
 def reason(collective: CollectiveNode) -> Reason:
     """What stands beside a collective that leads to no site."""
-    behind = _nearest(collective.wait, forward=True) if collective.kind == "all_gather" else None
+    reader = _nearest(collective.wait, forward=True)
+    behind = reader if collective.kind == "all_gather" else None
     found = behind or _nearest(collective.input, forward=False)
-    return _told(found, collective, "the all-gather and " if behind else "") if found is not None else Reason("no_matmul", NO_MATMUL)
+    if found is not None:
+        return _told(found, collective, "the all-gather and " if behind else "")
+    if reader is not None:
+        name = reader[0].name
+        return Reason("no_matmul", f"{name} reads its result, and no matmul stands before it that could hide it")
+    return Reason("no_matmul", NO_MATMUL)
 
 
 def _told(found: _Way, collective: CollectiveNode, gather: str) -> Reason:

@@ -27,6 +27,7 @@ from overlap_inductor.passes import graph_tools as tools
 from overlap_inductor.passes import looping_gather
 from overlap_inductor.passes import planner
 from overlap_inductor.passes import ring_gather
+from overlap_inductor.passes.layouts import Atom
 from overlap_inductor.passes.layouts import Layout
 from overlap_inductor.passes.layouts import product
 from overlap_inductor.passes.padded_output import gathered_shape
@@ -79,6 +80,11 @@ class SiteFootprint:
         one_op = any(p.schedule not in ("keep", "ring") for p in plan)
         self.sent = "" if isinstance(site.nodes, ReduceNodes) else _sent(site.nodes, plan)
         self.cut = _cut(site, plan)
+        nodes = site.nodes
+        # (As of the sites' nodes: symbols are named when the place of the line is known.)
+        self.order: list[tuple[int, Any]] = []
+        if isinstance(nodes, ReduceNodes):
+            self.order = _order(nodes.leaf_layout, nodes.layouts[nodes.computed[0]])
         # A one-op schedule holds workspace under the site's id, and its tiles follow the sharded dim's role in the matmul.
         needs = planner.workspace([site]).get(self.group) if one_op else None
         self.held = f" as {facts.id} {facts.matmuls[0].role} {needs} of {config.workspace_limit} MiB" if needs else ""
@@ -89,6 +95,8 @@ class SiteFootprint:
 
     def _line(self, names: _Names) -> str:
         cut = f" cut {names.shape(self.cut[0])}{self.cut[1]}" if self.cut is not None else ""
+        if self.order:
+            cut += f" in order {[place for place, _ in self.order]} of {names.shape([size for _, size in self.order])}"
         how = "; ".join(_how(piece, parameters) for piece, parameters in self.pieces)
         return f"{names.group(self.group)}: {self.what} {names.shape(self.shape)}{cut}{self.sent} in {self.pattern} by {how}{self.held}"
 
@@ -134,7 +142,7 @@ def _cut(site: OverlapSite, plan: list[PlanPiece]) -> tuple[list[Any], str] | No
     """What sub-chunks are made of: ``(sizes, words)``.
 
     Of a gather the rows of a shard that are cut; of an output that is gathered all its rows; of a reduction the outer and
-    the chunk size of the dim that is cut, and the order of a piece's elements where that is not the collective's.
+    the chunk size of the dim that is cut.
     """
     nodes, looping = site.nodes, any(not p.parameters.get("unrolled", True) for p in plan)
     if isinstance(nodes, GatherNodes):
@@ -148,34 +156,35 @@ def _cut(site: OverlapSite, plan: list[PlanPiece]) -> tuple[list[Any], str] | No
             if lead is not None
             else []
         ), ""
-    order = _order(nodes.leaf_layout, nodes.layouts[nodes.computed[0]])
     if nodes.collectives[0].kind == "all_gather":
         # (A rank may have less of it than it sends.)
-        return gathered_shape(nodes)[:1], order
+        return gathered_shape(nodes)[:1], ""
     outer, dim = nodes.sharded.outer, nodes.sharded.dim
     # (The looping op brings other dims to the front before it cuts.)
     moved = " rows in front" if looping and not (isinstance(outer, int) and outer == 1 and dim == 0) else ""
-    return [outer, nodes.sharded.chunk], f" on dim {dim}{moved}{order}"
+    return [outer, nodes.sharded.chunk], f" on dim {dim}{moved}"
 
 
-def _order(leaf: Layout, sent: Layout) -> str:
-    """How the matmul's result orders the elements of the collective's input: runs of consecutive dims, ``""`` for the same order."""
-    places = {id(atom): i for i, atom in enumerate(sent.flat())}
+def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
+    """How the matmul's result orders the elements of the collective's input: ``(place, size)`` of each run of
+    consecutive dims; nothing where the order is the same."""
+    places = {_key(atom): i for i, atom in enumerate(sent.flat())}
     runs: list[list[Any]] = []
     newest = None
     for atom in leaf.flat():
-        place = places.get(id(atom))
-        if place is None:
-            return f" of {len(leaf.flat())} dims"
+        place = places[_key(atom)]
         if newest is not None and place == newest + 1:
             runs[-1].append(atom)
         else:
             runs.append([atom])
         newest = place
-    if len(runs) < 2:
-        return ""
-    first = [places[id(run[0])] for run in runs]
-    return f" in order {[sorted(first).index(f) for f in first]} of {[str(product(run)) for run in runs]}"
+    first = [places[_key(run[0])] for run in runs]
+    return [(sorted(first).index(f), product(run)) for f, run in zip(first, runs, strict=True)] if len(runs) > 1 else []
+
+
+def _key(atom: Atom) -> int | str:
+    """(The rank's atom is another one behind the ``cat`` that brings it in front.)"""
+    return "rank" if atom.rank else id(atom)
 
 
 def footprints(sites: list[OverlapSite], config: OverlapConfig) -> dict[str, SiteFootprint]:

@@ -173,7 +173,9 @@ class _Follower:
         needy = self._needy(node)
         if needy is not None:
             if _is_operand(node):
-                self.obstacles.append(Reason("weight_depends_on_collective", f"{needy.name}, which {node.name} reads, needs the whole gathered tensor"))
+                what = f"{needy.name} ({needy.target}), which {node.name} reads,"
+                text = f"{what} is computed from the gathered tensor and not in pieces"
+                self.obstacles.append(Reason("weight_depends_on_collective", text))
             return
         try:
             found = row_wise.result(node, self.layouts)
@@ -225,6 +227,12 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
     known: dict[fx.Node, bool] = {}
     consumers = []
     for consumer in follower.consumers:
+        try:
+            consumer.layout.refined()
+        except LayoutError as error:
+            # (What reads the gathered tensor elsewhere was followed later.)
+            follower.obstacles.append(Reason("layout", f"{consumer.operand_node.name}: {error}"))
+            continue
         outside = zip(("other operand", "bias", "scale", "scale"), (consumer.other_node, consumer.matmul.bias, *consumer.matmul.scales()), strict=True)
         needy = next((what for what, n in outside if n is not None and tools.depends_on(n, collective.wait, known)), None)
         if needy is not None:

@@ -64,7 +64,7 @@ def loopable(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
     if isinstance(site.nodes, GatherNodes):
         return all(map(_one_bias_row, site.matmuls)) and all(_gathers_rows(c, site.nodes) for c in site.nodes.consumers) and _one_shape(site.nodes.consumers)
     biases = biases_of(site.nodes, site.nodes.computed)
-    if biases is None or any(b is not None and not _is_row(b) for b in biases):
+    if biases is None or any(b is not None and not is_row(b) for b in biases):
         return False
     return reduced_in_rows(site.facts.pattern, site.nodes, biases)
 
@@ -145,7 +145,7 @@ def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
             pending.append(nodes.through[node])
         elif isinstance(node, fx.Node) and node.target is aten.add.Tensor and not node.kwargs:
             pending += node.args
-        elif node in nodes.externals and _is_row(node):
+        elif node in nodes.externals and is_row(node):
             rows.append(node)
         else:
             return None
@@ -167,7 +167,7 @@ def summed(nodes: ReduceNodes) -> Biases:
     return biases
 
 
-def _is_row(node: fx.Node) -> bool:
+def is_row(node: fx.Node) -> bool:
     """Whether ``node`` is one row, as which it is added to any number of rows."""
     return bool(tools.shape(node)) and all(isinstance(s, int) and s == 1 for s in tools.shape(node)[:-1])
 
@@ -233,7 +233,7 @@ def rewrite_reduce(
         return x if gathers else rows_in_place(emit, x, nodes.sharded, from_ranks=False)
 
     def as_bias(x: fx.Node | None) -> fx.Node | None:
-        return x if x is None else bias_row(emit, x) if _is_row(x) else in_ranks_order(x)
+        return x if x is None else bias_row(emit, x) if is_row(x) else in_ranks_order(x)
 
     lhs = [in_ranks_order(emit.whole_chunks(a, 0, nodes.sharded)) for a, _ in pairs]
     out = call(lhs, [b for _, b in pairs], list(map(as_bias, biases)), nodes.collectives[0].reduce_op or "sum")

@@ -36,10 +36,12 @@ def _biases(nodes: ReduceNodes) -> looping.Biases | None:
 
 
 def _bias_fits(matmul: MatmulNode, bias: fx.Node | None) -> bool:
-    """Whether it is one row, or has a row for each of the result's."""
-    if bias is None or all(isinstance(s, int) and s == 1 for s in tools.shape(bias)[:-1]):
-        return bias is None or same_size(tools.shape(bias)[-1], tools.shape(matmul.node)[-1])
+    """Whether it is one row, or has a row for each of the result's. (A scalar, or one number a row, is neither.)"""
+    if bias is None:
+        return True
     mine, wanted = tools.shape(bias), tools.shape(matmul.node)
+    if looping.is_row(bias):
+        return same_size(mine[-1], wanted[-1])
     return len(mine) == len(wanted) and all(same_size(a, b) for a, b in zip(mine, wanted, strict=True))
 
 

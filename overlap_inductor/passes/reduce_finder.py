@@ -223,11 +223,8 @@ def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: Tracer) ->
         alike = len(theirs.dims) == len(layout.dims) and all(map(same_size, tools.shape(other.node), tools.shape(leaf.node)))
         if not alike or [len(d) for d in theirs.dims] != [len(d) for d in layout.dims] or not theirs.same_elements(layout):
             return None, Reason("layout", f"{other.node.name} and {leaf.node.name} are summed in different layouts")
-    known: dict[fx.Node, bool] = {}
-    forks = any(u not in tracer.region for u in leaf.node.users)
-    for node in tracer.externals if forks else []:
-        if tools.depends_on(node, leaf.node, known):
-            return None, Reason("op_between", f"{node.name} ({node.target}) stands between {leaf.node.name} and the collective and is not computed in pieces")
+    if (reason := reads_a_result(tracer)) is not None:
+        return None, reason
     sharded = _cut(first.kind, leaf, layout, tracer.layouts[tracer.root], world_size)
     _check_externals(tracer, layout)
     padding = None
@@ -239,6 +236,19 @@ def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: Tracer) ->
     found = (tracer.leaves, tracer.layouts, tracer.through, tracer.externals)
     nodes = ReduceNodes(collectives, result, *found, sharded, role, tracer.unfolded, padding=padding)
     return nodes, used_elsewhere(collectives, tracer)
+
+
+def reads_a_result(tracer: Tracer) -> Reason | None:
+    """A tensor that the region reads like any other, and that is computed from one of its matmuls: that would be
+    multiplied whole beside its pieces."""
+    for leaf in tracer.leaves:
+        known: dict[fx.Node, bool] = {}
+        forks = any(u not in tracer.region for u in leaf.node.users)
+        for node in tracer.externals if forks else []:
+            if node not in tracer.region and tools.depends_on(node, leaf.node, known):
+                where = f"{node.name} ({node.target}) stands between {leaf.node.name} and the collective"
+                return Reason("op_between", f"{where} and is not computed in pieces")
+    return None
 
 
 def used_elsewhere(collectives: list[CollectiveNode], tracer: Tracer) -> Reason | None:
@@ -295,7 +305,8 @@ def _check_externals(tracer: Tracer, layout: Layout) -> None:
         if not tracer.layouts[node].same_elements(layout) and any(
             not (isinstance(s, int) and s == 1) for s in shape[:-1]
         ):
-            raise LayoutError(f"{node.name} of shape {shape} is added between matmul and collective and cannot be cut along")
+            text = f"{node.name} of shape {shape} is read between matmul and collective and cannot be cut along"
+            raise LayoutError(text)
         for user in node.users:
             if user in tracer.region and not tracer.layouts[node].same_elements(layout) and not _same_columns(tracer.layouts[user], layout):
                 raise LayoutError(f"{node.name} of shape {shape} lies along another dim than the matmul's columns")

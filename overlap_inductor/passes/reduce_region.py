@@ -22,6 +22,7 @@ from overlap_inductor.passes.layouts import LayoutError
 from overlap_inductor.passes.layouts import ShardedDim
 from overlap_inductor.passes.reduce_finder import Tracer
 from overlap_inductor.passes.reduce_finder import like
+from overlap_inductor.passes.reduce_finder import reads_a_result
 from overlap_inductor.passes.reduce_finder import traced
 from overlap_inductor.passes.reduce_finder import used_elsewhere
 from overlap_inductor.passes.site_nodes import CollectiveNode
@@ -116,6 +117,8 @@ def find(collectives: list[CollectiveNode], result: fx.Node, owned: Collection[f
         refusal = next((r for r in (m.refusal() for m in tracer.leaves) if r), None)
         if refusal is not None:
             return None, Reason("matmul_form", refusal)
+        if (reason := reads_a_result(tracer)) is not None:
+            return None, reason
         region, sharded = _region(tracer, collectives[0])
     except LayoutError as error:
         return None, before or Reason("layout", str(error))

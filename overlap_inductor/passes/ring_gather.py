@@ -63,6 +63,13 @@ def _axis(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | None:
     return None
 
 
+def crossed_role(nodes: GatherNodes, consumer: GatherConsumer) -> str | None:
+    """The role of the matmul's dim that sub-chunks cut where that is not the gathered one."""
+    lead = leading_atom(nodes)
+    axis = _axis(consumer, lead) if lead is not None else None
+    return consumer.matmul.role(consumer.operand, axis[1]) if axis is not None and axis[0] == "cross" else None
+
+
 @dataclass(frozen=True)
 class Piece:
     """A part of a consumer's output: of the shard of rank ``r + shift``, where ``block`` and ``cross_start`` say."""

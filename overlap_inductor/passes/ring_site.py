@@ -90,17 +90,28 @@ def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
 
 def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | None:
     """``_int_mm`` on a GPU takes more than 16 rows, and multiples of 8 of the other two sizes: so must every piece."""
-    parts = site.facts.collective.world_size * _parameters(site, config)["sub_chunks"]
-    for matmul, facts in zip(site.matmuls, site.facts.matmuls, strict=True):
+    parts, world_size = _parameters(site, config)["sub_chunks"], site.facts.collective.world_size
+    for i, (matmul, facts) in enumerate(zip(site.matmuls, site.facts.matmuls, strict=True)):
         if matmul.kind != "int_mm" or not tools.value(matmul.lhs).is_cuda:
             continue
-        rows, inner, columns = facts.m, facts.k, facts.n
-        if not (isinstance(rows, int) and isinstance(inner, int) and isinstance(columns, int)):
+        sizes = {"M": facts.m, "N": facts.n, "K": facts.k}
+        if not all(isinstance(size, int) for size in sizes.values()):
             return f"{matmul.node.name} multiplies int8 of sizes that are only known when it runs: its pieces may be too small"
-        few = facts.role == "M" and rows // parts <= 16
-        if few or facts.role == "K" and inner % (8 * parts) or facts.role == "N" and columns % (8 * parts):
-            sizes = f"{rows} x {columns} x {inner}"
-            return f"{matmul.node.name} multiplies int8 of {sizes}: on a GPU each of {parts} pieces of {facts.role} must have more than 16 rows, or a multiple of 8 of the other sizes"
+        nodes = site.nodes
+        crossed = ring_gather.crossed_role(nodes, nodes.consumers[i]) if isinstance(nodes, GatherNodes) else None
+        ranks = 1 if site.facts.pattern == "matmul_all_gather" else world_size
+        cuts = {crossed: parts, facts.role: ranks} if crossed is not None else {facts.role: ranks * parts}
+        for role, count in cuts.items():
+            size: Any = sizes.get(role or "", 0)
+            smallest = [size // count]
+            if site.facts.pattern == "matmul_all_reduce" and size % world_size:
+                # (Rows that the ranks do not divide are multiplied by themselves.)
+                smallest.append(size % world_size)
+            if role == "M" and min(smallest) <= 16 or role in ("N", "K") and size % (8 * count):
+                shape = " x ".join(str(sizes[r]) for r in "MNK")
+                must = "have more than 16 rows, and so must what is left over" if role == "M" else "be a multiple of 8"
+                text = f"on a GPU each of {count} pieces of {role} must {must}"
+                return f"{matmul.node.name} multiplies int8 of {shape} (M x N x K): {text}"
     return None
 
 

@@ -167,6 +167,22 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expe
         lambda n: [(2, 2 * n, 16), (16, 8), (16, 5)],
         (SCATTER, ["mm M", "mm M"]),
     ),
+    "a number, reduced": (lambda x, w, b: reduce(x @ w + b), lambda n: [(7, 16), (16, 6), ()], (REDUCE, ["addmm M"])),
+    "a number, scattered": (
+        lambda x, w, b: scatter(x @ w + b, 1),
+        lambda n: [(7, 16), (16, 4 * n), ()],
+        (SCATTER, ["addmm N"]),
+    ),
+    "a number, gathered": (
+        lambda x, w, b: gather(x @ w + b),
+        lambda n: [(7, 16), (16, 6), ()],
+        ("matmul_all_gather", ["addmm M"]),
+    ),
+    "rows without padding, and all of them in another order": (
+        lambda x, w, v: ((y := gather(x))[:-1] @ w, y.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) @ v),
+        lambda n: [(4, 16), (16, 6), (16, 5)],
+        (GATHER, ["mm M"]),
+    ),
     "experts, trained": (trained_experts, lambda n: [(3, 4 * n, 16), (3, 16, 8)], (SCATTER, ["bmm M"])),
     "a layer, trained": (trained_norm, lambda n: [(2, 3, 16), (16,), (16, 6), (6, 16)], (GATHER, ["mm M"])),
 }
@@ -175,8 +191,9 @@ TRAINED = {"a layer, trained", "experts, trained"}
 
 LOOPING = {"norm without a weight", "softmax"}
 """What one op computes, too: the shard's rows before they travel."""
-OWN = {"one scale of the rank's own", "rms norm"}
-"""What it must not compute: a rank would scale its rows for others with its own tensor."""
+OWN = {"one scale of the rank's own", "rms norm", "a number, reduced", "a number, scattered", "a number, gathered"}
+"""What no looping op computes: a rank would scale its rows for others with its own tensor; a bias is more than a
+number."""
 
 
 def arguments(name: str, world_size: int, generator: torch.Generator) -> list[torch.Tensor]:

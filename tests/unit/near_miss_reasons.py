@@ -123,6 +123,34 @@ def _() -> OverlapReport:
     return made.output(made.reduce(made.input(4, 16))).run()
 
 
+@case("no_matmul", "near_miss", "reduction before a matmul")
+def _() -> OverlapReport:
+    made = HandGraph()
+    report = made.output(made.mm(made.reduce(made.input(4, 16)), weight(made))).run()
+    assert "reads its result" in report.near_misses[0].reason.text
+    return report
+
+
+@case("weight_depends_on_collective", "near_miss", "what is no row-wise op")
+def _() -> OverlapReport:
+    """The largest of each row."""
+    made = HandGraph()
+    gathered = made.gather(made.input(4, 16))
+    largest = made.call(getitem, made.call(aten.max.dim, gathered, 1, True), 0)
+    report = made.output(made.mm(made.call(aten.sub.Tensor, gathered, largest), weight(made))).run()
+    assert "reads, is computed from the gathered tensor and not in pieces" in report.near_misses[0].reason.text
+    return report
+
+
+@case("op_between", "near_miss", "a part of what is summed")
+def _() -> OverlapReport:
+    """The first expert's rows, which would be multiplied once more beside the pieces."""
+    made = HandGraph()
+    y = made.call(aten.bmm.default, made.input(3, 8, 16), made.input(3, 16, 4, name="w"))
+    first = made.call(aten.squeeze.dim, made.call(aten.slice.Tensor, y, 0, 0, 1), 0)
+    return made.output(made.reduce(made.call(aten.add.Tensor, made.call(aten.sum.dim_IntList, y, [0]), first))).run()
+
+
 def grouped(made: HandGraph, x: fx.Node, rows: int) -> fx.Node:
     """``x [rows, 16]`` by four experts' weights ``[16, 16]``."""
     experts, ends = made.input(4, 16, 16, dtype=torch.bfloat16, name="experts"), made.input(4, dtype=torch.int32, name="ends")

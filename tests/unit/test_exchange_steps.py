@@ -15,6 +15,8 @@ from overlap_inductor.passes import exchange_steps
 from tests.fake_group import all_gather
 from tests.fake_group import fake_group
 from tests.fake_group import reports_of
+from tests.hand_graph import HandGraph
+from tests.hand_graph import aten
 
 
 def _steps(function: Callable[..., Any]) -> list[str]:
@@ -39,3 +41,35 @@ def test_what_is_computed_before_sending_is_named_in_graph_order(monkeypatch: py
         )
         texts.append(_steps(_gathered))
     assert texts[0] == texts[1]
+
+
+def _line(made: HandGraph, result: Any) -> str:
+    report = made.output(result).run()
+    assert [s.decision.status for s in report.sites] == ["overlapped"]
+    (step,) = json.loads(report.exchange)["steps"]
+    return str(step)
+
+
+def test_symbols_of_reordered_dims_are_named_alike() -> None:
+    """Sizes of a transposed result were written by the symbols of the rank's own graph."""
+    lines = []
+    with fake_group(2):
+        for others in (0, 2):
+            made = HandGraph()
+            for i in range(others):
+                made.input(5 + i, 3, dynamic=(0,), name=f"other{i}")
+            x, w = made.input(6, 4, dynamic=(0,)), made.input(4, 8, name="w")
+            lines.append(_line(made, made.reduce(made.call(aten.permute.default, made.mm(x, w), [1, 0]))))
+    assert lines[0] == lines[1] and "in order [1, 0] of [d0, 8]" in lines[0]
+
+
+@pytest.mark.parametrize("splits", [False, True], ids=["one dim", "split dims"])
+def test_order_is_named_where_another_dim_than_the_first_is_scattered(splits: bool) -> None:
+    """The order was left out, and how many dims a rank's graph splits the columns into was written instead."""
+    with fake_group(2):
+        made = HandGraph()
+        y = made.mm(made.input(6 * 4, 16), made.input(16, 8, name="w"))
+        if splits:
+            y = made.view(made.call(aten.mul.Tensor, made.view(y, 24, 2, 4), made.input(24, 2, 4, name="s")), 24, 8)
+        line = _line(made, made.scatter_on(made.view(y, 6, 4, 8), 1))
+    assert line.split(" in matmul")[0].endswith("in order [1, 0, 2] of [6, 2, 16]")
