@@ -28,6 +28,7 @@ class ExchangePlan:
         config: the switches, to name a likely cause where plans differ; no part of the digest.
         groups: names of the process groups in the order of the steps' g0, g1, ...; of each of several joined plans. This
             rank's own, so no part of the digest.
+        parts: the plans that this one joins.
     """
 
     version: str
@@ -36,6 +37,7 @@ class ExchangePlan:
     overlaps: bool = False
     config: Mapping[str, Any] = field(default_factory=dict, compare=False)
     groups: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
+    parts: tuple[ExchangePlan, ...] = field(default=(), compare=False)
 
     @cached_property
     def digest(self) -> str:
@@ -47,6 +49,13 @@ class ExchangePlan:
     def collectives(self) -> tuple[str, ...]:
         """The collectives behind the steps, overlapped or not, sorted: ``("g0: all_gather", ...)``."""
         return tuple(sorted(" ".join(step.split(" ")[:2]).split("(")[0] for step in self.steps))
+
+    def count_in(self, group: str) -> int:
+        """How many collectives of ``group`` stand behind the steps."""
+        if self.parts:
+            return sum(part.count_in(group) for part in self.parts)
+        names = self.groups[0] if self.groups else ()
+        return sum(s.startswith(f"g{names.index(group)}:") for s in self.steps) if group in names else 0
 
     def alias(self, group: str) -> str:
         """Which of the steps' groups ``group`` is: ``"0"`` for g0; one number for each of several joined plans."""
@@ -88,7 +97,8 @@ class ExchangePlan:
         first = plans[0]
         steps = tuple(step for plan in plans for step in plan.steps)
         groups = tuple(names for plan in plans for names in plan.groups)
-        return cls(first.version, first.mode, steps, any(p.overlaps for p in plans), first.config, groups)
+        overlaps = any(p.overlaps for p in plans)
+        return cls(first.version, first.mode, steps, overlaps, first.config, groups, tuple(plans))
 
 
 def difference(mine: ExchangePlan, others: Mapping[int, ExchangePlan]) -> str:

@@ -13,8 +13,8 @@ Each round passes a rejection on to the other groups of a rank: one round for ea
 that came too late finds the verdict of those that gave up waiting. So all ranks that groups of the graph connect take
 the same way. A rank that runs the plain program without comparing publishes a refusal, for which nobody waits.
 
-Where ranks do not even hold the same collectives in a graph, or one publishes nothing (overlap is off there, or it runs
-uncompiled), their calls cannot be counted alike: overlap is disabled for the group from then on (``apart``). The rank
+Where ranks do not even hold the same collectives in a graph, or have held other numbers of them before this call, or one
+publishes nothing (overlap is off there, or it runs uncompiled), their calls cannot be counted alike: overlap is disabled for the group from then on (``apart``). The rank
 that finds so says it in the store, where ranks that still wait see it.
 
 A plan that was agreed upon needs no second comparison by rounds in the store, so a rank may compile again alone as long
@@ -73,9 +73,9 @@ class Comparison:
         self.first = True
         self.withdrawn = False
         """Whether this rank runs the plain program whatever the others do: all do so for a reason of their own."""
-        self.settled: list[tuple[GroupState, str]] | None = None
-        """The groups, with what this rank publishes, once there is little to ask: the plan was agreed upon, or overlaps
-        nothing."""
+        self.settled: list[tuple[GroupState, str, int]] | None = None
+        """The groups, with what is alike in all that this rank publishes and the number of collectives, once there is
+        little to ask: the plan was agreed upon, or overlaps nothing."""
         self.tied = False
         """Whether a settled plan is compared at every call; it has one group then."""
         self.counted = False
@@ -83,17 +83,17 @@ class Comparison:
 
     def count(self) -> bool:
         """Count one call of a settled plan, at little host time; false where ``call`` has to be asked."""
-        if self.settled is None or any(s.apart for s, _ in self.settled):
+        if self.settled is None or any(s.apart for s, _, _ in self.settled):
             return False
-        for state, text in self.settled:
-            state.calls += 1
+        for state, constant, collectives in self.settled:
+            state.count(collectives)
             if state.page is not None:
-                state.page.publish(state.calls, text)
+                state.page.publish(state.calls, f"{constant}:{state.passed}")
         if not self.tied:
             return True
-        state, text = self.settled[0]
+        state, constant, _ = self.settled[0]
         assert state.page is not None
-        self.counted = not call_board.soon(state.page, state.calls, text)
+        self.counted = not call_board.soon(state.page, state.calls, f"{constant}:{state.passed}")
         return not self.counted
 
     def call(self) -> Outcome:
@@ -118,8 +118,8 @@ class Comparison:
             return NO
         counted, self.counted = self.counted, False
         states = [state_of(g) for g in self.groups]
-        for state in states:
-            state.calls += not counted
+        for state in states if not counted else ():
+            state.count(self.plan.count_in(state.group.group_name))
         first, self.first = self.first, False
         self.settled, self.tied = None, False
         if not self.plan.overlaps:
@@ -165,7 +165,10 @@ class Comparison:
         return [s for s in states if first or self.every_call or s.page is not None]
 
     def _settle(self, states: Sequence[GroupState], tied: bool) -> None:
-        self.settled, self.tied = [(s, call_board.value(s, self.plan)) for s in states], tied
+        self.settled = [
+            (s, call_board.constant(s, self.plan), self.plan.count_in(s.group.group_name)) for s in states
+        ]
+        self.tied = tied
 
     def also(self, failure: str) -> Outcome:
         """Whether all ranks can go on after a call that compared equal.
@@ -269,7 +272,7 @@ def _compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> 
     if (
         off
         or any(silent)
-        or any(s.apart for s in states)
+        or any(s.apart or _astray(s, values) for s, values in zip(states, found, strict=True))
         or any(p.collectives != plan.collectives for plans in texts for p in plans.values())
     ):
         verdict = (APART, why)
@@ -355,6 +358,12 @@ def _difference(
         parts.append(
             f"rank {ranks} published no plan (is overlap_inductor switched off there, does it run uncompiled, or did it die?)"
         )
+    parts += [
+        f"rank {global_rank(state.group, r)} has run graphs with {there} collectives of group {state.group.group_name!r} "
+        f"before this call, and rank {dist.get_rank()} with {state.passed}: one of them has broken its graphs at other "
+        "places"
+        for r, there in _astray(state, values).items()
+    ]
     mine = call_board.value(state, plan)
     refusing = [global_rank(state.group, r) for r, p in plans.items() if p.digest == plan.digest and values[r] != mine]
     if refusing and not any(parts):
@@ -362,6 +371,12 @@ def _difference(
             f"rank {', '.join(map(str, refusing))} runs the plan without overlap, or uses its groups in another order"
         )
     return "; ".join(filter(None, parts))
+
+
+def _astray(state: GroupState, values: Mapping[int, str]) -> dict[int, int]:
+    """The ranks whose calls are not counted as this one's are, with how many collectives those before this call held."""
+    numbers = {r: call_board.passed(v) for r, v in values.items()}
+    return {r: n for r, n in numbers.items() if n != state.passed}
 
 
 def _round(

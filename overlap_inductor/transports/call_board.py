@@ -2,7 +2,8 @@
 
 Two media carry it: the group's store (``CallStore``), and memory that all ranks map (``call_page.CallPage``). Both hold
 for each call and rank what that rank runs, the *value*: the digest of its plan, which of the plan's groups this one is,
-and ``!`` where the rank refuses to overlap; and the rank's verdict of each round.
+how many collectives of the group its calls before this one held, and ``!`` where the rank refuses to overlap; and the
+rank's verdict of each round.
 
 Keys, below ``overlap_inductor/agree/<incarnation>`` in the group's store::
 
@@ -40,6 +41,8 @@ from overlap_inductor.transports.call_page import shared_page
 
 log = logging.getLogger("overlap_inductor")
 
+_PASSED_CHARACTERS = 18
+"""Of a value: its last number, which never has so many digits, and what stands around it."""
 KEPT_CALLS = 64
 """Calls whose keys stay in the store. No rank can be so many calls behind another: each holds a collective."""
 EQUAL = "1"
@@ -118,6 +121,8 @@ class GroupState:
 
     Attributes:
         calls: calls of graphs with a collective of the group.
+        passed: collectives of the group in the graphs of the calls before the newest one. Ranks whose graphs are broken
+            at different places count other calls, but as many collectives.
         agreed / rejected: digests of plans that all ranks ran alike, and of those that differed (with the difference).
         tied: digests of agreed plans that all ranks compare at every call, on the pages of all groups of the plan.
         parts: digests of plans that are parts of an agreed one: those of subgraphs.
@@ -132,6 +137,7 @@ class GroupState:
     group: dist.ProcessGroup
     incarnation: int
     calls: int = 0
+    passed: int = 0
     agreed: set[str] = field(default_factory=set)
     rejected: dict[str, str] = field(default_factory=dict)
     tied: set[str] = field(default_factory=set)
@@ -143,6 +149,7 @@ class GroupState:
     apart: str = ""
     page: CallPage | None = None
     _page_tried: bool = False
+    _in_newest: int = 0
 
     def __post_init__(self) -> None:
         self.store = CallStore(self.group, self.prefix)
@@ -154,6 +161,12 @@ class GroupState:
     @property
     def medium(self) -> CallPage | CallStore:
         return self.store if self.page is None else self.page
+
+    def count(self, collectives: int) -> None:
+        """Count a call of a graph that holds so many collectives of the group."""
+        self.calls += 1
+        self.passed += self._in_newest
+        self._in_newest = collectives
 
     def share_page(self) -> None:
         """Make the group's page, once; all its ranks call this together."""
@@ -190,11 +203,23 @@ def timeout(group: dist.ProcessGroup) -> float:
     return group_timeout(group).total_seconds()
 
 
-def value(state: GroupState, plan: ExchangePlan) -> str:
-    """What a rank publishes that runs ``plan``: its digest, and which of the plan's groups this one is."""
+def constant(state: GroupState, plan: ExchangePlan) -> str:
+    """What is alike in the values of all calls of ``plan``: its digest, and which of the plan's groups this one is."""
     alias = plan.alias(state.group.group_name)
     text = f"{plan.digest}:{alias}"
-    return text if len(text) < MOST_CHARACTERS else f"{plan.digest}:{hashlib.sha256(alias.encode()).hexdigest()[:16]}"
+    if len(text) <= MOST_CHARACTERS - _PASSED_CHARACTERS:
+        return text
+    return f"{plan.digest}:{hashlib.sha256(alias.encode()).hexdigest()[:16]}"
+
+
+def value(state: GroupState, plan: ExchangePlan) -> str:
+    """What a rank publishes that runs ``plan`` in the call that was counted last."""
+    return f"{constant(state, plan)}:{state.passed}"
+
+
+def passed(text: str) -> int:
+    """How many collectives the calls held that the rank made before it published the value ``text``."""
+    return int(text.rstrip("!").rsplit(":", 1)[1])
 
 
 def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = False) -> None:

@@ -308,6 +308,43 @@ def test_a_graph_that_is_broken_on_one_rank_only(patterns: tuple[str, ...]) -> N
     assert sum(len(r["warnings"]) for r in results) == 1 and "transfers here" in results[0]["warnings"][0], results
 
 
+def _kept_graphs_are_broken(rank: int, world_size: int, as_on_gpus: bool) -> dict[str, Any]:
+    """A graph without overlap is broken on rank 0 only, between its two collectives; nothing compares it."""
+    from overlap_inductor.transports import agreement
+
+    compile_anew()
+    if as_on_gpus:
+        made = agreement.Comparison.__init__
+        agreement.Comparison.__init__ = lambda self, plan, groups, every_call: made(self, plan, groups, False)  # type: ignore[method-assign]
+    heard, inputs = Heard(), _inputs(rank)[1:]
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return all_reduce(b @ a, "sum", dist.group.WORLD)
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        y = all_reduce(x, "sum", dist.group.WORLD)
+        if rank == 0:
+            torch._dynamo.graph_break()
+        return all_reduce(torch.relu(y), "sum", dist.group.WORLD)
+
+    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
+        compiled = torch.compile(function, dynamic=False)
+        problems = [p for _ in range(2) for p in _wrong(compiled(*inputs), function, inputs)]
+        problems += _wrong(torch.compile(kept, dynamic=False)(inputs[0]), kept, inputs[:1])
+        problems += [p for _ in range(3) for p in _wrong(compiled(*inputs), function, inputs)]
+    return {"problems": problems, "warnings": heard.texts}
+
+
+@pytest.mark.parametrize("as_on_gpus", [False, True])
+def test_kept_graphs_that_are_broken_on_one_rank_only(as_on_gpus: bool) -> None:
+    """One rank has counted a call more, of a graph that holds what the overlapped one holds: it waited for a call of the
+    others that never came, while they were in the collective of the call before."""
+    results = run_ranks(2, _kept_graphs_are_broken, as_on_gpus, timeout=120)
+    assert all(r["problems"] == [] for r in results), results
+    warnings = [w for r in results for w in r["warnings"]]
+    assert len(warnings) == 1 and "broken its graphs at other places" in warnings[0], results
+
+
 def _mesh(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
     """A 2-D mesh: a difference in one row concerns the ranks of the other through the columns."""
     compile_anew()

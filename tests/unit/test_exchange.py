@@ -43,3 +43,12 @@ def test_ranks_of_one_plan_are_named_together() -> None:
     )
     assert difference(mine, {1: mine}) == ""
     assert difference(mine, {1: _plan(mode="off")}) == "rank 1: OVERLAP_INDUCTOR is on here and off there"
+
+
+def test_collectives_of_a_group_are_counted_in_joined_plans() -> None:
+    def plan(groups: tuple[str, ...], *steps: str) -> ExchangePlan:
+        return ExchangePlan("1", "on", steps, groups=(groups,))
+
+    one, two = plan(("tp", "dp"), GATHER, "g1: all_reduce float32 kept", KEPT), plan(("dp",), KEPT)
+    assert [one.count_in(g) for g in ("tp", "dp", "pp")] == [2, 1, 0] and plan(()).count_in("tp") == 0
+    assert [ExchangePlan.joined([one, two]).count_in(g) for g in ("tp", "dp", "pp")] == [2, 2, 0]
