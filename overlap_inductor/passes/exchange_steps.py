@@ -36,6 +36,7 @@ from overlap_inductor.passes.site_nodes import GatherNodes
 from overlap_inductor.passes.site_nodes import OverlapSite
 from overlap_inductor.passes.site_nodes import ReduceNodes
 from overlap_inductor.schedule import PlanPiece
+from overlap_inductor.torch_compat.distributed import group_ranks
 
 _OWN = {"epilogue", "matmuls", "unrolled"}
 """Parameters of what a rank computes for itself. (Where unrolled steps cut otherwise than the looping op, ``_cut`` says so.)"""
@@ -203,7 +204,8 @@ def plan_of(
             steps += sites[first_op[node]].lines(names)
         elif (kind := collectives.kept_kind(node)) is not None:
             group = collectives.group_name(node)
-            if group is not None:
+            # (One rank exchanges nothing, while the same collective of other ranks may have a group of several.)
+            if group is not None and len(group_ranks(group) or ()) != 1:
                 steps.append(f"{names.group(group)}: {kind} kept")
     groups = (tuple(names.groups),)
     plan = ExchangePlan(__version__, config.mode, tuple(steps), bool(first_op), dict(config.cache_key()), groups)

@@ -345,6 +345,27 @@ def test_kept_graphs_that_are_broken_on_one_rank_only(as_on_gpus: bool) -> None:
     assert len(warnings) == 1 and "broken its graphs at other places" in warnings[0], results
 
 
+def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
+    """An all-reduce in a group of rank 0 alone, or of the two others."""
+    compile_anew()
+    first, others = dist.new_group([0]), dist.new_group([1, 2])
+    own, inputs, heard = others if rank else first, _inputs(rank)[1:], Heard()
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return all_reduce(torch.relu(all_reduce(b @ a, "sum", dist.group.WORLD)), "sum", own)
+
+    with overlap_inductor.overlap(schedule="ring", agreement_timeout=10):
+        compiled = torch.compile(function, dynamic=False)
+        problems = [p for _ in range(3) for p in _wrong(compiled(*inputs), function, inputs)]
+    return {"problems": problems, "warnings": heard.texts}
+
+
+def test_a_group_of_one_rank_where_others_have_more() -> None:
+    """Equal plans of ranks with other numbers of groups: one waited for rounds of verdicts that the other did not make."""
+    results = run_ranks(3, _alone_in_a_group, timeout=120)
+    assert all(r["problems"] == [] for r in results) and sum(len(r["warnings"]) for r in results) == 1, results
+
+
 def _mesh(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
     """A 2-D mesh: a difference in one row concerns the ranks of the other through the columns."""
     compile_anew()
