@@ -3,6 +3,7 @@ on GPUs compare so, which these CPU graphs do without their comparison through t
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch.distributed as dist
 
 import overlap_inductor
 from overlap_inductor.exchange import ExchangePlan
+from overlap_inductor.torch_compat.distributed import group_store
 from overlap_inductor.transports import agreement
+from overlap_inductor.transports import call_board
 from overlap_inductor.transports import call_page
 from overlap_inductor.transports.call_board import state_of
 from tests.fake_group import all_gather
@@ -149,3 +152,17 @@ def test_a_rank_that_has_long_left_a_call_behind_ran_it_without_overlap(calls: i
     here, there = run_ranks(2, _ahead, calls)
     assert here["found"] == there["found"] == [True] * 3 and not here["overlapped"], here
     assert ("calls ahead of rank 0" if calls > 1 else "rank 1: transfer 1") in here["why"]
+
+
+def _late(rank: int, world_size: int) -> bool:
+    """A rank that has compiled nothing in this world (its graph came from elsewhere) is late."""
+    call_board.ABSENT = 0.5
+    same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [dist.group.WORLD], False)
+    same.call()
+    if rank == 0:
+        time.sleep(3)
+    return same.count() or same.call().overlapped
+
+
+def test_a_late_rank_of_an_agreed_plan_is_waited_for() -> None:
+    assert run_ranks(2, _late) == [True, True]
