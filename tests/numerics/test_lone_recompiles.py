@@ -166,3 +166,41 @@ def _late(rank: int, world_size: int) -> bool:
 
 def test_a_late_rank_of_an_agreed_plan_is_waited_for() -> None:
     assert run_ranks(2, _late) == [True, True]
+
+
+def _disabled(rank: int, world_size: int) -> bool:
+    """Rank 0 disables overlap behind a call that both ran alike, before rank 1 has seen that it did."""
+    group = dist.group.WORLD
+    assert group is not None
+    same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [group], False)
+    same.call()
+    state = state_of(group)
+    page, store = state.page, group_store(group)
+    assert page is not None
+    if rank == 0:
+        found = same.count() or same.call().overlapped
+        call_board.part(state, "a later call")
+        return found
+    blind = [True]
+
+    class Looks:
+        """The store, for a rank that is stopped just before it asks whether overlap is disabled."""
+
+        def check(self, keys: list[str]) -> bool:
+            store.wait(keys)
+            blind[0] = False
+            return store.check(keys)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+    all_publish, published = page.all_publish, page.published
+    page.all_publish = lambda *args: not blind[0] and all_publish(*args)  # type: ignore[method-assign]
+    page.published = lambda *args: None if blind[0] else published(*args)  # type: ignore[method-assign]
+    call_board.group_store = lambda group: Looks()  # type: ignore[assignment, return-value]
+    return same.count() or same.call().overlapped
+
+
+def test_a_slow_rank_does_as_the_others_though_overlap_is_disabled_behind_the_call() -> None:
+    """It ran the plain program, and the others were in the overlapped one."""
+    assert run_ranks(2, _disabled) == [True, True]
