@@ -34,7 +34,6 @@ from overlap_inductor.torch_compat.distributed import group_timeout
 from overlap_inductor.torch_compat.distributed import moves_nothing
 from overlap_inductor.transports.all_or_none import NotOnAllRanks
 from overlap_inductor.transports.call_page import MOST_CHARACTERS
-from overlap_inductor.transports.call_page import MOST_ROUNDS
 from overlap_inductor.transports.call_page import CallPage
 from overlap_inductor.transports.call_page import Overwritten
 from overlap_inductor.transports.call_page import shared_page
@@ -80,17 +79,13 @@ class CallStore:
 
     def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
         self._group, self._prefix, self._rank = group, prefix, group.rank()
-        self._values: dict[int, str] = {}
+        self._keys: dict[int, list[str]] = {}
 
     def publish(self, call: int, text: str) -> None:
+        self._kept(call, self._key(call, self._rank), self._same(call, text))
         store = group_store(self._group)
         store.set(self._key(call, self._rank), text)
         store.add(self._same(call, text), 1)
-        self._values[call] = text
-        for old in [c for c in self._values if c <= call - KEPT_CALLS]:
-            for suffix in ("", *(f"/{number}" for number in range(MOST_ROUNDS))):
-                store.delete_key(self._key(old, self._rank) + suffix)
-            store.delete_key(self._same(old, self._values.pop(old)))
 
     def all_publish(self, call: int, text: str) -> bool:
         return group_store(self._group).add(self._same(call, text), 0) == self._group.size()
@@ -99,10 +94,19 @@ class CallStore:
         return self._get(self._key(call, rank))
 
     def say(self, call: int, number: int | str, text: str) -> None:
-        group_store(self._group).set(f"{self._key(call, self._rank)}/{number}", text)
+        key = f"{self._key(call, self._rank)}/{number}"
+        self._kept(call, key)
+        group_store(self._group).set(key, text)
 
     def said(self, call: int, number: int | str, rank: int) -> str | None:
         return self._get(f"{self._key(call, rank)}/{number}")
+
+    def _kept(self, call: int, *keys: str) -> None:
+        """Note the ``keys`` of a call, and delete those of old ones."""
+        self._keys.setdefault(call, []).extend(keys)
+        for old in [c for c in self._keys if c <= call - KEPT_CALLS]:
+            for key in self._keys.pop(old):
+                group_store(self._group).delete_key(key)
 
     def _key(self, call: int, rank: int) -> str:
         return f"{self._prefix}/{call}/{rank}"

@@ -204,3 +204,27 @@ def _disabled(rank: int, world_size: int) -> bool:
 def test_a_slow_rank_does_as_the_others_though_overlap_is_disabled_behind_the_call() -> None:
     """It ran the plain program, and the others were in the overlapped one."""
     assert run_ranks(2, _disabled) == [True, True]
+
+
+def _differs_for_long(rank: int, world_size: int) -> list[int]:
+    """A plan of two groups, and another one of rank 1: numbers of keys in the store after a while, and later."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    names = (tuple(g.group_name for g in groups),)
+    steps = "g0: all_reduce float32 [4] in matmul_all_reduce by ring", "g1: all_reduce float32 kept"
+    plans = [ExchangePlan("1", "on", (steps[0] + how, steps[1]), True, groups=names) for how in ("", " otherwise")]
+    same, other = (agreement.Comparison(plan, groups, False) for plan in plans)
+    assert same.call().overlapped
+    keys = []
+    for number in range(3 * call_board.KEPT_CALLS):
+        assert not (other if rank else same).call().overlapped
+        if number % call_board.KEPT_CALLS == call_board.KEPT_CALLS - 1:
+            dist.barrier()
+            keys.append(group_store(groups[0]).num_keys())
+            dist.barrier()
+    return keys
+
+
+def test_what_was_said_of_old_calls_does_not_stay_in_the_store() -> None:
+    """Reasons of verdicts, which have no room on the page, stayed for ever."""
+    for _, first, second in run_ranks(2, _differs_for_long, timeout=120):
+        assert second - first < call_board.KEPT_CALLS, (first, second)
