@@ -14,8 +14,8 @@ that came too late finds the verdict of those that gave up waiting. So all ranks
 the same way. A rank that runs the plain program without comparing publishes a refusal, for which nobody waits.
 
 Where ranks do not even hold the same collectives in a graph, or have held other numbers of them before this call, or one
-publishes nothing (overlap is off there, or it runs uncompiled), their calls cannot be counted alike: overlap is disabled for the group from then on (``apart``). The rank
-that finds so says it in the store, where ranks that still wait see it.
+publishes nothing (overlap is off there, or it runs uncompiled), their calls cannot be counted alike: overlap is disabled
+for the group from then on (``apart``). The rank that finds so says it in the store, where ranks that still wait see it.
 
 A plan that was agreed upon needs no second comparison by rounds in the store, so a rank may compile again alone as long
 as it exchanges the same. Digests alone are compared at every call, so a rank that alone compiles to another exchange
@@ -136,7 +136,10 @@ class Comparison:
                 )
             return NO
         if not all(digest in s.agreed for s in states):
-            return _compared(states, self.plan, known=False)
+            outcome = _compared(states, self.plan, known=False)
+            for state in states if outcome.overlapped and not self.every_call else ():
+                state.unasked.update({digest} - state.tied)
+            return outcome
         tied = bool(states) and all(digest in s.tied for s in states)
         outcome = YES
         if tied or (self.every_call and states):
@@ -150,12 +153,18 @@ class Comparison:
     def _without_overlap(self, states: Sequence[GroupState], first: bool) -> Outcome:
         """Tell the others, who may overlap theirs; wait for them only where this rank alone may have left an agreed
         exchange."""
+        # (A plan that this rank has run before is no sign that it has left an exchange.)
+        new = any(self.plan.digest not in s.told for s in states)
         call_board.publish(self._listening(states, first), self.plan)
         strict = first and self.plan.mode == "strict"
-        unasked = [s for s in states if s.page is None and not self.every_call]
-        alone = first and any(self.plan.collectives in s.overlapped for s in unasked)
-        if (strict or alone) and not any(s.apart for s in states):
-            _raise_if_others_overlap(states, self.plan, strict)
+        unpaged = [s for s in states if s.page is None and not self.every_call]
+        asked: list[GroupState] = []
+        if strict or (first and new and any(self.plan.collectives in s.overlapped for s in unpaged)):
+            asked = list(states)
+        elif first and new:
+            asked = [s for s in states if s.page is not None and s.unasked]
+        if not any(s.apart for s in states):
+            _raise_if_others_overlap(asked, self.plan, strict)
         if not self.every_call or all(s.page is not None for s in states):
             self._settle(states, tied=False)
         return NO
@@ -189,6 +198,7 @@ class Comparison:
         why = verdict[1]
         for state in states:
             state.agreed.discard(self.plan.digest)
+            state.unasked.discard(self.plan.digest)
             state.rejected[self.plan.digest] = why
         self.settled = None
         if self.plan.mode == "strict":
@@ -265,8 +275,8 @@ def _compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> 
         [] if off or s.apart or b else [r for r in call_board.peers(s.group) if r not in values]
         for s, values, b in zip(states, found, behind, strict=True)
     ]
-    for state, plans, missing in zip(states, texts, silent, strict=True):
-        _check_reachable(state, plan, plans, missing)
+    for state, values, plans, missing in zip(states, found, texts, silent, strict=True):
+        _check_reachable(state, plan, values, plans, missing)
     why = "; ".join(filter(None, [*map(_difference, states, [plan] * len(states), texts, silent, found), *behind]))
     verdict = (DIFFERENT if why else EQUAL, why)
     if (
@@ -313,10 +323,10 @@ def _share_pages(
 def _left_behind(state: GroupState) -> str:
     """Why the plans differ where a rank of the group has long left this call behind.
 
-    Who does not wait for the others overlaps nothing, but for plans that are not compared at every call.
+    Who does not wait for the others overlaps nothing, but for plans that are run without asking.
     """
     why = f"a rank is {CALLS} or more calls ahead of rank {dist.get_rank()}, without overlap"
-    if state.agreed - state.tied:
+    if state.unasked:
         raise AgreementError(
             f"in group {state.group.group_name!r} {why}, or with a plan that is compared at its first run only: which "
             "one cannot be known. Make the ranks' graphs alike (TORCH_LOGS=recompiles names the guards), or switch "
@@ -326,7 +336,11 @@ def _left_behind(state: GroupState) -> str:
 
 
 def _check_reachable(
-    state: GroupState, plan: ExchangePlan, plans: Mapping[int, ExchangePlan], missing: Sequence[int]
+    state: GroupState,
+    plan: ExchangePlan,
+    values: Mapping[int, str],
+    plans: Mapping[int, ExchangePlan],
+    missing: Sequence[int],
 ) -> None:
     """Raise where no way is left that all ranks could take."""
     group, mine = state.group, dist.get_rank()
@@ -335,6 +349,19 @@ def _check_reachable(
         raise AgreementError(
             f"rank {mine} and other ranks of group {group.group_name!r} do not run the same version: {difference(plan, odd)}. No data was moved. "
             "Install the same version of overlap_inductor on every rank."
+        )
+    inside = {
+        global_rank(group, r): p
+        for r, p in plans.items()
+        if p.digest in state.unasked - {plan.digest} and not values[r].endswith("!")
+    }
+    if inside:
+        raise AgreementError(
+            f"rank {mine} and other ranks of group {group.group_name!r} do not run the same: {difference(plan, inside)}. "
+            "The other ranks' plan was agreed upon, and is compared at its first run only, because ranks of one of its "
+            "groups have no memory in common. So they are inside its transfers, and this rank cannot continue. It probably "
+            "compiled again alone: make its guards like the other ranks' (TORCH_LOGS=recompiles names them), or switch "
+            "overlap off on all ranks (OVERLAP_INDUCTOR=off)."
         )
     if missing and state.newest is not None:
         ranks = ", ".join(str(global_rank(group, r)) for r in missing)
@@ -459,7 +486,8 @@ def _raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, s
                 f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} overlaps nothing in a graph that others overlap: {difference(plan, others)}"
             )
         if not strict:
-            _check_reachable(state, plan, plans, [r for r in call_board.peers(state.group) if r not in values])
+            missing = [r for r in call_board.peers(state.group) if r not in values]
+            _check_reachable(state, plan, values, plans, missing)
 
 
 def _limit(group: dist.ProcessGroup, plan: ExchangePlan, known: bool) -> float:

@@ -129,6 +129,7 @@ class GroupState:
             at different places count other calls, but as many collectives.
         agreed / rejected: digests of plans that all ranks ran alike, and of those that differed (with the difference).
         tied: digests of agreed plans that all ranks compare at every call, on the pages of all groups of the plan.
+        unasked: digests of agreed plans that this rank, as all others, runs without a look at what the others run.
         parts: digests of plans that are parts of an agreed one: those of subgraphs.
         overlapped: the collectives of agreed plans.
         told: digests whose plans this rank has published.
@@ -145,6 +146,7 @@ class GroupState:
     agreed: set[str] = field(default_factory=set)
     rejected: dict[str, str] = field(default_factory=dict)
     tied: set[str] = field(default_factory=set)
+    unasked: set[str] = field(default_factory=set)
     parts: set[str] = field(default_factory=set)
     overlapped: set[tuple[str, ...]] = field(default_factory=set)
     told: set[str] = field(default_factory=set)

@@ -154,6 +154,38 @@ def test_a_rank_that_has_long_left_a_call_behind_ran_it_without_overlap(calls: i
     assert ("calls ahead of rank 0" if calls > 1 else "rank 1: transfer 1") in here["why"]
 
 
+def _compiled_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Without a page. Rank 1 alone compiles a graph again that nobody overlaps, and whose collectives another graph
+    overlaps."""
+    compile_anew()
+    _compare_as_on_gpus()
+    call_page.SHARED_FOLDER = Path(folder) / str(rank)
+    call_page.SHARED_FOLDER.mkdir()
+    heard, x, w = Heard(), torch.ones(8, 16), torch.ones(16, 12)
+    begun = 0.0
+
+    def reduced(x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(torch.relu(x), "sum", dist.group.WORLD)
+
+    with overlap_inductor.overlap(schedule="ring", agreement_timeout=8):
+        overlapped = torch.compile(lambda x, w: all_reduce(x @ w, "sum", dist.group.WORLD), dynamic=False)
+        kept = torch.compile(reduced, dynamic=False)
+        found = [overlapped(x, w), kept(x)]
+        if rank:
+            kept = torch.compile(lambda x: reduced(x), dynamic=False)
+        begun = time.monotonic()
+        found += [kept(x), kept(x)]
+    wrong = [f.unique().tolist() for f, value in zip(found, (32.0, 2.0, 2.0, 2.0), strict=True) if (f != value).any()]
+    page = state_of(dist.group.WORLD).page  # type: ignore[arg-type]
+    return {"wrong": wrong, "warnings": heard.texts, "page": page, "seconds": time.monotonic() - begun}
+
+
+def test_a_kept_plan_that_ran_before_needs_no_answer(tmp_path: Path) -> None:
+    """The rank ended with an error at its deadline: it may have left an exchange, it was thought, and nobody answers."""
+    for result in run_ranks(2, _compiled_again, str(tmp_path)):
+        assert result["wrong"] == result["warnings"] == [] and result["page"] is None and result["seconds"] < 8, result
+
+
 def _late(rank: int, world_size: int) -> bool:
     """A rank that has compiled nothing in this world (its graph came from elsewhere) is late."""
     call_board.ABSENT = 0.5
@@ -228,3 +260,32 @@ def test_what_was_said_of_old_calls_does_not_stay_in_the_store() -> None:
     """Reasons of verdicts, which have no room on the page, stayed for ever."""
     for _, first, second in run_ranks(2, _differs_for_long, timeout=120):
         assert second - first < call_board.KEPT_CALLS, (first, second)
+
+
+def _inside_a_plan_of_two_groups(rank: int, world_size: int, overlaps: bool) -> list[Any]:
+    """Rank 1 alone runs another graph in a group that has a page, while rank 0 runs one of this group and of another
+    that has none: on several machines, a group of each and one across them."""
+    groups = [dist.group.WORLD, dist.new_group([0, 1])]
+    names = [g.group_name for g in groups]
+    step, kept = "g0: all_reduce float32 [4] in matmul_all_reduce by ring", "g0: all_reduce float32 kept"
+    one = agreement.Comparison(_plan(step, True), groups[:1], False)
+    both = ExchangePlan("1", "on", (step, "g1: all_reduce float32 kept"), True, groups=(tuple(names),))
+    same = agreement.Comparison(both, groups, False)
+    lone = agreement.Comparison(_plan(step + " otherwise" if overlaps else kept, overlaps), groups[:1], False)
+    state_of(groups[1])._page_tried = True
+    found = [one.call().overlapped, same.call().overlapped]
+    dist.barrier()
+    try:
+        found.append(lone.call().overlapped if rank else same.call().overlapped)
+    except agreement.AgreementError as error:
+        found.append(str(error))
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_rank_that_others_do_not_ask_ends_with_an_error_at_once(overlaps: bool) -> None:
+    """It ran the plain program while the others were in the overlapped one."""
+    others, alone = run_ranks(2, _inside_a_plan_of_two_groups, overlaps, timeout=60)
+    assert others == [True] * 3 and alone[:2] == [True] * 2
+    assert "rank 0: " in alone[2] and "compared at its first run only" in alone[2], alone
