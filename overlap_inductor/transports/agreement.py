@@ -13,9 +13,10 @@ Each round passes a rejection on to the other groups of a rank: one round for ea
 that came too late finds the verdict of those that gave up waiting. So all ranks that groups of the graph connect take
 the same way. A rank that runs the plain program without comparing publishes a refusal, for which nobody waits.
 
-Where ranks do not even hold the same collectives in a graph, or have held other numbers of them before this call, or one
-publishes nothing (overlap is off there, or it runs uncompiled), their calls cannot be counted alike: overlap is disabled
-for the group from then on (``apart``). The rank that finds so says it in the store, where ranks that still wait see it.
+Where ranks do not even hold the same collectives in a graph, or have held other numbers of them before this call, or
+one publishes nothing (overlap is off there, or it runs uncompiled), their calls cannot be counted alike: overlap is
+disabled for the group from then on (``apart``). The rank that finds so says it in the store, where ranks that still
+wait see it.
 
 A plan that was agreed upon needs no second comparison by rounds in the store, so a rank may compile again alone as long
 as it exchanges the same. Digests alone are compared at every call, so a rank that alone compiles to another exchange
@@ -357,11 +358,11 @@ def _check_reachable(
     }
     if inside:
         raise AgreementError(
-            f"rank {mine} and other ranks of group {group.group_name!r} do not run the same: {difference(plan, inside)}. "
-            "The other ranks' plan was agreed upon, and is compared at its first run only, because ranks of one of its "
-            "groups have no memory in common. So they are inside its transfers, and this rank cannot continue. It probably "
-            "compiled again alone: make its guards like the other ranks' (TORCH_LOGS=recompiles names them), or switch "
-            "overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+            f"rank {mine} and other ranks of group {group.group_name!r} do not run the same: "
+            f"{difference(plan, inside)}. The other ranks' plan was agreed upon, and is compared at its first run only, "
+            "because ranks of one of its groups have no memory in common. So they are inside its transfers, and this "
+            "rank cannot continue. It probably compiled again alone: make its guards like the other ranks' "
+            "(TORCH_LOGS=recompiles names them), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
         )
     if missing and state.newest is not None:
         ranks = ", ".join(str(global_rank(group, r)) for r in missing)
@@ -386,9 +387,9 @@ def _difference(
             f"rank {ranks} published no plan (is overlap_inductor switched off there, does it run uncompiled, or did it die?)"
         )
     parts += [
-        f"rank {global_rank(state.group, r)} has run graphs with {there} collectives of group {state.group.group_name!r} "
-        f"before this call, and rank {dist.get_rank()} with {state.passed}: one of them has broken its graphs at other "
-        "places"
+        f"rank {global_rank(state.group, r)} has run graphs with {there} collectives of group "
+        f"{state.group.group_name!r} before this call, and rank {dist.get_rank()} with {state.passed}: one of them has "
+        "broken its graphs at other places"
         for r, there in _astray(state, values).items()
     ]
     mine = call_board.value(state, plan)
@@ -401,7 +402,8 @@ def _difference(
 
 
 def _astray(state: GroupState, values: Mapping[int, str]) -> dict[int, int]:
-    """The ranks whose calls are not counted as this one's are, with how many collectives those before this call held."""
+    """The ranks whose calls are not counted as this one's are, with how many collectives their calls before this one
+    held."""
     numbers = {r: call_board.passed(v) for r, v in values.items()}
     return {r: n for r, n in numbers.items() if n != state.passed}
 

@@ -242,9 +242,9 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
     """What the other ranks of the group published for this call, by rank of the group; of those that did before
     ``deadline``.
 
-    Nobody is waited for any longer once overlap is off on a rank, or disabled for the group. Nor is, while no plan of the
-    group was agreed upon, a rank that has not announced itself ``ABSENT`` seconds after this one began to wait: where it
-    is only slow, it finds the verdict of the others and does as they do.
+    Nobody is waited for any longer once overlap is off on a rank, or disabled for the group. Nor is, while no plan of
+    the group was agreed upon, a rank that has not announced itself ``ABSENT`` seconds after this one began to wait:
+    where it is only slow, it finds the verdict of the others and does as they do.
 
     Raises:
         Overwritten: a rank is too many calls ahead to be asked.

@@ -181,7 +181,7 @@ def _compiled_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_a_kept_plan_that_ran_before_needs_no_answer(tmp_path: Path) -> None:
-    """The rank ended with an error at its deadline: it may have left an exchange, it was thought, and nobody answers."""
+    """The rank ended with an error at its deadline: it might have left an exchange, and nobody answers."""
     for result in run_ranks(2, _compiled_again, str(tmp_path)):
         assert result["wrong"] == result["warnings"] == [] and result["page"] is None and result["seconds"] < 8, result
 
@@ -189,7 +189,8 @@ def test_a_kept_plan_that_ran_before_needs_no_answer(tmp_path: Path) -> None:
 def _late(rank: int, world_size: int) -> bool:
     """A rank that has compiled nothing in this world (its graph came from elsewhere) is late."""
     call_board.ABSENT = 0.5
-    same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [dist.group.WORLD], False)
+    plan = _plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True)
+    same = agreement.Comparison(plan, [dist.group.WORLD], False)
     same.call()
     if rank == 0:
         time.sleep(3)

@@ -57,12 +57,20 @@ def _counts() -> dict[str, int]:
     return dict(torch._dynamo.utils.counters["overlap_inductor"])
 
 
-def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """As graphs on GPUs do, compare at first runs only."""
+def _compare_as_on_gpus() -> None:
     from overlap_inductor.transports import agreement
 
     made = agreement.Comparison.__init__
-    agreement.Comparison.__init__ = lambda self, plan, groups, every_call: made(self, plan, groups, False)  # type: ignore[method-assign]
+
+    def init(self: Any, plan: Any, groups: Any, every_call: bool) -> None:
+        made(self, plan, groups, False)
+
+    agreement.Comparison.__init__ = init  # type: ignore[method-assign]
+
+
+def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
+    """As graphs on GPUs do, compare at first runs only."""
+    _compare_as_on_gpus()
     return _once(rank, world_size, fields)
 
 
@@ -310,12 +318,9 @@ def test_a_graph_that_is_broken_on_one_rank_only(patterns: tuple[str, ...]) -> N
 
 def _kept_graphs_are_broken(rank: int, world_size: int, as_on_gpus: bool) -> dict[str, Any]:
     """A graph without overlap is broken on rank 0 only, between its two collectives; nothing compares it."""
-    from overlap_inductor.transports import agreement
-
     compile_anew()
     if as_on_gpus:
-        made = agreement.Comparison.__init__
-        agreement.Comparison.__init__ = lambda self, plan, groups, every_call: made(self, plan, groups, False)  # type: ignore[method-assign]
+        _compare_as_on_gpus()
     heard, inputs = Heard(), _inputs(rank)[1:]
 
     def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -337,8 +342,8 @@ def _kept_graphs_are_broken(rank: int, world_size: int, as_on_gpus: bool) -> dic
 
 @pytest.mark.parametrize("as_on_gpus", [False, True])
 def test_kept_graphs_that_are_broken_on_one_rank_only(as_on_gpus: bool) -> None:
-    """One rank has counted a call more, of a graph that holds what the overlapped one holds: it waited for a call of the
-    others that never came, while they were in the collective of the call before."""
+    """One rank has counted a call more, of a graph that holds what the overlapped one holds: it waited for a call of
+    the others that never came, while they were in the collective of the call before."""
     results = run_ranks(2, _kept_graphs_are_broken, as_on_gpus, timeout=120)
     assert all(r["problems"] == [] for r in results), results
     warnings = [w for r in results for w in r["warnings"]]
@@ -361,7 +366,7 @@ def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_group_of_one_rank_where_others_have_more() -> None:
-    """Equal plans of ranks with other numbers of groups: one waited for rounds of verdicts that the other did not make."""
+    """Equal plans of ranks with other numbers of groups: one waited for rounds that the other did not make."""
     results = run_ranks(3, _alone_in_a_group, timeout=120)
     assert all(r["problems"] == [] for r in results) and sum(len(r["warnings"]) for r in results) == 1, results
 
