@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from bench.rows import environment
-from overlap_inductor.exchange import ExchangePlan
-from overlap_inductor.transports.agreement import Comparison
-from overlap_inductor.transports.call_board import state_of
-from overlap_inductor.transports.call_page import CALLS
+from overlap_inductor.facts.exchange import ExchangePlan
+from overlap_inductor.runtime.agreement import Comparison
+from overlap_inductor.runtime.call_board import state_of
+from overlap_inductor.runtime.call_page import CALLS
 
 TURNS, TIMES = 2000, 9
 STORE_TURNS = 200

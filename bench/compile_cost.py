@@ -43,16 +43,16 @@ from torch._inductor.utils import fresh_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench import rows
-from overlap_inductor import backend
-from overlap_inductor import install
+from overlap_inductor.cli.demo_models import load_llama
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.demo_models import load_llama
+from overlap_inductor.inductor import compile_graph as inductor
+from overlap_inductor.inductor import hooks
+from overlap_inductor.inductor import lowerings as lowering
+from overlap_inductor.inductor import post_grad
 from overlap_inductor.passes import overlap_pass
-from overlap_inductor.report import OverlapReport
-from overlap_inductor.torch_compat import hooks
-from overlap_inductor.torch_compat import inductor
-from overlap_inductor.torch_compat import lowering
-from overlap_inductor.torch_compat import post_grad
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.switch import backend
+from overlap_inductor.switch import install
 
 VOCABULARY, HIDDEN, FFN, HEADS, TOKENS = 1024, 64, 192, 8, 64
 SETTINGS: dict[str, OverlapConfig | None] = {

@@ -22,14 +22,16 @@ import torch.distributed as dist
 from bench.rows import environment
 from bench.timing import greatest
 from bench.timing import timed
-from overlap_inductor.lowerings import all_ops  # noqa: F401  (defines them)
-from overlap_inductor.lowerings import chunked_plan
-from overlap_inductor.lowerings import fused_plan
-from overlap_inductor.transports.arena import Request
-from overlap_inductor.transports.workspace import workspace_of
+from overlap_inductor.lowerings.chunked import parameters as chunked_plan
+from overlap_inductor.lowerings.fused import parameters as fused_plan
+from overlap_inductor.lowerings.registry import define_ops
+from overlap_inductor.runtime.arena import Request
+from overlap_inductor.runtime.workspace import workspace_of
 from tests.gpu.ranks import device
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
+
+define_ops()
 
 INNER, COLUMNS, WEIGHTS = 8192, 4096, 3
 LIMIT, REPEATS = 2**40, 40

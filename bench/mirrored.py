@@ -37,16 +37,16 @@ from bench.timing import timed
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.layout import QUEUE_WORDS
 from overlap_inductor.kernels.layout import WINDOW
-from overlap_inductor.lowerings import chunked
-from overlap_inductor.lowerings import chunked_plan
-from overlap_inductor.lowerings import fused
-from overlap_inductor.lowerings import fused_plan
-from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
+from overlap_inductor.lowerings.chunked import launch as chunked
+from overlap_inductor.lowerings.chunked import parameters as chunked_plan
+from overlap_inductor.lowerings.fused import calls as fused
+from overlap_inductor.lowerings.fused import parameters as fused_plan
+from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
+from overlap_inductor.runtime.arena import TILE_BYTES
+from overlap_inductor.runtime.arena import Slot
+from overlap_inductor.runtime.faults import FaultRecord
+from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.transports.arena import TILE_BYTES
-from overlap_inductor.transports.arena import Slot
-from overlap_inductor.transports.faults import FaultRecord
-from overlap_inductor.transports.workspace import Launch
 
 HIDDEN, WIDE = 8192, 28672
 PATIENCE_NS = 2_000_000_000

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m bench.models [--layers 2] [--tokens 1024 4096] [--batches 1 16] --out bench/results/models.jsonl
 
 ``tokens``: one sequence of so many tokens (prefill), the host in the loop. ``batches``: so many sequences of one token (the matmuls and collectives of
-decode), as CUDA graphs (``triton.cudagraphs``). ``graphs_made``: of launches of sites (``transports.replay``). Logits are compared with eager ones before anything is timed. Medians of milliseconds, maximum over ranks.
+decode), as CUDA graphs (``triton.cudagraphs``). ``graphs_made``: of launches of sites (``runtime.replay``). Logits are compared with eager ones before anything is timed. Medians of milliseconds, maximum over ranks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch.distributed as dist
 import triton
 
 import overlap_inductor
-from overlap_inductor.backend import overlap_inductor as overlap_backend
-from overlap_inductor.demo_models import load_llama
-from overlap_inductor.transports.replay import recorder
+from overlap_inductor.cli.demo_models import load_llama
+from overlap_inductor.runtime.replay import recorder
+from overlap_inductor.switch.backend import overlap_inductor as overlap_backend
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
 

@@ -19,24 +19,26 @@ from typing import Any
 import torch
 
 import overlap_inductor
-import overlap_inductor.lowerings.all_ops  # noqa: F401  (defines the ops)
 from bench.shapes import Case
 from bench.site import Site
 from bench.site import plain
-from overlap_inductor.backend import overlap_inductor as overlap_backend
-from overlap_inductor.lowerings import small_plan
-from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
-from overlap_inductor.lowerings.fused_plan import FusedParameters
-from overlap_inductor.lowerings.small_plan import SmallParameters
-from overlap_inductor.lowerings.wave_plan import WaveParameters
-from overlap_inductor.passes.one_op_site import OneOpSchedule
-from overlap_inductor.passes.schedules import SCHEDULES
-from overlap_inductor.passes.schedules import SMALL_MESSAGE
-from overlap_inductor.passes.schedules import schedule_named
+from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
+from overlap_inductor.lowerings.fused.parameters import FusedParameters
+from overlap_inductor.lowerings.one_op.schedule import OneOpSchedule
+from overlap_inductor.lowerings.registry import SCHEDULES
+from overlap_inductor.lowerings.registry import define_ops
+from overlap_inductor.lowerings.registry import schedule_named
+from overlap_inductor.lowerings.small_message import parameters as small_plan
+from overlap_inductor.lowerings.small_message.parameters import SmallParameters
+from overlap_inductor.lowerings.small_message.schedule import SMALL_MESSAGE
+from overlap_inductor.lowerings.wave_groups.parameters import WaveParameters
+from overlap_inductor.runtime.arena import Request
+from overlap_inductor.runtime.arena import planned_bytes
+from overlap_inductor.runtime.workspace import workspace_of
+from overlap_inductor.switch.backend import overlap_inductor as overlap_backend
 from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.transports.arena import Request
-from overlap_inductor.transports.arena import planned_bytes
-from overlap_inductor.transports.workspace import workspace_of
+
+define_ops()
 
 SETTINGS = ("hidden", "compiled")
 NAMES = ("keep", "async_tp", *(f"{s.name}/{t}" for s in SCHEDULES for t in s.transports), "auto")
@@ -154,7 +156,7 @@ def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) ->
         place.prepare([needs], LIMIT_MIB << 20)
         _check_room(site, label, name)
     op, group_name = getattr(torch.ops.overlap_inductor, f"{schedule}_{'scaled_' * case.scaled}{case.pattern}").default, site.group.group_name
-    # (What ``passes.scaled_site`` tells an op of its scales.)
+    # (What ``lowerings.one_op.scaled`` tells an op of its scales.)
     scales = (*site.scales, "bfloat16", True) if case.scaled else ()
     chain = torch.zeros(1, dtype=torch.uint8, device=site.device)
 

@@ -21,7 +21,7 @@ from bench.providers import Provider
 from bench.shapes import Case
 from bench.tables import overlap_efficiency
 from bench.timing import Timing
-from overlap_inductor.fingerprint import source_hash
+from overlap_inductor.inductor.fingerprint import source_hash
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _VARIABLES = re.compile(r"OVERLAP_INDUCTOR.*|(NCCL|TORCH_SYMM)(?!.*VERSION).*|CUDA_(DEVICE_MAX_CONNECTIONS|LAUNCH_BLOCKING|MODULE_LOADING)")

@@ -26,15 +26,15 @@ import triton
 from bench.timing import greatest
 from bench.timing import timed
 from overlap_inductor.lowerings import reference
-from overlap_inductor.lowerings import small_message
-from overlap_inductor.lowerings import small_plan
-from overlap_inductor.lowerings.small_plan import SmallParameters
+from overlap_inductor.lowerings.small_message import launch as small_message
+from overlap_inductor.lowerings.small_message import parameters as small_plan
+from overlap_inductor.lowerings.small_message.parameters import SmallParameters
+from overlap_inductor.runtime.arena import HALVES
+from overlap_inductor.runtime.arena import Request
+from overlap_inductor.runtime.arena import WorkspaceArena
+from overlap_inductor.runtime.faults import FaultRecord
+from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.transports.arena import HALVES
-from overlap_inductor.transports.arena import Request
-from overlap_inductor.transports.arena import WorkspaceArena
-from overlap_inductor.transports.faults import FaultRecord
-from overlap_inductor.transports.workspace import Launch
 
 COLUMNS, INNER, EPS = 8192, 28672, 1e-5
 CALLS = 20

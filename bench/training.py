@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from bench.models import milliseconds
 from bench.models import slowest
 from bench.rows import environment
-from overlap_inductor import reporting
-from overlap_inductor.backend import overlap_inductor as overlap_backend
+from overlap_inductor.report import publish as reporting
+from overlap_inductor.switch.backend import overlap_inductor as overlap_backend
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
 from tests.models import dtensor_block

@@ -23,8 +23,8 @@ import triton.language as tl
 from bench.push_kernels import push_bulk
 from bench.push_kernels import push_striped
 from overlap_inductor.kernels.signals import wait_at_least
+from overlap_inductor.runtime.faults import FaultRecord
 from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.transports.faults import FaultRecord
 
 PATIENCE_NS = 10_000_000_000
 MEGABYTES = (0.25, 1, 2, 4, 8, 16, 32)

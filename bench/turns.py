@@ -21,14 +21,14 @@ from bench import rows
 from bench.timing import greatest
 from bench.timing import timed
 from overlap_inductor.kernels.layout import WAIT_PART
-from overlap_inductor.transports.arena import Request
+from overlap_inductor.runtime.arena import Request
+from overlap_inductor.runtime.side_stream import side_stream
+from overlap_inductor.runtime.workspace import workspace_of
 from overlap_inductor.transports.arrivals import wait_kernel
 from overlap_inductor.transports.copy_engine import CopyEngine
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
-from overlap_inductor.transports.side_stream import side_stream
 from overlap_inductor.transports.transfer import Transfer
-from overlap_inductor.transports.workspace import workspace_of
 
 WIDTH = 8192
 LEGS = 3

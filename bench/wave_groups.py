@@ -30,14 +30,14 @@ from bench.shapes import SHAPES
 from bench.shapes import Layer
 from bench.timing import greatest
 from bench.timing import timed
-from overlap_inductor.lowerings import wave_groups
-from overlap_inductor.lowerings.wave_plan import MAX_GROUPS
-from overlap_inductor.lowerings.wave_plan import WaveParameters
-from overlap_inductor.lowerings.wave_plan import Waves
-from overlap_inductor.lowerings.wave_plan import best_partition
-from overlap_inductor.lowerings.wave_plan import cuts
-from overlap_inductor.lowerings.wave_plan import partitions
-from overlap_inductor.lowerings.wave_plan import predicted
+from overlap_inductor.lowerings.wave_groups import launch as wave_groups
+from overlap_inductor.lowerings.wave_groups.parameters import MAX_GROUPS
+from overlap_inductor.lowerings.wave_groups.parameters import WaveParameters
+from overlap_inductor.lowerings.wave_groups.parameters import Waves
+from overlap_inductor.lowerings.wave_groups.parameters import best_partition
+from overlap_inductor.lowerings.wave_groups.parameters import cuts
+from overlap_inductor.lowerings.wave_groups.parameters import partitions
+from overlap_inductor.lowerings.wave_groups.parameters import predicted
 from overlap_inductor.transports import nccl
 
 PATTERNS = ("matmul_all_reduce", "matmul_reduce_scatter")

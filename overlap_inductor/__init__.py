@@ -10,26 +10,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 from typing import Any
 
-__version__ = "0.1.0"
+from overlap_inductor.version import __version__ as __version__
 
 _PUBLIC = {
     "OverlapConfig": "overlap_inductor.config",
-    "enable": "overlap_inductor.install",
-    "disable": "overlap_inductor.install",
-    "overlap": "overlap_inductor.install",
-    "explain": "overlap_inductor.explanation",
-    "last_report": "overlap_inductor.reporting",
+    "enable": "overlap_inductor.switch.install",
+    "disable": "overlap_inductor.switch.install",
+    "overlap": "overlap_inductor.switch.install",
+    "explain": "overlap_inductor.switch.explain",
+    "last_report": "overlap_inductor.report.publish",
 }
 
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
     from overlap_inductor.config import OverlapConfig as OverlapConfig
-    from overlap_inductor.explanation import explain as explain
-    from overlap_inductor.install import disable as disable
-    from overlap_inductor.install import enable as enable
-    from overlap_inductor.install import overlap as overlap
-    from overlap_inductor.reporting import last_report as last_report
+    from overlap_inductor.report.publish import last_report as last_report
+    from overlap_inductor.switch.explain import explain as explain
+    from overlap_inductor.switch.install import disable as disable
+    from overlap_inductor.switch.install import enable as enable
+    from overlap_inductor.switch.install import overlap as overlap
 
 
 def __getattr__(name: str) -> Any:

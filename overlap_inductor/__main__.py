@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from overlap_inductor.cli import main
+from overlap_inductor.cli.main import main
 
 sys.exit(main())

@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 
 _all_gather = getattr(funcol, "all_gather_single", funcol.all_gather_tensor)
 reduce_scatter = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_tensor)
@@ -44,7 +44,7 @@ def fake_group(world_size: int = 2, rank: int = 0) -> Iterator[dist.ProcessGroup
 
 def reports_of(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None, **fields: Any) -> list[OverlapReport]:
     """The reports of the graphs of ``fn``, with schedule ``ring`` unless ``fields`` say otherwise."""
-    from overlap_inductor.explanation import explain
+    from overlap_inductor.switch.explain import explain
 
     if dynamic:
         for arg in args:

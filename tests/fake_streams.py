@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
+from overlap_inductor.runtime import driver
 from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.transports import driver
 
 CUDA = torch.device("cuda", 0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 
 
 def waste(report: OverlapReport) -> list[str]:

@@ -15,10 +15,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.experimental.symbolic_shapes import StatelessSymbolicContext
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.passes.finder import SiteFinder
+from overlap_inductor.passes.find import SiteFinder
 from overlap_inductor.passes.overlap_pass import readable
 from overlap_inductor.passes.overlap_pass import run_overlap_pass
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

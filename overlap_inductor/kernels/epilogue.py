@@ -1,4 +1,4 @@
-"""An epilogue of a tile, as a Triton function written for its program (``lowerings.epilogue_text`` says what a program is).
+"""An epilogue of a tile, as a Triton function written for its program (``sites.epilogue_program`` says what a program is).
 
 The function is an argument of the kernel that calls it, known when that is compiled: each program makes a kernel of its own. All values are fp32
 tiles in the layout of the accumulator; extra tensors are read by ordinary loads, which need no order with anything: they are inputs of

@@ -1,7 +1,7 @@
 """Where things lie in the memory that host and kernels share. No Triton here: the host's part needs only the numbers.
 
 Flags of a slot, ``FLAG_WORDS`` apart: one credit a peer, then ``signals`` a peer. Fault records: see
-``transports.board``.
+``runtime.board``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ numbers, so it runs or has ended on every rank, has stored its partial rows, the
 promise that order, GPUs keep it, and scans rest on it as this does: Merrill and Garland, decoupled look-back, 2016. Where all blocks are resident at once, as in decode,
 nothing rests on it. A ticket would cost a round trip to L2 in a kernel of 5 us.) All waits are bounded (``signals``).
 
-Why two halves of the workspace suffice, without credits (``transports.arena.HALVES``). Call ``n`` writes into half ``n % 2``. Rank ``r`` begins call ``n`` when its
+Why two halves of the workspace suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half ``n % 2``. Rank ``r`` begins call ``n`` when its
 call ``n - 1`` has ended, kernels of a slot running one after the other; in that call a block of ``r`` has waited for a signal of each peer (in two-shot
 for its partial rows, which are signalled also where they are none). So each peer had begun its call ``n - 1``, and had therefore ended call ``n - 2``, the
 last one to read that half. This holds for any number of blocks or rows in each call, since halves are the slot's and not the call's, and

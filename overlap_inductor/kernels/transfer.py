@@ -17,7 +17,7 @@ some may not start on an SM where one waits that wants none. So what a wait rest
 
 CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes; no argument changes from replay to replay.
 In a graph sends, waits for peers and waits for turns are branches without an order between them: they need as many hardware queues
-(``transports.replay``, ``transports.copy_engine``). Where a user captures, that is the user's to see to; with one queue no such graph has hung (``tests.gpu.check_stress``, scenario ``graphs``).
+(``runtime.replay``, ``transports.copy_engine``). Where a user captures, that is the user's to see to; with one queue no such graph has hung (``tests.gpu.check_stress``, scenario ``graphs``).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Schedule ``wave_groups``: a persistent matmul that says which groups of its rows are stored, and the kernel that waits for one (FlashOverlap, arXiv
-2504.19519). Behind each waiting kernel stands an ordinary collective (``lowerings.wave_groups``).
+2504.19519). Behind each waiting kernel stands an ordinary collective (``lowerings.wave_groups.launch``).
 
 The paper lets the tiles of a vendor's matmul end in whatever order they do and stores them permuted. Here the order is chosen: a group is some
 neighbouring bands of ``BLOCK_M`` rows of each shard, groups are multiplied one after the other, and the rows of a group lie together: ::

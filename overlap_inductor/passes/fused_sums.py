@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from overlap_inductor.passes import matmuls
+from overlap_inductor.sites import matmuls
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.guards import without_guards
 

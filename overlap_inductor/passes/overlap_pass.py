@@ -25,25 +25,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from overlap_inductor import __version__
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.errors import StrictError
-from overlap_inductor.exchange import ExchangePlan
-from overlap_inductor.passes import exchange_steps
+from overlap_inductor.facts.decision import Decision
+from overlap_inductor.facts.decision import PlanPiece
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.facts.exchange import ExchangePlan
+from overlap_inductor.lowerings.registry import SCHEDULES
+from overlap_inductor.passes import agreed_plan as exchange_steps
+from overlap_inductor.passes import check as legality
 from overlap_inductor.passes import fused_sums
-from overlap_inductor.passes import legality
-from overlap_inductor.passes import planner
-from overlap_inductor.passes.collectives import find_collectives
-from overlap_inductor.passes.finder import SiteFinder
-from overlap_inductor.passes.rewriter import Rewriter
-from overlap_inductor.passes.ring_site import fit_budget
-from overlap_inductor.passes.site_nodes import OverlapSite
-from overlap_inductor.report import OverlapReport
-from overlap_inductor.report import SiteReport
-from overlap_inductor.schedule import Decision
-from overlap_inductor.schedule import PlanPiece
-from overlap_inductor.schedule import Reason
+from overlap_inductor.passes import plan as planner
+from overlap_inductor.passes.find import SiteFinder
+from overlap_inductor.passes.rewrite import Rewriter
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.report.report import SiteReport
+from overlap_inductor.sites.collectives import find_collectives
+from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.torch_compat import operators
+from overlap_inductor.version import __version__
 
 log = logging.getLogger("overlap_inductor")
 
@@ -186,7 +186,9 @@ def choose(sites: list[OverlapSite], config: OverlapConfig, refusal: str | None,
         if site.decision.status == "overlapped":
             context.accept(site)
     planner.fit_workspace([s for s in sites if s.decision.status == "overlapped"], config)  # type: ignore[union-attr]
-    fit_budget([s for s in sites if s.decision.status == "overlapped"], config.step_node_budget)  # type: ignore[union-attr]
+    for schedule in SCHEDULES:
+        decided = [s for s in sites if s.decision.status == "overlapped"]  # type: ignore[union-attr]
+        schedule.fit([s for s in decided if s.decision.moving.schedule == schedule.name], config)  # type: ignore[union-attr]
     chosen = [s for s in sites if s.decision.status == "overlapped"]  # type: ignore[union-attr]
     if config.mode == "report":
         for site in chosen:

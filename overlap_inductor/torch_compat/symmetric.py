@@ -31,7 +31,7 @@ class SymmetricBuffer:
 
 Together = Callable[[str, Callable[[], Any]], Any]
 """``(what, attempt)``: makes an attempt on every rank of a group, and fails on all of them where it failed on one
-(``transports.all_or_none``)."""
+(``runtime.all_or_none``)."""
 
 
 def each_alone(what: str, attempt: Callable[[], Any]) -> Any:

@@ -9,9 +9,9 @@ import torch
 from overlap_inductor.kernels.layout import WAIT_RESULT
 from overlap_inductor.kernels.partial_sums import receive_rows
 from overlap_inductor.kernels.transfer import wait_for_parts
+from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.transfer import Transfer
-from overlap_inductor.transports.workspace import Launch
 
 BLOCK, BLOCKS_AN_SM = 2048, 4
 """Elements that a block copies at once, and blocks an SM: fewer have too few loads in flight."""

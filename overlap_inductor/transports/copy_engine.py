@@ -48,14 +48,14 @@ import torch
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.transfer import announce
 from overlap_inductor.kernels.transfer import wait_for_turn
+from overlap_inductor.runtime.driver import copier
+from overlap_inductor.runtime.side_stream import waiting_stream
+from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.credits import announced
-from overlap_inductor.transports.driver import copier
-from overlap_inductor.transports.side_stream import waiting_stream
 from overlap_inductor.transports.transfer import Send
 from overlap_inductor.transports.transfer import Transfer
-from overlap_inductor.transports.workspace import Launch
 
 QUEUES_FOR_TURNS = 3
 """Of the device: for copies, for what waits for turns, and for what waits for peers. In a CUDA graph nothing but its edges orders these, and one that waits may hold up its queue."""

@@ -13,8 +13,8 @@ from overlap_inductor.kernels.signals import end_call
 from overlap_inductor.kernels.transfer import end_call_and_spoil
 from overlap_inductor.kernels.transfer import spoil
 from overlap_inductor.kernels.transfer import wait_for_credits
+from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
-from overlap_inductor.transports.workspace import Launch
 
 
 def announced(launch: Launch) -> torch.Tensor:

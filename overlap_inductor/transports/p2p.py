@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.errors import TransferError
-from overlap_inductor.transports import agreement
+from overlap_inductor.runtime import agreement
 from overlap_inductor.transports import routes
 
 # Away from the tags that users pick, so that their own send and receive on the group are never met by ours.

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from overlap_inductor.kernels.transfer import push_parts
+from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.transfer import Send
 from overlap_inductor.transports.transfer import Transfer
-from overlap_inductor.transports.workspace import Launch
 
 COPY_WORDS = 8192
 """int32 words that a block stores at once: eight 16-byte stores of each of its threads."""

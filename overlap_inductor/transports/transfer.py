@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from overlap_inductor.transports.workspace import Launch
+from overlap_inductor.runtime.workspace import Launch
 
 TRANSPORTS = ("copy_engine", "sm_push")
 

@@ -21,17 +21,17 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
 import overlap_inductor
-from overlap_inductor import reporting
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
-from overlap_inductor.report import SiteReport
-from overlap_inductor.schedule import Decision
-from overlap_inductor.schedule import PlanPiece
-from overlap_inductor.schedule import Reason
-from overlap_inductor.site import Collective
-from overlap_inductor.site import Matmul
-from overlap_inductor.site import SiteFacts
-from overlap_inductor.torch_compat import hooks
+from overlap_inductor.facts.decision import Decision
+from overlap_inductor.facts.decision import PlanPiece
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.facts.site import Collective
+from overlap_inductor.facts.site import Matmul
+from overlap_inductor.facts.site import SiteFacts
+from overlap_inductor.inductor import compile_scope
+from overlap_inductor.report import publish as reporting
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.report.report import SiteReport
 
 MODULE = "overlap_inductor.passes.overlap_pass"
 STATUS = {"status": "overlapped"}
@@ -47,7 +47,7 @@ def run_overlap_pass(
     graph_id: str = "graph",
     refusal: str | None = None,
 ) -> OverlapReport:
-    calls.append((config, is_inference, hooks.current_phase()))
+    calls.append((config, is_inference, compile_scope.current_phase()))
     refusals.append(refusal)
     text = str(graph)
     report = OverlapReport(

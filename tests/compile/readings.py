@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.fake_group import fake_group
 from tests.fake_group import report_of
 

@@ -15,10 +15,10 @@ from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass
 
 import overlap_inductor
-from overlap_inductor import reporting
-from overlap_inductor.backend import overlap_inductor as backend
 from overlap_inductor.errors import UnsupportedError
-from overlap_inductor.torch_compat import pass_slot
+from overlap_inductor.inductor import pass_slot
+from overlap_inductor.report import publish as reporting
+from overlap_inductor.switch.backend import overlap_inductor as backend
 from overlap_inductor.torch_compat import versions
 from tests.compile import fake_pass
 from tests.compile.fake_pass import calls

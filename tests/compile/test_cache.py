@@ -25,10 +25,10 @@ from torch.compiler._cache import CacheArtifactManager
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap_inductor
-from overlap_inductor import fingerprint
-from overlap_inductor import reporting
-from overlap_inductor.backend import overlap_inductor as backend
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.inductor import fingerprint
+from overlap_inductor.report import publish as reporting
+from overlap_inductor.switch.backend import overlap_inductor as backend
 from tests.compile import fake_pass
 from tests.compile.fake_pass import calls
 from tests.compile.fake_pass import chain
@@ -240,7 +240,7 @@ def test_cache_artifacts_carry_the_reports(layer: str, cache: Path, monkeypatch:
 def test_a_stored_report_that_cannot_be_read_is_no_error(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from overlap_inductor import report
+    from overlap_inductor.report import report
 
     with monkeypatch.context() as another_version:
         another_version.setattr(report, "SCHEMA_VERSION", 99)
@@ -259,7 +259,7 @@ fake_pass.put_in_place()
 fake_pass.STATUS["status"] = sys.argv[2]
 import torch
 import overlap_inductor
-from overlap_inductor import reporting
+from overlap_inductor.report import publish as reporting
 from torch._dynamo.utils import counters
 overlap_inductor.enable(dump=sys.argv[1])
 weight = torch.ones(2, 2, requires_grad=True)

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from overlap_inductor.torch_compat import hooks
+from overlap_inductor.inductor import hooks
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat import step_values
 from overlap_inductor.torch_compat.step_values import StepValues

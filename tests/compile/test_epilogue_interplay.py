@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.machine import machine_for
+from overlap_inductor.facts.decision import Decision
+from overlap_inductor.facts.machine import machine_for
 from overlap_inductor.passes import overlap_pass
-from overlap_inductor.passes import planner
-from overlap_inductor.passes import site_sizes
-from overlap_inductor.passes.site_nodes import OverlapSite
-from overlap_inductor.report import OverlapReport
-from overlap_inductor.schedule import Decision
+from overlap_inductor.passes import plan as planner
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.sites import sizes as site_sizes
+from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.torch_compat import symmetric
 from tests.fake_group import all_gather
 from tests.fake_group import all_reduce

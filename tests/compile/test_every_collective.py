@@ -15,8 +15,8 @@ import torch.distributed.tensor  # noqa: F401  (defines operators)
 from torch import fx
 
 import overlap_inductor
-from overlap_inductor import reporting
-from overlap_inductor.passes import collectives
+from overlap_inductor.report import publish as reporting
+from overlap_inductor.sites import collectives
 from tests.compile.readings import facts
 from tests.compile.readings import misses
 from tests.compile.spellings import world

@@ -9,8 +9,8 @@ import torch
 
 import overlap_inductor
 from overlap_inductor import OverlapConfig
-from overlap_inductor import reporting
-from overlap_inductor.explanation import Explanation
+from overlap_inductor.report import publish as reporting
+from overlap_inductor.switch.explain import Explanation
 from tests.compile.fake_pass import calls
 from tests.compile.fake_pass import count
 from tests.compile.fake_pass import fake as fake

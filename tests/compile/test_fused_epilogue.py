@@ -13,15 +13,15 @@ from expecttest import TestCase
 from torch import fx
 
 import overlap_inductor
-from overlap_inductor.lowerings import fused_ops
-from overlap_inductor.lowerings import ops
-from overlap_inductor.lowerings import site_ops
-from overlap_inductor.passes import fused_site
-from overlap_inductor.render_text import render_text
-from overlap_inductor.report import OverlapReport
-from overlap_inductor.torch_compat import compared_call
+from overlap_inductor.inductor import compared_call
+from overlap_inductor.lowerings.fused import ops as fused_ops
+from overlap_inductor.lowerings.fused import schedule as fused_site
+from overlap_inductor.lowerings.one_op import ops as site_ops
+from overlap_inductor.lowerings.ring import ops
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.report.text import render_text
+from overlap_inductor.runtime import agreement
 from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.transports import agreement
 from tests.fake_group import all_gather
 from tests.fake_group import all_reduce
 from tests.fake_group import fake_group

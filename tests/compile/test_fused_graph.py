@@ -12,15 +12,16 @@ import torch
 from expecttest import TestCase
 from torch import fx
 
-from overlap_inductor.machine import machine_for
-from overlap_inductor.passes import site_sizes
-from overlap_inductor.render_html import render_html
-from overlap_inductor.render_text import render_text
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.facts.machine import machine_for
+from overlap_inductor.lowerings.chunked.cost import COST
+from overlap_inductor.report.html.page import render_html
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.report.text import render_text
+from overlap_inductor.runtime.arena import SLOTS
+from overlap_inductor.runtime.arena import Request
+from overlap_inductor.runtime.arena import planned_bytes
+from overlap_inductor.sites import sizes as site_sizes
 from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.transports.arena import SLOTS
-from overlap_inductor.transports.arena import Request
-from overlap_inductor.transports.arena import planned_bytes
 from tests.fake_group import fake_group
 from tests.hand_graph import HandGraph
 from tests.hand_graph import aten
@@ -245,7 +246,7 @@ def test_auto_weighs_the_copy_of_what_is_handed_out(monkeypatch: pytest.MonkeyPa
     with fake_group(2):
         assert [more("fused", 2048), more("fused", 256)] == pytest.approx([copy, copy], abs=1)
         # (Chunks hide most of it behind a quarter of the matmul.)
-        assert [more("chunked", 2048), more("chunked", 256)] == pytest.approx([machine.chunked_copy_exposed * copy, copy - 256 * quarter], abs=1)
+        assert [more("chunked", 2048), more("chunked", 256)] == pytest.approx([COST.copy_exposed * copy, copy - 256 * quarter], abs=1)
 
 
 def test_auto_takes_the_kernel_where_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:

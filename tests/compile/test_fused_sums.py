@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from overlap_inductor import reporting
 from overlap_inductor.passes import fused_sums
 from overlap_inductor.passes import overlap_pass
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report import publish as reporting
+from overlap_inductor.report.report import OverlapReport
 from tests.compile.spellings import world
 from tests.fake_group import all_gather
 from tests.fake_group import all_reduce

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import overlap_inductor
-from overlap_inductor.transports import agreement
+from overlap_inductor.runtime import agreement
 from tests.fake_group import all_gather
 from tests.fake_group import all_reduce
 from tests.fake_group import fake_group

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from overlap_inductor.render_text import render_text
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.report.text import render_text
 from tests.compile.spellings import KEPT
 from tests.compile.spellings import SPELLINGS
 from tests.compile.spellings import STRUCTURES

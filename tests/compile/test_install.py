@@ -16,10 +16,10 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.output_code import CompiledFxGraph
 
 import overlap_inductor
-from overlap_inductor import reporting
-from overlap_inductor.backend import overlap_inductor as backend
-from overlap_inductor.torch_compat import hooks
-from overlap_inductor.torch_compat import pass_slot
+from overlap_inductor.inductor import compile_scope
+from overlap_inductor.inductor import pass_slot
+from overlap_inductor.report import publish as reporting
+from overlap_inductor.switch.backend import overlap_inductor as backend
 from tests.compile.fake_pass import calls
 from tests.compile.fake_pass import count
 from tests.compile.fake_pass import fake as fake
@@ -364,4 +364,4 @@ def test_pytorchs_own_pass_is_named_in_the_report() -> None:
 
 
 def test_hooks_say_nothing_outside_a_compile() -> None:
-    assert hooks.current_graph_name() is None and hooks.current_phase() is None and hooks.refusal_context() is None
+    assert compile_scope.current_graph_name() is None and compile_scope.current_phase() is None and compile_scope.refusal_context() is None

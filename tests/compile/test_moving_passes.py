@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import overlap_inductor
 from overlap_inductor.errors import OverlapError
-from overlap_inductor.torch_compat import lowering
+from overlap_inductor.inductor import lowerings as lowering
+from overlap_inductor.runtime import agreement
 from overlap_inductor.torch_compat import ordering
-from overlap_inductor.transports import agreement
 from tests.fake_group import all_gather
 from tests.fake_group import fake_group
 from tests.hand_graph import HandGraph

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import fx
 
-from overlap_inductor.passes.finder import SiteFinder
-from overlap_inductor.passes.norm_epilogue import NormEpilogue
-from overlap_inductor.passes.norm_epilogue import find_norm
-from overlap_inductor.passes.site_nodes import ReduceNodes
+from overlap_inductor.passes.find import SiteFinder
+from overlap_inductor.sites.nodes import ReduceNodes
+from overlap_inductor.sites.norm_epilogue import NormEpilogue
+from overlap_inductor.sites.norm_epilogue import find_norm
 from tests.fake_group import all_reduce
 from tests.fake_group import fake_group
 from tests.fake_group import report_of

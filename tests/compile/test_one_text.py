@@ -9,7 +9,7 @@ import torch
 from expecttest import TestCase
 from torch import fx
 
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.compile.spellings import second_weight
 from tests.compile.spellings import weight
 from tests.compile.spellings import world

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.fake_group import all_gather
 from tests.fake_group import all_reduce
 from tests.fake_group import fake_group

@@ -14,10 +14,10 @@ from torch._inductor import utils
 from torch._inductor.scheduler import BaseSchedulerNode
 
 import overlap_inductor
-from overlap_inductor.torch_compat import partitions
-from overlap_inductor.torch_compat import rank_symbol
-from overlap_inductor.torch_compat.rank_symbol import GroupRank
-from overlap_inductor.transports import agreement
+from overlap_inductor.inductor import partitions
+from overlap_inductor.inductor import rank_symbol
+from overlap_inductor.inductor.rank_symbol import GroupRank
+from overlap_inductor.runtime import agreement
 from tests.fake_group import all_gather
 from tests.fake_group import fake_group
 from tests.fake_group import reduce_scatter

@@ -12,11 +12,11 @@ import torch
 from torch import fx
 
 import overlap_inductor
-from overlap_inductor import reporting
-from overlap_inductor.torch_compat import compared_call
-from overlap_inductor.torch_compat import hooks
-from overlap_inductor.torch_compat import plain_program
-from overlap_inductor.transports import agreement
+from overlap_inductor.inductor import compared_call
+from overlap_inductor.inductor import hooks
+from overlap_inductor.inductor import plain_program
+from overlap_inductor.report import publish as reporting
+from overlap_inductor.runtime import agreement
 from tests.fake_group import all_gather
 from tests.fake_group import all_reduce
 from tests.fake_group import fake_group
@@ -155,8 +155,8 @@ def test_without_a_plain_program_nothing_is_overlapped(monkeypatch: pytest.Monke
 
 def test_a_call_whose_plan_is_settled_is_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs: no text is parsed, no store is read."""
-    from overlap_inductor.exchange import ExchangePlan
-    from overlap_inductor.report import OverlapReport
+    from overlap_inductor.facts.exchange import ExchangePlan
+    from overlap_inductor.report.report import OverlapReport
 
     assert hooks.ATTRIBUTE
     with fake_group(2) as group:
@@ -176,8 +176,8 @@ def test_a_call_whose_plan_is_settled_is_only_counted(monkeypatch: pytest.Monkey
 
 def test_a_dry_run_of_kernels_runs_the_plain_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """No peer exists whose memory they could reach; planned for a GPU, compiled as one rank of many."""
-    from overlap_inductor.exchange import ExchangePlan
-    from overlap_inductor.report import OverlapReport
+    from overlap_inductor.facts.exchange import ExchangePlan
+    from overlap_inductor.report.report import OverlapReport
 
     with fake_group(8) as group:
         plan = ExchangePlan("1", "strict", ("g0: all_reduce float32 [4] in matmul_all_reduce by fused/sm_push",), True)

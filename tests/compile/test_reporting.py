@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import overlap_inductor
-from overlap_inductor import reporting
+from overlap_inductor.report import publish as reporting
 from tests.compile import fake_pass
 from tests.compile.fake_pass import calls
 from tests.compile.fake_pass import chain

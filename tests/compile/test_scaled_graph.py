@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import fx
 
-from overlap_inductor.lowerings import chunked_plan
-from overlap_inductor.machine import machine_for
-from overlap_inductor.passes import site_sizes
+from overlap_inductor.facts.machine import machine_for
+from overlap_inductor.lowerings.chunked import parameters as chunked_plan
+from overlap_inductor.sites import sizes as site_sizes
 from overlap_inductor.torch_compat import symmetric
 from tests.compile.scaled_graphs import BF16
 from tests.compile.scaled_graphs import FP8

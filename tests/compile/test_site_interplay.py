@@ -162,7 +162,7 @@ def test_broadcast_that_changes_the_rank() -> None:
 def test_a_failing_pass_is_no_failing_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever goes wrong while looking: the graph stays, the report says so, and only strict mode raises."""
     from overlap_inductor.errors import StrictError
-    from overlap_inductor.passes.finder import SiteFinder
+    from overlap_inductor.passes.find import SiteFinder
 
     monkeypatch.setattr(SiteFinder, "run", lambda self: 1 / 0)
     with fake_group(2):

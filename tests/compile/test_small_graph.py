@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from overlap_inductor.machine import machine_for
-from overlap_inductor.passes import site_sizes
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.facts.machine import machine_for
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.sites import sizes as site_sizes
 from overlap_inductor.torch_compat import symmetric
 from tests.fake_group import fake_group
 from tests.hand_graph import HandGraph

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import fx
 
-from overlap_inductor.passes import collectives
-from overlap_inductor.passes import graph_tools as tools
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.sites import collectives
+from overlap_inductor.sites import graph_tools as tools
 from tests.compile.readings import facts
 from tests.fake_group import fake_group
 from tests.hand_graph import HandGraph

@@ -10,8 +10,8 @@ import torch
 
 from overlap_inductor import OverlapConfig
 from overlap_inductor.passes.overlap_pass import run_overlap_pass
-from overlap_inductor.passes.steps import StepEmitter
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.sites.step_emitter import StepEmitter
 from tests.compile.readings import facts
 from tests.compile.spellings import world
 from tests.fake_group import all_gather

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_inductor.lowerings import fused_plan
-from overlap_inductor.passes.site_sizes import rounded
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.lowerings.fused import parameters as fused_plan
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.sites.sizes import rounded
 from overlap_inductor.torch_compat import symmetric
 from tests.fake_group import fake_group
 from tests.fake_group import report_of

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import overlap_inductor.lowerings.chunked_ops  # noqa: F401  (defines the ops)
-from overlap_inductor.lowerings import chunked_plan
+import overlap_inductor.lowerings.chunked.ops  # noqa: F401  (defines the ops)
+from overlap_inductor.lowerings.chunked import parameters as chunked_plan
+from overlap_inductor.runtime import workspace
 from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.transports import workspace
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
 from tests.gpu.repeated import host_us

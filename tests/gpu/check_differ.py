@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_inductor
-from overlap_inductor import reporting
+from overlap_inductor.report import publish as reporting
 from overlap_inductor.torch_compat import symmetric
 from tests.fake_group import all_gather
 from tests.fake_group import all_reduce

@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from overlap_inductor.local_ranks import rank_environment
+from overlap_inductor.cli.local_ranks import rank_environment
 from tests.gpu import fault_scenarios
 from tests.gpu.fault_scenarios import GRACE_SECONDS
 from tests.gpu.fault_scenarios import TIMEOUT_SECONDS

@@ -34,7 +34,7 @@ from overlap_inductor.kernels.signals import load_fence
 from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import store_fence
 from overlap_inductor.kernels.signals import wait_at_least
-from overlap_inductor.transports.faults import FaultRecord
+from overlap_inductor.runtime.faults import FaultRecord
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
 from tests.gpu.signal_kernels import give

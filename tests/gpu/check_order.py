@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.runtime.driver import Graph
+from overlap_inductor.runtime.driver import own_stream
+from overlap_inductor.runtime.faults import FaultRecord
+from overlap_inductor.runtime.workspace import prepare
+from overlap_inductor.runtime.workspace import workspace_of
 from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.transports.driver import Graph
-from overlap_inductor.transports.driver import own_stream
-from overlap_inductor.transports.faults import FaultRecord
-from overlap_inductor.transports.workspace import prepare
-from overlap_inductor.transports.workspace import workspace_of
 from tests.gpu import stress_sites
 from tests.gpu.ranks import device
 from tests.gpu.ranks import finish_rank

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_inductor
-from overlap_inductor import reporting
+from overlap_inductor.report import publish as reporting
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
 from tests.numerics.random_programs import Program

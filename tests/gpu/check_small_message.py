@@ -17,13 +17,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from overlap_inductor.lowerings import small_message
-from overlap_inductor.lowerings import small_plan
-from overlap_inductor.lowerings.small_plan import SmallParameters
-from overlap_inductor.transports.arena import HALVES
-from overlap_inductor.transports.arena import Request
-from overlap_inductor.transports.workspace import Launch
-from overlap_inductor.transports.workspace import workspace_of
+from overlap_inductor.lowerings.small_message import launch as small_message
+from overlap_inductor.lowerings.small_message import parameters as small_plan
+from overlap_inductor.lowerings.small_message.parameters import SmallParameters
+from overlap_inductor.runtime.arena import HALVES
+from overlap_inductor.runtime.arena import Request
+from overlap_inductor.runtime.workspace import Launch
+from overlap_inductor.runtime.workspace import workspace_of
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
 

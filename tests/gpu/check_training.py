@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.distributed.tensor.parallel import parallelize_module
 
 import overlap_inductor
-from overlap_inductor import reporting
+from overlap_inductor.report import publish as reporting
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
 from tests.models import dtensor_block

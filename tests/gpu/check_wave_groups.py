@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import overlap_inductor.lowerings.wave_ops  # noqa: F401
+import overlap_inductor.lowerings.wave_groups.ops  # noqa: F401
 from tests.gpu.ranks import finish_rank
 from tests.gpu.ranks import start_rank
 from tests.gpu.repeated import Repeated

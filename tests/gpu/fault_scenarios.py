@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.errors import TransferError
-from overlap_inductor.transports import watchdog
-from overlap_inductor.transports.workspace import workspace_of
+from overlap_inductor.runtime import watchdog
+from overlap_inductor.runtime.workspace import workspace_of
 from tests.gpu.ranks import allow_sharing
 from tests.gpu.ranks import device
 from tests.gpu.stress_sites import Shape

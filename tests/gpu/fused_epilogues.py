@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 import overlap_inductor
 from bench.timing import timed
-from overlap_inductor.lowerings import fused_plan
-from overlap_inductor.passes import fused_site
+from overlap_inductor.lowerings.fused import parameters as fused_plan
+from overlap_inductor.lowerings.fused import schedule as fused_site
 from tests.fake_group import all_gather
 from tests.fake_group import reduce_scatter
 

@@ -16,7 +16,7 @@ from dataclasses import field
 import torch
 import torch.distributed as dist
 
-from overlap_inductor.transports.workspace import workspace_of
+from overlap_inductor.runtime.workspace import workspace_of
 from tests.gpu import ranks
 from tests.gpu import stress_sites
 from tests.gpu.repeated import Repeated

@@ -18,14 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import overlap_inductor.lowerings.all_ops  # noqa: F401  (defines the ops)
-from overlap_inductor.lowerings import chunked_plan
-from overlap_inductor.lowerings import fused_plan
-from overlap_inductor.lowerings import small_plan
+from overlap_inductor.lowerings.chunked import parameters as chunked_plan
+from overlap_inductor.lowerings.fused import parameters as fused_plan
+from overlap_inductor.lowerings.registry import define_ops
+from overlap_inductor.lowerings.small_message import parameters as small_plan
+from overlap_inductor.runtime import workspace
 from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.transports import workspace
 from tests.gpu import ranks
 from tests.gpu.repeated import Repeated
+
+define_ops()
 
 INPUTS = 3
 """Left operands of each shape. Two would be the same again in every other call of a slot, and so in each of its halves."""
@@ -58,7 +60,7 @@ class Variant:
 
 def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
     """Every way of every pattern of these schedules, each with more than one band, chunk or group where there are rows enough. ``replays``: of calls that come again
-    (``transports.replay``)."""
+    (``runtime.replay``)."""
     banded = {"parts": 2, "parts_from": 0}
     found = [Variant("fused", GATHER, "sm_push", {**fused_plan.TUNED[GATHER], **banded, "slices": 1})]
     found += [Variant("fused", p, "", {**fused_plan.TUNED[p], **banded}) for p in (SCATTER, REDUCE)]

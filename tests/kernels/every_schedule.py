@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import torch
 
-from overlap_inductor.lowerings import chunked
-from overlap_inductor.lowerings import fused
-from overlap_inductor.lowerings import fused_ops
-from overlap_inductor.lowerings import small_message
-from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
-from overlap_inductor.lowerings.fused_plan import FusedParameters
-from overlap_inductor.lowerings.small_plan import SmallParameters
-from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
-from overlap_inductor.transports.arena import HALVES
-from overlap_inductor.transports.workspace import Launch
+from overlap_inductor.lowerings.chunked import launch as chunked
+from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
+from overlap_inductor.lowerings.fused import calls as fused
+from overlap_inductor.lowerings.fused import ops as fused_ops
+from overlap_inductor.lowerings.fused.parameters import FusedParameters
+from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
+from overlap_inductor.lowerings.small_message import launch as small_message
+from overlap_inductor.lowerings.small_message.parameters import SmallParameters
+from overlap_inductor.runtime.arena import HALVES
+from overlap_inductor.runtime.workspace import Launch
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.shared_memory import SMALL_TILES
 

@@ -14,12 +14,12 @@ from overlap_inductor.kernels.layout import ANNOUNCED
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.layout import QUEUE_WORDS
 from overlap_inductor.kernels.layout import STOP_WORDS
-from overlap_inductor.transports.arena import Slot
-from overlap_inductor.transports.board import Board
-from overlap_inductor.transports.board import board_words
-from overlap_inductor.transports.faults import FaultRecord
-from overlap_inductor.transports.faults import stop_words
-from overlap_inductor.transports.workspace import Launch
+from overlap_inductor.runtime.arena import Slot
+from overlap_inductor.runtime.board import Board
+from overlap_inductor.runtime.board import board_words
+from overlap_inductor.runtime.faults import FaultRecord
+from overlap_inductor.runtime.faults import stop_words
+from overlap_inductor.runtime.workspace import Launch
 
 
 def run_ranks(world_size: int, function: Callable[..., None], *args: Any, seconds: float = 200, ends: Sequence[int] = ()) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlap_inductor.lowerings import fused_plan
+from overlap_inductor.lowerings.fused import parameters as fused_plan
+from overlap_inductor.runtime import arena
 from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.transports import arena
 
 SMALL_TILES = {"block_m": 16, "block_n": 16, "block_k": 16, "group_m": 2, "warps": 4, "stages": 1}
 SMALL = {**SMALL_TILES, "pieces": 2, "pushers": 1, "parts": 2}

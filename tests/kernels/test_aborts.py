@@ -12,7 +12,7 @@ import torch
 
 from overlap_inductor.errors import TransferError
 from overlap_inductor.kernels.layout import FLAG_WORDS
-from overlap_inductor.transports.workspace import Launch
+from overlap_inductor.runtime.workspace import Launch
 from tests.kernels.every_schedule import EVERY
 from tests.kernels.every_schedule import SIGNALS
 from tests.kernels.every_schedule import workspace

@@ -67,7 +67,7 @@ def test_fp8(tmp_path: Path) -> None:
 
 def _wrong(rank: int, world_size: int, folder: str) -> str:
     from bench.measure import WrongResult
-    from overlap_inductor.lowerings import fused
+    from overlap_inductor.lowerings.fused import calls as fused
 
     right = fused.all_gather_matmuls
     fused.all_gather_matmuls = lambda *arguments: [result + rank for result in right(*arguments)]  # type: ignore[assignment]

@@ -12,11 +12,11 @@ import torch
 from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.layout import FLAG_WORDS
-from overlap_inductor.lowerings import chunked
-from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
-from overlap_inductor.lowerings.chunked_plan import needed
-from overlap_inductor.lowerings.chunked_plan import result_signals
-from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
+from overlap_inductor.lowerings.chunked import launch as chunked
+from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
+from overlap_inductor.lowerings.chunked.parameters import needed
+from overlap_inductor.lowerings.chunked.parameters import result_signals
+from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
 from overlap_inductor.torch_compat import symmetric
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import at_rest

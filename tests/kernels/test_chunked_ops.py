@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import overlap_inductor.lowerings.chunked_ops
-import overlap_inductor.lowerings.chunked_scaled_ops
-import overlap_inductor.lowerings.chunked_sum_ops  # noqa: F401  (these define the ops)
-from overlap_inductor.lowerings import chunked_plan
-from overlap_inductor.transports import workspace
+import overlap_inductor.lowerings.chunked.ops
+import overlap_inductor.lowerings.chunked.scaled_ops
+import overlap_inductor.lowerings.chunked.sum_ops  # noqa: F401  (these define the ops)
+from overlap_inductor.lowerings.chunked import parameters as chunked_plan
+from overlap_inductor.runtime import workspace
 from tests.kernels.shared_memory import use_shared_memory
 from tests.numerics.ranks import run_ranks
 

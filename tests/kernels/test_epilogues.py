@@ -12,14 +12,14 @@ import triton.language as tl
 
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels import epilogue as kernels
-from overlap_inductor.lowerings import fused
-from overlap_inductor.lowerings.epilogue_text import TORCH_OPS
-from overlap_inductor.lowerings.epilogue_text import Epilogue
-from overlap_inductor.lowerings.epilogue_text import applied
-from overlap_inductor.lowerings.epilogue_text import from_text
-from overlap_inductor.lowerings.epilogue_text import to_text
-from overlap_inductor.lowerings.fused_plan import FusedParameters
-from overlap_inductor.passes import tail
+from overlap_inductor.lowerings.fused import calls as fused
+from overlap_inductor.lowerings.fused.parameters import FusedParameters
+from overlap_inductor.sites import tile_epilogue as tail
+from overlap_inductor.sites.epilogue_program import TORCH_OPS
+from overlap_inductor.sites.epilogue_program import Epilogue
+from overlap_inductor.sites.epilogue_program import applied
+from overlap_inductor.sites.epilogue_program import from_text
+from overlap_inductor.sites.epilogue_program import to_text
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared

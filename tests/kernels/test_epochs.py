@@ -8,7 +8,7 @@ import time
 import pytest
 
 from overlap_inductor.kernels.layout import FLAG_WORDS
-from overlap_inductor.transports.workspace import Launch
+from overlap_inductor.runtime.workspace import Launch
 from tests.kernels.every_schedule import EVERY
 from tests.kernels.every_schedule import workspace
 from tests.kernels.ranks import SharedWorkspace

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from overlap_inductor.errors import TransferError
-from overlap_inductor.lowerings import fused
-from overlap_inductor.lowerings.fused_plan import FusedParameters
-from overlap_inductor.transports import watchdog
-from overlap_inductor.transports.workspace import Launch
+from overlap_inductor.lowerings.fused import calls as fused
+from overlap_inductor.lowerings.fused.parameters import FusedParameters
+from overlap_inductor.runtime import watchdog
+from overlap_inductor.runtime.workspace import Launch
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared

@@ -12,9 +12,9 @@ import torch
 from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.layout import FLAG_WORDS
-from overlap_inductor.lowerings import fused
-from overlap_inductor.lowerings.fused_plan import NEVER
-from overlap_inductor.lowerings.fused_plan import FusedParameters
+from overlap_inductor.lowerings.fused import calls as fused
+from overlap_inductor.lowerings.fused.parameters import NEVER
+from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import at_rest
 from tests.kernels.ranks import exact

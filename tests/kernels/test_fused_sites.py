@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.fake_group import all_gather
 from tests.fake_group import reduce_scatter
 from tests.kernels.shared_memory import use_shared_memory

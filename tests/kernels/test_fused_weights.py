@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from overlap_inductor.errors import UnsupportedError
-from overlap_inductor.lowerings import fused
-from overlap_inductor.lowerings.fused_plan import FusedParameters
-from overlap_inductor.lowerings.fused_plan import in_one_launch
+from overlap_inductor.lowerings.fused import calls as fused
+from overlap_inductor.lowerings.fused.parameters import FusedParameters
+from overlap_inductor.lowerings.fused.parameters import in_one_launch
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared

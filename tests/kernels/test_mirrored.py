@@ -13,13 +13,13 @@ import torch.distributed as dist
 from bench import mirrored
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.layout import QUEUE_WORDS
-from overlap_inductor.transports.arena import Slot
+from overlap_inductor.runtime.arena import Slot
+from overlap_inductor.runtime.faults import FaultRecord
+from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.transports.copy_engine import CopyEngine
 from overlap_inductor.transports.credits import announced
 from overlap_inductor.transports.credits import end_kernel
-from overlap_inductor.transports.faults import FaultRecord
 from overlap_inductor.transports.transfer import Transfer
-from overlap_inductor.transports.workspace import Launch
 
 ROWS, WIDTH, PARTS = 4, 8, 2
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.kernels.scaled_sites import cases
 from tests.kernels.scaled_sites import made
 from tests.kernels.shared_memory import use_shared_memory

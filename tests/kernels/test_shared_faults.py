@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.errors import TransferError
-from overlap_inductor.lowerings import wave_groups
-from overlap_inductor.lowerings.wave_plan import WaveParameters
-from overlap_inductor.transports import board
-from overlap_inductor.transports import faults
-from overlap_inductor.transports.all_or_none import NotOnAllRanks
-from overlap_inductor.transports.workspace import workspace_of
+from overlap_inductor.lowerings.wave_groups import launch as wave_groups
+from overlap_inductor.lowerings.wave_groups.parameters import WaveParameters
+from overlap_inductor.runtime import board
+from overlap_inductor.runtime import faults
+from overlap_inductor.runtime.all_or_none import NotOnAllRanks
+from overlap_inductor.runtime.workspace import workspace_of
 from tests.kernels.shared_memory import use_shared_memory
 from tests.numerics.ranks import run_ranks
 

@@ -14,11 +14,11 @@ import torch
 from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels import small_message as kernels
-from overlap_inductor.lowerings import small_message
-from overlap_inductor.lowerings.small_plan import SmallParameters
-from overlap_inductor.lowerings.small_plan import needed
-from overlap_inductor.transports.arena import HALVES
-from overlap_inductor.transports.workspace import Launch
+from overlap_inductor.lowerings.small_message import launch as small_message
+from overlap_inductor.lowerings.small_message.parameters import SmallParameters
+from overlap_inductor.lowerings.small_message.parameters import needed
+from overlap_inductor.runtime.arena import HALVES
+from overlap_inductor.runtime.workspace import Launch
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlap_inductor.lowerings import small_ops  # noqa: F401  (defines the ops)
-from overlap_inductor.lowerings import small_plan
-from overlap_inductor.transports.workspace import prepare
-from overlap_inductor.transports.workspace import workspace_of
+from overlap_inductor.lowerings.small_message import ops as small_ops  # noqa: F401  (defines the ops)
+from overlap_inductor.lowerings.small_message import parameters as small_plan
+from overlap_inductor.runtime.workspace import prepare
+from overlap_inductor.runtime.workspace import workspace_of
 from tests.kernels.shared_memory import use_shared_memory
 from tests.numerics.ranks import run_ranks
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.kernels.shared_memory import use_shared_memory
 from tests.numerics.interpreted import interpreted
 from tests.numerics.ranks import run_ranks

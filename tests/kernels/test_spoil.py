@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_inductor.lowerings import chunked
-from overlap_inductor.lowerings import chunked_plan
-from overlap_inductor.lowerings import fused
-from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
-from overlap_inductor.lowerings.fused_plan import FusedParameters
-from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
+from overlap_inductor.lowerings.chunked import launch as chunked
+from overlap_inductor.lowerings.chunked import parameters as chunked_plan
+from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
+from overlap_inductor.lowerings.fused import calls as fused
+from overlap_inductor.lowerings.fused.parameters import FusedParameters
+from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
+from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.transports import credits
 from overlap_inductor.transports.copy_engine import CopyEngine
 from overlap_inductor.transports.transfer import Transfer
-from overlap_inductor.transports.workspace import Launch
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.shared_memory import SMALL_TILES
 

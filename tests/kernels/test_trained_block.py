@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.kernels.shared_memory import use_shared_memory
 from tests.models import dtensor_block
 from tests.models.dtensor_block import Variant

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import overlap_inductor.lowerings.wave_ops  # noqa: F401
+import overlap_inductor.lowerings.wave_groups.ops  # noqa: F401
 from overlap_inductor.errors import OverlapError
 from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.wave_groups import wait_for_group
-from overlap_inductor.lowerings import wave_groups
-from overlap_inductor.lowerings.wave_plan import WaveParameters
+from overlap_inductor.lowerings.wave_groups import launch as wave_groups
+from overlap_inductor.lowerings.wave_groups.parameters import WaveParameters
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports import nccl
 from tests.fake_group import fake_group

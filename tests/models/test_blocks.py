@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.graph_text import waste
 from tests.models import dtensor_block
 from tests.models.dtensor_block import Variant
@@ -52,7 +52,7 @@ GENERATED = {
 def problems(rank: int, world_size: int, by_hand: bool, checkpointing: str, device: str = "cpu", generated: bool = False) -> list[str]:
     """What is wrong on this rank, over all layouts; ``generated`` runs Inductor's code (of two layouts), else the rewritten graphs are interpreted."""
     import overlap_inductor
-    from overlap_inductor import reporting
+    from overlap_inductor.report import publish as reporting
 
     compile_anew()
     mesh = dist.init_device_mesh(device, (world_size,), mesh_dim_names=("tp",))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.graph_text import waste
 from tests.models import hugging_face
 from tests.models.hugging_face import LAYERS
@@ -46,7 +46,7 @@ def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
 def problems(rank: int, world_size: int, family: str, folder: str, trains: bool, generated: bool, device: str = "cpu") -> list[str]:
     """What is wrong on this rank; ``generated`` runs Inductor's code, else the rewritten graphs are interpreted."""
     import overlap_inductor
-    from overlap_inductor import reporting
+    from overlap_inductor.report import publish as reporting
 
     model = hugging_face.load(family, folder, device)
     reference = hugging_face.whole(family, folder, device)

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel import parallelize_module
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.graph_text import waste
 from tests.numerics.interpreted import interpreted
 from tests.numerics.ranks import compile_anew
@@ -155,7 +155,7 @@ def problems(
     """What is wrong on this rank, and what every rank must have alike; ``generated`` runs Inductor's code, else the
     rewritten graphs are interpreted."""
     import overlap_inductor
-    from overlap_inductor import reporting
+    from overlap_inductor.report import publish as reporting
 
     compile_anew()
     mesh = dist.init_device_mesh(device, (world_size,), mesh_dim_names=("tp",))

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from overlap_inductor.backend import compile_with
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
-from overlap_inductor.torch_compat import post_grad
-from overlap_inductor.torch_compat.compared_call import ComparedCall
-from overlap_inductor.torch_compat.compile_scope import CompileScope
+from overlap_inductor.inductor import post_grad
+from overlap_inductor.inductor.compared_call import ComparedCall
+from overlap_inductor.inductor.compile_scope import CompileScope
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.switch.backend import compile_with
 
 
 def interpreted(config: OverlapConfig, reports: list[OverlapReport], compared: bool = False) -> Callable[..., Any]:

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.errors import OverlapError
-from overlap_inductor.lowerings import ops  # noqa: F401  (defines agree)
+from overlap_inductor.lowerings import group_ops  # noqa: F401  (defines agree)
+from overlap_inductor.runtime import workspace
+from overlap_inductor.runtime.all_or_none import NotOnAllRanks
+from overlap_inductor.runtime.all_or_none import all_or_none
 from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.transports import workspace
-from overlap_inductor.transports.all_or_none import NotOnAllRanks
-from overlap_inductor.transports.all_or_none import all_or_none
 from tests.fake_group import fake_group
 from tests.kernels.shared_memory import use_shared_memory
 from tests.numerics.ranks import run_ranks

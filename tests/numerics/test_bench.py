@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from overlap_inductor.local_ranks import rank_environment
-from overlap_inductor.local_ranks import run_ranks
+from overlap_inductor.cli.local_ranks import rank_environment
+from overlap_inductor.cli.local_ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {

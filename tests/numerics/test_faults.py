@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.fake_group import all_gather
 from tests.fake_group import all_reduce
 from tests.fake_group import reduce_scatter
@@ -102,7 +102,7 @@ def test_what_differs_between_two_models_is_named_and_no_data_moves(other: str, 
 
 
 def _other_version(rank: int, world_size: int) -> tuple[str, str, float]:
-    from overlap_inductor.passes import exchange_steps
+    from overlap_inductor.passes import agreed_plan as exchange_steps
 
     if rank:
         exchange_steps.__version__ = "9.9"
@@ -287,8 +287,8 @@ def test_uninitialised_process_group() -> None:
 
 def test_a_plan_of_another_form_is_named_by_its_version() -> None:
     """Another version of the package may write its plan otherwise: the error must say which, and not fail over it."""
-    from overlap_inductor.exchange import ExchangePlan
-    from overlap_inductor.exchange import difference
+    from overlap_inductor.facts.exchange import ExchangePlan
+    from overlap_inductor.facts.exchange import difference
 
     mine = ExchangePlan("0.2", "on", ("g0: all_reduce float32 kept",))
     for other in ('{"overlap_inductor": "0.1", "steps": 1, "config": []}', '{"overlap_inductor": "0.1", "sites": {}}'):

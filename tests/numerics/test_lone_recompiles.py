@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 import overlap_inductor
-from overlap_inductor.exchange import ExchangePlan
+from overlap_inductor.facts.exchange import ExchangePlan
+from overlap_inductor.runtime import agreement
+from overlap_inductor.runtime import call_board
+from overlap_inductor.runtime import call_page
+from overlap_inductor.runtime.call_board import state_of
 from overlap_inductor.torch_compat.distributed import group_store
-from overlap_inductor.transports import agreement
-from overlap_inductor.transports import call_board
-from overlap_inductor.transports import call_page
-from overlap_inductor.transports.call_board import state_of
 from tests.fake_group import all_gather
 from tests.fake_group import all_reduce
 from tests.numerics.heard import Heard

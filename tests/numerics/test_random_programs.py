@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.numerics.interpreted import interpreted
 from tests.numerics.random_programs import Program
 from tests.numerics.random_programs import outcome

@@ -58,7 +58,7 @@ def _counts() -> dict[str, int]:
 
 
 def _compare_as_on_gpus() -> None:
-    from overlap_inductor.transports import agreement
+    from overlap_inductor.runtime import agreement
 
     made = agreement.Comparison.__init__
 
@@ -177,7 +177,7 @@ def test_warm_cache_on_one_rank(tmp_path: Path) -> None:
 
 def _one_is_off(rank: int, world_size: int, how: str) -> dict[str, Any]:
     """Rank 1 has overlap switched off, and knows of the package or does not."""
-    from overlap_inductor.transports import call_board
+    from overlap_inductor.runtime import call_board
 
     call_board.ABSENT = 3.0
     fields = {"schedule": "ring", "agreement_timeout": TIMEOUT}
@@ -199,7 +199,7 @@ def test_switched_off_on_one_rank(how: str, words: str) -> None:
 
 
 def _other_version(rank: int, world_size: int) -> dict[str, Any]:
-    from overlap_inductor.passes import exchange_steps
+    from overlap_inductor.passes import agreed_plan as exchange_steps
 
     if rank:
         exchange_steps.__version__ = "9.9"
@@ -406,7 +406,7 @@ def test_a_dry_run_on_the_fake_backend_runs() -> None:
 
 def _without_memory(rank: int, world_size: int) -> dict[str, Any]:
     """A mesh of two rows of which one has no memory for its workspace: the workspace itself is made up, since rings need none."""
-    from overlap_inductor.torch_compat import compared_call
+    from overlap_inductor.inductor import compared_call
 
     compile_anew()
     function = _on_a_mesh()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.compile.row_wise_programs import LOOPING
 from tests.compile.row_wise_programs import OWN
 from tests.compile.row_wise_programs import PROGRAMS

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import overlap_inductor
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.fake_group import reduce_scatter
 from tests.kernels import scaled_sites
 from tests.kernels.scaled_sites import Input

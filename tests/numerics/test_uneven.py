@@ -12,7 +12,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.fake_group import all_gather
 from tests.fake_group import reduce_scatter
 from tests.graph_text import waste

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.numerics.interpreted import interpreted
 from tests.numerics.ranks import compile_anew
 from tests.numerics.ranks import run_ranks

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import overlap_inductor
-from overlap_inductor import reporting
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report import publish as reporting
+from overlap_inductor.report.report import OverlapReport
 from tests.numerics.heard import Heard
 from tests.numerics.interpreted import interpreted
 from tests.numerics.ranks import compile_anew
@@ -81,7 +81,7 @@ def _backend(stage: str, config: dict[str, Any], reports: list[OverlapReport], g
     if stage == "compiled without overlap":
         return "inductor" if generated else interpreted(OverlapConfig(mode="off"), [])
     if generated:
-        return lambda gm, inputs: overlap_inductor.backend.overlap_inductor(gm, inputs, options=config)
+        return lambda gm, inputs: overlap_inductor.switch.backend.overlap_inductor(gm, inputs, options=config)
     return interpreted(OverlapConfig(**config), reports, compared=True)
 
 

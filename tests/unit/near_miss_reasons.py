@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.hand_graph import HandGraph
 from tests.hand_graph import aten
 from tests.hand_graph import c10d

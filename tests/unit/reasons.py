@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.report.report import OverlapReport
 from tests.hand_graph import HandGraph
 
 Case = Callable[[], OverlapReport]

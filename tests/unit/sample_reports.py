@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.report import NearMiss
-from overlap_inductor.report import OverlapReport
-from overlap_inductor.report import SiteReport
-from overlap_inductor.schedule import Decision
-from overlap_inductor.schedule import PlanPiece
-from overlap_inductor.schedule import Reason
-from overlap_inductor.site import Collective
-from overlap_inductor.site import Matmul
-from overlap_inductor.site import SiteFacts
+from overlap_inductor.facts.decision import Decision
+from overlap_inductor.facts.decision import PlanPiece
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.facts.site import Collective
+from overlap_inductor.facts.site import Matmul
+from overlap_inductor.facts.site import SiteFacts
+from overlap_inductor.report.report import NearMiss
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.report.report import SiteReport
 
 BEFORE = """\
 arg0_1: bfloat16[s0, 3584] = input

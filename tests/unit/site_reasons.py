@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overlap_inductor.passes.rewriter import Rewriter
-from overlap_inductor.report import OverlapReport
+from overlap_inductor.passes.rewrite import Rewriter
+from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.torch_compat import symmetric
 from tests.hand_graph import HandGraph
 from tests.hand_graph import aten

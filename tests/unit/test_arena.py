@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlap_inductor.errors import OverlapError
-from overlap_inductor.lowerings import fused_plan
-from overlap_inductor.transports.arena import ALIGNMENT
-from overlap_inductor.transports.arena import HALVES
-from overlap_inductor.transports.arena import Request
-from overlap_inductor.transports.arena import WorkspaceArena
-from overlap_inductor.transports.arena import planned_bytes
-from overlap_inductor.transports.arena import slots_for
+from overlap_inductor.lowerings.fused import parameters as fused_plan
+from overlap_inductor.runtime.arena import ALIGNMENT
+from overlap_inductor.runtime.arena import HALVES
+from overlap_inductor.runtime.arena import Request
+from overlap_inductor.runtime.arena import WorkspaceArena
+from overlap_inductor.runtime.arena import planned_bytes
+from overlap_inductor.runtime.arena import slots_for
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ENTRY_POINTS = """\
 [torch.backends]
-overlap_inductor = overlap_inductor.autoload:autoload
+overlap_inductor = overlap_inductor.switch.autoload:autoload
 [torch_dynamo_backends]
-overlap_inductor = overlap_inductor.backend:overlap_inductor
+overlap_inductor = overlap_inductor.switch.backend:overlap_inductor
 """
 HEAVY = ("torch._inductor", "torch._dynamo", "triton")
 
@@ -52,7 +52,7 @@ def value(code: str, *path: Path, **variables: str) -> dict[str, Any]:
 COST = """
 import torch, time, json
 start = time.process_time()
-from overlap_inductor.autoload import autoload
+from overlap_inductor.switch.autoload import autoload
 autoload()
 print(json.dumps(dict(seconds=time.process_time() - start)))
 """
@@ -88,7 +88,7 @@ def test_switched_on_it_waits_for_the_config_module(installed: Path) -> None:
 @pytest.mark.parametrize(("switch", "bound"), [("0", 0.005), ("1", 0.05)])
 def test_its_cost(switch: str, bound: float) -> None:
     """Some 2 ms where it is switched on, on a quiet machine; importing Inductor would be two seconds."""
-    run("import overlap_inductor.autoload as a; a.autoload()", OVERLAP_INDUCTOR=switch)  # byte code, if there is none
+    run("import overlap_inductor.switch.autoload as a; a.autoload()", OVERLAP_INDUCTOR=switch)  # byte code, if there is none
     assert value(COST, OVERLAP_INDUCTOR=switch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")["seconds"] < bound
 
 
@@ -137,7 +137,7 @@ def test_an_unknown_torch_is_said_and_left_alone(installed: Path) -> None:
 
 def test_autoload_never_raises(installed: Path) -> None:
     code = (
-        "import overlap_inductor.import_hook as i\n"
+        "import overlap_inductor.inductor.import_hook as i\n"
         "def broken(*args): raise RuntimeError('made up')\n"
         "i.when_imported = broken\n"
         "import torch; print('fine')\n"
@@ -152,7 +152,7 @@ def test_importing_the_package_is_light() -> None:
     code = f"""
 import sys, json, torch
 before = set(sys.modules)
-import overlap_inductor, overlap_inductor.autoload
+import overlap_inductor, overlap_inductor.switch.autoload
 import overlap_inductor.passes, overlap_inductor.lowerings, overlap_inductor.transports, overlap_inductor.torch_compat
 overlap_inductor.OverlapConfig, overlap_inductor.enable, overlap_inductor.last_report, overlap_inductor.explain
 overlap_inductor.enable(); overlap_inductor.disable()
@@ -172,21 +172,21 @@ def test_the_log_name_is_known(installed: Path) -> None:
     assert got == {"known": True, "level": 10}
 
 
-@pytest.mark.parametrize("first", ["overlap_inductor.torch_compat.pass_slot", "overlap_inductor.torch_compat.probe", "overlap_inductor.install", "torch._inductor.config"])
+@pytest.mark.parametrize("first", ["overlap_inductor.inductor.pass_slot", "overlap_inductor.inductor.probe", "overlap_inductor.switch.install", "torch._inductor.config"])
 def test_whatever_module_is_imported_first_the_pass_is_in_the_slot(installed: Path, first: str) -> None:
     """Also where one of our own is what imports Inductor's configuration, in the middle of its body."""
-    code = f"import torch, importlib; importlib.import_module({first!r})\nfrom overlap_inductor.torch_compat import probe\nprint(int(probe.config_in_slot() is not None))"
+    code = f"import torch, importlib; importlib.import_module({first!r})\nfrom overlap_inductor.inductor import probe\nprint(int(probe.config_in_slot() is not None))"
     done = run(code, installed, OVERLAP_INDUCTOR="1")
     assert done.returncode == 0 and done.stdout.split() == ["1"] and "could not be switched on" not in done.stderr, done.stderr
 
 
 def test_the_doctor_finds_the_pass_where_the_environment_asks_for_it(installed: Path) -> None:
-    done = run("import sys, torch; from overlap_inductor.cli import main; main(['doctor', '--json'])", installed, OVERLAP_INDUCTOR="1")
+    done = run("import sys, torch; from overlap_inductor.cli.main import main; main(['doctor', '--json'])", installed, OVERLAP_INDUCTOR="1")
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert checks["by environment"]["value"] == "requested on, effective on: the pass is in Inductor's slot", checks["by environment"]
 
 
 def test_enable_before_inductor_is_imported_waits_for_the_end_of_our_own_module() -> None:
-    code = "import torch, overlap_inductor; overlap_inductor.enable(); import overlap_inductor.torch_compat.pass_slot\nfrom overlap_inductor.torch_compat import probe\nprint(int(probe.config_in_slot() is not None))"
+    code = "import torch, overlap_inductor; overlap_inductor.enable(); import overlap_inductor.inductor.pass_slot\nfrom overlap_inductor.inductor import probe\nprint(int(probe.config_in_slot() is not None))"
     done = run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.returncode == 0 and done.stdout.split() == ["1"], done.stderr

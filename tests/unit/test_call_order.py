@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.runtime import call_order
+from overlap_inductor.runtime.call_order import CallOrder
+from overlap_inductor.runtime.call_order import CapturedGraphs
 from overlap_inductor.torch_compat import cuda_graphs
-from overlap_inductor.transports import call_order
-from overlap_inductor.transports.call_order import CallOrder
-from overlap_inductor.transports.call_order import CapturedGraphs
 from tests.fake_streams import CUDA
 from tests.fake_streams import Event
 from tests.fake_streams import Gpu
@@ -309,7 +309,7 @@ def test_whether_calls_are_in_flight_is_asked_of_the_last_ones_end(rank: Rank, m
 
 
 def test_memory_of_a_destroyed_group_is_given_back_when_its_calls_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    from overlap_inductor.transports import workspace
+    from overlap_inductor.runtime import workspace
     from tests.fake_group import fake_group
 
     said: list[int] = []
@@ -404,15 +404,15 @@ class Inside:
 
 def test_every_op_launches_inside_of_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton comes with the package's test extra; environments of other torch versions may have none")
-    from overlap_inductor.lowerings import chunked
-    from overlap_inductor.lowerings import chunked_ops  # noqa: F401
-    from overlap_inductor.lowerings import chunked_scaled_ops
-    from overlap_inductor.lowerings import chunked_sum_ops
-    from overlap_inductor.lowerings import fused_ops
-    from overlap_inductor.lowerings import site_ops
-    from overlap_inductor.lowerings import small_message
-    from overlap_inductor.lowerings import small_ops
-    from overlap_inductor.lowerings import wave_groups
+    from overlap_inductor.lowerings.chunked import launch as chunked
+    from overlap_inductor.lowerings.chunked import ops as chunked_ops  # noqa: F401
+    from overlap_inductor.lowerings.chunked import scaled_ops as chunked_scaled_ops
+    from overlap_inductor.lowerings.chunked import sum_ops as chunked_sum_ops
+    from overlap_inductor.lowerings.fused import ops as fused_ops
+    from overlap_inductor.lowerings.one_op import ops as site_ops
+    from overlap_inductor.lowerings.small_message import launch as small_message
+    from overlap_inductor.lowerings.small_message import ops as small_ops
+    from overlap_inductor.lowerings.wave_groups import launch as wave_groups
     from tests.fake_group import fake_group
 
     inside = Inside()

@@ -6,13 +6,13 @@ import mmap
 
 import pytest
 
-from overlap_inductor.transports import call_page
-from overlap_inductor.transports.call_page import CALLS
-from overlap_inductor.transports.call_page import MOST_CHARACTERS
-from overlap_inductor.transports.call_page import MOST_ROUNDS
-from overlap_inductor.transports.call_page import CallPage
-from overlap_inductor.transports.call_page import Overwritten
-from overlap_inductor.transports.call_page import page_bytes
+from overlap_inductor.runtime import call_page
+from overlap_inductor.runtime.call_page import CALLS
+from overlap_inductor.runtime.call_page import MOST_CHARACTERS
+from overlap_inductor.runtime.call_page import MOST_ROUNDS
+from overlap_inductor.runtime.call_page import CallPage
+from overlap_inductor.runtime.call_page import Overwritten
+from overlap_inductor.runtime.call_page import page_bytes
 
 
 def _pages(size: int) -> tuple[mmap.mmap, list[CallPage]]:

@@ -10,7 +10,7 @@ import torch
 
 from overlap_inductor.kernels.layout import WAIT_KINDS
 from overlap_inductor.kernels.layout import WAIT_PARTIALS
-from overlap_inductor.transports.faults import FaultRecord
+from overlap_inductor.runtime.faults import FaultRecord
 from tests.gpu.check_faults import expected
 from tests.gpu.check_faults import judge
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from overlap_inductor.lowerings import chunk_sizes
+from overlap_inductor.lowerings.chunked import sizes as chunk_sizes
 
 SHORT = [i / 50 for i in range(1, 51)]
 """Ratios of a transfer to its matmul where the matmul decides."""

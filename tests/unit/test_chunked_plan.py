@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from overlap_inductor.errors import UnsupportedError
-from overlap_inductor.lowerings import chunked_plan
-from overlap_inductor.lowerings import fused_plan
-from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
+from overlap_inductor.lowerings.chunked import parameters as chunked_plan
+from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
+from overlap_inductor.lowerings.fused import parameters as fused_plan
 from overlap_inductor.transports.transfer import Transfer
 
 SIZES = [*itertools.product((2, 3, 8), (1, 24, 200), (1, 2, 7, 20))]

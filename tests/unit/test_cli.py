@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-from overlap_inductor import cli
-from overlap_inductor import demo
-from overlap_inductor import install
-from overlap_inductor import reporting
-from overlap_inductor.demo import DemoOptions
-from overlap_inductor.demo import Progress
-from overlap_inductor.dump import write_dump
+from overlap_inductor.cli import demo
+from overlap_inductor.cli import main as cli
+from overlap_inductor.cli.demo import DemoOptions
+from overlap_inductor.cli.demo import Progress
+from overlap_inductor.cli.local_ranks import RankError
+from overlap_inductor.cli.local_ranks import rank_environment
+from overlap_inductor.cli.local_ranks import run_ranks
 from overlap_inductor.errors import ConfigError
 from overlap_inductor.errors import UnsupportedError
-from overlap_inductor.local_ranks import RankError
-from overlap_inductor.local_ranks import rank_environment
-from overlap_inductor.local_ranks import run_ranks
+from overlap_inductor.report import publish as reporting
+from overlap_inductor.report.dump import write_dump
+from overlap_inductor.switch import install
 from tests.unit import sample_reports as samples
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 def test_no_torch_where_none_is_needed(arguments: list[str]) -> None:
     """Catches an import at the top of a module that every command loads: --help would take seconds."""
     script = (
-        "import sys\nfrom overlap_inductor.cli import main\n"
+        "import sys\nfrom overlap_inductor.cli.main import main\n"
         "try: main(sys.argv[1:])\nexcept SystemExit: pass\n"
         "print([m for m in ('torch', 'transformers', 'triton') if m in sys.modules])"
     )
@@ -76,7 +76,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     def missing(as_json: bool) -> int:
         raise ModuleNotFoundError("No module named 'torch.x'", name="torch.x")
 
-    monkeypatch.setattr("overlap_inductor.doctor.run_doctor", missing)
+    monkeypatch.setattr("overlap_inductor.cli.doctor.run_doctor", missing)
     assert cli.main(["doctor"]) == 2
     assert "pip install torch" in capsys.readouterr().err
 
@@ -87,7 +87,7 @@ def test_a_missing_module_of_our_own_is_no_user_error(monkeypatch: pytest.Monkey
     def missing(as_json: bool) -> int:
         raise ModuleNotFoundError("No module named 'overlap_inductor.x'", name="overlap_inductor.x")
 
-    monkeypatch.setattr("overlap_inductor.doctor.run_doctor", missing)
+    monkeypatch.setattr("overlap_inductor.cli.doctor.run_doctor", missing)
     with pytest.raises(ModuleNotFoundError):
         cli.main(["doctor"])
 

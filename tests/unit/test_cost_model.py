@@ -6,11 +6,16 @@ import dataclasses
 
 import pytest
 
-from overlap_inductor import cost_model
-from overlap_inductor.cost_model import SiteSizes
-from overlap_inductor.machine import WITHOUT_PEERS
-from overlap_inductor.machine import Machine
-from overlap_inductor.machine import machine_for
+from overlap_inductor.facts import cost_model
+from overlap_inductor.facts.cost_model import SiteSizes
+from overlap_inductor.facts.machine import WITHOUT_PEERS
+from overlap_inductor.facts.machine import Machine
+from overlap_inductor.facts.machine import machine_for
+from overlap_inductor.lowerings.chunked import cost as chunked_cost
+from overlap_inductor.lowerings.fused import cost as fused_cost
+from overlap_inductor.lowerings.ring import cost as ring_cost
+from overlap_inductor.lowerings.small_message import cost as small_cost
+from overlap_inductor.lowerings.wave_groups import cost as wave_cost
 
 FREE = Machine("free", {4: 1e12, 2: 2e12}, 1e9, 0.0, 0.0, 0.93)
 BALANCED = SiteSizes(1e12, 1e9, 4, 8)
@@ -35,15 +40,15 @@ def test_unknown_item_size_takes_the_slowest_rate() -> None:
 
 def test_balanced_site_pays() -> None:
     """Where both take as long and steps cost nothing, nearly half is hidden."""
-    assert cost_model.ring_pays(BALANCED, FREE, 4)
+    assert ring_cost.pays(BALANCED, FREE, 4)
     keep = cost_model.matmul_seconds(BALANCED, FREE) + cost_model.collective_seconds(BALANCED, FREE)
-    assert keep == pytest.approx(2.0) and 1.0 <= cost_model.ring_seconds(BALANCED, FREE, 4) <= 1.35
+    assert keep == pytest.approx(2.0) and 1.0 <= ring_cost.seconds(BALANCED, FREE, 4) <= 1.35
 
 
 @pytest.mark.parametrize("sizes", [SiteSizes(1e12, 1e3, 4, 8), SiteSizes(1e5, 1e9, 4, 8)], ids=["no bytes", "no flops"])
 def test_one_sided_site_does_not_pay(sizes: SiteSizes) -> None:
     """There is nothing to hide, or nothing to hide it behind."""
-    assert not cost_model.ring_pays(sizes, FREE, 4)
+    assert not ring_cost.pays(sizes, FREE, 4)
 
 
 def test_small_site_does_not_pay() -> None:
@@ -51,9 +56,9 @@ def test_small_site_does_not_pay() -> None:
     for name in ("cpu", "cuda"):
         machine = machine_for(name)
         tiny = SiteSizes(2.0 * 1 * 4096 * 4096 / 8, 4096 * 2, 2, 8)
-        assert not cost_model.ring_pays(tiny, machine, 4)
+        assert not ring_cost.pays(tiny, machine, 4)
         # One row, two ranks, one step: the head of a model that decodes.
-        assert not cost_model.ring_pays(SiteSizes(2.0 * 8192 * 16000, 16000 * 2, 2, 2), machine, 1)
+        assert not ring_cost.pays(SiteSizes(2.0 * 8192 * 16000, 16000 * 2, 2, 2), machine, 1)
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
@@ -65,7 +70,7 @@ def test_pays_from_some_size_on(name: str, world_size: int, legs: int) -> None:
     flops = machine.matmul_flops[2] * 1e-6
     bytes_sent = machine.link_bytes * 1e-6
     answers = [
-        cost_model.ring_pays(SiteSizes(flops * 2**e, bytes_sent * 2**e, 2, world_size, legs), machine, 2) for e in range(30)
+        ring_cost.pays(SiteSizes(flops * 2**e, bytes_sent * 2**e, 2, world_size, legs), machine, 2) for e in range(30)
     ]
     assert answers == sorted(answers) and not answers[0] and answers[-1]
 
@@ -73,14 +78,14 @@ def test_pays_from_some_size_on(name: str, world_size: int, legs: int) -> None:
 def test_steps_cost() -> None:
     """More ranks and more parts mean more fixed cost."""
     slow = dataclasses.replace(FREE, step_seconds=0.01)
-    base = cost_model.ring_seconds(BALANCED, slow, 1)
-    assert cost_model.ring_seconds(BALANCED, slow, 16) > base
-    assert cost_model.ring_seconds(dataclasses.replace(BALANCED, world_size=64), slow, 1) > base
+    base = ring_cost.seconds(BALANCED, slow, 1)
+    assert ring_cost.seconds(BALANCED, slow, 16) > base
+    assert ring_cost.seconds(dataclasses.replace(BALANCED, world_size=64), slow, 1) > base
 
 
 def test_parts_hide_more() -> None:
     """Without a fixed cost, finer pieces expose less."""
-    times = [cost_model.ring_seconds(BALANCED, FREE, parts) for parts in (1, 2, 4, 8)]
+    times = [ring_cost.seconds(BALANCED, FREE, parts) for parts in (1, 2, 4, 8)]
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
 
 
@@ -89,7 +94,7 @@ def test_never_better_than_the_longer_side() -> None:
     for factor in (0.01, 0.1, 1.0, 10.0, 100.0):
         sizes = dataclasses.replace(BALANCED, flops=BALANCED.flops * factor)
         longest = max(cost_model.matmul_seconds(sizes, FREE), cost_model.collective_seconds(sizes, FREE))
-        assert cost_model.ring_seconds(sizes, FREE, 4) >= longest
+        assert ring_cost.seconds(sizes, FREE, 4) >= longest
 
 
 def test_unknown_machine_is_conservative() -> None:
@@ -120,17 +125,17 @@ def test_the_gate_of_fused_kernels_agrees_with_what_was_measured(pattern: str) -
         sizes = mlp(pattern, tokens, 4)
         estimated_keep = cost_model.matmul_seconds(sizes, machine) + cost_model.collective_seconds(sizes, machine)
         assert estimated_keep * 1e6 == pytest.approx(keep, rel=0.16), tokens
-        assert cost_model.fused_seconds(sizes, machine) * 1e6 == pytest.approx(fused, rel=0.16), tokens
-        assert fused < keep or not cost_model.fused_pays(sizes, machine), tokens
-    assert cost_model.fused_pays(mlp(pattern, 16384, 4), machine)
+        assert fused_cost.seconds(sizes, machine) * 1e6 == pytest.approx(fused, rel=0.16), tokens
+        assert fused < keep or not fused_cost.pays(sizes, machine), tokens
+    assert fused_cost.pays(mlp(pattern, 16384, 4), machine)
 
 
 def test_fused_kernels_are_not_taken_for_few_tiles_nor_lightly_where_none_was_measured() -> None:
     machine = machine_for("cuda")
     few, many = mlp("all_gather_matmul", 1024, 8), mlp("all_gather_matmul", 4096, 8)
-    assert few.tiles < machine.fused_tiles and not cost_model.fused_pays(few, machine)
-    assert not cost_model.fused_pays(dataclasses.replace(mlp("matmul_reduce_scatter", 1024, 8), tiles=400), machine)
-    assert cost_model.fused_pays(many, machine)
+    assert few.tiles < machine.least_tiles and not fused_cost.pays(few, machine)
+    assert not fused_cost.pays(dataclasses.replace(mlp("matmul_reduce_scatter", 1024, 8), tiles=400), machine)
+    assert fused_cost.pays(many, machine)
 
 
 MEASURED_AT_8 = {  # the same on 8 H200s (bench/results/operators.jsonl): tokens: (keep, chunked over copy engines)
@@ -146,8 +151,8 @@ def test_chunks_of_eight_ranks_are_taken_where_they_gained(pattern: str) -> None
     machine = machine_for("cuda")
     for tokens, (keep, chunked) in MEASURED_AT_8[pattern].items():
         sizes = dataclasses.replace(mlp(pattern, tokens, 8), replays=True)
-        assert cost_model.chunked_seconds(sizes, machine) * 1e6 == pytest.approx(chunked, rel=0.06 if tokens > 1024 else 0.15), tokens
-        pays = cost_model.chunked_pays(sizes, machine)
+        assert chunked_cost.seconds(sizes, machine) * 1e6 == pytest.approx(chunked, rel=0.06 if tokens > 1024 else 0.15), tokens
+        pays = chunked_cost.pays(sizes, machine)
         assert pays <= (chunked < keep) and pays >= (chunked < 0.9 * keep), tokens
 
 
@@ -156,16 +161,16 @@ def test_chunks_agree_with_what_was_measured_and_leave_the_host_time() -> None:
     machine = machine_for("cuda")
     for pattern, measured in (("all_gather_matmul", 1219.3), ("matmul_reduce_scatter", 1238.9), ("matmul_all_reduce", 1360.8)):
         sizes = mlp(pattern, 4096, 2)
-        assert cost_model.chunked_seconds(sizes, machine) * 1e6 == pytest.approx(measured, rel=0.08)
-        assert cost_model.chunked_pays(sizes, machine)
+        assert chunked_cost.seconds(sizes, machine) * 1e6 == pytest.approx(measured, rel=0.08)
+        assert chunked_cost.pays(sizes, machine)
     small = mlp("all_gather_matmul", 1024, 4)
-    assert not cost_model.chunked_pays(small, machine), "the host would be slower than the GPU"
-    assert cost_model.chunked_pays(dataclasses.replace(small, replays=True), machine), "one launch"
+    assert not chunked_cost.pays(small, machine), "the host would be slower than the GPU"
+    assert chunked_cost.pays(dataclasses.replace(small, replays=True), machine), "one launch"
     late = dataclasses.replace(mlp("matmul_reduce_scatter", 1024, 8), replays=True)
-    seconds, keep = cost_model.chunked_seconds(late, machine), cost_model.matmul_seconds(late, machine) + cost_model.collective_seconds(late, machine)
-    assert 1.05 * seconds < keep < seconds + 28e-6 and not cost_model.chunked_pays(late, machine), "less than late peers may lose"
+    seconds, keep = chunked_cost.seconds(late, machine), cost_model.matmul_seconds(late, machine) + cost_model.collective_seconds(late, machine)
+    assert 1.05 * seconds < keep < seconds + 28e-6 and not chunked_cost.pays(late, machine), "less than late peers may lose"
     narrow = dataclasses.replace(mlp("all_gather_matmul", 1024, 4), replays=True, tiles=191)
-    assert not cost_model.chunked_pays(narrow, machine) and cost_model.chunked_pays(dataclasses.replace(narrow, tiles=192), machine), "a quarter of them each time"
+    assert not chunked_cost.pays(narrow, machine) and chunked_cost.pays(dataclasses.replace(narrow, tiles=192), machine), "a quarter of them each time"
 
 
 SHORT = {  # Layers of 2 H200s whose matmuls are short (bench/results/operators.jsonl), one call a launch: (hidden, wide): tokens: (keep, chunked) in microseconds
@@ -191,9 +196,9 @@ def test_chunks_of_short_matmuls_are_taken_where_they_gained(pattern: str, hidde
     machine = machine_for("cuda")
     for tokens, (keep, chunked) in SHORT[pattern, hidden, wide].items():
         sizes = short(pattern, hidden, wide, tokens)
-        pays = cost_model.chunked_pays(sizes, machine)
+        pays = chunked_cost.pays(sizes, machine)
         assert pays <= (chunked < keep) and (pays or chunked > 0.9 * keep or keep < 100), tokens
-        assert not (cost_model.chunked_pays(dataclasses.replace(sizes, replays=False), machine) and chunked < 250), "one launch after the other the host would be slower"
+        assert not (chunked_cost.pays(dataclasses.replace(sizes, replays=False), machine) and chunked < 250), "one launch after the other the host would be slower"
 
 
 LARGER_GROUPS = {  # One of 4 or of 8 ranks on 2 H200s (bench/results/mirrored.jsonl): tokens: (fused, chunked) in microseconds
@@ -210,7 +215,7 @@ def test_the_better_of_fused_and_chunked_is_taken_or_nearly(pattern: str, world_
     machine = machine_for("cuda")
     for tokens, (fused, chunked) in LARGER_GROUPS[pattern, world_size].items():
         sizes = mlp(pattern, tokens, world_size)
-        taken = fused if cost_model.fused_seconds(sizes, machine) < cost_model.chunked_seconds(sizes, machine) else chunked
+        taken = fused if fused_cost.seconds(sizes, machine) < chunked_cost.seconds(sizes, machine) else chunked
         assert taken <= 1.035 * min(fused, chunked), tokens
 
 
@@ -226,15 +231,16 @@ def test_groups_of_waves_pay_where_peers_are_out_of_reach(pattern: str) -> None:
     machine = machine_for(WITHOUT_PEERS)
     for tokens, (keep, groups) in WITHOUT_PEERS_MEASURED[pattern].items():
         sizes = mlp(pattern, tokens, 2)
-        assert 0.93 * groups < cost_model.wave_seconds(sizes, machine) * 1e6 < 1.2 * groups
+        assert 0.93 * groups < wave_cost.seconds(sizes, machine) * 1e6 < 1.2 * groups
         assert cost_model.matmul_seconds(sizes, machine) + cost_model.collective_seconds(sizes, machine) == pytest.approx(keep * 1e-6, rel=0.1)
-        assert cost_model.wave_pays(sizes, machine) and not cost_model.wave_pays(sizes, machine_for("cuda"))
-        assert not cost_model.ring_pays(sizes, machine, 4)
-    assert cost_model.wave_seconds(sizes, machine) < cost_model.wave_seconds(sizes, dataclasses.replace(machine, wave_efficiency=0.85))
+        assert wave_cost.pays(sizes, machine) and not wave_cost.pays(sizes, machine_for("cuda"))
+        assert not ring_cost.pays(sizes, machine, 4)
+    assert wave_cost.cost_on(machine).efficiency > wave_cost.WaveCost().efficiency
+    assert wave_cost.seconds(sizes, machine) < wave_cost.seconds(sizes, dataclasses.replace(machine, name="cuda"))
 
 
 def test_small_messages_pay_for_few_rows_only() -> None:
     machine = machine_for("cuda")
-    assert all(cost_model.small_message_pays(mlp("matmul_all_reduce", tokens, world_size), machine) for tokens in (1, 128) for world_size in (2, 8))
+    assert all(small_cost.pays(mlp("matmul_all_reduce", tokens, world_size), machine) for tokens in (1, 128) for world_size in (2, 8))
     large = mlp("matmul_all_reduce", 16384, 8)
-    assert cost_model.small_message_seconds(large, machine) > cost_model.fused_seconds(large, machine)
+    assert small_cost.seconds(large, machine) > fused_cost.seconds(large, machine)

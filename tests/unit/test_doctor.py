@@ -14,15 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_inductor import doctor
-from overlap_inductor import doctor_machine
+from overlap_inductor.cli import doctor
+from overlap_inductor.cli import doctor_machine
+from overlap_inductor.cli.doctor_checks import BAD
+from overlap_inductor.cli.doctor_checks import GOOD
+from overlap_inductor.cli.doctor_checks import NOTE
+from overlap_inductor.cli.doctor_checks import Check
+from overlap_inductor.cli.doctor_checks import as_text
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.doctor_checks import BAD
-from overlap_inductor.doctor_checks import GOOD
-from overlap_inductor.doctor_checks import NOTE
-from overlap_inductor.doctor_checks import Check
-from overlap_inductor.doctor_checks import as_text
-from overlap_inductor.torch_compat import probe
+from overlap_inductor.inductor import probe
 from overlap_inductor.torch_compat import versions
 
 

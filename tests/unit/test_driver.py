@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from overlap_inductor.errors import UnsupportedError
-from overlap_inductor.transports import driver
+from overlap_inductor.runtime import driver
 
 
 class Library:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from overlap_inductor import dump
-from overlap_inductor.dump import FILES
-from overlap_inductor.dump import write_dump
 from overlap_inductor.errors import OverlapError
-from overlap_inductor.render_text import render_text
-from overlap_inductor.report_folder import read_reports
+from overlap_inductor.report import dump
+from overlap_inductor.report.dump import FILES
+from overlap_inductor.report.dump import write_dump
+from overlap_inductor.report.read_folder import read_reports
+from overlap_inductor.report.text import render_text
 from tests.unit import sample_reports as samples
 
 
@@ -51,7 +51,7 @@ def test_the_same_report_again_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_another_process_writes_the_same_bytes(tmp_path: Path) -> None:
     """Catches a time, a process number, an address, or an order that depends on the hash seed."""
     script = (
-        "import sys; from overlap_inductor.dump import write_dump; from tests.unit import sample_reports as s\n"
+        "import sys; from overlap_inductor.report.dump import write_dump; from tests.unit import sample_reports as s\n"
         "for r in (s.llama(3), s.block(), s.llama(2)): write_dump(r, sys.argv[1], 0)"
     )
     seen = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from overlap_inductor.exchange import ExchangePlan
-from overlap_inductor.exchange import difference
+from overlap_inductor.facts.exchange import ExchangePlan
+from overlap_inductor.facts.exchange import difference
 
 GATHER = "g0: all_gather bfloat16 [8, 16] in all_gather_matmul by ring/p2p (route=ring, sub_chunks=4)"
 REDUCE = "g0: all_reduce(sum) bfloat16 [8, 16] cut [1, 4] in matmul_all_reduce by ring/p2p (route=owner, sub_chunks=4)"

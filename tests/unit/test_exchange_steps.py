@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_inductor.passes import exchange_steps
+from overlap_inductor.passes import agreed_plan as exchange_steps
 from tests.fake_group import all_gather
 from tests.fake_group import fake_group
 from tests.fake_group import reports_of

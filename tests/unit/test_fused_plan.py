@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from overlap_inductor.lowerings.fused_plan import TUNED
-from overlap_inductor.lowerings.fused_plan import FusedParameters
-from overlap_inductor.lowerings.fused_plan import band_rows
-from overlap_inductor.lowerings.fused_plan import needed
-from overlap_inductor.lowerings.fused_plan import pushers_of
+from overlap_inductor.lowerings.fused.parameters import TUNED
+from overlap_inductor.lowerings.fused.parameters import FusedParameters
+from overlap_inductor.lowerings.fused.parameters import band_rows
+from overlap_inductor.lowerings.fused.parameters import needed
+from overlap_inductor.lowerings.fused.parameters import pushers_of
 
 REDUCE = "matmul_all_reduce"
 

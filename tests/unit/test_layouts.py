@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from overlap_inductor.passes.layouts import Atom
-from overlap_inductor.passes.layouts import Layout
-from overlap_inductor.passes.layouts import LayoutError
-from overlap_inductor.passes.layouts import ShardedDim
-from overlap_inductor.passes.layouts import product
-from overlap_inductor.passes.layouts import same_size
+from overlap_inductor.sites.layouts import Atom
+from overlap_inductor.sites.layouts import Layout
+from overlap_inductor.sites.layouts import LayoutError
+from overlap_inductor.sites.layouts import ShardedDim
+from overlap_inductor.sites.layouts import product
+from overlap_inductor.sites.layouts import same_size
 
 settings.register_profile("layouts", deadline=None, max_examples=150)
 settings.load_profile("layouts")

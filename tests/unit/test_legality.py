@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import overlap_inductor.passes
-from overlap_inductor.passes import legality
-from overlap_inductor.passes import rewriter
-from overlap_inductor.passes.rewriter import Rewriter
+import overlap_inductor
+from overlap_inductor.passes import check as legality
+from overlap_inductor.passes import rewrite as rewriter
+from overlap_inductor.passes.rewrite import Rewriter
 from tests.fake_group import fake_group
 from tests.hand_graph import HandGraph
 from tests.unit import near_miss_reasons  # noqa: F401  (registers its graphs)
@@ -42,8 +42,9 @@ def test_reason(name: str) -> None:
 
 def test_every_code_has_a_case() -> None:
     """A new reason code without a test, or a code that users look up and that no longer exists."""
-    folder = Path(overlap_inductor.passes.__file__).parent
-    sources = "".join(p.read_text() for p in folder.glob("*.py"))
+    package = Path(overlap_inductor.__file__).parent
+    files = (p for folder in ("passes", "sites", "lowerings") for p in (package / folder).rglob("*.py"))
+    sources = "".join(p.read_text() for p in files)
     written = set(re.findall(r'Reason\(\s*"(\w+)"', sources)) | {code for code, _ in legality.CHECKS}
     assert written == {code for code, _, _ in CASES.values()}
 

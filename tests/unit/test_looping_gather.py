@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_inductor.lowerings.looping_gather import Form
-from overlap_inductor.lowerings.looping_gather import _all_gather_matmul
-from overlap_inductor.lowerings.looping_gather import _as_it_stood
-from overlap_inductor.lowerings.looping_gather import _Matmul
-from overlap_inductor.lowerings.looping_gather import texts
+from overlap_inductor.lowerings.ring.looped_gather_ops import Form
+from overlap_inductor.lowerings.ring.looped_gather_ops import _all_gather_matmul
+from overlap_inductor.lowerings.ring.looped_gather_ops import _as_it_stood
+from overlap_inductor.lowerings.ring.looped_gather_ops import _Matmul
+from overlap_inductor.lowerings.ring.looped_gather_ops import texts
 from tests.fake_group import fake_group
 
 FORMS = [Form(operand, role, turned) for (operand, role), turned in itertools.product([("lhs", "M"), ("rhs", "N"), ("lhs", "K"), ("rhs", "K")], [False, True])]

@@ -8,20 +8,20 @@ from html.parser import HTMLParser
 
 import pytest
 
-from overlap_inductor.html_diff import CONTEXT
-from overlap_inductor.html_diff import merge
-from overlap_inductor.html_diff import render_diff
-from overlap_inductor.html_timeline import MOST_STEPS
-from overlap_inductor.html_timeline import Bar
-from overlap_inductor.html_timeline import sketch
-from overlap_inductor.render_html import render_html
-from overlap_inductor.report import OverlapReport
-from overlap_inductor.report import SiteReport
-from overlap_inductor.schedule import Decision
-from overlap_inductor.schedule import PlanPiece
-from overlap_inductor.site import Collective
-from overlap_inductor.site import Matmul
-from overlap_inductor.site import SiteFacts
+from overlap_inductor.facts.decision import Decision
+from overlap_inductor.facts.decision import PlanPiece
+from overlap_inductor.facts.site import Collective
+from overlap_inductor.facts.site import Matmul
+from overlap_inductor.facts.site import SiteFacts
+from overlap_inductor.report.html.diff import CONTEXT
+from overlap_inductor.report.html.diff import merge
+from overlap_inductor.report.html.diff import render_diff
+from overlap_inductor.report.html.page import render_html
+from overlap_inductor.report.html.timeline import MOST_STEPS
+from overlap_inductor.report.html.timeline import Bar
+from overlap_inductor.report.html.timeline import sketch
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.report.report import SiteReport
 from tests.unit import sample_reports as samples
 
 VOID = {"meta", "input", "br", "link", "img"}

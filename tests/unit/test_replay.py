@@ -13,22 +13,22 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_inductor.lowerings import chunked
-from overlap_inductor.lowerings import fused
-from overlap_inductor.lowerings import small_message
-from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
-from overlap_inductor.lowerings.epilogue_text import Epilogue
-from overlap_inductor.lowerings.fused_launch import Tail
-from overlap_inductor.lowerings.fused_plan import FusedParameters
-from overlap_inductor.lowerings.small_plan import SmallParameters
-from overlap_inductor.lowerings.vendor_matmul import Scales
-from overlap_inductor.lowerings.vendor_matmul import VendorMatmul
+from overlap_inductor.lowerings.chunked import launch as chunked
+from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
+from overlap_inductor.lowerings.fused import calls as fused
+from overlap_inductor.lowerings.fused.launch import Tail
+from overlap_inductor.lowerings.fused.parameters import FusedParameters
+from overlap_inductor.lowerings.one_op.vendor_matmul import Scales
+from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
+from overlap_inductor.lowerings.small_message import launch as small_message
+from overlap_inductor.lowerings.small_message.parameters import SmallParameters
+from overlap_inductor.runtime import driver
+from overlap_inductor.runtime import replay
+from overlap_inductor.runtime.replay import Recorder
+from overlap_inductor.runtime.replay import launched
+from overlap_inductor.sites.epilogue_program import Epilogue
 from overlap_inductor.torch_compat import blas
 from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.transports import driver
-from overlap_inductor.transports import replay
-from overlap_inductor.transports.replay import Recorder
-from overlap_inductor.transports.replay import launched
 
 
 @pytest.fixture(autouse=True)

@@ -8,16 +8,16 @@ import re
 import expecttest
 import pytest
 
-from overlap_inductor import report_words
-from overlap_inductor.render_text import render_text
-from overlap_inductor.report import OverlapReport
-from overlap_inductor.report_groups import common_names
-from overlap_inductor.report_groups import group_near_misses
-from overlap_inductor.report_groups import group_sites
-from overlap_inductor.report_groups import ranges
-from overlap_inductor.schedule import Decision
-from overlap_inductor.schedule import PlanPiece
-from overlap_inductor.schedule import Reason
+from overlap_inductor.facts.decision import Decision
+from overlap_inductor.facts.decision import PlanPiece
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.report import words as report_words
+from overlap_inductor.report.groups import common_names
+from overlap_inductor.report.groups import group_near_misses
+from overlap_inductor.report.groups import group_sites
+from overlap_inductor.report.groups import ranges
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.report.text import render_text
 from tests.unit import sample_reports as samples
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overlap_inductor.transports import side_stream
-from overlap_inductor.transports.side_stream import SideStream
+from overlap_inductor.runtime import side_stream
+from overlap_inductor.runtime.side_stream import SideStream
 
 CUDA = torch.device("cuda", 0)
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlap_inductor.lowerings.small_plan import HALVES
-from overlap_inductor.lowerings.small_plan import SmallParameters
-from overlap_inductor.lowerings.small_plan import needed
-from overlap_inductor.lowerings.small_plan import needed_up_to
-from overlap_inductor.lowerings.small_plan import parameters_of
-from overlap_inductor.lowerings.small_plan import settings_for
-from overlap_inductor.lowerings.small_plan import why_not
+from overlap_inductor.lowerings.small_message.parameters import HALVES
+from overlap_inductor.lowerings.small_message.parameters import SmallParameters
+from overlap_inductor.lowerings.small_message.parameters import needed
+from overlap_inductor.lowerings.small_message.parameters import needed_up_to
+from overlap_inductor.lowerings.small_message.parameters import parameters_of
+from overlap_inductor.lowerings.small_message.parameters import settings_for
+from overlap_inductor.lowerings.small_message.parameters import why_not
 
 
 @pytest.mark.parametrize(

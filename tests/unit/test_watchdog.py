@@ -21,10 +21,10 @@ import torch
 from overlap_inductor.errors import TransferError
 from overlap_inductor.kernels.layout import WAIT_KINDS
 from overlap_inductor.kernels.layout import WAIT_PART
-from overlap_inductor.transports import watchdog
-from overlap_inductor.transports import workspace
-from overlap_inductor.transports.faults import FaultRecord
-from overlap_inductor.transports.watchdog import Watchdog
+from overlap_inductor.runtime import watchdog
+from overlap_inductor.runtime import workspace
+from overlap_inductor.runtime.faults import FaultRecord
+from overlap_inductor.runtime.watchdog import Watchdog
 from tests.fake_group import fake_group
 
 
@@ -231,7 +231,7 @@ def test_groups_on_gpus_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PROGRAM = """
 import sys, time
-from overlap_inductor.transports import watchdog
+from overlap_inductor.runtime import watchdog
 watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS = 0.01, {grace}
 class Faults:
     told = {told}

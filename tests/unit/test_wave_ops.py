@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import overlap_inductor.lowerings.fused_ops
-import overlap_inductor.lowerings.wave_ops  # noqa: F401
+import overlap_inductor.lowerings.fused.ops
+import overlap_inductor.lowerings.wave_groups.ops  # noqa: F401
 from tests.fake_group import fake_group
 
 

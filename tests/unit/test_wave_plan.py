@@ -8,17 +8,17 @@ import random
 import pytest
 
 from overlap_inductor.errors import OverlapError
-from overlap_inductor.lowerings.wave_plan import MAX_GROUPS
-from overlap_inductor.lowerings.wave_plan import MAX_UNITS
-from overlap_inductor.lowerings.wave_plan import Curve
-from overlap_inductor.lowerings.wave_plan import WaveParameters
-from overlap_inductor.lowerings.wave_plan import Waves
-from overlap_inductor.lowerings.wave_plan import best_partition
-from overlap_inductor.lowerings.wave_plan import check_partition
-from overlap_inductor.lowerings.wave_plan import cuts
-from overlap_inductor.lowerings.wave_plan import parameters_of
-from overlap_inductor.lowerings.wave_plan import partitions
-from overlap_inductor.lowerings.wave_plan import predicted
+from overlap_inductor.lowerings.wave_groups.parameters import MAX_GROUPS
+from overlap_inductor.lowerings.wave_groups.parameters import MAX_UNITS
+from overlap_inductor.lowerings.wave_groups.parameters import Curve
+from overlap_inductor.lowerings.wave_groups.parameters import WaveParameters
+from overlap_inductor.lowerings.wave_groups.parameters import Waves
+from overlap_inductor.lowerings.wave_groups.parameters import best_partition
+from overlap_inductor.lowerings.wave_groups.parameters import check_partition
+from overlap_inductor.lowerings.wave_groups.parameters import cuts
+from overlap_inductor.lowerings.wave_groups.parameters import parameters_of
+from overlap_inductor.lowerings.wave_groups.parameters import partitions
+from overlap_inductor.lowerings.wave_groups.parameters import predicted
 
 MIB = 2.0**20
 

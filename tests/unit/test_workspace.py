@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from overlap_inductor.errors import OverlapError
-from overlap_inductor.lowerings import chunked_plan
-from overlap_inductor.lowerings import fused_ops  # noqa: F401  (defines the ops)
-from overlap_inductor.lowerings import fused_plan
-from overlap_inductor.lowerings import site_ops
-from overlap_inductor.lowerings import small_ops
-from overlap_inductor.lowerings.chunked_plan import ChunkedParameters
-from overlap_inductor.lowerings.fused_plan import FusedParameters
+from overlap_inductor.lowerings.chunked import parameters as chunked_plan
+from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
+from overlap_inductor.lowerings.fused import ops as fused_ops  # noqa: F401  (defines the ops)
+from overlap_inductor.lowerings.fused import parameters as fused_plan
+from overlap_inductor.lowerings.fused.parameters import FusedParameters
+from overlap_inductor.lowerings.one_op import ops as site_ops
+from overlap_inductor.lowerings.small_message import ops as small_ops
+from overlap_inductor.runtime import workspace
 from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.transports import workspace
 from tests.fake_group import fake_group
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def test_a_destroyed_group_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_call_ends_also_where_a_later_reader_fails(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without leave to write again the peers would wait, and this rank would take the last call's rows for the next one's."""
-    fused = pytest.importorskip("overlap_inductor.lowerings.fused", reason="Triton is not installed here; it is where the kernels' tests run")
+    fused = pytest.importorskip("overlap_inductor.lowerings.fused.calls", reason="Triton is not installed here; it is where the kernels' tests run")
     ended = []
     monkeypatch.setattr(site_ops, "ready", lambda *args: ("launch", FusedParameters(1)))
     monkeypatch.setattr(fused, "all_gather_matmuls", lambda a, rhs, *rest: [a @ b for b in rhs])

@@ -1,0 +1,217 @@
+"""One rank of the demo: run a model eager, compiled, and compiled with overlap; compare and time the last two.
+
+Standard output holds one JSON object a line: ``{"step": ...}`` while it goes on, ``{"part": ...}`` for each result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.report import publish as reporting
+from overlap_inductor.report import words as report_words
+from overlap_inductor.report.groups import group_sites
+from overlap_inductor.report.report import OverlapReport
+
+REPEATS = 7
+GROUP_TIMEOUT = timedelta(seconds=120)
+
+# Splitting a matmul may choose another kernel, and the sum over ranks another order: some units in the last place of the
+# largest value, more for the short mantissa of bfloat16.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
+
+Outputs = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the demo was asked for; ``tokens`` is the whole sequence's length."""
+
+    device: str
+    layers: int
+    hidden: int
+    tokens: int
+    parts: tuple[str, ...]
+    folder: str
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        value = json.loads(text)
+        return cls(**{**value, "parts": tuple(value["parts"])})
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+
+def say(**record: Any) -> None:
+    """One line for the parent, from rank 0."""
+    if dist.get_rank() == 0:
+        print(json.dumps(record), flush=True)
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def median_ms(call: Callable[[], Any], device: str) -> float:
+    """Median time of a call in milliseconds, of the slowest rank, after one call that is not counted."""
+    call()
+    times = []
+    for _ in range(REPEATS):
+        dist.barrier()
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    slowest = torch.tensor(statistics.median(times) * 1e3, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def compare(name: str, value: torch.Tensor, reference: torch.Tensor, tolerance: float) -> dict[str, Any]:
+    """Largest difference of any rank, the largest value it is measured against, and whether that is within tolerance."""
+    difference = (value.float() - reference.float()).abs().max()
+    largest = reference.float().abs().max()
+    both = torch.stack([difference, largest])
+    finite = torch.tensor(float(torch.isfinite(value).all()), device=value.device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+    worst, scale = both.tolist()
+    passed = bool(finite) and worst <= tolerance * scale
+    return {"name": name, "difference": worst, "largest": scale, "tolerance": tolerance * scale, "passed": passed}
+
+
+def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Settings) -> None:
+    """Eager, plain and overlapped: run, compare, time, tell the parent."""
+    say(step=f"{part}: eager")
+    eager = call(model)
+
+    say(step=f"{part}: torch.compile, plain")
+    torch.compiler.reset()
+    plain = torch.compile(model, backend="inductor")
+    expected = call(plain)
+
+    say(step=f"{part}: torch.compile with overlap")
+    reporting.forget_reports()
+    options = {"mode": "on", "schedule": "ring", "dump": str(Path(settings.folder) / "reports" / part)}
+    overlapped = torch.compile(model, backend=backend(), options=options)
+    found = call(overlapped)
+    reports = reporting.all_reports()
+
+    say(step=f"{part}: comparing and timing")
+    tolerance = TOLERANCE[settings.dtype]
+    checks = [compare(name, found[name], expected[name], tolerance) for name in expected]
+    noise = [compare(name, expected[name], eager[name], tolerance) for name in expected]
+    times = {
+        "plain": median_ms(lambda: call(plain), settings.device),
+        "overlap": median_ms(lambda: call(overlapped), settings.device),
+    }
+    say(part=part, checks=checks, plain_against_eager=noise, times_ms=times, graphs=[describe(r) for r in reports])
+
+
+def backend() -> Any:
+    """The backend's name where the package is installed, else (a source tree) the function behind it."""
+    from importlib.metadata import entry_points
+
+    if entry_points(group="torch_dynamo_backends", name="overlap_inductor"):
+        return "overlap_inductor"
+    from overlap_inductor.switch.backend import overlap_inductor
+
+    return overlap_inductor
+
+
+def describe(report: OverlapReport) -> dict[str, Any]:
+    """What the parent shows of a report."""
+    statuses = Counter(site.decision.status for site in report.sites)
+    rows = [
+        [g.module, len(g.sites), g.facts.pattern, report_words.matmuls(g.facts), report_words.outcome(g.decision)]
+        for g in group_sites(report)
+    ]
+    return {
+        "graph": report.graph,
+        "phase": report.phase,
+        "headline": report_words.headline(report),
+        "overlapped": statuses["overlapped"],
+        "rows": rows,
+    }
+
+
+def llama(settings: Settings) -> None:
+    """Inference of a Hugging Face model, loaded with ``tp_plan="auto"``."""
+    from overlap_inductor.cli import demo_models
+
+    folder = Path(settings.folder) / "llama"
+    say(step="llama: saving random weights")
+    if dist.get_rank() == 0:
+        demo_models.save_llama(folder, settings.layers, settings.hidden, settings.tokens)
+    dist.barrier()
+    say(step='llama: from_pretrained(tp_plan="auto")')
+    model = demo_models.load_llama(folder, settings.dtype)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, demo_models.VOCABULARY, (1, settings.tokens), generator=generator).to(settings.device)
+
+    def call(m: Any) -> Outputs:
+        with torch.no_grad():
+            return {"logits": m(ids).logits}
+
+    run_part("llama", model, call, settings)
+
+
+def block(settings: Settings) -> None:
+    """Forward and backward of a DTensor sequence-parallel block."""
+    from overlap_inductor.cli import demo_models
+
+    mesh = dist.init_device_mesh(settings.device, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = demo_models.parallel_block(settings.hidden, mesh, settings.dtype)
+    generator = torch.Generator().manual_seed(2 + dist.get_rank())
+    shape = (1, settings.tokens // dist.get_world_size(), settings.hidden)
+    x = torch.randn(shape, generator=generator).to(settings.device, settings.dtype).requires_grad_()
+
+    def call(m: Any) -> Outputs:
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        out = m(x)
+        out.float().square().mean().backward()
+        assert x.grad is not None
+        gradients = {f"grad {name}": p.grad.to_local() for name, p in model.named_parameters() if p.grad is not None}
+        return {"output": out.detach(), "grad input": x.grad, **gradients}
+
+    run_part("block", model, call, settings)
+
+
+PARTS = {"llama": llama, "block": block}
+
+
+def main() -> None:
+    settings = Settings.from_json(sys.argv[1])
+    torch.set_num_threads(1)
+    if settings.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if settings.device == "cuda" else "gloo", timeout=GROUP_TIMEOUT)
+    for part in settings.parts:
+        PARTS[part](settings)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""``overlap-inductor doctor``: what this machine offers, what is switched on, and why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from overlap_inductor.cli import doctor_machine
+from overlap_inductor.cli.doctor_checks import BAD
+from overlap_inductor.cli.doctor_checks import GOOD
+from overlap_inductor.cli.doctor_checks import NOTE
+from overlap_inductor.cli.doctor_checks import Check
+from overlap_inductor.cli.doctor_checks import as_dict
+from overlap_inductor.cli.doctor_checks import as_text
+from overlap_inductor.cli.doctor_checks import usable
+from overlap_inductor.config import ENVIRONMENT_PREFIX
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.errors import ConfigError
+
+ENTRY_POINTS = {
+    "torch_dynamo_backends": 'torch.compile(backend="overlap_inductor")',
+    "torch.backends": "OVERLAP_INDUCTOR=1",
+}
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+SWITCHES = "Switched on"
+_INSTALL = "Install the package (pip install, not only a path on PYTHONPATH), so that torch finds its entry points."
+
+
+def run_doctor(as_json: bool = False) -> int:
+    """Print what was found. Returns 0 if all that is needed and asked for can take effect, else 1."""
+    checks = collect()
+    print(json.dumps(as_dict(checks), indent=1) if as_json else as_text(checks), end="\n" if as_json else "")
+    return 0 if usable(checks) else 1
+
+
+def collect() -> list[Check]:
+    """All checks, in the order in which they are shown."""
+    checks = doctor_machine.software()
+    if any(check.name == "torch" and check.state == BAD for check in checks):
+        return checks
+    return [*checks, *doctor_machine.distributed(), *doctor_machine.gpus(), *switches()]
+
+
+def switches() -> list[Check]:
+    """What the environment asks for against what a plain ``torch.compile`` of such a process would do."""
+    checks = [*_entry_points(), *_variables()]
+    try:
+        config = OverlapConfig.from_environment()
+    except ConfigError as error:
+        return [*checks, Check(SWITCHES, "configuration", BAD, "not valid", f"{error}.")]
+    # Without the variable nothing is asked for, whatever the default mode of enable() is.
+    asked = ENVIRONMENT_PREFIX in os.environ and config.mode != "off"
+    if asked:
+        checks += [_effective(config), *_differences(config)]
+    else:
+        checks.append(Check(SWITCHES, "by environment", NOTE, "OVERLAP_INDUCTOR is not set, or off"))
+    if config.dump is not None:
+        checks.append(_dump_folder(config.dump))
+    return [*checks, *_inductor(asked)]
+
+
+def _entry_points() -> list[Check]:
+    checks = []
+    for group, use in ENTRY_POINTS.items():
+        found = _registered(group)
+        value = f"registered, for {use}" if found else f"not registered: {use} has no effect"
+        checks.append(
+            Check(SWITCHES, f"entry point {group}", GOOD if found else NOTE, value, "" if found else _INSTALL)
+        )
+    return checks
+
+
+def _registered(group: str) -> bool:
+    return any(point.value.startswith("overlap_inductor") for point in entry_points(group=group))
+
+
+def _variables() -> list[Check]:
+    names = sorted(name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX))
+    fields = [f.name for f in dataclasses.fields(OverlapConfig) if f.name != "mode"]
+    known = {ENVIRONMENT_PREFIX, *(f"{ENVIRONMENT_PREFIX}_{name.upper()}" for name in fields)}
+    checks = []
+    for name in names:
+        if name in known:
+            checks.append(Check(SWITCHES, name, GOOD, os.environ[name]))
+        else:
+            advice = f"No such switch, so it has no effect. The switches are {', '.join(sorted(known))}."
+            checks.append(Check(SWITCHES, name, BAD, os.environ[name], advice))
+    return checks
+
+
+def _effective(config: OverlapConfig) -> Check:
+    """Whether the pass stands in Inductor's slot in this process, which is a process like the user's."""
+    from overlap_inductor.inductor import probe
+
+    name = "by environment"
+    if probe.config_in_slot() is not None:
+        return Check(
+            SWITCHES, name, GOOD, f"requested {config.mode}, effective {config.mode}: the pass is in Inductor's slot"
+        )
+    value = f"requested {config.mode}, effective off"
+    if os.environ.get(AUTOLOAD) == "0":
+        advice = f"{AUTOLOAD}=0 keeps torch from loading it. Unset that variable, or call overlap_inductor.enable()."
+        return Check(SWITCHES, name, BAD, value, advice)
+    if not _registered("torch.backends"):
+        return Check(SWITCHES, name, BAD, value, f"The entry point torch.backends is not registered. {_INSTALL}")
+    advice = f"The slot holds {probe.slot_content()}: something replaced the pass. Call overlap_inductor.enable() afterwards."
+    return Check(SWITCHES, name, BAD, value, advice)
+
+
+def _differences(requested: OverlapConfig) -> list[Check]:
+    """Switches that are in effect with another value than the environment asks for."""
+    from overlap_inductor.inductor import probe
+
+    effective = probe.config_in_slot()
+    if effective is None:
+        return []
+    checks = []
+    for field in dataclasses.fields(OverlapConfig):
+        wanted, got = getattr(requested, field.name), getattr(effective, field.name)
+        if wanted != got:
+            advice = "Something in this process called enable()."
+            checks.append(Check(SWITCHES, field.name, BAD, f"requested {wanted}, effective {got}", advice))
+    return checks
+
+
+def _dump_folder(folder: str) -> Check:
+    place = Path(folder).absolute()
+    existing = next(path for path in (place, *place.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return Check(SWITCHES, "dump folder", GOOD, folder)
+    except OSError as error:
+        advice = f"{existing} cannot be written ({error.strerror}): name another folder in {ENVIRONMENT_PREFIX}_DUMP."
+        return Check(SWITCHES, "dump folder", BAD, folder, advice)
+
+
+def _inductor(asked: bool) -> list[Check]:
+    from overlap_inductor.inductor import probe
+
+    checks = [Check(SWITCHES, "Inductor's pass slot", NOTE, probe.slot_content())]
+    for setting, advice in probe.hindrances():
+        # Async TP shares the sites; the others leave the pass without any.
+        blocks = asked and "micro_pipeline" not in setting
+        checks.append(Check(SWITCHES, setting, BAD if blocks else NOTE, "on", advice))
+    return checks

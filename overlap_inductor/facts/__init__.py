@@ -1,0 +1,1 @@
+"""Plain data about sites, plans, machines and exchanges. Imports nothing of the package but ``errors`` and ``config``."""

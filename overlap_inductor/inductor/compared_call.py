@@ -1,0 +1,143 @@
+"""``ComparedCall``: a compiled graph's callable whose first act is to compare plans with the other ranks (``runtime.agreement``).
+
+It stands in ``CompiledFxGraph.current_callable``, outside of CUDA graph trees, so nothing has been read, written or captured when it compares.
+Where ranks differ it calls the plain compile of the graph (``plain_program``), which it makes when it first needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.errors import OverlapError
+from overlap_inductor.facts.exchange import ExchangePlan
+from overlap_inductor.inductor import plain_program
+from overlap_inductor.report import publish as reporting
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.runtime import agreement
+from overlap_inductor.runtime.workspace import prepare
+from overlap_inductor.torch_compat.distributed import is_fake
+from overlap_inductor.torch_compat.distributed import resolve_group
+
+log = logging.getLogger("overlap_inductor")
+
+
+@dataclass
+class PlainProgram:
+    """What is needed to compile a graph without overlap: see ``plain_program.compile_plain``."""
+
+    data: bytes
+    large: Mapping[str, torch.Tensor]
+    keywords: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    output_strides: Sequence[Any] | None
+
+    def compile(self) -> Callable[[list[Any]], Any]:
+        compiled, examples = plain_program.compile_plain(self.data, self.large, self.keywords, self.settings)
+        return plain_program.guarded(plain_program.restrided(compiled, examples, self.output_strides), examples)
+
+
+class ComparedCall:
+    """Calls ``overlapped`` where all ranks exchange alike, else the plain program.
+
+    Args:
+        overlapped: the compiled graph's own callable; of a graph without overlap the plain one.
+        reports: the reports of the graph and its subgraphs, with what they exchange.
+        plain: ``None`` for a graph without overlap.
+        on_accelerator: whether the graph runs on other devices than the CPU: then plans are compared at first runs only.
+    """
+
+    def __init__(
+        self,
+        overlapped: Callable[[list[Any]], Any],
+        reports: Sequence[OverlapReport],
+        plain: PlainProgram | None,
+        on_accelerator: bool,
+        dump: str | None,
+    ) -> None:
+        self.overlapped, self.reports, self.program, self.dump = overlapped, reports, plain, dump
+        self.plans = [ExchangePlan.from_json(r.exchange) for r in reports if r.exchange]
+        self.needs = [(name, need[0], need[1]) for r in reports for name, need in r.groups.items() if need]
+        self.names = list(dict.fromkeys(name for r in reports for name in r.groups))
+        self.on_accelerator = on_accelerator
+        self.comparison: agreement.Comparison | None = None
+        self.groups: list[dist.ProcessGroup] = []
+        self.overlaps = any(p.overlaps for p in self.plans)
+        self.ready = not self.overlaps
+        """Whether ``overlapped`` may run as soon as all ranks agree: its workspace is there, or it needs none."""
+        self.plain: Callable[[list[Any]], Any] | None = None
+        self._boxed_call = True
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        comparison = self._comparison()
+        if self.ready and comparison.count():
+            return self.overlapped(inputs)
+        outcome = comparison.call()
+        if outcome.overlapped and self.needs and any(is_fake(resolve_group(name)) for name, *_ in self.needs):
+            # (Rings run on such groups, whose send and receive move nothing.)
+            comparison.withdrawn = True
+            outcome = agreement.Outcome(
+                False,
+                "a group's backend is fake: kernels that reach into their peers' memory have none, and the graph runs without overlap",
+            )
+        if outcome.overlapped and not self.ready:
+            failure = self._prepare(inputs)
+            # (Where this rank alone compiled the same plan again, the others are not here, and all is prepared.)
+            outcome = comparison.also(failure) if outcome.fresh or failure else outcome
+            self.ready = outcome.overlapped
+        if outcome.overlapped:
+            return self.overlapped(inputs)
+        if outcome.difference:
+            reporting.fell_back(self.reports, outcome.difference, self.dump)
+        return self._plain()(inputs)
+
+    def _comparison(self) -> agreement.Comparison:
+        """Made anew where a group of the same name has taken the place of one that was destroyed."""
+        groups = [resolve_group(name) for name in self.names]
+        if self.comparison is None or any(a is not b for a, b in zip(groups, self.groups, strict=True)):
+            self.groups, self.ready = groups, not self.overlaps
+            self.comparison = agreement.Comparison(
+                ExchangePlan.joined(self.plans), groups, every_call=not self.on_accelerator
+            )
+        return self.comparison
+
+    def _prepare(self, inputs: Sequence[Any]) -> str:
+        """Make the workspace that the graph's sites share with their peers, all ranks of a group together. Returns why that failed, alike on all of them, or ``""``."""
+        for group in self.groups:
+            for plan in self.plans:
+                agreement.accept(group, plan)
+        for name, requests, limit in self.needs:
+            device = next(
+                i.device
+                for i in inputs
+                if isinstance(i, torch.Tensor) and (i.device.type != "cpu" or not self.on_accelerator)
+            )
+            failure = prepare(resolve_group(name), device, requests, limit << 20)
+            if failure is not None:
+                return failure
+        return ""
+
+    def _plain(self) -> Callable[[list[Any]], Any]:
+        if not self.overlaps:
+            return self.overlapped
+        if self.plain is None:
+            if self.program is None:
+                raise OverlapError(
+                    "the ranks differ, and this graph's plain program cannot be restored: it was loaded from a cache and holds Triton kernels of another "
+                    "process. Clear Inductor's caches, or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+                )
+            start = time.monotonic()
+            self.plain = self.program.compile()
+            log.info(
+                "overlap_inductor: compiled a graph without overlap in %.1f s, because the ranks differ",
+                time.monotonic() - start,
+            )
+        return self.plain

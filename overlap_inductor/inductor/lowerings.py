@@ -1,0 +1,180 @@
+"""Inductor lowerings of ``take``, ``assemble``, ``narrow`` and ``after``: views and scheduling edges, without copies; and of ``packed``, which is one.
+
+The rank is a symbol of the generated code (``u0 = torch.ops.overlap_inductor.group_rank.default('tp')``, ``rank_symbol``), made at lowering time, in front of a group's first transfer. A
+rank-rotated slice is then a ``ReinterpretView`` with a symbolic offset, which Inductor's own matmuls and pointwise kernels read in place,
+and the pieces of a result are written straight into their rank-rotated places, as ``aten.cat`` does with constant offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import ir
+from torch._inductor import lowering
+from torch._inductor.virtualized import V
+
+from overlap_inductor.errors import OverlapError
+from overlap_inductor.inductor.rank_symbol import rank_symbol
+from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.torch_compat.operators import argument
+from overlap_inductor.torch_compat.ordering import moved
+
+
+def _expression(size: Any) -> Any:
+    """A size as Inductor's layouts want it: a sympy expression or an int."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _slot(group_name: str, shift: int) -> sympy.Expr:
+    world_size = resolve_group(group_name).size()
+    rank = rank_symbol(group_name)
+    shift %= world_size
+    return sympy.Mod(rank + shift, world_size) if shift else rank
+
+
+def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any:
+    """The block of a realized buffer that begins at ``offsets`` and has ``sizes``, as a view."""
+    storage, layout = ir.as_storage_and_layout(box)
+    offset = layout.offset + sum(o * s for o, s in zip(offsets, layout.stride, strict=True))
+    fixed = ir.FixedLayout(layout.device, layout.dtype, list(sizes), list(layout.stride), offset)
+    return ir.ReinterpretView(data=storage, layout=fixed)
+
+
+def _agree(group_name: str, *args: Any) -> Any:
+    """The op itself, behind the rank's symbol where a transfer is going to need it: made later, a kernel of the host would stand within the transfer, and cut a CUDA graph there."""
+    if (node := moved(V.graph.graph)) is not None:
+        raise OverlapError(
+            f"{node} is a step of a transfer in flight and does not stand where overlap_inductor wrote it: a pass behind it has moved nodes without regard to what they write "
+            "in place. Put overlap_inductor's pass last, or set OVERLAP_INDUCTOR_STEP_NODE_BUDGET=1, so that a ring is one op."
+        )
+    ops = torch.ops.overlap_inductor
+    starts = (ops.gather_start.default, ops.exchange_start.default)
+    if any(n.target in starts and argument(n, "group_name") == group_name for n in V.graph.graph.nodes):
+        rank_symbol(group_name)
+    return lowering.fallback_handler(ops.agree.default, add_to_fallback_set=False)(group_name, *args)
+
+
+def _take(x: Any, dim: int, shift: int, chunk: Any, start: Any, length: Any, group_name: str) -> Any:
+    x.realize()
+    chunk, start, length = map(_expression, (chunk, start, length))
+    sizes = list(x.get_size())
+    if not ir.is_storage_and_layout(x):
+        x = ir.ExternKernel.copy_input(x)
+    offsets: list[Any] = [0] * len(sizes)
+    offsets[dim] = _slot(group_name, shift) * sympy.sympify(chunk) + start
+    sizes[dim] = length
+    return ir.TensorBox(_strided_view(x, sizes, offsets))
+
+
+def _narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
+    start, length = _expression(start), _expression(length)
+    data = x.data if isinstance(x, ir.TensorBox) else x
+    return ir.TensorBox(ir.SliceView.create(data, dim, start, start + length, clamp=False))
+
+
+def _packed(x: Any) -> Any:
+    return ir.ExternKernel.copy_input(x)
+
+
+def _after(piece: Any, token: Any) -> Any:
+    """``piece`` itself; the kernel that computes it is scheduled after the one that computes ``token``.
+
+    Why not ``control_deps``: it lowers the matmul as the output of a subgraph, whose strides Inductor then compares, and each comparison of
+    a symbolic size is a guard.
+    """
+    piece.realize()
+    token.realize()
+    kernel = V.graph.get_buffer(piece.get_name()).get_defining_op()
+    V.graph.additional_buffer_deps[kernel.get_operation_name()].add(token.get_name())
+    return piece
+
+
+def _gather_step(*args: Any) -> Any:
+    """The op itself, scheduled after the kernels of ``computed``: those keep a flexible layout, so that ``assemble`` can place them."""
+    op = torch.ops.overlap_inductor.gather_step.default
+    plain, computed = args[:7], args[7] if len(args) > 7 else ()
+    token = lowering.fallback_handler(op, add_to_fallback_set=False)(*plain)
+    kernel = V.graph.get_buffer(token.get_name())
+    if isinstance(kernel, ir.MultiOutput):
+        kernel = kernel.inputs[0]
+    for piece in computed:
+        piece.realize()
+        V.graph.additional_buffer_deps[kernel.get_operation_name()].add(piece.get_name())
+    return token
+
+
+def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
+    """Make the kernel that computes ``source`` write into ``view``; a copy only where that kernel cannot.
+
+    ``ConcatKernel.realize_into`` does so for pointwise kernels and templates with a flexible layout. An extern matmul has a fixed
+    layout, but takes ``out=``: where sizes and strides agree, its output can be the view as well.
+    """
+    data = source.data if isinstance(source, ir.TensorBox) else source
+    buffer = data.data if isinstance(data, ir.StorageBox) else None
+    if isinstance(buffer, ir.ExternKernelOut) and type(buffer.layout) is ir.FixedLayout:
+        known = V.graph.sizevars.statically_known_equals
+        same = len(buffer.get_stride()) == len(view.get_stride()) and all(
+            known(a, b) for a, b in zip(buffer.get_stride(), view.get_stride(), strict=True)
+        )
+        # Others may read the matmul's own buffer only before the whole is complete, which ``after`` sees to: then the whole may be freed.
+        if same and (len(node.users) == 1 or any(u.target is torch.ops.overlap_inductor.after.default for u in V.graph.current_node.users)):
+            buffer.layout = ir.NonOwningLayout(view)
+            return buffer
+    written = ir.ConcatKernel.realize_into(source, view)
+    # For ``hooks``: an alias that Inductor may fuse into a template all the same.
+    written.overlap_piece = True
+    return written
+
+
+def _assemble(
+    pieces: Sequence[Any],
+    shape: Sequence[Any],
+    dim: int,
+    chunk: Any,
+    shifts: Sequence[int],
+    starts: Sequence[Any],
+    group_name: str,
+) -> Any:
+    shape, starts, chunk = [*map(_expression, shape)], [*map(_expression, starts)], _expression(chunk)
+    rank_count = len(shape)
+    layout = ir.FixedLayout(
+        pieces[0].get_device(),
+        pieces[0].get_dtype(),
+        list(shape),
+        ir.FlexibleLayout.contiguous_strides(list(shape)),
+    )
+    kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
+    box = ir.StorageBox(kernel)
+    written = []
+    nodes = V.graph.current_node.args[0]
+    for i, (piece, shift) in enumerate(zip(pieces, shifts, strict=True)):
+        offsets = list(starts[i * rank_count : (i + 1) * rank_count])
+        offsets[dim] = offsets[dim] + _slot(group_name, shift) * sympy.sympify(chunk)
+        written.append(_adopt(piece, _strided_view(box, piece.get_size(), offsets), nodes[i]))
+    kernel.name = V.graph.register_buffer(kernel)
+    kernel.inputs = ir.ConcatKernel.unwrap_storage(written)
+    V.graph.register_operation(kernel)
+    return ir.TensorBox(box)
+
+
+def register_lowerings() -> None:
+    """Register the lowerings with Inductor; harmless when called again."""
+    from overlap_inductor.lowerings.registry import define_ops
+
+    define_ops()
+
+    ops = torch.ops.overlap_inductor
+    for op, function in (
+        (ops.agree.default, _agree),
+        (ops.take.default, _take),
+        (ops.narrow.default, _narrow),
+        (ops.packed.default, _packed),
+        (ops.after.default, _after),
+        (ops.gather_step.default, _gather_step),
+        (ops.assemble.default, _assemble),
+    ):
+        if op not in lowering.lowerings:
+            lowering.register_lowering(op, type_promotion_kind=None)(function)

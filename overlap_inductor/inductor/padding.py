@@ -1,0 +1,68 @@
+"""Inductor pads a matmul to aligned sizes where a timing on the rank at hand says that it pays. Ranks that decide differently would find
+different sites, and wait for one another: a matmul beside a collective is not padded while overlap is on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from overlap_inductor.torch_compat import operators
+
+_LIMIT = 1000
+"""Nodes looked at from one matmul; where they are more, the matmul is taken to stand beside a collective."""
+_COPIES = {"clone", "lift_fresh_copy", "cat", "constant_pad_nd", "_unsafe_view", "convert_element_type", "_to_copy"}
+_ROW_WISE = {"sum", "mean", "amax", "amin", "prod", "var", "var_mean", "_softmax", "_log_softmax", "cumsum"}
+"""What may stand between a matmul and a collective in a site, beside views, copies and pointwise ops (``sites.row_wise``, a sum over experts)."""
+_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm"}
+_COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd"}
+
+
+def beside_collective(matmul: fx.Node) -> bool:
+    """Whether through nothing but views, copies, row-wise and pointwise ops ``matmul`` leads to a collective, an all-gather or all-to-all leads to it, or
+    one leads to another matmul whose result leads to it (an epilogue ends where its result is stored for the next matmul)."""
+    known: dict[fx.Node, bool] = {}
+
+    def follows(node: fx.Node, through_another: bool) -> bool:
+        def is_gather(other: fx.Node, namespace: str, name: str) -> bool:
+            if namespace in _COLLECTIVES:
+                return name.startswith(("all_gather", "all_to_all"))
+            if through_another and namespace == "aten" and name in _MATMULS:
+                known[other] = known[other] if other in known else follows(other, False)
+                return known[other]
+            return False
+
+        return _reaches(node, is_gather, forward=False)
+
+    return _reaches(matmul, lambda _, namespace, name: namespace in _COLLECTIVES and name != "wait_tensor", forward=True) or follows(matmul, True)
+
+
+def _reaches(matmul: fx.Node, wanted: Callable[[fx.Node, str, str], bool], forward: bool) -> bool:
+    def next_to(node: fx.Node) -> Iterable[fx.Node]:
+        return node.users if forward else node.all_input_nodes
+
+    pending = list(next_to(matmul))
+    seen: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        namespace, name = operators.qualified_name(node)
+        if wanted(node, namespace, name) or len(seen) > _LIMIT:
+            return True
+        if _moves(node, name) or (not forward and name == "wait_tensor"):
+            pending += next_to(node)
+    return False
+
+
+def _moves(node: fx.Node, name: str) -> bool:
+    op = operators.operator(node)
+    if op is None:
+        # An element of a split.
+        return getattr(node.target, "__name__", "") == "getitem"
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+    return views or name in _COPIES | _ROW_WISE or operators.has_tag(node, torch.Tag.pointwise)

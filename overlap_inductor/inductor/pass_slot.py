@@ -1,0 +1,185 @@
+"""Inductor's slot for passes that run last on the post-grad graph, and our pass as that slot wants it.
+
+``torch._inductor.config.post_grad_custom_post_pass`` holds one callable up to torch 2.12 and a callable or a list of
+them from 2.13. From 2.12 a value assigned on one thread is seen on that thread only, the others see the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor import custom_graph_pass
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.inductor import compile_scope
+from overlap_inductor.inductor import import_hook
+
+SLOT = "post_grad_custom_post_pass"
+TAKES_LIST = hasattr(custom_graph_pass, "get_custom_graph_passes")
+MICRO_PIPELINE_NOTICE = (
+    "torch._inductor.config._micro_pipeline_tp is on: PyTorch's own pass runs first and takes the all-gather and "
+    "reduce-scatter sites that it knows. Switch it off to let overlap_inductor decide about them."
+)
+
+_Base: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
+
+
+class OverlapPass(_Base):
+    """Our pass as Inductor calls it. ``source`` says under which configuration; with ``None`` the pass is inert."""
+
+    def __init__(self, source: Callable[[], OverlapConfig | None]) -> None:
+        self._source = source
+
+    def config(self) -> OverlapConfig | None:
+        """The configuration for the graph being compiled: the one pinned to it, else what ``source`` says now."""
+        scope = compile_scope.current()
+        return scope.config if scope is not None and scope.pinned else self._source()
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
+        scope = compile_scope.current()
+        if scope is not None:
+            if id(graph) in scope.seen:  # installed twice, for example by us and inside somebody's chain
+                return
+            scope.seen[id(graph)] = graph
+        config = self.config()
+        if config is None or config.mode == "off":
+            return
+        if is_inference is None:  # torch 2.11, or a chain that calls its passes with the graph alone
+            is_inference = scope is not None and scope.is_inference
+        from overlap_inductor.inductor.lowerings import register_lowerings
+        from overlap_inductor.passes import overlap_pass
+
+        report = overlap_pass.run_overlap_pass(
+            graph,
+            config,
+            is_inference=is_inference,
+            graph_id=compile_scope.current_graph_name() or "graph",
+            refusal=compile_scope.refusal_context(),
+        )
+        if any(site.decision.status == "overlapped" for site in report.sites):
+            register_lowerings()
+        if inductor_config._micro_pipeline_tp:
+            report.notices.append(MICRO_PIPELINE_NOTICE)
+        if scope is not None:
+            report.phase = scope.phase
+            scope.reports.append(report)
+            return
+        from overlap_inductor.report import publish as reporting
+
+        reporting.activate(report, dump=config.dump)
+
+    def uuid(self) -> str:
+        # Asked before any cache is: a graph that is loaded calls our ops, so they have to exist by then.
+        from overlap_inductor.inductor.fingerprint import fingerprint
+        from overlap_inductor.lowerings.registry import define_ops
+
+        define_ops()
+        return fingerprint(self.config())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OverlapPass:
+        # Inductor deep-copies its configuration now and then; a copy would not follow enable() and disable().
+        return self
+
+
+class PassChain(_Base):
+    """Several passes in a slot that holds one (torch before 2.13); cacheable only if each of them is."""
+
+    def __init__(self, passes: tuple[Callable[..., None], ...]) -> None:
+        self.passes = passes
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
+        aware = _Base is not custom_graph_pass.CustomGraphPass
+        for one in self.passes:
+            if aware and isinstance(one, _Base):
+                one(graph, is_inference=is_inference)
+            else:
+                one(graph)
+
+    def uuid(self) -> Any:
+        uuids = [p.uuid() if isinstance(p, custom_graph_pass.CustomGraphPass) else None for p in self.passes]
+        return ("overlap_inductor.PassChain", *uuids) if all(uuids) else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PassChain:
+        return self
+
+
+def members(value: Any) -> tuple[Any, ...]:
+    """The passes in a slot's value, each an object that Inductor, or our chain, will call."""
+    if value is None:
+        return ()
+    if isinstance(value, PassChain):
+        return tuple(m for p in value.passes for m in members(p))
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def find(value: Any) -> OverlapPass | None:
+    """Our pass in a slot's value, if it is there and not hidden in a callable of somebody else."""
+    return next((p for p in members(value) if isinstance(p, OverlapPass)), None)
+
+
+def with_pass(value: Any, ours: OverlapPass) -> Any:
+    """A slot's value with ``ours`` in the place of an earlier pass of ours, or last."""
+    passes = members(value)
+    old = find(value)
+    return _packed(tuple(ours if p is old else p for p in passes) if old else (*passes, ours), value)
+
+
+def without_pass(value: Any) -> Any:
+    """A slot's value as it is without us; the very same value where we are not in it."""
+    if find(value) is None:
+        return value
+    return _packed(tuple(p for p in members(value) if not isinstance(p, OverlapPass)), value)
+
+
+def _packed(passes: tuple[Any, ...], like: Any) -> Any:
+    if len(passes) < 2:
+        return passes[0] if passes else None
+    if not TAKES_LIST:
+        return PassChain(passes)
+    return passes if isinstance(like, tuple) else list(passes)
+
+
+def read() -> Any:
+    """The slot's value on this thread."""
+    return getattr(inductor_config, SLOT)
+
+
+def write(value: Any) -> None:
+    """Assign the slot on this thread, if that changes anything."""
+    if value is not read():
+        setattr(inductor_config, SLOT, value)
+
+
+def set_for_other_threads(ours: OverlapPass | None) -> None:
+    """What threads see that never assigned the slot (a server's workers); before torch 2.12 they see ``write``."""
+    entry = inductor_config._config[SLOT]  # type: ignore[attr-defined]
+    if isinstance(entry.user_override, ContextVar):
+        entry.default = ours
+
+
+@contextmanager
+def patched(value: Any) -> Iterator[None]:
+    """The slot with another value, on this thread, for a while."""
+    with inductor_config.patch({SLOT: value}):
+        yield
+
+
+def describe(value: Any) -> str:
+    """A slot's value in words, for a message."""
+    passes = members(value)
+    if not passes:
+        return "nothing"
+    return ", ".join(f"{_name(p)} (module {getattr(p, '__module__', '?')})" for p in passes)
+
+
+def _name(one: Any) -> str:
+    return getattr(one, "__qualname__", None) or type(one).__qualname__
+
+
+import_hook.resume()

@@ -1,0 +1,273 @@
+"""The plain program of a graph: what Inductor was given before any pass of ours ran, kept so that it can be compiled without overlap later.
+
+It is kept as bytes beside the compiled graph, in the caches too, since a rank that loaded its graph from a cache may have to run without overlap
+as well. Kept are the nodes, the example inputs with their symbols, and what Inductor reads of nodes' metadata; shapes are propagated anew.
+Tensors that the graph holds (frozen weights) are kept where they are small; large ones are taken from the graph that is loaded or compiled.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.errors import OverlapError
+from overlap_inductor.inductor import compile_scope
+from overlap_inductor.inductor.compile_scope import CompileScope
+
+LARGE = 1 << 20
+"""Bytes from which on a tensor of the graph is not copied."""
+_META = ("unbacked_bindings", "eager_input_vals", "custom", "recompute", "partitioner_tag", "mutation_region_id")
+_OUTPUT_META = ("user_visible_output_idxs", "output_stack_traces")
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node among the arguments of another: its place in the graph."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """A large tensor that the graph holds under this name."""
+
+    name: str
+
+
+@dataclass
+class _Program:
+    """A graph as data: ``nodes`` are ``(op, name, target, args, kwargs, meta)``, ``held`` what its ``get_attr`` nodes read."""
+
+    nodes: list[tuple[Any, ...]]
+    held: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A plain program: ``data``, the names of the large tensors that it leaves out, and the process it holds in, where it
+    names a user's Triton kernels: those are numbers of that process's own table."""
+
+    data: bytes
+    left_out: list[str]
+    process: str | None
+
+
+_PROCESS = uuid.uuid4().hex
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
+    """The plain program of ``gm``. Raises whatever pickling raises where the graph holds what cannot be kept."""
+    from torch.fx._graph_pickler import GraphPickler
+    from torch.fx._graph_pickler import Options
+
+    program = _written(gm)
+    left_out = [v.name for v in program.held.values() if isinstance(v, _Elsewhere)]
+    kernels = any(
+        "triton_kernel" in str(n.target) for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes
+    )
+    data = GraphPickler.dumps((program, list(example_inputs)), Options(ops_filter=None))
+    return Captured(data, left_out, _PROCESS if kernels else None)
+
+
+def of_this_process(kept: Captured, gm: fx.GraphModule | None, example_inputs: Sequence[Any]) -> Captured | None:
+    """``kept`` where it holds in this process; else that of ``gm``, the graph for which a cache had the compiled one; ``None``
+    where the cache was asked before there was a graph."""
+    if kept.process in (None, _PROCESS):
+        return kept
+    return capture(gm, example_inputs) if gm is not None else None
+
+
+def left_out(gm: fx.GraphModule | None, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The tensors of ``gm`` that ``capture`` left out; without those that it does not hold."""
+    found = {}
+    for name in names if gm is not None else ():
+        try:
+            found[name] = _attribute(gm, name)
+        except AttributeError:
+            continue
+    return found
+
+
+def known_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``keywords`` that Inductor's compiler takes for a graph."""
+    from torch._inductor.compile_fx import _CompileFxKwargs
+
+    known = {*_CompileFxKwargs.__annotations__, "compile_region_name"}
+    return {k: v for k, v in keywords.items() if k in known}
+
+
+def _names_held(gm: fx.GraphModule) -> list[str]:
+    return [str(n.target) for n in gm.graph.find_nodes(op="get_attr")]
+
+
+def _is_large(value: torch.Tensor) -> bool:
+    return value.numel() * value.element_size() >= LARGE
+
+
+def _attribute(gm: fx.GraphModule, name: str) -> Any:
+    value: Any = gm
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _written(gm: fx.GraphModule, within: bool = False) -> _Program:
+    """``within``: the graph is another's subgraph, whose shapes nobody propagates anew. (Unbacked sizes keep their values, too,
+    because nothing recreates their symbols.)"""
+    places = {node: _Node(i) for i, node in enumerate(gm.graph.nodes)}
+
+    def meta(node: fx.Node) -> dict[str, Any]:
+        kept = _OUTPUT_META if node.op == "output" else _META
+        values = ("val",) if within or "unbacked_bindings" in node.meta else ()
+        return {k: node.meta[k] for k in (*kept, *values) if k in node.meta}
+
+    nodes = [
+        (
+            n.op,
+            n.name,
+            n.target,
+            fx.map_arg(n.args, places.__getitem__),
+            fx.map_arg(n.kwargs, places.__getitem__),
+            meta(n),
+        )
+        for n in gm.graph.nodes
+    ]
+    held: dict[str, Any] = {}
+    for name in _names_held(gm):
+        value = _attribute(gm, name)
+        if isinstance(value, fx.GraphModule):
+            value = _written(value, within=True)
+        elif isinstance(value, torch.Tensor) and _is_large(value):
+            value = _Elsewhere(name)
+        held[name] = value
+    return _Program(nodes, held)
+
+
+def _rebuilt(program: _Program, large: Mapping[str, torch.Tensor]) -> fx.GraphModule:
+    graph = fx.Graph()
+    made: list[fx.Node] = []
+
+    def argument(value: Any) -> Any:
+        return torch.utils._pytree.tree_map(lambda v: made[v.index] if isinstance(v, _Node) else v, value)
+
+    for op, name, target, args, kwargs, meta in program.nodes:
+        node = graph.create_node(op, target, argument(args), argument(kwargs), name=name)
+        node.meta.update(meta)
+        made.append(node)
+    root: dict[str, Any] = {}
+    for name, value in program.held.items():
+        if isinstance(value, _Elsewhere) and value.name not in large:
+            raise OverlapError(
+                f"the plain program of this graph cannot be restored: its tensor {value.name} was too large to be kept, and the graph that was loaded does not hold it. "
+                "Clear Inductor's caches, or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+            )
+        root[name] = (
+            _rebuilt(value, {})
+            if isinstance(value, _Program)
+            else large[value.name]
+            if isinstance(value, _Elsewhere)
+            else value
+        )
+    return fx.GraphModule(root, graph)
+
+
+def inductor_settings() -> dict[str, Any]:
+    """Inductor's configuration as it is now, for ``compile_plain``."""
+    from torch._inductor import config
+
+    return config.get_config_copy()
+
+
+def compile_plain(
+    data: bytes, large: Mapping[str, torch.Tensor], keywords: Mapping[str, Any], settings: Mapping[str, Any]
+) -> tuple[Any, list[Any]]:
+    """``(compiled graph, example inputs)`` of a plain program, compiled by Inductor with the arguments and the configuration
+    of the overlapped graph, and without overlap.
+
+    Raises:
+        OverlapError: a large tensor of the graph is not available.
+    """
+    from torch._guards import TracingContext
+    from torch._guards import tracing
+    from torch._inductor import compile_fx
+    from torch._inductor import config
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx._graph_pickler import GraphPickler
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    program, inputs = GraphPickler.loads(data, mode)  # type: ignore[misc]
+    gm = _rebuilt(program, large)
+    current = config.get_config_copy()
+    changed = {k: v for k, v in settings.items() if k in current and current[k] is not v and current[k] != v}
+    scope = CompileScope(pinned=True, without_us=True)
+    with tracing(TracingContext(mode)), config.patch(changed), compile_scope.plain(scope):
+        return compile_fx.compile_fx_inner(gm, inputs, **keywords), inputs
+
+
+def guarded(plain: Any, examples: Sequence[Any]) -> Any:
+    """``plain`` behind the guards on sizes that its own compile has added to those of the graph whose place it takes."""
+    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+
+    places = [i for i, e in enumerate(examples) if isinstance(e, torch.SymInt) and not has_free_unbacked_symbols(e)]
+    if not places:
+        return plain
+    env = examples[places[0]].node.shape_env
+    expression = env.produce_guards_expression([examples[i] for i in places])
+    if not expression:
+        return plain
+    passed: set[tuple[int, ...]] = set()
+
+    def run(inputs: list[Any]) -> Any:
+        sizes = tuple(int(inputs[i]) for i in places)
+        if sizes not in passed:
+            if not env.evaluate_guards_expression(expression, list(sizes)):
+                raise OverlapError(
+                    f"the ranks differ, and the plain program of this graph does not serve its sizes {list(sizes)} (expected {expression}). "
+                    "Call torch._dynamo.reset(), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+                )
+            passed.add(sizes)
+        return plain(inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def restrided(plain: Any, examples: Sequence[Any], expected: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
+    """``plain`` with results in the strides of the graph whose place it takes (``CompiledFxGraph.output_strides``): a backward may be compiled for them."""
+    have = getattr(plain, "output_strides", None)
+    differing = (
+        []
+        if not expected or not have
+        else [i for i, (a, b) in enumerate(zip(expected, have, strict=True)) if a is not None and a != b]
+    )
+    if not differing:
+        return plain
+    promised = list(expected or ())
+    import sympy
+
+    def run(inputs: list[Any]) -> Any:
+        known = {v.node.expr: i for v, i in zip(examples, inputs, strict=True) if isinstance(v, torch.SymInt)}
+        names = {str(symbol): int(value) for symbol, value in known.items()}
+        results = list(plain(inputs))
+        for index in differing:
+            strides = [
+                int(sympy.sympify(text, locals={k: sympy.Integer(v) for k, v in names.items()}))
+                for text in promised[index]
+            ]  # type: ignore[index]
+            result = results[index]
+            if list(result.stride()) != strides:
+                results[index] = torch.empty_strided(
+                    result.shape, strides, dtype=result.dtype, device=result.device
+                ).copy_(result)
+        return results
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

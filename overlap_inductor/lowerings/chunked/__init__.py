@@ -1,0 +1,1 @@
+"""Schedule ``chunked``: vendor matmuls on chunks, inside one op."""

@@ -1,0 +1,81 @@
+"""Estimates of schedule ``chunked``: measured on 2, 4 and 8 H200s (bench/results/operators.jsonl, handed_out.jsonl)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from overlap_inductor.facts.cost_model import MARGIN
+from overlap_inductor.facts.cost_model import MARGIN_UNMEASURED
+from overlap_inductor.facts.cost_model import SiteSizes
+from overlap_inductor.facts.cost_model import collective_seconds
+from overlap_inductor.facts.cost_model import copy_seconds
+from overlap_inductor.facts.cost_model import kind_of
+from overlap_inductor.facts.cost_model import matmul_seconds
+from overlap_inductor.facts.machine import Machine
+
+
+@dataclass(frozen=True)
+class ChunkedCost:
+    """Constants of vendor matmuls on chunks.
+
+    Attributes:
+        exposed: part of the shorter of matmul and wire that stays in sight, by ``cost_model.kind_of``.
+        leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
+        ranks: largest group in which this was measured.
+        copy_exposed: part of the copy of the gathered tensor that shows beside a matmul (2 H200s, 2048 and 8192 tokens:
+            10 and 46 us, where a fused kernel's copy takes 23 and 67; not measured in larger groups).
+        host_seconds / peer_seconds: host time of a call's launches, and of each peer of a leg.
+        gain_seconds: least gain of a call over ``keep``. A host-bound model gains nothing from a smaller saving.
+        replay_seconds: host time of a call that is one CUDA graph.
+        replay_gain_seconds / replay_gain_peer_seconds: least gain of such a call a leg, in all or for each peer,
+            whichever is more: late peers may cost as much.
+        replay_tiles: tiles for each rank from which on such a call is worth a thought. A chunk that leaves most of the
+            GPU idle takes as long as a larger one.
+    """
+
+    exposed: tuple[float, float, float, float] = (0.12, 0.1, 0.36, 0.25)
+    leg_seconds: float = 8e-6
+    leg_peer_seconds: float = 7e-6
+    ranks: int = 8
+    copy_exposed: float = 0.45
+    host_seconds: float = 200e-6
+    peer_seconds: float = 10e-6
+    gain_seconds: float = 30e-6
+    replay_seconds: float = 40e-6
+    replay_gain_seconds: float = 10e-6
+    replay_gain_peer_seconds: float = 4e-6
+    replay_tiles: int = 48
+
+
+COST = ChunkedCost()
+
+
+def _copy_beside_seconds(sizes: SiteSizes, machine: Machine, matmul: float) -> float:
+    """The same in sight of chunks, which copy beside the last chunk's matmul (of a quarter of all rows, or of a shard): what that does not hide, and what it is slowed down."""
+    copy = copy_seconds(sizes, machine)
+    return max(COST.copy_exposed * copy, copy - matmul / max(4, sizes.world_size))
+
+
+def seconds(sizes: SiteSizes, machine: Machine) -> float:
+    """Seconds of vendor matmuls on chunks beside transfers: the longer of both, a part of the shorter, and a fixed cost a leg."""
+    matmul = matmul_seconds(sizes, machine)
+    wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
+    exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + _copy_beside_seconds(sizes, machine, matmul)
+    return max(matmul, wire) + exposed + sizes.legs * (COST.leg_seconds + (sizes.world_size - 1) * COST.leg_peer_seconds)
+
+
+def pays(sizes: SiteSizes, machine: Machine) -> bool:
+    """As ``fused.cost.pays``; and a call takes the GPU no less time than the host, which would be what a model without CUDA graphs waits for, and gains more than the host, or
+    peers that are late, may lose. Where its launches are one, fewer tiles and a smaller gain are enough."""
+    peers, estimate = sizes.world_size - 1, seconds(sizes, machine)
+    if sizes.replays:
+        tiles, host = min(machine.least_tiles, COST.replay_tiles * sizes.world_size), COST.replay_seconds
+        gain = sizes.legs * max(COST.replay_gain_seconds, COST.replay_gain_peer_seconds * peers)
+    else:
+        tiles, host = machine.least_tiles, COST.host_seconds + sizes.legs * peers * COST.peer_seconds
+        gain = COST.gain_seconds
+    if sizes.tiles < tiles or estimate < host:
+        return False
+    keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
+    margin = MARGIN if sizes.world_size <= COST.ranks else MARGIN_UNMEASURED
+    return max(estimate * margin, estimate + gain) < keep

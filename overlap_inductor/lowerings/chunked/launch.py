@@ -1,0 +1,354 @@
+"""Schedule ``chunked``: the vendor's matmul on runs of rows, on the current stream, while a transport moves rows on the side stream.
+
+Each function is the host's part of one call. At a site's first call with operands of some shape it prepares every kernel of the call, since loading one while
+another waits on the device would stop the group; after that it only launches. (A vendor's matmul is loaded at its first launch. That waits for what stands
+before it on this rank, and by ``kernels.transfer`` nothing of that waits for what comes later anywhere.)
+
+Order of rows. Rows of the other ranks are multiplied from the own shard's end on, going round; what has come, or has to leave, first, is first. A chunk is a
+run of these rows, some shards or parts of one (``chunk_sizes``); one that goes round the end of the tensor is two matmuls.
+
+The host launches for W ranks and C chunks (of each of B bands) about ``2 * W + 2 * C + 3`` things for a gather or a scatter with copy engines,
+``B * (4 * W + C + 5)`` for an all-reduce, ``W`` or ``2 * B * W`` more where copies take turns, and without the multiples of W with SMs that push; one CUDA graph where a call comes again (``runtime.replay``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.kernels.layout import WAIT_PART
+from overlap_inductor.kernels.layout import WAIT_PARTIALS
+from overlap_inductor.kernels.partial_sums import sum_partials
+from overlap_inductor.lowerings.chunked import parameters as chunked_plan
+from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
+from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
+from overlap_inductor.runtime.replay import launched
+from overlap_inductor.runtime.side_stream import one_call
+from overlap_inductor.runtime.side_stream import side_stream
+from overlap_inductor.runtime.workspace import Launch
+from overlap_inductor.torch_compat import blas
+from overlap_inductor.torch_compat.memory import rows_like
+from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+from overlap_inductor.transports.arrivals import receive_kernel
+from overlap_inductor.transports.arrivals import wait_kernel
+from overlap_inductor.transports.copy_engine import CopyEngine
+from overlap_inductor.transports.credits import credit_kernel
+from overlap_inductor.transports.credits import spoiling_end
+from overlap_inductor.transports.sm_push import SmPush
+from overlap_inductor.transports.transfer import Send
+from overlap_inductor.transports.transfer import Transfer
+from overlap_inductor.transports.transfer import Transport
+
+BLOCK = 2048
+"""Elements that a block adds up at once."""
+BLOCKS_AN_SM = 4
+"""Of the kernel that adds up: one after a matmul, with nothing beside it."""
+
+Range = tuple[int, int]
+"""``(first row, end)``."""
+
+
+def _check(a: torch.Tensor, matmuls: Sequence[VendorMatmul], pattern: str, rows: int, launch: Launch, parameters: ChunkedParameters) -> None:
+    for matmul in matmuls:
+        b = matmul.b
+        reason = chunked_plan.why_not(a.dtype, a.shape[1], b.shape[1], matmul.scales is not None)
+        if reason is not None or b.shape[0] != a.shape[1] or matmul.scales is None and b.dtype != a.dtype:
+            raise UnsupportedError(reason or f"schedule chunked multiplies {a.dtype}{list(a.shape)} by a matrix that fits, not {b.dtype}{list(b.shape)}")
+        for left, right in matmul.added:
+            reason = chunked_plan.why_not(left.dtype, left.shape[1], right.shape[1])
+            if reason is not None or matmul.scales is not None or left.dtype != a.dtype or right.dtype != a.dtype or (len(left), *right.shape) != (len(a), left.shape[1], b.shape[1]):
+                what = f"{left.dtype}{list(left.shape)} @ {right.dtype}{list(right.shape)}"
+                raise UnsupportedError(reason or f"schedule chunked adds products like the first of a sum, {a.dtype}{list(a.shape)} @ {list(b.shape)} without scales, not {what}")
+    sent = a.dtype if pattern == "all_gather_matmul" else matmuls[0].dtype(a)
+    nbytes, signals = chunked_plan.needed(pattern, launch.world_size, rows, a.shape[1], matmuls[0].b.shape[1], sent.itemsize, parameters)
+    if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
+        raise UnsupportedError(f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and {launch.slot.signals}")
+
+
+def _transport(parameters: ChunkedParameters) -> Transport:
+    return CopyEngine(parameters.turns_from) if parameters.transport == "copy_engine" else SmPush(parameters.pushers)
+
+
+End = Callable[[Sequence[torch.Tensor]], None]
+"""Ends a call, given its results. Where the group has been aborted they are spoilt: a vendor's matmul looks at no abort
+word, nor does a copy."""
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """A prepared all-gather: what sends the shard, and each chunk's rows with what waits for them. ``workspace``: ``[world_size * rows, K]``."""
+
+    send: Send
+    chunks: list[tuple[list[Range], PreparedKernel]]
+    workspace: torch.Tensor
+    end: End
+
+
+def all_gather_matmul(
+    shard: torch.Tensor, matmuls: Sequence[VendorMatmul], launch: Launch, parameters: ChunkedParameters, gathered_used: bool = False
+) -> list[torch.Tensor]:
+    """``[all_gather(shard) @ b + bias]``: ``shard [rows, K]``. Returns ``[world_size * rows, N]`` for each matmul, and the gathered tensor behind them where
+    ``gathered_used``.
+
+    Raises:
+        UnsupportedError: a dtype, layout or slot that the schedule is not made for.
+        TransferError: a call of the group before this one gave up waiting, or was aborted.
+    """
+    launch.faults.check()
+    if not shard.is_contiguous() or shard.data_ptr() % 16:
+        raise UnsupportedError(f"the shard of shape {list(shard.shape)}, strides {list(shard.stride())} is not contiguous at 16 bytes")
+    all_rows = launch.world_size * shard.shape[0]
+    outs = [rows_like(shard, all_rows, m.b.shape[1], m.dtype(shard)) for m in matmuls]
+    gathered = rows_like(shard, all_rows, shard.shape[1], shard.dtype) if gathered_used else None
+    tensors = [shard, gathered, *outs, *(t for m in matmuls for t in m.operands)]
+    what = ("chunked", "all_gather_matmul", parameters, blas.switches(), *(m.fast for m in matmuls))
+    launched(launch, what, tensors, lambda: _gather(shard, matmuls, launch, parameters, outs, gathered), parameters.replays, tensors)
+    return outs if gathered is None else [*outs, gathered]
+
+
+def _gather(
+    shard: torch.Tensor,
+    matmuls: Sequence[VendorMatmul],
+    launch: Launch,
+    parameters: ChunkedParameters,
+    outs: Sequence[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> None:
+    """The launches of one call, into ``outs`` (``[world_size * rows, N]`` each) and, where it is used, ``gathered [world_size * rows, K]``. Raises ``UnsupportedError``."""
+    rows, rank = shard.shape[0], launch.rank
+    results = [*outs] if gathered is None else [*outs, gathered]
+    key = (
+        "chunked",
+        shard.shape,
+        shard.dtype,
+        tuple((m.b.shape, m.dtype(shard)) for m in matmuls),
+        parameters,
+        gathered is None,
+    )
+    call = launch.prepared.get(key)
+    if call is None:
+        _check(shard, matmuls, "all_gather_matmul", rows, launch, parameters)
+        # (Matmuls of one chunk follow each other: as one of all their columns.)
+        columns, itemsize = sum(m.b.shape[1] for m in matmuls), shard.element_size()
+        fitted = chunked_plan.fitted("all_gather_matmul", launch.world_size, rows, shard.shape[1], columns, itemsize, itemsize, parameters)
+        call = _prepare_gather(shard, launch, fitted, results)
+        launch.remember(key, call)
+    credits, side = credit_kernel(launch), side_stream(shard.device)
+    with one_call(launch, side):
+        # (Not beside the matmul: a vendor's kernel that has the same SM for all its tiles ends as much later as something waits on one.)
+        credits()
+        with side:
+            call.send(shard)
+            if gathered is not None:
+                gathered[rank * rows : (rank + 1) * rows].copy_(shard)
+        for matmul, out in zip(matmuls, outs, strict=True):
+            matmul(shard, rank * rows, (rank + 1) * rows, out)
+        for number, (ranges, wait) in enumerate(call.chunks):
+            wait()
+            if gathered is not None and number + 1 == len(call.chunks):
+                with side:
+                    _hand_out(call.workspace, gathered, rank * rows, (rank + 1) * rows)
+            for start, stop in ranges:
+                for matmul, out in zip(matmuls, outs, strict=True):
+                    matmul(call.workspace[start:stop], start, stop, out)
+    call.end(results)
+
+
+def _hand_out(workspace: torch.Tensor, gathered: torch.Tensor, start: int, stop: int) -> None:
+    """All rows but the own ones, ``start`` to ``stop``. Behind the own shard's way to the peers, beside the last chunk's matmuls, which hide more than half of it
+    (``bench/results/handed_out.jsonl``)."""
+    gathered[:start].copy_(workspace[:start])
+    gathered[stop:].copy_(workspace[stop:])
+
+
+def _prepare_gather(
+    shard: torch.Tensor, launch: Launch, p: ChunkedParameters, results: Sequence[torch.Tensor]
+) -> _Gather:
+    world_size, (rows, width) = launch.world_size, shard.shape
+    transfer = Transfer(rows, width, chunked_plan.part_rows_of(rows, world_size, p), scattered=False)
+    bounds = chunked_plan.chunk_bounds(transfer.parts, world_size, p)
+    chunks = [
+        (chunked_plan.chunk_rows(first, last, launch.rank, world_size, rows, transfer.part_rows), wait_kernel(launch, transfer, first, last, WAIT_PART))
+        for first, last in pairwise(bounds)
+    ]
+    workspace = launch.slot.data.local[: world_size * shard.nbytes].view(shard.dtype).view(world_size * rows, width)
+    send = _transport(p).prepare(launch, transfer, range(bounds[-1]), shard)
+    return _Gather(send, chunks, workspace, spoiling_end(launch, results))
+
+
+@dataclass(frozen=True)
+class _Band:
+    """A prepared band of a reduction.
+
+    Attributes:
+        chunks: rows of each matmul, and what sends the part of them that is other ranks'.
+        own: rows of the own shard among all, multiplied last where they are in no chunk (``own_last``).
+        add: sums ``(own rows of the product, their place ``finished`` in the result)``.
+        receive: copies the peers' finished rows into ``everyone``, the result's rows of the band, when they have come (all-reduce).
+        hand_round: sends the result's finished rows where ``add`` has not.
+    """
+
+    chunks: list[tuple[list[Range], Send]]
+    own: Range
+    own_last: bool
+    finished: Range
+    everyone: Range
+    wait: PreparedKernel
+    add: PreparedKernel
+    receive: Callable[[torch.Tensor], None] | None
+    hand_round: Send | None
+
+
+def matmul_reduce_scatter(
+    a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool = False
+) -> torch.Tensor:
+    """``reduce_scatter(a @ b + bias)`` of rows (of a sum of such products): ``a [world_size * rows, K]``. Returns ``[rows, N]``, summed over ranks in fp32.
+
+    Raises:
+        UnsupportedError, TransferError: as ``all_gather_matmul``.
+    """
+    return _reduce("matmul_reduce_scatter", a, matmul, launch, parameters, average)
+
+
+def matmul_all_reduce(
+    a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool = False
+) -> torch.Tensor:
+    """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, returns ``[world_size * rows, N]``."""
+    return _reduce("matmul_all_reduce", a, matmul, launch, parameters, average)
+
+
+def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool) -> torch.Tensor:
+    launch.faults.check()
+    columns, dtype = matmul.b.shape[1], matmul.dtype(a)
+    all_rows, shard_rows = a.shape[0], -(-a.shape[0] // launch.world_size)
+    # Where the rows of an all-reduce do not fall into equal shards, the last ones are of rows that nobody multiplies, sums of whatever lies there.
+    product = rows_like(a, shard_rows * launch.world_size, columns, dtype)
+    reduces_all = pattern == "matmul_all_reduce"
+    # (The rows of an all-reduce lie where they were multiplied: a peer's come back finished when it has got them, and the own ones are summed in place.)
+    out = product if reduces_all else rows_like(a, shard_rows, columns, dtype)
+    what, tensors = ("chunked", pattern, parameters, average, blas.switches(), matmul.fast), [a, product, out, *matmul.operands]
+    launched(launch, what, tensors, lambda: _reduce_into(pattern, a, matmul, launch, parameters, average, product, out), parameters.replays, tensors)
+    return out[:all_rows] if reduces_all and all_rows < len(out) else out
+
+
+def _reduce_into(
+    pattern: str,
+    a: torch.Tensor,
+    matmul: VendorMatmul,
+    launch: Launch,
+    parameters: ChunkedParameters,
+    average: bool,
+    product: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """The launches of one call, into ``product [world_size * rows, N]`` and ``out`` (a shard's rows, or as ``product``). Raises ``UnsupportedError``.
+
+    Bands in turn: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and handed round; then band ``i - 2`` is received.
+    """
+    key = ("chunked", pattern, a.shape, a.dtype, *(b.shape for _, b in matmul.added), out.shape[1], out.dtype, parameters, average)
+    prepared = launch.prepared.get(key)
+    if prepared is None:
+        prepared = (
+            _prepare_reduce(pattern, a, matmul, product, out, launch, parameters, average),
+            spoiling_end(launch, [out]),
+        )
+        launch.remember(key, prepared)
+    bands, end = prepared
+    credits, side = credit_kernel(launch), side_stream(a.device)
+
+    def multiply(start: int, stop: int) -> None:
+        stop = min(stop, len(a))
+        if start < stop:
+            matmul(a[start:stop], start, stop, product)
+
+    def receive(band: _Band) -> None:
+        if band.receive is not None:
+            band.receive(out[slice(*band.everyone)])
+
+    def add_up(band: _Band) -> None:
+        band.wait()
+        band.add(product[slice(*band.own)], out[slice(*band.finished)])
+        if band.hand_round is not None:
+            with side:
+                band.hand_round(out)
+
+    with one_call(launch, side):
+        for i, band in enumerate(bands):
+            for number, (ranges, send) in enumerate(band.chunks):
+                for rows in ranges:
+                    multiply(*rows)
+                if i == number == 0:
+                    # (On this stream, as in a gather; by now the peers have come as far, too.)
+                    credits()
+                with side:
+                    send(product)
+                if i and number == 0:
+                    add_up(bands[i - 1])
+            if band.own_last:
+                multiply(*band.own)
+            if i > 1:
+                receive(bands[i - 2])
+        if len(bands) > 1:
+            receive(bands[-2])
+        add_up(bands[-1])
+        receive(bands[-1])
+    end([out])
+
+
+def _prepare_reduce(
+    pattern: str, a: torch.Tensor, matmul: VendorMatmul, product: torch.Tensor, out: torch.Tensor, launch: Launch, p: ChunkedParameters, average: bool
+) -> list[_Band]:
+    world_size, rows = launch.world_size, len(product) // launch.world_size
+    reduces_all = pattern == "matmul_all_reduce"
+    if len(a) % world_size and not reduces_all:
+        raise UnsupportedError(f"{len(a)} rows do not fall into {world_size} equal shards")
+    _check(a, [matmul], pattern, rows, launch, p)
+    p = chunked_plan.fitted(pattern, world_size, rows, matmul.inner, out.shape[1], out.element_size(), a.element_size(), p)
+    bands = chunked_plan.bands_of(rows, p) if reduces_all else [(0, rows)]
+    made: list[_Band] = []
+    index, results = 0, chunked_plan.result_signals(world_size, p)
+    for number, (start, size) in enumerate(bands):
+        last = reduces_all and number + 1 == len(bands)
+        part_rows = chunked_plan.part_rows_of(size, world_size, p)
+        transfer = Transfer(size, out.shape[1], part_rows, True, world_size * start, world_size * start, index)
+        index += transfer.parts
+        made.append(_prepare_band(product, out, launch, p, transfer, average, results + number if reduces_all else None, last))
+    return made
+
+
+def _prepare_band(
+    product: torch.Tensor, out: torch.Tensor, launch: Launch, p: ChunkedParameters, transfer: Transfer, average: bool, result_index: int | None, last: bool
+) -> _Band:
+    """``result_index``: flag of the all-reduce's second leg, whose rows lie behind those of the first in the workspace; ``last``: of its bands."""
+    world_size, rank, slot, rows, width = launch.world_size, launch.rank, launch.slot, transfer.rows, transfer.width
+    transport, first_row, all_rows = _transport(p), transfer.origin, len(product)
+    vector = 16 // out.element_size()
+    row_vectors = width // vector
+    workspace = slot.data.local.view(out.dtype)
+    bounds = chunked_plan.chunk_bounds(transfer.parts, world_size, p)
+    chunks: list[tuple[list[Range], Send]] = []
+    for first, end in pairwise(bounds):
+        ranges = [(0, world_size * rows)] if p.chunks == 0 else chunked_plan.chunk_rows(first, end, rank, world_size, rows, transfer.part_rows)
+        send = transport.prepare(launch, transfer, range(first, end), product)
+        chunks.append(([(first_row + start, first_row + stop) for start, stop in ranges], send))
+    own = first_row + rank * rows, first_row + (rank + 1) * rows
+    own_last = p.chunks != 0
+    wait = wait_kernel(launch, transfer, 0, transfer.parts * (world_size - 1), WAIT_PARTIALS)
+    everyone, behind = (first_row, first_row + world_size * rows), all_rows + first_row
+    finished = own if result_index is not None else (0, rows)
+    back = Transfer(rows, width, rows, False, own[0], behind, result_index or 0)
+    fixed = (
+        workspace[first_row * width :], slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, launch.faults.stop, rank, back.index, slot.signals,
+        rows * row_vectors, behind * row_vectors, 1.0 / world_size if average else 1.0, world_size, vector, last, BLOCK,
+    )  # fmt: skip
+    add = PreparedKernel(sum_partials, p.sms * BLOCKS_AN_SM, (product[slice(*own)], out[slice(*finished)]), fixed, num_warps=8)
+    if result_index is None:
+        return _Band(chunks, own, own_last, finished, everyone, wait, add, None, None)
+    hand_round = None if last else transport.prepare(launch, back, range(world_size - 1), out, guarded=True)
+    receive = receive_kernel(launch, out[slice(*everyone)], workspace[behind * width :], back, p.sms)
+    return _Band(chunks, own, own_last, finished, everyone, wait, add, receive, hand_round)

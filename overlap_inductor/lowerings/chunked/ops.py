@@ -1,0 +1,43 @@
+"""The ops of schedule ``chunked``: a site's chunks, transfers and sums inside one functional op a site."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from overlap_inductor.lowerings.chunked import parameters as chunked_plan
+from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
+from overlap_inductor.lowerings.one_op.operands import left_operand
+from overlap_inductor.lowerings.one_op.ops import Optional
+from overlap_inductor.lowerings.one_op.ops import Tensors
+from overlap_inductor.lowerings.one_op.ops import define_gather
+from overlap_inductor.lowerings.one_op.ops import define_reductions
+from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
+from overlap_inductor.runtime.workspace import Launch
+
+
+@functools.cache
+def _launches() -> ModuleType:
+    """What starts them. (Triton is imported with it, when the first op runs.)"""
+    from overlap_inductor.lowerings.chunked import launch as chunked
+
+    return chunked
+
+
+def _gather(
+    shard: torch.Tensor, rhs: Sequence[torch.Tensor], biases: Optional, gathered_used: bool, launch: Launch, parameters: ChunkedParameters
+) -> Tensors:
+    return _launches().all_gather_matmul(left_operand(shard), list(map(VendorMatmul, rhs, biases)), launch, parameters, gathered_used)
+
+
+def _reduce(
+    pattern: str, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, average: bool, launch: Launch, parameters: ChunkedParameters
+) -> torch.Tensor:
+    return getattr(_launches(), pattern)(lhs, VendorMatmul(rhs, bias), launch, parameters, average)
+
+
+define_gather("chunked", chunked_plan, _gather)
+define_reductions("chunked", chunked_plan, _reduce)

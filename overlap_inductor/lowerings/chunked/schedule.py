@@ -1,0 +1,26 @@
+"""Schedule ``chunked`` for a site: one op, of plain matmuls or of fp8 with scales, or of a sum of matmuls."""
+
+from __future__ import annotations
+
+from overlap_inductor.lowerings.chunked import cost
+from overlap_inductor.lowerings.chunked import parameters
+from overlap_inductor.lowerings.one_op.schedule import OneOpSchedule
+from overlap_inductor.torch_compat import symmetric
+
+CHUNKED = OneOpSchedule(
+    name="chunked",
+    transports=("copy_engine", "sm_push"),
+    called="in chunks",
+    noun="schedule in chunks",
+    patterns=("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
+    plan=parameters,
+    cost=cost.seconds,
+    pays=cost.pays,
+    reach=lambda ranks, device: symmetric.why_no_symmetric_memory(ranks, device),
+    needed=parameters.needed,
+    replays=True,
+    called_by_others=True,
+    ops=tuple(f"overlap_inductor.lowerings.chunked.{name}" for name in ("ops", "scaled_ops", "sum_ops")),
+    why_not_scaled=lambda dtype, inner, columns: parameters.why_not(dtype, inner, columns, scaled=True),
+    sums=True,
+)

@@ -1,0 +1,55 @@
+"""The ops of schedule ``chunked`` for a sum of matmuls that is reduced at once (backward of layers that read one tensor: q, k and v; gate and up). Otherwise as ``site_ops``.
+
+Shapes (W ranks, this rank's view): each ``lhs [W*m, K_i]``, ``rhs [K_i, N]``; the bias is of the first. A chunk's rows are multiplied by all right operands, one vendor matmul
+behind the other, each but the first adding to what stands there: rounded in between, as ``addmm`` is by whose bias Inductor writes such a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from overlap_inductor.lowerings import reference
+from overlap_inductor.lowerings.chunked import parameters as chunked_plan
+from overlap_inductor.lowerings.library import define
+from overlap_inductor.lowerings.one_op.ops import ready
+from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
+from overlap_inductor.runtime.call_order import call_order
+from overlap_inductor.torch_compat.distributed import resolve_group
+
+
+def _define_reduction(pattern: str) -> None:
+    def implementation(
+        chain: torch.Tensor,
+        lhs: Sequence[torch.Tensor],
+        rhs: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        settings: str,
+        reduce_op: str,
+        group_name: str,
+        site: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        group, token = resolve_group(group_name), chain.new_empty(1)
+        a, b = lhs[0], rhs[0]
+        found = ready(chunked_plan, pattern, -(-a.shape[0] // group.size()), a, b, a.dtype, group, site, settings)
+        if found is None:
+            return getattr(reference, pattern)(lhs, rhs, [bias, *[None] * (len(rhs) - 1)], reduce_op, group), token
+        from overlap_inductor.lowerings.chunked import launch as chunked
+
+        matmul = VendorMatmul(b, bias, added=tuple(zip(lhs[1:], rhs[1:], strict=True)))
+        with call_order(a.device):
+            return getattr(chunked, pattern)(a, matmul, *found, reduce_op == "avg"), token
+
+    def fake(
+        chain: torch.Tensor, lhs: Sequence[torch.Tensor], rhs: Sequence[torch.Tensor], bias: object, settings: str, reduce_op: str, group_name: str, site: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = lhs[0].shape[0] if pattern == "matmul_all_reduce" else lhs[0].shape[0] // resolve_group(group_name).size()
+        return lhs[0].new_empty(rows, rhs[0].shape[1]), chain.new_empty(1)
+
+    schema = "(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor? bias, str settings, str reduce_op, str group_name, str site) -> (Tensor, Tensor)"
+    define(f"chunked_sum_{pattern}{schema}", implementation, fake)
+
+
+_define_reduction("matmul_reduce_scatter")
+_define_reduction("matmul_all_reduce")

@@ -1,0 +1,1 @@
+"""Schedule ``fused``: one persistent Triton kernel a site."""

@@ -1,0 +1,55 @@
+"""Estimates of schedule ``fused``: measured on 2, 4 and 8 H200s (bench/results/operators.jsonl, fused.jsonl)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from overlap_inductor.facts.cost_model import MARGIN
+from overlap_inductor.facts.cost_model import MARGIN_UNMEASURED
+from overlap_inductor.facts.cost_model import SiteSizes
+from overlap_inductor.facts.cost_model import collective_seconds
+from overlap_inductor.facts.cost_model import copy_seconds
+from overlap_inductor.facts.cost_model import kind_of
+from overlap_inductor.facts.cost_model import matmul_seconds
+from overlap_inductor.facts.machine import Machine
+
+
+@dataclass(frozen=True)
+class FusedCost:
+    """Constants of a fused kernel.
+
+    Attributes:
+        exposed: part of the shorter of matmul and wire that stays in sight, by ``cost_model.kind_of``: of a gather, a
+            scatter, an all-reduce with a longer matmul, and one with a longer wire (measured as one of 8 ranks on 2
+            GPUs, plus a tenth for contention; not measured on 8).
+        leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
+        ranks: largest group in which this was measured.
+    """
+
+    exposed: tuple[float, float, float, float] = (0.05, 0.12, 0.16, 0.15)
+    leg_seconds: float = 15e-6
+    leg_peer_seconds: float = 8e-6
+    ranks: int = 8
+
+
+COST = FusedCost()
+
+
+def seconds(sizes: SiteSizes, machine: Machine) -> float:
+    """Seconds of one fused kernel: the longer of matmul and wire, and for each leg a fixed cost and the part of its wire that stays in sight."""
+    matmul = matmul_seconds(sizes, machine)
+    wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
+    exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + copy_seconds(sizes, machine)
+    return max(matmul, wire) + exposed + sizes.legs * (COST.leg_seconds + (sizes.world_size - 1) * COST.leg_peer_seconds)
+
+
+def pays(sizes: SiteSizes, machine: Machine) -> bool:
+    """Whether a fused kernel is estimated to be at least 5 % faster than ``keep``: 25 % in groups larger than those that were measured.
+
+    Never with less than a wave and a half of tiles, where most of the GPU would wait for what is coming.
+    """
+    if sizes.tiles < machine.least_tiles:
+        return False
+    keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
+    margin = MARGIN if sizes.world_size <= COST.ranks else MARGIN_UNMEASURED
+    return seconds(sizes, machine) * margin < keep

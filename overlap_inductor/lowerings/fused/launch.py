@@ -1,0 +1,73 @@
+"""What every launch of schedule ``fused`` has in common: epilogues, operands as its kernels read them, and what a prepared kernel rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import torch
+
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.kernels.epilogue import MOST_EXTRAS
+from overlap_inductor.kernels.epilogue import function_of
+from overlap_inductor.lowerings.fused.parameters import FusedParameters
+from overlap_inductor.lowerings.one_op.operands import check_operands
+from overlap_inductor.runtime.workspace import Launch
+from overlap_inductor.sites.epilogue_program import Epilogue
+
+
+class Tail(NamedTuple):
+    """What follows a launch's matmuls or its reduction: an epilogue (or none) for each result, and the extra tensors of all, each contiguous."""
+
+    epilogues: tuple[Epilogue | None, ...] = ()
+    extras: Sequence[torch.Tensor] = ()
+
+    @property
+    def function(self) -> Any:
+        """The Triton function, or ``None``."""
+        return function_of(tuple(None if e is None else (e.extras, e.ops) for e in self.epilogues)) if any(self.epilogues) else None
+
+    def check(self, results: Sequence[torch.Tensor]) -> None:
+        """Raises ``UnsupportedError`` where the extra tensors are not what the epilogues of ``results`` read."""
+        kinds = [(k, r) for e, r in zip(self.epilogues, results) if e is not None for k in e.extras]
+        shapes = [{"full": r.shape, "row": r.shape[1:], "column": r.shape[:1], "scalar": torch.Size([1])}[k] for k, r in kinds]
+        if len(self.epilogues) not in (0, len(results)) or len(shapes) > MOST_EXTRAS or shapes != [e.shape for e in self.extras]:
+            raise UnsupportedError(f"extra tensors {[list(e.shape) for e in self.extras]}; at most {MOST_EXTRAS} are read, expected {[list(s) for s in shapes]}")
+        if not all(e.is_contiguous() and e.is_floating_point() for e in self.extras):
+            raise UnsupportedError("an extra tensor of an epilogue is not contiguous, or not of floating point")
+
+    @property
+    def operands(self) -> list[torch.Tensor | None]:
+        """The extra tensors, as many as a launch has room for."""
+        return [*self.extras, *[None] * (MOST_EXTRAS - len(self.extras))]
+
+
+NO_TAIL = Tail()
+
+
+def check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tuple[int, int], launch: Launch) -> None:
+    check_operands(a, b, bias)
+    nbytes, signals = need
+    if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
+        raise UnsupportedError(f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and {launch.slot.signals}")
+
+
+def key_of(
+    pattern: str,
+    a: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    tail: Tail,
+    parameters: FusedParameters,
+    flag: bool,
+) -> tuple[object, ...]:
+    """What a prepared kernel rests on. Raises ``UnsupportedError`` where an operand lies as no kernel reads it."""
+    if not a.is_contiguous() or a.data_ptr() % 16:
+        raise UnsupportedError(f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous at 16 bytes")
+    key: list[object] = [pattern, a.shape, a.dtype, parameters, flag, tail.epilogues, *((e.dtype, e.data_ptr() % 16 == 0) for e in tail.extras)]
+    for b, bias in zip(rhs, biases, strict=True):
+        if b.data_ptr() % 16:
+            raise UnsupportedError(f"the right operand of shape {list(b.shape)} does not begin at 16 bytes")
+        key += [b.shape, b.stride(), b.dtype, None if bias is None else bias.data_ptr() % 16 == 0]
+    return tuple(key)

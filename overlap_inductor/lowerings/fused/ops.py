@@ -1,0 +1,175 @@
+"""The ops of schedule ``fused``: one functional op a site, one persistent kernel an op. Weights of a gathered tensor beyond those that one launch takes
+(``fused_plan.in_one_launch``) are multiplied by the vendor's matmul, on the workspace. Operands that no kernel reads as they lie are copied.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from overlap_inductor.lowerings import reference
+from overlap_inductor.lowerings.fused import parameters as fused_plan
+from overlap_inductor.lowerings.fused.parameters import FusedParameters
+from overlap_inductor.lowerings.library import define
+from overlap_inductor.lowerings.one_op.operands import bias_row
+from overlap_inductor.lowerings.one_op.operands import left_operand
+from overlap_inductor.lowerings.one_op.operands import right_operand
+from overlap_inductor.lowerings.one_op.ops import Optional
+from overlap_inductor.lowerings.one_op.ops import Tensors
+from overlap_inductor.lowerings.one_op.ops import define_gather
+from overlap_inductor.lowerings.one_op.ops import define_reductions
+from overlap_inductor.lowerings.one_op.ops import ready
+from overlap_inductor.lowerings.reference import product
+from overlap_inductor.runtime.call_order import call_order
+from overlap_inductor.runtime.workspace import Launch
+from overlap_inductor.sites.epilogue_program import Epilogue
+from overlap_inductor.sites.epilogue_program import applied
+from overlap_inductor.sites.epilogue_program import extras_of
+from overlap_inductor.sites.epilogue_program import from_text
+from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.torch_compat.memory import token_like
+
+Epilogues = Sequence[Epilogue | None]
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """What launches them. (Triton is imported with it, when the first op runs.)"""
+    from overlap_inductor.lowerings.fused import calls as fused
+
+    return fused
+
+
+def _gather(
+    shard: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    biases: Optional,
+    gathered_used: bool,
+    launch: Launch,
+    parameters: FusedParameters,
+    epilogues: Epilogues = (),
+    extras: Sequence[torch.Tensor] = (),
+) -> Tensors:
+    fused = _kernels()
+    if len(rhs) == 1 and not epilogues and not gathered_used:
+        b = right_operand(rhs[0])
+        return [fused.all_gather_matmul(left_operand(shard), b, launch, parameters, bias_row(biases[0], b.shape[1]))]
+    if not epilogues:
+        epilogues = (None,) * len(rhs)
+    of_each = extras_of(epilogues, [e.contiguous() for e in extras])
+
+    shard, rhs = left_operand(shard), [right_operand(b) for b in rhs]
+    launched = fused_plan.in_one_launch(rhs)
+    keep = gathered_used or len(launched) < len(rhs)
+    rows = [bias_row(biases[i], rhs[i].shape[1]) for i in launched]
+    tail = fused.Tail(tuple(epilogues[i] for i in launched), [e for i in launched for e in of_each[i]])
+    made = dict(zip(launched, fused.all_gather_matmuls(shard, [rhs[i] for i in launched], launch, parameters, rows, keep, tail)))
+    if not keep:
+        return list(made.values())
+    try:
+        gathered = fused.gathered(shard, launch)
+        outs = []
+        for i, (b, bias) in enumerate(zip(rhs, biases, strict=True)):
+            outs.append(made[i] if i in made else applied(epilogues[i], product(gathered, b, bias), of_each[i]))
+        if gathered_used:
+            outs.append(gathered.clone())
+    except BaseException:
+        # Peers wait for leave to write into this workspace again.
+        fused.end(launch)
+        raise
+    fused.end(launch, outs)
+    return outs
+
+
+def _reduce(
+    pattern: str,
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    average: bool,
+    launch: Launch,
+    parameters: FusedParameters,
+    epilogues: Epilogues = (),
+    extras: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    fused = _kernels()
+    tail = fused.Tail(tuple(epilogues), [e.contiguous() for e in extras]) if epilogues else fused.NO_TAIL
+    return getattr(fused, pattern)(left_operand(lhs), right_operand(rhs), launch, parameters, bias_row(bias, rhs.shape[1]), average, tail)
+
+
+def _gather_epilogue(
+    chain: torch.Tensor,
+    shard: torch.Tensor,
+    rhs: Tensors,
+    biases: Optional,
+    gathered_used: bool,
+    extras: Tensors,
+    epilogues: str,
+    settings: str,
+    group_name: str,
+    site: str,
+) -> tuple[Tensors, torch.Tensor]:
+    group, token, parsed = resolve_group(group_name), token_like(chain), from_text(epilogues)
+    found = ready(fused_plan, "all_gather_matmul", shard.shape[0], shard, rhs[0], shard.dtype, group, site, settings)
+    if found is None:
+        gathered, outs = reference.all_gather_matmul(shard, rhs, biases, group)
+        outs = [applied(*one) for one in zip(parsed, outs, extras_of(parsed, extras), strict=True)]
+        return [*outs, gathered] if gathered_used else outs, token
+    with call_order(shard.device):
+        return _gather(shard, rhs, biases, gathered_used, *found, parsed, extras), token
+
+
+def _gather_epilogue_fake(
+    chain: torch.Tensor, shard: torch.Tensor, rhs: Tensors, biases: object, gathered_used: bool, extras: object, epilogues: str, settings: str, group_name: str, site: str
+) -> tuple[Tensors, torch.Tensor]:
+    rows = resolve_group(group_name).size() * shard.shape[0]
+    return [shard.new_empty(rows, width) for width in [b.shape[1] for b in rhs] + [shard.shape[1]] * gathered_used], chain.new_empty(1)
+
+
+def _reduce_epilogue(
+    pattern: str,
+    chain: torch.Tensor,
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    extras: Tensors,
+    epilogues: str,
+    settings: str,
+    reduce_op: str,
+    group_name: str,
+    site: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group, token, parsed = resolve_group(group_name), token_like(chain), from_text(epilogues)
+    found = ready(fused_plan, pattern, -(-lhs.shape[0] // group.size()), lhs, rhs, lhs.dtype, group, site, settings)
+    if found is None:
+        return applied(parsed[0], getattr(reference, pattern)([lhs], [rhs], [bias], reduce_op, group), extras), token
+    with call_order(lhs.device):
+        return _reduce(pattern, lhs, rhs, bias, reduce_op == "avg", *found, parsed, extras), token
+
+
+def _reduce_epilogue_fake(
+    pattern: str, chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: object, extras: object, epilogues: str, settings: str, reduce_op: str, group_name: str, site: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = lhs.shape[0] if pattern == "matmul_all_reduce" else lhs.shape[0] // resolve_group(group_name).size()
+    return lhs.new_empty(rows, rhs.shape[1]), chain.new_empty(1)
+
+
+define_gather("fused", fused_plan, _gather)
+define_reductions("fused", fused_plan, _reduce)
+# The same with pointwise ops behind: ``epilogues`` is ``epilogue_text.to_text`` of one for each result (``None``: a result has none), ``extras`` what they read.
+define(
+    "fused_all_gather_matmul_epilogue(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, bool gathered_used, Tensor[] extras, str epilogues, "
+    "str settings, str group_name, str site) -> (Tensor[], Tensor)",
+    _gather_epilogue,
+    _gather_epilogue_fake,
+)
+for _pattern in ("matmul_reduce_scatter", "matmul_all_reduce"):
+    define(
+        f"fused_{_pattern}_epilogue(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, Tensor[] extras, str epilogues, str settings, str reduce_op, "
+        "str group_name, str site) -> (Tensor, Tensor)",
+        functools.partial(_reduce_epilogue, _pattern),
+        functools.partial(_reduce_epilogue_fake, _pattern),
+    )

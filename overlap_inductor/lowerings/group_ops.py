@@ -1,0 +1,58 @@
+"""Ops that every rewritten graph holds, whatever its schedules: ``agree``, ``follow`` and ``group_rank``.
+
+::
+
+    chain = agree(group, plan)      # the ranks have compared their plans, or do so now; orders the group's ops
+    follow(chain!, other)           # the next op of the chain comes behind ``other``, a collective left in place
+    rank  = group_rank(group)       # the rank as a symbol: no rank's number stands in a graph
+"""
+
+from __future__ import annotations
+
+import torch
+
+from overlap_inductor.errors import OverlapError
+from overlap_inductor.lowerings.library import FLEXIBLE
+from overlap_inductor.lowerings.library import define
+from overlap_inductor.lowerings.library import library
+from overlap_inductor.runtime import agreement
+from overlap_inductor.runtime.workspace import prepare
+from overlap_inductor.torch_compat.distributed import resolve_group
+
+
+def _group_rank(group_name: str) -> int:
+    return resolve_group(group_name).rank()
+
+
+library.define("group_rank(str group_name) -> int")
+library.impl("group_rank", _group_rank, "CompositeExplicitAutograd")
+
+
+def _agree(group_name: str, plan: str, like: torch.Tensor, workspace: str | None = None, limit: int = 0) -> torch.Tensor:
+    group = resolve_group(group_name)
+    agreement.require(group, plan)
+    if workspace is not None:
+        reason = prepare(group, like.device, workspace, limit << 20)
+        if reason is not None:
+            raise OverlapError(
+                f"sites of group {group_name!r} have no workspace: {reason} Free memory on that rank, lower "
+                "OVERLAP_INDUCTOR_WORKSPACE_LIMIT, or set OVERLAP_INDUCTOR=off."
+            )
+    # (A token orders; nobody reads it.)
+    return torch.empty(1, dtype=torch.uint8, device=like.device)
+
+
+def _agree_fake(group_name: str, plan: str, like: torch.Tensor, workspace: str | None = None, limit: int = 0) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.uint8, device=like.device)
+
+
+# ``like`` is on the device of the group's sites. ``workspace``: JSON text, ``[[site, bytes, signals]]`` of the group's fused sites, and the limit of their workspace in MiB.
+define("agree(str group_name, str plan, Tensor like, str? workspace=None, int limit=0) -> Tensor", _agree, _agree_fake, FLEXIBLE)
+
+
+def _follow(chain: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return chain.new_empty(1)
+
+
+# Orders the next op of the chain after ``other``: a collective of the same group that was left in place.
+define("follow(Tensor(a!) chain, Tensor other) -> Tensor", _follow, _follow)

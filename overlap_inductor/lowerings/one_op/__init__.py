@@ -1,0 +1,1 @@
+"""What schedules whose sites are one op each have in common."""

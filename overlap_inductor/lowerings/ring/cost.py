@@ -1,0 +1,27 @@
+"""Estimates of schedule ``ring``."""
+
+from __future__ import annotations
+
+from overlap_inductor.facts.cost_model import MARGIN
+from overlap_inductor.facts.cost_model import SiteSizes
+from overlap_inductor.facts.cost_model import collective_seconds
+from overlap_inductor.facts.cost_model import matmul_seconds
+from overlap_inductor.facts.machine import Machine
+
+
+def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
+    """Seconds of a ring with ``parts`` sub-chunks a shard."""
+    matmul = matmul_seconds(sizes, machine) / machine.overlapped_efficiency
+    wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
+    steps = sizes.legs * (sizes.world_size - 1) * parts
+    exposed = min(matmul, wire) / (sizes.world_size * parts)
+    return max(matmul, wire) + exposed + steps * machine.step_seconds
+
+
+def pays(sizes: SiteSizes, machine: Machine, parts: int) -> bool:
+    """Whether the ring is estimated to be at least 5 % faster than ``keep``, and hides more than its steps cost: one step may be cheaper than a collective
+    of next to nothing, but not for the host."""
+    matmul, wire = matmul_seconds(sizes, machine), sizes.legs * sizes.bytes_sent / machine.link_bytes
+    if min(matmul, wire) < sizes.legs * (sizes.world_size - 1) * parts * machine.step_seconds:
+        return False
+    return seconds(sizes, machine, parts) * MARGIN < matmul + collective_seconds(sizes, machine)

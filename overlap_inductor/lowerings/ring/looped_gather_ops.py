@@ -1,0 +1,203 @@
+"""The looping op of gathers: one ring of slices for all matmuls that read the gathered tensor, whichever of their dims it lies on.
+
+Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the slice of rank r as it is or transposed, ``s_r [p, q]``, as rows or as a
+part of its contraction::
+
+    rows:        y[r * p : (r + 1) * p] = s_r @ other                           other [q, n], y [W * p, n]
+    contraction: y = sum over r of s_r @ other[r * q : (r + 1) * q]             other [W * q, n], y [p, n]; accumulated in fp32
+
+or, where the slices are its right operand, all of this transposed. So dgrad (rows) and wgrad (contraction, slices transposed) of a backward
+graph share one ring, sub-chunk by sub-chunk: rows of a slice are rows of ``y``, or a shorter contraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from overlap_inductor.lowerings import reference
+from overlap_inductor.lowerings.library import define
+from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.transports import p2p
+from overlap_inductor.transports import routes
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a matmul reads the slices: as which ``operand`` (lhs, rhs), ranks along which dim (``role``: M, N or K), and whether transposed."""
+
+    operand: str
+    role: str
+    transposed: bool
+
+    @property
+    def contracted(self) -> bool:
+        return self.role == "K"
+
+    @property
+    def whole(self) -> bool:
+        """Whether rows of a shard would split the contraction of a matmul whose results are one rank's: it takes shards whole."""
+        return self.transposed and not self.contracted
+
+    def __str__(self) -> str:
+        return f"{self.operand} {self.role}{' transposed' if self.transposed else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> Form:
+        operand, role, *rest = text.split()
+        return cls(operand, role, rest == ["transposed"])
+
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` of a matmul with the slices on the left, from ``x`` of this matmul, or the other way (a view)."""
+        return x.t() if self.operand == "rhs" else x
+
+    def result_shape(self, shard: torch.Tensor, other: torch.Tensor, world_size: int) -> list[int]:
+        """The shape of the result for ``shard [m, k]`` and the matmul's other operand."""
+        rows = shard.shape[1 if self.transposed else 0] * (1 if self.contracted else world_size)
+        columns = self.turned(other).shape[1]
+        return [columns, rows] if self.operand == "rhs" else [rows, columns]
+
+
+def texts(forms: Sequence[Form]) -> str:
+    """``forms`` as they stand in a graph."""
+    return ", ".join(map(str, forms))
+
+
+class _Matmul:
+    """One matmul's result, slice by slice. The own slice comes first, whole."""
+
+    def __init__(self, form: Form, shard: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, world_size: int) -> None:
+        self.form, self.bias = form, bias
+        self.other = form.turned(other)
+        self.dtype = shard.dtype
+        kind = torch.promote_types(shard.dtype, torch.float32) if form.contracted else shard.dtype
+        self.result = shard.new_empty(form.result_shape(shard, other, world_size), dtype=kind)
+        self.turned = form.turned(self.result)
+        self.share = (self.other if form.contracted else self.turned).shape[0] // world_size
+        self.empty = True
+
+    def add(self, piece: torch.Tensor, slot: int, start: int) -> None:
+        """Multiply ``piece``: rows of the slice of rank ``slot``, from row ``start`` on."""
+        form = self.form
+        left = piece.t() if form.transposed else piece
+        if not form.contracted:
+            first = slot * self.share + (0 if form.transposed else start)
+            reference.product(left, self.other, self.bias, self.turned[first : first + left.shape[0]])
+            return
+        first = slot * self.share + (start if form.transposed else 0)
+        right = self.other[first : first + left.shape[1]]
+        total = self.turned if form.transposed else self.turned[start : start + left.shape[0]]
+        _accumulate(total, left, right, self.empty)
+        self.empty = False
+
+    def finish(self) -> torch.Tensor:
+        if not self.form.contracted:
+            return self.result
+        return (self.result if self.bias is None else self.result + self.bias).to(self.dtype)
+
+
+def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, empty: bool) -> None:
+    """``total += a @ b`` (``=`` where it is ``empty``) in the dtype of ``total``, as the unrolled steps do it (``matmuls.emit_partial``)."""
+    if a.dtype is total.dtype or a.device.type != "cuda":
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=0 if empty else 1)
+    elif empty:
+        total.copy_(torch.ops.aten.mm.dtype(a, b, total.dtype))
+    else:
+        total.add_(torch.ops.aten.mm.dtype(a, b, total.dtype))
+
+
+def _as_it_stood(form: Form, gathered: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, world_size: int) -> torch.Tensor:
+    """The whole matmul on ``gathered [W * m, k]``."""
+    rows, width = gathered.shape[0] // world_size, gathered.shape[1]
+    if form.contracted == form.transposed:
+        left = gathered.t() if form.transposed else gathered
+    else:
+        slices = gathered.view(world_size, rows, width)
+        left = slices.transpose(0, 1).reshape(rows, world_size * width) if form.contracted else slices.transpose(1, 2).reshape(world_size * width, rows)
+    a, b = (other, left.t()) if form.operand == "rhs" else (left, other)
+    return reference.product(a, b, bias)
+
+
+def _all_gather_matmul(
+    chain: torch.Tensor,
+    shard: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    forms: str,
+    parts: int,
+    min_rows: int,
+    route: str,
+    group_name: str,
+    site: str,
+) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
+    group = resolve_group(group_name)
+    world_size, rank, (rows, width) = group.size(), group.rank(), shard.shape
+    parsed = [Form.parse(text) for text in forms.split(", ")]
+    if parts > 1 and any(f.whole for f in parsed):
+        raise ValueError(f"site {site}: {parts} sub-chunks would split the contraction of a matmul that has the ranks along its rows ({forms}); expected 1")
+    if world_size * rows < min_rows:
+        gathered, _ = reference.all_gather_matmul(shard, [], [], group)
+        outs = [_as_it_stood(f, gathered, o, b, world_size) for f, o, b in zip(parsed, others, biases, strict=True)]
+        return outs, gathered, chain.new_empty(1)
+    gathered = shard.new_empty(world_size * rows, width)
+    gathered[rank * rows : (rank + 1) * rows].copy_(shard)
+    cuts = routes.bounds(rows, parts)
+    matmuls = [_Matmul(f, shard, o, b, world_size) for f, o, b in zip(parsed, others, biases, strict=True)]
+
+    def multiply(slot: int, start: int, stop: int) -> None:
+        for matmul in matmuls:
+            matmul.add(gathered[slot * rows + start : slot * rows + stop], slot, start)
+
+    exchange = p2p.open_exchange(gathered, [c * width for c in cuts], route, group, site)
+    if exchange is not None:
+        for index in range(min(parts, exchange.hop_count)):
+            exchange.post(index)
+    multiply(rank, 0, rows)
+    if exchange is None:
+        # (Nothing to send: shards without elements, whose products are zeros or the bias all the same.)
+        for distance in range(1, world_size):
+            multiply((rank + distance) % world_size, 0, rows)
+    else:
+        for step, distances in enumerate(routes.distances(route, world_size)):
+            for part in range(parts):
+                hop = step * parts + part
+                exchange.wait(hop)
+                if hop + parts < exchange.hop_count:
+                    exchange.post(hop + parts)
+                for distance in distances:
+                    multiply((rank + distance) % world_size, cuts[part], cuts[part + 1])
+        p2p.close_exchange(gathered, group)
+    return [m.finish() for m in matmuls], gathered, chain.new_empty(1)
+
+
+def _all_gather_matmul_fake(
+    chain: torch.Tensor,
+    shard: torch.Tensor,
+    others: Tensors,
+    biases: object,
+    forms: str,
+    parts: int,
+    min_rows: int,
+    route: str,
+    group_name: str,
+    site: str,
+) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
+    world_size = resolve_group(group_name).size()
+    parsed = [Form.parse(text) for text in forms.split(", ")]
+    outs = [shard.new_empty(f.result_shape(shard, o, world_size)) for f, o in zip(parsed, others, strict=True)]
+    return outs, shard.new_empty(world_size * shard.shape[0], shard.shape[1]), chain.new_empty(1)
+
+
+# ``others`` and ``biases`` as they stand in the graph, contracted rows in the ranks' order; so are the results' rows (columns, for role N).
+define(
+    "all_gather_matmul(Tensor chain, Tensor shard, Tensor[] others, Tensor?[] biases, str forms, int parts, SymInt min_rows, str route, "
+    "str group_name, str site) -> (Tensor[], Tensor, Tensor)",
+    _all_gather_matmul,
+    _all_gather_matmul_fake,
+)
+
+__all__ = ["Form", "texts"]

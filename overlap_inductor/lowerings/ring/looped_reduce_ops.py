@@ -1,0 +1,241 @@
+"""The looping ops of ``overlap_inductor::``: one functional op a site, running the ring in a loop of its own. Gathers: ``looping_gather``.
+
+They serve graphs whose unrolled steps would exceed the node budget (80 layers, 1024 ranks), and token counts that are too small for a
+ring at run time (``min_rows``): below it the plain collective and matmul run, decided by the token count that all ranks share. A chunk's
+matmul is the vendor's, so nothing is fused into it; that is the price of a bounded graph.
+
+Shapes (W ranks, this rank's view): ``rhs [K, N]``, ``lhs [W*m, K]``; a bias is ``[N]`` or ``[W*m, N]``. What is summed is
+sent, and reduced, as ``dtype``. All ops return the chain's next token last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.lowerings import reference
+from overlap_inductor.lowerings.library import define
+from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.transports import p2p
+from overlap_inductor.transports import routes
+
+Tensors = list[torch.Tensor]
+
+
+def _cut(bias: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    return bias[rows] if bias is not None and bias.dim() == 2 else bias
+
+
+def _sum_of_products(
+    lhs: Sequence[torch.Tensor], rhs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], rows: slice, dtype: torch.dtype
+) -> torch.Tensor:
+    total = reference.product(lhs[0][rows], rhs[0], _cut(biases[0], rows))
+    for a, b, bias in zip(lhs[1:], rhs[1:], biases[1:], strict=True):
+        total = total + reference.product(a[rows], b, _cut(bias, rows))
+    return total.to(dtype)
+
+
+def _partials(
+    lhs: Sequence[torch.Tensor],
+    rhs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    cuts: Sequence[int],
+    bands: Sequence[int],
+    dtype: torch.dtype,
+    exchange: p2p.Exchange | None,
+    group: dist.ProcessGroup,
+) -> Tensors:
+    """Compute and send the other ranks' pieces of ``bands``, then the own ones; returns sent pieces followed by own pieces."""
+    world_size, rank, parts = group.size(), group.rank(), len(cuts) - 1
+    rows = cuts[-1]
+    sent = []
+    for step in range(world_size - 1):
+        slot = (rank + 1 + step) % world_size
+        for band in bands:
+            piece = _sum_of_products(lhs, rhs, biases, slice(slot * rows + cuts[band], slot * rows + cuts[band + 1]), dtype)
+            if exchange is not None:
+                exchange.post(step * parts + band, piece.view(-1))
+            sent.append(piece)
+    own = [_sum_of_products(lhs, rhs, biases, slice(rank * rows + cuts[b], rank * rows + cuts[b + 1]), dtype) for b in bands]
+    return [*sent, *own]
+
+
+def _reduce(own: torch.Tensor, received: torch.Tensor, reduce_op: str) -> torch.Tensor:
+    wide = torch.promote_types(own.dtype, torch.float32)
+    total = own.to(wide) + received.to(wide).sum(0)
+    if reduce_op == "avg":
+        total = total / (received.shape[0] + 1)
+    return total.to(own.dtype)
+
+
+def _matmul_reduce_scatter(
+    chain: torch.Tensor,
+    lhs: Sequence[torch.Tensor],
+    rhs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    parts: int,
+    min_rows: int,
+    dtype: torch.dtype,
+    reduce_op: str,
+    group_name: str,
+    site: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = resolve_group(group_name)
+    world_size, total_rows, width = group.size(), lhs[0].shape[0], rhs[0].shape[1]
+    if total_rows < min_rows:
+        whole = _sum_of_products(lhs, rhs, biases, slice(None), dtype)
+        return reference.reduced("matmul_reduce_scatter", whole, reduce_op, group), chain.new_empty(1)
+    rows = total_rows // world_size
+    cuts = routes.bounds(rows, parts)
+    buffer = lhs[0].new_empty(world_size - 1, rows * width, dtype=dtype)
+    exchange = p2p.open_exchange(buffer, [c * width for c in cuts], "owner", group, site)
+    pieces = _partials(lhs, rhs, biases, cuts, range(parts), dtype, exchange, group)
+    own = torch.cat(pieces[-parts:])
+    if exchange is not None:
+        for hop in range(exchange.hop_count):
+            exchange.wait(hop)
+        p2p.close_exchange(buffer, group)
+    return _reduce(own, buffer.view(world_size - 1, rows, width), reduce_op), chain.new_empty(1)
+
+
+def _matmul_reduce_scatter_fake(
+    chain: torch.Tensor, lhs: Tensors, rhs: Tensors, biases: object, parts: int, floor: int, dtype: torch.dtype, reduce_op: str, group_name: str, site: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = lhs[0].shape[0] // resolve_group(group_name).size()
+    return lhs[0].new_empty(rows, rhs[0].shape[1], dtype=dtype), chain.new_empty(1)
+
+
+define(
+    "matmul_reduce_scatter(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, int parts, SymInt min_rows, "
+    "ScalarType dtype, str reduce_op, str group_name, str site) -> (Tensor, Tensor)",
+    _matmul_reduce_scatter,
+    _matmul_reduce_scatter_fake,
+)
+
+
+def _matmul_all_reduce(
+    chain: torch.Tensor,
+    lhs: Sequence[torch.Tensor],
+    rhs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    parts: int,
+    min_rows: int,
+    dtype: torch.dtype,
+    reduce_op: str,
+    group_name: str,
+    site: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = resolve_group(group_name)
+    world_size, rank, total_rows, width = group.size(), group.rank(), lhs[0].shape[0], rhs[0].shape[1]
+    if total_rows < min_rows:
+        whole = _sum_of_products(lhs, rhs, biases, slice(None), dtype)
+        return reference.reduced("matmul_all_reduce", whole, reduce_op, group), chain.new_empty(1)
+    rows = total_rows // world_size
+    cuts = routes.bounds(rows, parts)
+    bounds = [c * width for c in cuts]
+    buffer = lhs[0].new_empty(world_size - 1, rows * width, dtype=dtype)
+    result = lhs[0].new_empty(total_rows, width, dtype=dtype)
+    scatter = p2p.open_exchange(buffer, bounds, "owner", group, site)
+    back = p2p.open_exchange(result, bounds, "broadcast", group, site)
+    alive: list[Tensors] = []
+
+    def give_back(band: int, own: torch.Tensor) -> None:
+        if scatter is None or back is None:
+            return
+        for step in range(world_size - 1):
+            scatter.wait(step * parts + band)
+        received = buffer[:, bounds[band] : bounds[band + 1]].reshape(world_size - 1, *own.shape)
+        back.piece(rank, band).copy_(_reduce(own, received, reduce_op).view(-1))
+        back.post(band)
+
+    for band in range(parts):
+        alive.append(_partials(lhs, rhs, biases, cuts, [band], dtype, scatter, group))
+        if band:
+            give_back(band - 1, alive[band - 1][-1])
+    give_back(parts - 1, alive[-1][-1])
+    body = world_size * rows
+    if body < total_rows:
+        left = _sum_of_products(lhs, rhs, biases, slice(body, total_rows), dtype)
+        dist.all_reduce(left, group=group)
+        result[body:] = left / world_size if reduce_op == "avg" else left
+    if scatter is not None and back is not None:
+        for band in range(parts):
+            back.wait(band)
+        p2p.close_exchange(buffer, group)
+        p2p.close_exchange(result, group)
+    return result, chain.new_empty(1)
+
+
+def _full_fake(
+    chain: torch.Tensor, lhs: Tensors, rhs: Tensors, biases: object, parts: int, floor: int, dtype: torch.dtype, *args: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return lhs[0].new_empty(lhs[0].shape[0], rhs[0].shape[1], dtype=dtype), chain.new_empty(1)
+
+
+define(
+    "matmul_all_reduce(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, int parts, SymInt min_rows, ScalarType dtype, str reduce_op, "
+    "str group_name, str site) -> (Tensor, Tensor)",
+    _matmul_all_reduce,
+    _full_fake,
+)
+
+
+def _matmul_all_gather(
+    chain: torch.Tensor,
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    width: int,
+    parts: int,
+    min_rows: int,
+    dtype: torch.dtype,
+    group_name: str,
+    site: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = resolve_group(group_name)
+    rows, columns = lhs.shape[0], rhs.shape[1]
+    gathered = lhs.new_empty(group.size() * rows, width, dtype=dtype)
+    if rows < min_rows:
+        own = _sum_of_products([lhs], [rhs], [bias], slice(None), dtype)
+        dist.all_gather_into_tensor(gathered, torch.nn.functional.pad(own, (0, width - columns)), group=group)
+        return gathered, chain.new_empty(1)
+    cuts = routes.bounds(rows, parts)
+    exchange = p2p.open_exchange(gathered, [c * width for c in cuts], "broadcast", group, site)
+    for band in range(parts):
+        piece = _sum_of_products([lhs], [rhs], [bias], slice(cuts[band], cuts[band + 1]), dtype)
+        if exchange is not None:
+            place = exchange.piece(group.rank(), band).view(-1, width)
+            place[:, :columns].copy_(piece)
+            place[:, columns:].zero_()
+            exchange.post(band)
+    if exchange is not None:
+        for band in range(parts):
+            exchange.wait(band)
+        p2p.close_exchange(gathered, group)
+    return gathered, chain.new_empty(1)
+
+
+def _matmul_all_gather_fake(
+    chain: torch.Tensor,
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: object,
+    width: int,
+    parts: int,
+    floor: int,
+    dtype: torch.dtype,
+    group_name: str,
+    site: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return lhs.new_empty(resolve_group(group_name).size() * lhs.shape[0], width, dtype=dtype), chain.new_empty(1)
+
+
+# ``width``: columns of the gathered tensor, of which this rank may have fewer; the others are zeros.
+define(
+    "matmul_all_gather(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, SymInt width, int parts, SymInt min_rows, "
+    "ScalarType dtype, str group_name, str site) -> (Tensor, Tensor)",
+    _matmul_all_gather,
+    _matmul_all_gather_fake,
+)

@@ -1,0 +1,335 @@
+"""The step ops of ``overlap_inductor::``: what a ring's unrolled steps are made of, beside Inductor's own matmuls.
+
+A gather in the graph (W ranks, S sub-chunks; ``chain`` is a one-byte tensor that orders the ops of one group)::
+
+    chain    = agree(group, plan)                       # the ranks have compared their plans, or do so now
+    gathered = gather_start(chain!, shard)              # [W * d0, ...], own slot filled, first S hops in flight
+    y0       = mm(take(gathered, shift=0), w)           # under hops 0 .. S-1
+    gather_step(chain!, gathered!, hop=0)               # waits for hop 0, starts hop S
+    y1       = mm(take(gathered, shift=-1)[part 0], w)  # under hops 1 .. S
+    ...
+    y        = assemble([y0, y1, ...], shifts=[0, -1, ...])
+
+Why nothing is reused too early and nothing moves: a hop is waited for by an op that *mutates* the buffer, so a matmul that reads a
+slice of it stands between two mutations. Inductor's scheduler keeps reads between the writes around them; that alone pins the
+order start, matmul, step, matmul. The buffer is the only memory in flight for gathers (the own shard is copied into its slot), and
+what a reduction sends stays an argument of the op that waits for it.
+
+``take`` and ``assemble`` rotate by the rank at run time, so that the graph's text is the same on every rank; their Inductor
+lowerings (``inductor.lowerings``) make them views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.lowerings.library import FLEXIBLE
+from overlap_inductor.lowerings.library import define
+from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.transports import p2p
+
+
+def _gather_start(
+    chain: torch.Tensor, shard: torch.Tensor, bounds: Sequence[int], route: str, group_name: str, site: str
+) -> torch.Tensor:
+    group = resolve_group(group_name)
+    gathered = shard.new_empty([group.size() * shard.shape[0], *shard.shape[1:]])
+    gathered.view(group.size(), *shard.shape)[group.rank()].copy_(shard)
+    exchange = p2p.open_exchange(gathered, bounds, route, group, site)
+    if exchange is not None:
+        for index in range(min(exchange.parts, exchange.hop_count)):
+            exchange.post(index)
+    return gathered
+
+
+def _gather_start_fake(
+    chain: torch.Tensor, shard: torch.Tensor, bounds: Sequence[int], route: str, group_name: str, site: str
+) -> torch.Tensor:
+    return shard.new_empty([resolve_group(group_name).size() * shard.shape[0], *shard.shape[1:]])
+
+
+define(
+    "gather_start(Tensor(a!) chain, Tensor shard, SymInt[] bounds, str route, str group_name, str site) -> Tensor",
+    _gather_start,
+    _gather_start_fake,
+)
+
+
+def _gather_step(
+    chain: torch.Tensor,
+    gathered: torch.Tensor,
+    bounds: Sequence[int],
+    hop: int,
+    route: str,
+    group_name: str,
+    site: str,
+    computed: Sequence[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    done = chain.new_empty(1)
+    if bounds[-1] == 0:
+        return done
+    group = resolve_group(group_name)
+    exchange = p2p.find_exchange(gathered, group, site)
+    exchange.wait(hop)
+    if hop + exchange.parts < exchange.hop_count:
+        exchange.post(hop + exchange.parts)
+    if hop + 1 == exchange.hop_count:
+        p2p.close_exchange(gathered, group)
+    return done
+
+
+def _token_fake(chain: torch.Tensor, *args: object) -> torch.Tensor:
+    return chain.new_empty(1)
+
+
+# ``computed`` is only there to be waited for: without it Inductor fuses what each piece is made into to one kernel after the last hop.
+define(
+    "gather_step(Tensor(a!) chain, Tensor(b!) gathered, SymInt[] bounds, int hop, str route, str group_name, str site, "
+    "Tensor[]? computed=None) -> Tensor",
+    _gather_step,
+    _token_fake,
+    torch.Tag.flexible_layout,
+)
+
+
+def _exchange_start(
+    chain: torch.Tensor,
+    shape: Sequence[int],
+    bounds: Sequence[int],
+    dtype: torch.dtype,
+    route: str,
+    group_name: str,
+    site: str,
+) -> torch.Tensor:
+    buffer = torch.empty(shape, dtype=dtype, device=chain.device)
+    p2p.open_exchange(buffer, bounds, route, resolve_group(group_name), site)
+    return buffer
+
+
+def _exchange_start_fake(
+    chain: torch.Tensor,
+    shape: Sequence[int],
+    bounds: Sequence[int],
+    dtype: torch.dtype,
+    route: str,
+    group_name: str,
+    site: str,
+) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=chain.device)
+
+
+define(
+    "exchange_start(Tensor(a!) chain, SymInt[] shape, SymInt[] bounds, ScalarType dtype, str route, str group_name, "
+    "str site) -> Tensor",
+    _exchange_start,
+    _exchange_start_fake,
+)
+
+
+def _exchange_send(
+    chain: torch.Tensor,
+    buffer: torch.Tensor,
+    piece: torch.Tensor,
+    bounds: Sequence[int],
+    hop: int,
+    route: str,
+    group_name: str,
+    site: str,
+) -> torch.Tensor:
+    started = chain.new_empty(1)
+    if bounds[-1] == 0:
+        return started
+    group = resolve_group(group_name)
+    exchange = p2p.find_exchange(buffer, group, site)
+    if route == "broadcast":
+        exchange.piece(group.rank(), hop).copy_(piece.reshape(-1))
+        exchange.post(hop)
+    else:
+        exchange.post(hop, piece.view(-1))
+    return started
+
+
+# All of these return a token that other nodes can be ordered behind: the next piece's matmul is ordered behind it, else Inductor may run every matmul before the first send.
+define(
+    "exchange_send(Tensor(a!) chain, Tensor(b!) buffer, Tensor piece, SymInt[] bounds, int hop, str route, "
+    "str group_name, str site) -> Tensor",
+    _exchange_send,
+    _token_fake,
+)
+
+
+def _reduce_tail(
+    chain: torch.Tensor, buffer: torch.Tensor, tail: torch.Tensor, offset: int, reduce_op: str, group_name: str, site: str
+) -> torch.Tensor:
+    rows = tail.numel()
+    if rows == 0:
+        return chain.new_empty(1)
+    place = buffer.view(-1)[offset : offset + rows]
+    place.copy_(tail.reshape(-1))
+    group = resolve_group(group_name)
+    dist.all_reduce(place, group=group)
+    if reduce_op == "avg":
+        place.div_(group.size())
+    return chain.new_empty(1)
+
+
+# The rows of an all-reduce that are left over where the token count is no multiple of the world size: fewer than world_size.
+define(
+    "reduce_tail(Tensor(a!) chain, Tensor(b!) buffer, Tensor tail, SymInt offset, str reduce_op, str group_name, str site) -> Tensor",
+    _reduce_tail,
+    _token_fake,
+)
+
+
+def _exchange_wait(
+    chain: torch.Tensor,
+    buffer: torch.Tensor,
+    sent: Sequence[torch.Tensor],
+    bounds: Sequence[int],
+    hops: Sequence[int],
+    route: str,
+    group_name: str,
+    site: str,
+) -> torch.Tensor:
+    done = chain.new_empty(1)
+    if bounds[-1] == 0:
+        return done
+    group = resolve_group(group_name)
+    exchange = p2p.find_exchange(buffer, group, site)
+    for hop in hops:
+        exchange.wait(hop)
+    if hops[-1] + 1 == exchange.hop_count:
+        p2p.close_exchange(buffer, group)
+    return done
+
+
+define(
+    "exchange_wait(Tensor(a!) chain, Tensor(b!) buffer, Tensor[] sent, SymInt[] bounds, int[] hops, str route, "
+    "str group_name, str site) -> Tensor",
+    _exchange_wait,
+    _token_fake,
+)
+
+
+def _take(
+    x: torch.Tensor, dim: int, shift: int, chunk: int, start: int, length: int, group_name: str
+) -> torch.Tensor:
+    group = resolve_group(group_name)
+    slot = (group.rank() + shift) % group.size()
+    # A copy: a functional op may not return a view of its input. The Inductor lowering is a view.
+    return x.narrow(dim, slot * chunk + start, length).clone(memory_format=torch.contiguous_format)
+
+
+def _take_fake(
+    x: torch.Tensor, dim: int, shift: int, chunk: int, start: int, length: int, group_name: str
+) -> torch.Tensor:
+    return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
+
+
+define(
+    "take(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt length, str group_name) -> Tensor",
+    _take,
+    _take_fake,
+    FLEXIBLE,
+)
+
+
+def _rows_below(
+    x: torch.Tensor, dim: int, shift: int, chunk: int, start: int, size: int, group_name: str
+) -> torch.Tensor:
+    group = resolve_group(group_name)
+    first = (group.rank() + shift) % group.size() * chunk + start
+    kept = min(max(size - first, 0), x.shape[dim])
+    out = x.clone(memory_format=torch.contiguous_format)
+    out.narrow(dim, kept, x.shape[dim] - kept).zero_()
+    return out
+
+
+# ``x`` holds rows ``start, start + 1 ...`` of the shard of rank ``r + shift``. Row ``size`` of the gathered tensor, and
+# those behind it, become zeros.
+define(
+    "rows_below(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt size, str group_name) -> Tensor",
+    _rows_below,
+    lambda x, *args: x.new_empty(x.shape),
+    FLEXIBLE,
+)
+
+
+def _narrow(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+    return x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+
+
+def _narrow_fake(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+    return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
+
+
+# A slice with symbolic bounds that are known to lie inside; its lowering is a view that asks nothing (``aten.slice`` guards its clamps).
+define("narrow(Tensor x, int dim, SymInt start, SymInt length) -> Tensor", _narrow, _narrow_fake, FLEXIBLE)
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+# A slice of symbolic size brought together, for a reshape; its lowering is one copy (Inductor asks a strided view whether it can be reshaped without one, and each answer guards).
+define("packed(Tensor x) -> Tensor", _packed, lambda x: x.new_empty(x.shape), FLEXIBLE)
+
+
+def _after(piece: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    return piece.clone()
+
+
+# Orders the matmul that made ``piece`` behind ``token``; its lowering is ``piece`` itself and a scheduling edge.
+define("after(Tensor piece, Tensor token) -> Tensor", _after, lambda piece, token: torch.empty_like(piece), FLEXIBLE)
+
+
+def assembled_index(
+    shape: Sequence[int], dim: int, chunk: int, slot: int, start: Sequence[int], piece: Sequence[int]
+) -> list[tuple[int, int]]:
+    """``(offset, length)`` in every dim of the block that a piece fills; ``start`` is relative to its slot in ``dim``."""
+    offsets = [s + (slot * chunk if d == dim else 0) for d, s in enumerate(start)]
+    return list(zip(offsets, piece, strict=True))
+
+
+def _assemble(
+    pieces: Sequence[torch.Tensor],
+    shape: Sequence[int],
+    dim: int,
+    chunk: int,
+    shifts: Sequence[int],
+    starts: Sequence[int],
+    group_name: str,
+) -> torch.Tensor:
+    group = resolve_group(group_name)
+    out = pieces[0].new_empty(shape)
+    for i, (piece, shift) in enumerate(zip(pieces, shifts, strict=True)):
+        start = starts[i * len(shape) : (i + 1) * len(shape)]
+        block = out
+        slot = (group.rank() + shift) % group.size()
+        for d, (offset, length) in enumerate(assembled_index(shape, dim, chunk, slot, start, piece.shape)):
+            block = block.narrow(d, offset, length)
+        block.copy_(piece)
+    return out
+
+
+def _assemble_fake(
+    pieces: Sequence[torch.Tensor],
+    shape: Sequence[int],
+    dim: int,
+    chunk: int,
+    shifts: Sequence[int],
+    starts: Sequence[int],
+    group_name: str,
+) -> torch.Tensor:
+    return pieces[0].new_empty(shape)
+
+
+define(
+    "assemble(Tensor[] pieces, SymInt[] shape, int dim, SymInt chunk, int[] shifts, SymInt[] starts, str group_name) -> Tensor",
+    _assemble,
+    _assemble_fake,
+    FLEXIBLE,
+)

@@ -1,0 +1,363 @@
+"""Schedule ``ring``, reductions: ``matmul(s) -> reduce-scatter | all-reduce | all-gather of the output``.
+
+Contract: replaces the collective(s) and the region that feeds them. Every slice of the collective's input is computed alone, in the
+order in which it leaves; the own slice is last, so that after the last matmul only the sum is exposed.
+
+reduce-scatter, route ``owner`` (CommFuse Fig. 8b; *preserve*: partials travel once in their own dtype and are summed once in fp32)::
+
+    for i in 0 .. W-2, part: p = slice(r + 1 + i)[part]; send p to rank r + 1 + i
+    own = slice(r); wait; out = own + sum(received)
+
+route ``travel`` (CommFuse Alg. 2; rounds at each hop, needs ``allow_hop_rounding``): the accumulator of slice ``r - 1 - i`` visits every
+rank once. All-reduce: S bands of rows, each a reduce-scatter as above followed by a broadcast of the sum, which runs under the next
+band's matmuls; rows left over by the world size are reduced by one small collective. All-gather of an output: S bands, each sent to
+all ranks while the next is multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.lowerings.ring.unrolled_gather import _annotate_new
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import matmuls
+from overlap_inductor.sites.layouts import Layout
+from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.nodes import ReduceNodes
+from overlap_inductor.sites.nodes import Region
+from overlap_inductor.sites.padded_output import gathered_shape
+from overlap_inductor.sites.step_emitter import Block
+from overlap_inductor.sites.step_emitter import StepEmitter
+from overlap_inductor.sites.step_emitter import part_count
+from overlap_inductor.sites.step_emitter import pieces_of
+
+aten = torch.ops.aten
+overlap = torch.ops.overlap_inductor
+convert_dtype = torch.ops.prims.convert_element_type.default
+
+
+class _Slices:
+    """Computes slices of the collective's input, in the matmuls' own layout."""
+
+    def __init__(self, emit: StepEmitter, nodes: ReduceNodes) -> None:
+        self.emit, self.nodes = emit, nodes
+        self.after: fx.Node | None = None
+        self.whole: dict[fx.Node, fx.Node] = {}
+
+    def of_rank(self, shift: int, block: Block) -> fx.Node:
+        sharded = self.nodes.sharded
+        return self._compute(lambda x, dim: self.emit.take_sharded(x, dim, sharded, shift, block))
+
+    def rows(self, start: Size, length: Size) -> fx.Node:
+        return self._compute(lambda x, dim: self.emit.narrow(x, dim, start, length))
+
+    def _compute(self, cut: matmuls.Slicer) -> fx.Node:
+        done: dict[fx.Node, fx.Node] = {}
+        pieces = [self._evaluate(node, cut, done) for node in self.nodes.computed]
+        total = pieces[0]
+        for piece in pieces[1:]:
+            total = self.emit.call(aten.add.Tensor, total, piece)
+        expected = tools.dtype(self.nodes.collectives[0].input)
+        if tools.dtype(total) != expected:
+            raise RuntimeError(f"a piece is {tools.dtype(total)}, the collective moves {expected}")
+        if self.nodes.region is not None:
+            summed = {d for dims in self.nodes.region.reduced.values() for d in dims}
+            total = self.emit.reshape(total, [size for d, size in enumerate(tools.shape(total)) if d not in summed])
+        if self.nodes.padding is not None and self.nodes.padding.columns:
+            total = self.emit.call(aten.constant_pad_nd.default, total, [0, self.nodes.padding.columns])
+        return self.in_memory(total)
+
+    def in_memory(self, piece: fx.Node) -> fx.Node:
+        """``piece``, computed once: Inductor would compute a cheap op anew for the op that waits, and reuse the memory that is being sent."""
+        if piece.target is overlap.after.default or piece.target in matmuls.KINDS:
+            return piece  # (A matmul is never computed inside what reads it.)
+        return self.emit.call(overlap.after.default, piece, self.after or self.emit.chain)
+
+    def _evaluate(self, node: fx.Node, cut: matmuls.Slicer, done: dict[fx.Node, fx.Node]) -> fx.Node:
+        if node in done:
+            return done[node]
+        emit, nodes = self.emit, self.nodes
+        leaf = next((m for m in nodes.leaves if m.node is node), None)
+        if leaf is not None:
+            role = nodes.role
+            lhs_dim, rhs_dim = leaf.operand_dim("lhs", role), leaf.operand_dim("rhs", role)
+            lhs = cut(self._whole(leaf.lhs, lhs_dim), lhs_dim) if lhs_dim is not None else leaf.lhs
+            rhs = cut(self._whole(leaf.rhs, rhs_dim), rhs_dim) if rhs_dim is not None else leaf.rhs
+            added = leaf.bias if nodes.bias_of(leaf) is None else None
+            bias = None if added is None else self._evaluate(added, cut, done)
+            result = matmuls.emit(emit.graph, leaf, lhs, rhs, {role: cut}, bias_slice=bias)
+            _annotate_new(emit, result)
+            if self.after is not None:
+                # Without this Inductor may run all matmuls before the first send (or all sends last).
+                result = emit.call(overlap.after.default, result, self.after)
+        elif node in nodes.through:
+            result = self._evaluate(nodes.through[node], cut, done)
+        elif node in nodes.externals:
+            result = self._external(node, cut) if nodes.region is None else self._placed(node, nodes.region, cut)
+        elif nodes.region is not None and node in nodes.region.reduced:
+            source = self._evaluate(node.args[0], cut, done)  # type: ignore[arg-type]
+            kind = {name: value for name, value in node.kwargs.items() if name == "dtype"}
+            result = emit.call(node.target, source, nodes.region.reduced[node], True, **kind)
+        elif nodes.region is not None and node in nodes.region.joined:
+            parts = [self._evaluate(n, cut, done) for n in node.args[0]]  # type: ignore[union-attr, arg-type]
+            result = emit.call(aten.cat.default, parts, nodes.region.joined[node])
+        else:
+            result = emit.annotate(emit.graph.node_copy(node, lambda n: self._evaluate(n, cut, done) if tools.is_tensor(n) else n))
+        done[node] = result
+        return result
+
+    def _whole(self, operand: fx.Node, dim: int) -> fx.Node:
+        if operand not in self.whole:
+            self.whole[operand] = self.emit.whole_chunks(operand, dim, self.nodes.sharded)
+        return self.whole[operand]
+
+    def _placed(self, node: fx.Node, region: Region, cut: matmuls.Slicer) -> fx.Node:
+        """What is read from elsewhere, over the matmuls' dims."""
+        if not tools.shape(node):
+            return node
+        place = region.places[node]
+        placed = self.emit.convert(node, self.nodes.layouts[node], place)
+        return cut(placed, region.cut) if place.dims[region.cut] else placed
+
+    def _external(self, node: fx.Node, cut: matmuls.Slicer) -> fx.Node:
+        shape = tools.shape(node)
+        leaf = tools.shape(self.nodes.leaves[0].node)
+        if not shape or tools.is_scalar_like(node):
+            # A tensor of one element and some rank takes part in type promotion, one of none does not.
+            return self.emit.reshape(node, [1]) if len(shape) > 1 else node
+        if self.nodes.layouts[node].same_elements(self.nodes.leaf_layout):
+            return cut(self.emit.reshape(node, leaf), self.nodes.sharded.dim)
+        vector = self.emit.reshape(node, [shape[-1]])
+        return cut(vector, 0) if self.nodes.sharded.dim == len(leaf) - 1 else vector
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What partial sums are added up in: integers stay exact as they are."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def _sum(emit: StepEmitter, own: fx.Node, received: fx.Node, reduce_op: str, dtype: torch.dtype) -> fx.Node:
+    """``own + sum(received over dim 0)`` in fp32, rounded once to the collective's dtype."""
+    wide = _wide(dtype)
+
+    def widen(x: fx.Node) -> fx.Node:
+        return x if tools.dtype(x) == wide else emit.call(convert_dtype, x, wide)
+
+    # (A sum of integers would be int64.)
+    exact = {} if wide.is_floating_point else {"dtype": wide}
+    total = emit.call(aten.add.Tensor, widen(own), emit.call(aten.sum.dim_IntList, widen(received), [0], **exact))
+    if reduce_op == "avg":
+        total = emit.call(aten.div.Tensor, total, emit.world_size)
+    return total if wide == dtype else emit.call(convert_dtype, total, dtype)
+
+
+def rewrite_reduce_scatter(emit: StepEmitter, nodes: ReduceNodes, parts: int, route: str) -> fx.Node:
+    """The scattered result, in the shape of the collective's own."""
+    collective, sharded = nodes.collectives[0], nodes.sharded
+    world_size, dtype = emit.world_size, tools.dtype(collective.input)
+    slices = _Slices(emit, nodes)
+    parts = part_count(sharded.chunk, parts)
+    cuts = pieces_of(sharded.chunk, parts)
+    shape = nodes.shape
+    inner = tools.numel([s for i, s in enumerate(shape) if i != sharded.dim])
+    unit = sharded.outer * inner
+    bounds = [start * unit for start, _ in cuts] + [sharded.chunk * unit]
+    buffer = emit.communicate(
+        overlap.exchange_start.default, emit.chain, [world_size - 1, bounds[-1]], bounds, dtype, route, emit.group_name, emit.site
+    )
+    arguments = (route, emit.group_name, emit.site)
+    reduce_op = collective.reduce_op or "sum"
+    blocks = [Block(start, length, 0, sharded.outer) for start, length in cuts]
+    if route == "travel":
+        own = _travel(emit, slices, blocks, buffer, bounds, arguments, reduce_op, dtype)
+    else:
+        sent = []
+        for step in range(world_size - 1):
+            for part, block in enumerate(blocks):
+                piece = slices.of_rank(step + 1, block)
+                slices.after = emit.communicate(
+                    overlap.exchange_send.default, emit.chain, buffer, piece, bounds, step * parts + part, *arguments
+                )
+                sent.append(piece)
+        own = slices.of_rank(0, Block.whole(sharded))
+        hops = list(range((world_size - 1) * parts))
+        emit.communicate(overlap.exchange_wait.default, emit.chain, buffer, [*sent, own], bounds, hops, *arguments)
+        own = _sum_parts(emit, nodes, own, buffer, bounds, blocks, reduce_op, dtype)
+    target = _scattered_layout(nodes)
+    result = emit.convert(own, nodes.leaf_layout.without_rank(), target)
+    result = emit.reshape(result, tools.shape(collective.node))
+    return emit.contiguous(result)
+
+
+def _scattered_layout(nodes: ReduceNodes) -> Layout:
+    return nodes.layouts[nodes.computed[0]].without_rank()
+
+
+def _leaf_shape(nodes: ReduceNodes, rows: Size) -> list[Size]:
+    shape = nodes.shape
+    shape[nodes.sharded.dim] = rows
+    return shape
+
+
+def _sum_parts(
+    emit: StepEmitter,
+    nodes: ReduceNodes,
+    own: fx.Node,
+    buffer: fx.Node,
+    bounds: list[Any],
+    blocks: list[Block],
+    reduce_op: str,
+    dtype: torch.dtype,
+) -> fx.Node:
+    sharded = nodes.sharded
+    lead = sharded.dim == 0 and isinstance(sharded.outer, int) and sharded.outer == 1
+    if lead or len(blocks) == 1:
+        received = emit.reshape(buffer, [emit.world_size - 1, *tools.shape(own)])
+        return _sum(emit, own, received, reduce_op, dtype)
+    # Sub-chunks arrive one after the other in each slot, but are interleaved in the slice: sum each, then join.
+    dim = sharded.dim
+    shape = tools.shape(own)
+    split = emit.reshape(own, [*shape[:dim], sharded.outer, sharded.chunk, *shape[dim + 1 :]])
+    parts = []
+    for part, block in enumerate(blocks):
+        mine = emit.narrow(split, dim + 1, block.start, block.length)
+        received = emit.narrow(buffer, 1, bounds[part], bounds[part + 1] - bounds[part])
+        received = emit.reshape(received, [emit.world_size - 1, *tools.shape(mine)])
+        parts.append(_sum(emit, mine, received, reduce_op, dtype))
+    return emit.reshape(emit.call(aten.cat.default, parts, dim + 1), shape)
+
+
+def _travel(
+    emit: StepEmitter,
+    slices: _Slices,
+    blocks: list[Block],
+    buffer: fx.Node,
+    bounds: list[Any],
+    arguments: tuple[str, str, str],
+    reduce_op: str,
+    dtype: torch.dtype,
+) -> fx.Node:
+    nodes, world_size, parts = slices.nodes, emit.world_size, len(blocks)
+    sent: dict[int, fx.Node] = {}
+    finished = []
+    for step in range(world_size):
+        for part, block in enumerate(blocks):
+            piece = slices.of_rank(-1 - step, block)
+            if step:
+                hop = (step - 1) * parts + part
+                emit.communicate(overlap.exchange_wait.default, emit.chain, buffer, [sent[part], piece], bounds, [hop], *arguments)
+                arrived = emit.narrow(emit.call(aten.select.int, buffer, 0, step - 1), 0, bounds[part], bounds[part + 1] - bounds[part])
+                arrived = emit.reshape(arrived, tools.shape(piece))
+                wide = _wide(dtype)
+                terms = [x if tools.dtype(x) == wide else emit.call(convert_dtype, x, wide) for x in (arrived, piece)]
+                piece = emit.call(aten.add.Tensor, *terms)
+                if step == world_size - 1 and reduce_op == "avg":
+                    piece = emit.call(aten.div.Tensor, piece, world_size)
+                if wide != dtype:
+                    piece = emit.call(convert_dtype, piece, dtype)
+                piece = slices.in_memory(piece)
+            if step < world_size - 1:
+                hop = step * parts + part
+                slices.after = emit.communicate(overlap.exchange_send.default, emit.chain, buffer, piece, bounds, hop, *arguments)
+                sent[part] = piece
+            else:
+                finished.append(piece)
+    if len(finished) == 1:
+        return finished[0]
+    sharded, dim = nodes.sharded, nodes.sharded.dim
+    shape = tools.shape(finished[0])
+    split = [
+        emit.reshape(p, [*shape[:dim], sharded.outer, b.length, *shape[dim + 1 :]]) for p, b in zip(finished, blocks, strict=True)
+    ]
+    joined = emit.call(aten.cat.default, split, dim + 1)
+    return emit.reshape(joined, _leaf_shape(nodes, sharded.outer * sharded.chunk))
+
+
+def rewrite_all_reduce(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.Node:
+    """The reduced tensor, in the shape of the collective's own; bands of rows pipeline the two legs."""
+    collective, sharded = nodes.collectives[0], nodes.sharded
+    world_size, dtype = emit.world_size, tools.dtype(collective.input)
+    reduce_op = collective.reduce_op or "sum"
+    slices = _Slices(emit, nodes)
+    parts = part_count(sharded.chunk, parts)
+    cuts = pieces_of(sharded.chunk, parts)
+    shape = nodes.shape
+    inner = tools.numel(shape[1:])
+    bounds = [start * inner for start, _ in cuts] + [sharded.chunk * inner]
+    tail = ("owner", emit.group_name, emit.site)
+    back = ("broadcast", emit.group_name, emit.site)
+    partials = emit.communicate(
+        overlap.exchange_start.default, emit.chain, [world_size - 1, bounds[-1]], bounds, dtype, *tail
+    )
+    result = emit.communicate(overlap.exchange_start.default, emit.chain, list(shape), bounds, dtype, *back)
+    blocks = [Block(start, length, 0, 1) for start, length in cuts]
+
+    def return_band(band: int, own: fx.Node, sent: list[fx.Node], newest: fx.Node) -> None:
+        hops = [step * parts + band for step in range(world_size - 1)]
+        closing = [*sent, own] if newest is own else [*sent, own, newest]
+        emit.communicate(overlap.exchange_wait.default, emit.chain, partials, closing, bounds, hops, *tail)
+        received = emit.narrow(partials, 1, bounds[band], bounds[band + 1] - bounds[band])
+        received = emit.reshape(received, [world_size - 1, *tools.shape(own)])
+        total = _sum(emit, own, received, reduce_op, dtype)
+        slices.after = emit.communicate(overlap.exchange_send.default, emit.chain, result, total, bounds, band, *back)
+
+    waiting: tuple[int, fx.Node, list[fx.Node]] | None = None
+    for band, block in enumerate(blocks):
+        sent = []
+        for step in range(world_size - 1):
+            piece = slices.of_rank(step + 1, block)
+            slices.after = emit.communicate(
+                overlap.exchange_send.default, emit.chain, partials, piece, bounds, step * parts + band, *tail
+            )
+            sent.append(piece)
+        own = slices.of_rank(0, block)
+        if waiting is not None:
+            return_band(*waiting, newest=own)
+        waiting = (band, own, sent)
+    assert waiting is not None
+    return_band(*waiting, newest=waiting[1])
+    _reduce_left_over(emit, nodes, slices, result, inner, reduce_op)
+    emit.communicate(overlap.exchange_wait.default, emit.chain, result, [], bounds, list(range(parts)), *back)
+    final = emit.convert(result, nodes.leaf_layout, nodes.layouts[nodes.computed[0]])
+    return emit.contiguous(emit.reshape(final, tools.shape(collective.node)))
+
+
+def _reduce_left_over(
+    emit: StepEmitter, nodes: ReduceNodes, slices: _Slices, result: fx.Node, inner: Size, reduce_op: str
+) -> None:
+    sharded = nodes.sharded
+    body = emit.world_size * sharded.chunk
+    left = sharded.size - body
+    if isinstance(left, int) and left == 0:
+        return
+    rows = slices.rows(body, left)
+    emit.communicate(
+        overlap.reduce_tail.default, emit.chain, result, rows, body * inner, reduce_op, emit.group_name, emit.site
+    )
+
+
+def rewrite_gathered_output(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.Node:
+    """The gathered output of the matmul, in the collective's own layout."""
+    collective = nodes.collectives[0]
+    dtype = tools.dtype(collective.input)
+    slices = _Slices(emit, nodes)
+    rows, *widths = gathered_shape(nodes)
+    parts = part_count(rows, parts)
+    cuts = pieces_of(rows, parts)
+    inner = tools.numel(widths)
+    bounds = [start * inner for start, _ in cuts] + [rows * inner]
+    arguments = ("broadcast", emit.group_name, emit.site)
+    buffer = emit.communicate(
+        overlap.exchange_start.default, emit.chain, tools.shape(collective.node), bounds, dtype, *arguments
+    )
+    for band, (start, length) in enumerate(cuts):
+        piece = slices.rows(start, length)
+        slices.after = emit.communicate(overlap.exchange_send.default, emit.chain, buffer, piece, bounds, band, *arguments)
+    emit.communicate(overlap.exchange_wait.default, emit.chain, buffer, [], bounds, list(range(parts)), *arguments)
+    return buffer
+
+
+__all__ = ["rewrite_all_reduce", "rewrite_gathered_output", "rewrite_reduce_scatter"]

@@ -1,0 +1,41 @@
+"""Estimates of schedule ``small_message``: 4 to 11 us at 1 to 128 rows of 8192 on 2 H200s (bench/results/small_message.jsonl)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from overlap_inductor.facts.cost_model import MARGIN
+from overlap_inductor.facts.cost_model import SiteSizes
+from overlap_inductor.facts.cost_model import collective_seconds
+from overlap_inductor.facts.cost_model import matmul_seconds
+from overlap_inductor.facts.machine import Machine
+
+
+@dataclass(frozen=True)
+class SmallMessageCost:
+    """Constants of a small all-reduce.
+
+    Attributes:
+        push_bytes: B/s each way that SMs store to peers.
+        seconds: fixed cost; leg_seconds: of its second leg.
+    """
+
+    push_bytes: float = 3e11
+    seconds: float = 8e-6
+    leg_seconds: float = 2e-6
+
+
+COST = SmallMessageCost()
+
+
+def seconds(sizes: SiteSizes, machine: Machine) -> float:
+    """Seconds of the matmul and, behind it, a small all-reduce: in one shot (every shard to every peer) or in two, whichever sends for less time."""
+    one_shot = sizes.bytes_sent * sizes.world_size / COST.push_bytes
+    two_shot = 2 * sizes.bytes_sent / COST.push_bytes + COST.leg_seconds
+    return matmul_seconds(sizes, machine) + COST.seconds + min(one_shot, two_shot)
+
+
+def pays(sizes: SiteSizes, machine: Machine) -> bool:
+    """Whether that is estimated to be at least 5 % faster than ``keep``, on a machine whose GPUs reach each other's memory."""
+    keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
+    return seconds(sizes, machine) * MARGIN < keep

@@ -1,0 +1,175 @@
+"""Schedule ``small_message``: one kernel behind an ordinary matmul, launched on the current stream.
+
+Each function is the host's part of a kernel, or of a matmul and the kernel. At a site's first call of a shape it checks what the kernel rests on and prepares it; after that
+it launches (matmul and kernel as one CUDA graph where a call comes again, ``runtime.replay``), waits for nothing and allocates its results alone, and the matmul's where it is no replay. A group that has
+been aborted launches nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.kernels.small_message import one_shot
+from overlap_inductor.kernels.small_message import two_shot
+from overlap_inductor.lowerings import reference
+from overlap_inductor.lowerings.small_message.parameters import SmallParameters
+from overlap_inductor.lowerings.small_message.parameters import needed
+from overlap_inductor.lowerings.small_message.parameters import why_not
+from overlap_inductor.runtime.replay import launched
+from overlap_inductor.runtime.workspace import Launch
+from overlap_inductor.torch_compat import blas
+from overlap_inductor.torch_compat.memory import rows_like
+from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+
+
+def all_reduce(product: torch.Tensor, launch: Launch, parameters: SmallParameters, average: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum (``average``: the mean) over ranks of ``product [M, N]``, fp16 or bf16, summed in fp32 and rounded once: the same bits on all ranks. ``out``: the result's place.
+
+    Raises:
+        UnsupportedError: a dtype, layout or slot that the kernel is not made for.
+        TransferError: a call of the group before this one gave up waiting, or was aborted.
+    """
+    launch.faults.check()
+    out = torch.empty_like(product) if out is None else out
+    _run(product, out, None, launch, parameters, 0.0, average)
+    return out
+
+
+def matmul_all_reduce(
+    lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, launch: Launch, parameters: SmallParameters, average: bool = False
+) -> torch.Tensor:
+    """``all_reduce`` of ``lhs [M, K] @ rhs [K, N] + bias``."""
+    launch.faults.check()
+    out = rows_like(lhs, lhs.shape[0], rhs.shape[1], lhs.dtype)
+
+    def start(product: torch.Tensor) -> None:
+        all_reduce(product, launch, parameters, average, out)
+
+    _behind_matmul(lhs, rhs, bias, [], [out], launch, parameters, average, start)
+    return out
+
+
+def all_reduce_norm(
+    product: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    launch: Launch,
+    parameters: SmallParameters,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(normed, residual_out)``, both ``[M, N]``: ``residual_out = residual + all_reduce(product)``, and its RMSNorm times ``weight [N]``. ``out``: their places.
+
+    Rounded as a model rounds that computes them op by op: the sum, what the residual makes of it, the normed row, its product with ``weight``; all of them in the dtype
+    of ``product``, the norm itself in fp32 (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, section 3).
+
+    Raises:
+        UnsupportedError, TransferError: as ``all_reduce``.
+    """
+    launch.faults.check()
+    normed, residual_out = (torch.empty_like(product), torch.empty_like(product)) if out is None else out
+    _check_norm(product.shape, product.dtype, residual, weight)
+    _run(product, normed, (residual, residual_out, weight), launch, parameters, eps, average=False)
+    return normed, residual_out
+
+
+def matmul_all_reduce_norm(
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    launch: Launch,
+    parameters: SmallParameters,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``all_reduce_norm`` of ``lhs [M, K] @ rhs [K, N] + bias``."""
+    launch.faults.check()
+    normed, residual_out = (rows_like(lhs, lhs.shape[0], rhs.shape[1], lhs.dtype) for _ in range(2))
+
+    def start(product: torch.Tensor) -> None:
+        all_reduce_norm(product, residual, weight, eps, launch, parameters, (normed, residual_out))
+
+    _behind_matmul(lhs, rhs, bias, [residual, weight], [normed, residual_out], launch, parameters, eps, start)
+    return normed, residual_out
+
+
+def _check_norm(shape: torch.Size, dtype: torch.dtype, residual: torch.Tensor, weight: torch.Tensor) -> None:
+    for name, tensor, expected in (("residual", residual, shape), ("weight of the norm", weight, shape[1:])):
+        if tensor.shape != expected or tensor.dtype != dtype or not _plain(tensor):
+            raise UnsupportedError(
+                f"the {name} is {tensor.dtype}{list(tensor.shape)} with strides {list(tensor.stride())}; "
+                f"expected {dtype}{list(expected)}, contiguous at 16 bytes"
+            )
+
+
+def _behind_matmul(
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    others: list[torch.Tensor],
+    results: list[torch.Tensor],
+    launch: Launch,
+    parameters: SmallParameters,
+    constant: float,
+    start: Callable[[torch.Tensor], None],
+) -> None:
+    """The vendor's matmul and ``start`` of its product; ``constant`` and ``others`` are what else ``start`` depends on."""
+    # (Results lie in rows, of sizes that the operands have: where they begin is all that may change.)
+    what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
+    # Of the tensors only a bias is ever copied, into the product, before it is added to.
+    copied = [] if bias is None else [bias]
+    launched(launch, what, [lhs, rhs, bias, *others], lambda: start(reference.product(lhs, rhs, bias)), parameters.replays, copied)
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+
+
+def _run(
+    product: torch.Tensor,
+    out: torch.Tensor,
+    norm: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    launch: Launch,
+    parameters: SmallParameters,
+    eps: float,
+    average: bool,
+) -> None:
+    if product.shape[0] == 0 or not _plain(product):
+        raise UnsupportedError(f"the matmul's result of shape {list(product.shape)}, strides {list(product.stride())} is empty, or not contiguous at 16 bytes")
+    varying = (product, out, *(norm or (out, out, out)))
+    key = "small_message", product.shape, product.dtype, parameters, eps, norm is None, average
+    kernel = launch.prepared.get(key)
+    if kernel is None:
+        kernel = _prepare(varying, norm is not None, launch, parameters, eps, average)
+        launch.remember(key, kernel)
+    kernel(*varying)
+
+
+def _prepare(varying: tuple[torch.Tensor, ...], norm: bool, launch: Launch, p: SmallParameters, eps: float, average: bool) -> PreparedKernel:
+    product, slot, world_size = varying[0], launch.slot, launch.world_size
+    rows, columns = product.shape
+    itemsize = product.element_size()
+    segments, threads = -(-columns // p.segment), 32 * p.warps
+    reason = why_not(product.dtype, world_size, rows, columns)
+    if reason is not None:
+        raise UnsupportedError(reason)
+    if world_size * segments > threads:
+        raise UnsupportedError(f"{segments} segments a row from {world_size} ranks are more flags than a block of {threads} threads waits for; take wider segments")
+    nbytes, signals, protocol = needed(p, world_size, rows, columns, itemsize)
+    if nbytes > slot.nbytes or signals > slot.signals or protocol != slot.protocol:
+        raise UnsupportedError(
+            f"the call needs {nbytes} bytes and {signals} signals in {protocol}; its slot has {slot.nbytes} and {slot.signals}, and is used with {slot.protocol}"
+        )
+    # Halves of the slot, not of what this call needs: every call must find the same ones.
+    half = slot.nbytes // 256 * 128
+    fixed = (
+        slot.data.local[: 2 * half].view(product.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
+        launch.patience_ns, launch.site, launch.rank, rows, columns // 8, half // itemsize, slot.signals, 1.0 / world_size if average else 1.0, eps,
+        world_size, segments, p.segment, 1 << (columns - 1).bit_length(), norm,
+    )  # fmt: skip
+    blocks = (-(-rows // world_size) + norm) * segments if p.two_shot else rows * segments
+    return PreparedKernel(two_shot if p.two_shot else one_shot, blocks, varying, fixed, num_warps=p.warps)

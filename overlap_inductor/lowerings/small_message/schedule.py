@@ -1,0 +1,153 @@
+"""Schedule ``small_message`` for a site: all-reduces of few tokens, with the residual add and RMSNorm that follow where the token count is known."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from collections.abc import Sequence
+from operator import getitem
+from typing import Any
+
+from torch import fx
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.facts.decision import PlanPiece
+from overlap_inductor.lowerings.one_op import rows as looping
+from overlap_inductor.lowerings.schedule import Replaced
+from overlap_inductor.lowerings.small_message import cost
+from overlap_inductor.lowerings.small_message import parameters as small_plan
+from overlap_inductor.runtime.arena import Request
+from overlap_inductor.sites import collectives
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.nodes import GatherNodes
+from overlap_inductor.sites.nodes import OverlapSite
+from overlap_inductor.sites.norm_epilogue import NormEpilogue
+from overlap_inductor.sites.norm_epilogue import find_norm
+from overlap_inductor.sites.sizes import hint
+from overlap_inductor.sites.sizes import machine_of
+from overlap_inductor.sites.sizes import sizes_at
+from overlap_inductor.sites.sizes import tokens
+from overlap_inductor.sites.step_emitter import StepEmitter
+from overlap_inductor.torch_compat import symmetric
+
+SETTINGS = "{}"
+"""Each call's rows decide how its kernel runs."""
+ONE_BY_ONE = '{"replays": false}'
+
+
+class SmallMessageSchedule:
+    """See ``SiteSchedule``. The vendor's matmul stays; of a dynamic token count beyond the largest small message the plain collective, or another schedule's op
+    (``beyond``: its name and settings)."""
+
+    name = "small_message"
+    transports = ("sm_push",)
+    called = "as a small message"
+    ops = ("overlap_inductor.lowerings.small_message.ops",)
+    called_by_others = False
+
+    def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
+        facts = site.facts
+        if facts.pattern != "matmul_all_reduce":
+            return f"no small-message kernel computes {facts.pattern}"
+        if (between := looping.computed_between(site)) is not None:
+            return f"{between.name} ({between.target}) stands between its matmuls and the collective; a small-message kernel computes nothing there"
+        if not looping.loopable(site) or len(site.matmuls) > 1:
+            return "its rows do not lie in the ranks' order, or it is no single plain matmul with a bias of one row"
+        rows, columns, like = tokens(site), *_columns(site)
+        if not isinstance(columns, int):
+            return f"rows of {columns} elements are only known when it runs"
+        reason = small_plan.why_not(like.dtype, facts.collective.world_size, rows if isinstance(rows, int) else 1, columns)
+        return reason or symmetric.why_no_symmetric_memory(facts.collective.ranks, like.device)
+
+    def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
+        parameters: dict[str, Any] = {"settings": SETTINGS if config.replay == "on" else ONE_BY_ONE, "norm": _norm(site) is not None}
+        if isinstance(tokens(site), int):
+            return [PlanPiece(self.name, "sm_push", (0, None), parameters)]
+        most = _most_rows(site)
+        return [PlanPiece(self.name, "sm_push", (0, most), parameters), PlanPiece("keep", None, (most + 1, None))]
+
+    def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
+        return cost.seconds(sizes_at(site), machine_of(site))
+
+    def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
+        most = _most_rows(site)
+        # (What pays for the most rows pays for fewer: the plain collective's fixed cost is the larger one.)
+        scale = 1.0 if isinstance(tokens(site), int) else most / max(hint(tokens(site)), 1)
+        return self.forced(site, config) if cost.pays(sizes_at(site, scale), machine_of(site)) else None
+
+    def joined(self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]) -> list[PlanPiece]:
+        """Small messages serve few tokens, whatever the example has; what serves many is beside them."""
+        return _joined(own[0], others[0]) if others else own
+
+    def fit(self, sites: list[OverlapSite], config: OverlapConfig) -> None:
+        """Its calls are one node each."""
+
+    def request(self, site: OverlapSite, piece: PlanPiece) -> Request:
+        rows, (columns, like) = tokens(site), _columns(site)
+        rows = rows if isinstance(rows, int) else _most_rows(site)
+        return Request(site.facts.id, *small_plan.needed_up_to(piece.parameters["settings"], site.facts.collective.world_size, max(rows, 1), columns, like.dtype.itemsize))
+
+    def anchor(self, site: OverlapSite) -> fx.Node | None:
+        assert site.decision is not None
+        norm = _norm(site) if site.decision.moving.parameters["norm"] else None
+        return None if norm is None else norm.residual_out
+
+    def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
+        assert not isinstance(site.nodes, GatherNodes)
+        where = (parameters["settings"], emit.group_name, emit.site)
+        norm = _norm(site) if parameters["norm"] else None
+        if norm is None:
+
+            def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
+                op = looping.overlap.small_message_matmul_all_reduce.default
+                return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], where[0], reduce_op, *where[1:], *parameters.get("beyond", ()))
+
+            return looping.rewrite_reduce(emit, site.nodes, reduce, looping.summed(site.nodes))
+        matmul = site.nodes.leaves[0]
+        rows, columns = tools.shape(matmul.node)
+        (bias,) = looping.summed(site.nodes)
+        bias = bias if bias is None else looping.bias_row(emit, bias)
+        residual, weight = emit.reshape(norm.residual, [rows, columns]), emit.reshape(norm.weight, [columns])
+        op = looping.overlap.small_message_matmul_all_reduce_norm.default
+        out = emit.communicate(op, emit.chain, matmul.lhs, matmul.rhs, bias, residual, weight, norm.eps, *where)
+        normed, residual_out, chain = (emit.call(getitem, out, i) for i in range(3))
+        return chain, {
+            norm.normed: emit.reshape(normed, tools.shape(norm.normed)),
+            norm.residual_out: emit.reshape(residual_out, tools.shape(norm.residual_out)),
+        }
+
+
+def _joined(small: PlanPiece, large: list[PlanPiece]) -> list[PlanPiece]:
+    """A plan with ``small`` for few tokens and the moving piece of ``large`` for many; one op serves both."""
+    moving = next(p for p in large if p.schedule != "keep")
+    most = small.tokens[1] or 0
+    first = max(moving.tokens[0], most + 1)
+    small = dataclasses.replace(small, parameters={**small.parameters, "beyond": [moving.schedule, moving.parameters["settings"]]})
+    between = [PlanPiece("keep", None, (most + 1, first - 1))] if first > most + 1 else []
+    return [small, *between, dataclasses.replace(moving, tokens=(first, moving.tokens[1])), *(p for p in large if p.tokens[0] > first)]
+
+
+def _columns(site: OverlapSite) -> tuple[Any, Any]:
+    """``(columns of the sum, its value)``."""
+    like = tools.value(site.collectives[0].input)
+    return tools.shape(site.matmuls[0].node)[-1], like
+
+
+def _most_rows(site: OverlapSite) -> int:
+    columns, like = _columns(site)
+    return max(small_plan.LIMIT_BYTES // (columns * like.dtype.itemsize), 1)
+
+
+def _norm(site: OverlapSite) -> NormEpilogue | None:
+    """The norm that the kernel computes too. Not with a dynamic token count, where calls that are no small messages would compute it op by op."""
+    nodes = site.nodes
+    if isinstance(nodes, GatherNodes) or len(nodes.collectives) > 1 or nodes.collectives[0].reduce_op != "sum" or not isinstance(tokens(site), int):
+        return None
+    norm = find_norm(nodes.result)
+    # (Another all-reduce, whose site may take the norm as well.)
+    if norm is None or collectives.is_a_wait(norm.residual) or tools.written_between(nodes.collectives[0].node, norm.residual_out, nodes.leaves[0].node.all_input_nodes):
+        return None
+    return norm
+
+
+SMALL_MESSAGE = SmallMessageSchedule()

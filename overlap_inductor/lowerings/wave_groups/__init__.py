@@ -1,0 +1,1 @@
+"""Schedule ``wave_groups``: a collective for each group of waves of one matmul."""

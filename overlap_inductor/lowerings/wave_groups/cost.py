@@ -1,0 +1,54 @@
+"""Estimates of schedule ``wave_groups``: measured on 2 H200s without peer access (bench/results/operators_without_peers.jsonl)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from overlap_inductor.facts.cost_model import MARGIN
+from overlap_inductor.facts.cost_model import MARGIN_UNMEASURED
+from overlap_inductor.facts.cost_model import SiteSizes
+from overlap_inductor.facts.cost_model import collective_seconds
+from overlap_inductor.facts.cost_model import matmul_seconds
+from overlap_inductor.facts.machine import WITHOUT_PEERS
+from overlap_inductor.facts.machine import Machine
+
+
+@dataclass(frozen=True)
+class WaveCost:
+    """Constants of groups of waves.
+
+    Attributes:
+        efficiency: rate of matmul and collective beside each other, relative to each alone.
+        groups: groups that a call is cut into.
+        ranks: largest group in which this was measured; 0: none.
+    """
+
+    efficiency: float = 0.85
+    groups: int = 4
+    ranks: int = 0
+
+
+COSTS = {WITHOUT_PEERS: WaveCost(efficiency=0.95, ranks=2)}
+"""By the machine's name."""
+
+
+def cost_on(machine: Machine) -> WaveCost:
+    return COSTS.get(machine.name, WaveCost())
+
+
+def seconds(sizes: SiteSizes, machine: Machine) -> float:
+    """Seconds of a matmul with a collective for each group of its waves: the matmul has fewer SMs, the last group's collective is in sight."""
+    cost = cost_on(machine)
+    matmul = matmul_seconds(sizes, machine) / cost.efficiency
+    wire = sizes.legs * sizes.bytes_sent / machine.link_bytes / cost.efficiency
+    groups = cost.groups
+    return max(matmul + wire / groups, matmul / groups + wire) + groups * machine.collective_seconds
+
+
+def pays(sizes: SiteSizes, machine: Machine) -> bool:
+    """Whether groups of waves are estimated to be at least 5 % faster than ``keep``: 25 % in groups larger than those that were measured, and where none were."""
+    if sizes.tiles < machine.least_tiles:
+        return False
+    keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
+    margin = MARGIN if sizes.world_size <= cost_on(machine).ranks else MARGIN_UNMEASURED
+    return seconds(sizes, machine) * margin < keep

@@ -1,0 +1,312 @@
+"""Schedule ``wave_groups``: a matmul on the current stream, and beside it a collective for each group of its waves (FlashOverlap, arXiv 2504.19519).
+
+A site's first call plans it, on all ranks of the group together: the collective's curve is measured (once a group), the matmul is timed with each
+number of SMs left free, the predictor partitions its bands for each, and the fastest of these calls is kept. What is measured is the group's
+first rank's everywhere, and sites whose matmuls are alike on that rank share a plan. Other ranks' inner size and bias
+may differ from it: a partition cuts rows, which all have. That call also loads every kernel, before any of them waits:
+loading a module waits for the device. (A kernel for another inner size or bias is loaded by the matmul of the call that
+brings it, before anything of that call waits.)
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+
+import torch
+import torch.distributed as dist
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from overlap_inductor.errors import OverlapError
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.kernels.layout import FLAG_WORDS
+from overlap_inductor.kernels.wave_groups import matmul_in_groups
+from overlap_inductor.kernels.wave_groups import wait_for_group
+from overlap_inductor.lowerings.one_op.descriptors import TILES_A_BATCH
+from overlap_inductor.lowerings.one_op.descriptors import right_descriptor
+from overlap_inductor.lowerings.one_op.operands import check_operands
+from overlap_inductor.lowerings.wave_groups.parameters import MAX_GROUPS
+from overlap_inductor.lowerings.wave_groups.parameters import Curve
+from overlap_inductor.lowerings.wave_groups.parameters import WaveParameters
+from overlap_inductor.lowerings.wave_groups.parameters import Waves
+from overlap_inductor.lowerings.wave_groups.parameters import best_partition
+from overlap_inductor.lowerings.wave_groups.parameters import check_partition
+from overlap_inductor.lowerings.wave_groups.parameters import predicted
+from overlap_inductor.runtime.call_order import call_order
+from overlap_inductor.runtime.workspace import GroupWorkspace
+from overlap_inductor.runtime.workspace import workspace_of
+from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.torch_compat.distributed import is_alive
+from overlap_inductor.transports import nccl
+
+TABLE_WORDS = 32
+"""int32 words of one partition in the GPU's memory: ``MAX_GROUPS + 1`` and what keeps them at 128 bytes."""
+TABLES = 4096
+"""Partitions that a group has room for."""
+POISONED_AT_ONCE = 256
+"""Elements that the waiting kernel's warp overwrites at once where the group has been aborted: 16 bytes a thread."""
+
+
+@dataclass(frozen=True)
+class WavePlan:
+    """How a call runs: SMs left free, first band of each group and the number of bands, the same on the device, and the seconds predicted (``None``
+    where the partition was given)."""
+
+    free: int
+    partition: tuple[int, ...]
+    table: torch.Tensor
+    seconds: float | None
+
+
+@dataclass
+class GroupWaves:
+    """What the calls of one group share on one device.
+
+    Attributes:
+        queue, counters: see ``kernels.wave_groups``; zero between calls.
+        tables: int32 ``[TABLES, TABLE_WORDS]`` on the device; the first ``used`` are taken.
+        curves: of the all-reduce (``False``) and the reduce-scatter (``True``).
+        chosen: by what the group's first rank multiplies; first_ranks: that key, by what all ranks know of a site. Both
+            have the same keys on all ranks, so that all of them decide together, or none does.
+        plans: by what this rank multiplies at a site.
+    """
+
+    place: GroupWorkspace
+    queue: torch.Tensor
+    counters: torch.Tensor
+    tables: torch.Tensor
+    used: int = 0
+    curves: dict[bool, Curve] = field(default_factory=dict)
+    chosen: dict[Hashable, WavePlan] = field(default_factory=dict)
+    first_ranks: dict[Hashable, Hashable] = field(default_factory=dict)
+    plans: dict[Hashable, WavePlan] = field(default_factory=dict)
+
+    def table(self, partition: tuple[int, ...]) -> torch.Tensor:
+        if self.used == TABLES:
+            raise OverlapError(f"group {self.place.group.group_name!r} has {TABLES} partitions of matmuls of different sizes; keep sites of dynamic sizes")
+        row = self.tables[self.used]
+        row[: len(partition)] = torch.tensor(partition, dtype=torch.int32)
+        self.used += 1
+        return row
+
+    def curve(self, scatters: bool, like: torch.Tensor) -> Curve:
+        """The measured curve of a collective of the group, measured now where it has not been."""
+        if scatters not in self.curves:
+            self.curves[scatters] = Curve(nccl.measured_curve(scatters, like, self.place.group))
+        return self.curves[scatters]
+
+
+_WAVES: dict[tuple[str, torch.device], GroupWaves] = {}
+
+
+def waves_of(group: dist.ProcessGroup, device: torch.device) -> GroupWaves:
+    """What ``group`` shares on ``device``, made on first use. Those of groups that are no more are dropped then.
+
+    Raises:
+        OverlapError: it would have to be made while a CUDA graph is captured.
+    """
+    place, key = workspace_of(group, device), (group.group_name, device)
+    known = _WAVES.get(key)
+    if known is None or known.place is not place:
+        _not_in_a_capture(f"group {group.group_name!r}")
+        for other in [k for k, w in _WAVES.items() if not is_alive(w.place.group)]:
+            del _WAVES[other]
+        words = symmetric.lasting(torch.zeros(FLAG_WORDS * (1 + MAX_GROUPS) + TABLES * TABLE_WORDS, dtype=torch.int32), device)
+        queue, counters, tables = words.split([FLAG_WORDS, FLAG_WORDS * MAX_GROUPS, TABLES * TABLE_WORDS])
+        known = _WAVES[key] = GroupWaves(place, queue, counters, tables.view(TABLES, TABLE_WORDS))
+    return known
+
+
+def _not_in_a_capture(what: str) -> None:
+    if symmetric.capturing():
+        raise OverlapError(
+            f"{what} has no measured partition yet, and a CUDA graph is being captured, in which nothing can be measured. "
+            "Run the compiled function once before capturing it."
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One matmul with its collective: ``a [M, K] @ b [K, N] + bias [N]``, reduce-scattered by rows or all-reduced."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    bias: torch.Tensor | None
+    scatters: bool
+    average: bool
+    site: str
+    parameters: WaveParameters
+    waves: GroupWaves
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.waves.place.group
+
+    @property
+    def shards(self) -> int:
+        return self.group.size() if self.scatters else 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a shard."""
+        return self.a.shape[0] // self.shards
+
+    @property
+    def bands(self) -> int:
+        return -(-self.rows // self.parameters.block_m)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a band in all shards."""
+        return self.shards * -(-self.b.shape[1] // self.parameters.block_n)
+
+    def blocks(self, free: int) -> int:
+        return max(1, min(self.parameters.blocks - free, self.bands * self.tiles))
+
+    def multiply(self, free: int, table: torch.Tensor, groups: int) -> torch.Tensor:
+        """Launch the matmul on the current stream; its rows lie by groups."""
+        p = self.parameters
+        inner, columns = self.b.shape
+        c = torch.empty(self.a.shape[0], columns, dtype=self.a.dtype, device=self.a.device)
+        right, transposed = right_descriptor(self.b, p.block_n, p.block_k)
+        matmul_in_groups[(self.blocks(free),)](
+            TensorDescriptor.from_tensor(self.a, [p.block_m, p.block_k]),
+            right,
+            TensorDescriptor.from_tensor(c, [p.block_m, p.block_n // 2 if p.halves else p.block_n]),
+            c, c if self.bias is None else self.bias, table, self.waves.counters, self.waves.queue,
+            self.rows, columns, inner, self.shards, groups, 1.0 / self.group.size() if self.average else 1.0,
+            p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH, 32 * p.warps, p.halves, transposed, self.bias is not None,
+            num_warps=p.warps, num_stages=p.stages,
+        )  # fmt: skip
+        return c
+
+    def wait(self, c: torch.Tensor, group: int, first: int, end: int) -> None:
+        """Launch the kernel that waits for a group of bands ``first`` to ``end - 1`` of ``c``."""
+        place, block_m = self.waves.place, self.parameters.block_m
+        number, rank = place.faults.number(self.site), self.group.rank()
+        top, bottom = (min(band * block_m, self.rows) * self.shards * c.shape[1] for band in (first, end))
+        wait_for_group[(1,)](
+            self.waves.counters, c, place.faults.stop, place.patience_ns,
+            group, (end - first) * self.tiles, number, rank, top, bottom - top, POISONED_AT_ONCE, num_warps=1,
+        )  # fmt: skip
+
+    def alone(self, free: int, table: torch.Tensor) -> None:
+        """The matmul as one group, without a collective."""
+        self.wait(self.multiply(free, table, 1), 0, 0, self.bands)
+
+    def run(self, plan: WavePlan) -> torch.Tensor:
+        """The call as planned. Returns ``[M / world_size, N]``, or ``[M, N]`` where it is an all-reduce."""
+        device, block_m, captured = self.a.device, self.parameters.block_m, symmetric.capturing()
+        try:
+            with nccl.forked(device) as side:
+                c = self.multiply(plan.free, plan.table, len(plan.partition) - 1)
+                result = c.new_empty(self.rows, c.shape[1]) if self.scatters else c
+                with side:
+                    for group, (first, end) in enumerate(itertools.pairwise(plan.partition)):
+                        self.wait(c, group, first, end)
+                        top, bottom = first * block_m, min(end * block_m, self.rows)
+                        piece = c[top * self.shards : bottom * self.shards]
+                        nccl.reduce_rows(result[top:bottom] if self.scatters else piece, piece, self.group)
+        except BaseException:
+            # Counters that nobody has waited for would let a later call's collective start too early. (In a capture nothing has run.)
+            if not captured:
+                self.waves.place.faults.abort()
+            raise
+        return result
+
+    def plan(self) -> WavePlan:
+        """How this call runs, decided at the first call of its sizes by all ranks together.
+
+        Raises:
+            OverlapError: it would have to be decided while a CUDA graph is captured, or the partition given does not fit.
+        """
+        agreed = (self.site, self.scatters, self.a.shape[0], self.b.shape[1], self.a.dtype, self.parameters)
+        own = (self.b.shape[0], *self.b.stride(), self.bias is None)
+        known = self.waves.plans.get((agreed, own))
+        if known is None:
+            # (Where all ranks have decided, too: a kernel for another inner size or bias is still to be loaded.)
+            _not_in_a_capture(f"site {self.site}")
+            known = self.waves.plans[agreed, own] = self._agreed_plan(agreed, own)
+        return known
+
+    def _agreed_plan(self, agreed: tuple[Hashable, ...], own: tuple[int, ...]) -> WavePlan:
+        """The plan of all ranks for a call of which they know ``agreed`` alike; ``own`` is this rank's alone."""
+        waves = self.waves
+        known = waves.first_ranks.get(agreed)
+        if known is None:
+            first = nccl.of_first_rank([float(number) for number in own], self.group, self.a.device)
+            # (Without the site: what was measured at one serves all that are alike.)
+            known = (*agreed[1:], *first)
+            if known not in waves.chosen:
+                waves.chosen[known] = self._choose()
+            waves.first_ranks[agreed] = known
+        return waves.chosen[known]
+
+    def _choose(self) -> WavePlan:
+        p = self.parameters
+        if p.partition is not None:
+            check_partition(p.partition, self.bands)
+        whole = self.waves.table((0, self.bands))
+        # The fewest blocks first: the longest.
+        free = sorted(p.free, reverse=True)
+        seconds = self.first_rank_seconds([functools.partial(self.alone, f, whole) for f in free])
+        plans = []
+        for f, matmul in zip(free, seconds):
+            partition, expected = p.partition, None
+            if partition is None:
+                waves, curve = self.as_waves(f, matmul), self.waves.curve(self.scatters, self.a)
+                partition = best_partition(waves, curve)
+                expected = predicted(partition, waves, curve)
+            plans.append(WavePlan(f, partition, self.waves.table(partition), expected))
+        seconds = self.first_rank_seconds([functools.partial(self.run, plan) for plan in plans])
+        return plans[seconds.index(min(seconds))]
+
+    def first_rank_seconds(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        """Seconds of each call, of the longest first, as the group's first rank has measured them; all ranks together."""
+        return nccl.of_first_rank(nccl.seconds_of(calls, self.a.device), self.group, self.a.device)
+
+    def as_waves(self, free: int, matmul_seconds: float) -> Waves:
+        """The call as the predictor sees it, whose matmul takes ``matmul_seconds`` with ``free`` SMs left free."""
+        blocks = self.blocks(free)
+        waves = -(-self.bands * self.tiles // blocks)
+        row_bytes = self.b.shape[1] * self.a.element_size() * self.shards
+        return Waves(self.bands, self.tiles, blocks, matmul_seconds / waves, self.rows, self.parameters.block_m, row_bytes)
+
+
+def matmul_reduce_scatter(
+    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup, parameters: WaveParameters, site: str, bias: torch.Tensor | None = None, average: bool = False
+) -> torch.Tensor:
+    """``reduce_scatter(a @ b + bias)`` of rows: ``a [world_size * rows, K]``, ``b [K, N]``, ``bias [N]``, fp16 or bf16. Returns ``[rows, N]``.
+
+    Raises:
+        UnsupportedError: a dtype, size or layout that the kernel is not made for.
+        TransferError: a call of the group before this one gave up waiting, or was aborted.
+        OverlapError: see ``Call.plan``.
+    """
+    return _checked(a, b, group, parameters, site, bias, average, True)
+
+
+def matmul_all_reduce(
+    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup, parameters: WaveParameters, site: str, bias: torch.Tensor | None = None, average: bool = False
+) -> torch.Tensor:
+    """``all_reduce(a @ b + bias)`` with any number of rows: as ``matmul_reduce_scatter``, returns ``[M, N]``."""
+    return _checked(a, b, group, parameters, site, bias, average, False)
+
+
+def _checked(
+    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup, p: WaveParameters, site: str, bias: torch.Tensor | None, average: bool, scatters: bool
+) -> torch.Tensor:
+    check_operands(a, b, bias)
+    if scatters and a.shape[0] % group.size():
+        raise UnsupportedError(f"{a.shape[0]} rows do not fall into {group.size()} equal shards")
+    # (Of two threads one makes what the group shares, and plans a site, as on every rank.)
+    with call_order(a.device):
+        waves = waves_of(group, a.device)
+        waves.place.faults.check()
+        call = Call(a, b, bias, scatters, average, site, p, waves)
+        return call.run(call.plan())

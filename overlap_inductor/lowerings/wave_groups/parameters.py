@@ -1,0 +1,174 @@
+"""Schedule ``wave_groups`` before any GPU is touched: its parameters, and which waves of a matmul share a collective. No Triton here.
+
+A matmul's tiles finish in waves, in bands of rows; a *group* is some neighbouring bands, and has one collective of its own. The predictor is
+FlashOverlap's (arXiv 2504.19519, algorithm 1): a group's collective starts when its tiles are stored and the collective before it has ended,
+and takes what a measured curve says of its bytes. ::
+
+    matmul        | group 0 | group 1      | group 2      |
+    collectives             | bytes of 0 |   | bytes of 1 | | bytes of 2 |
+
+The paper searches all ``2 ** (T - 1)`` partitions of ``T`` waves and prunes where ``T`` is large. Its recurrence is monotone in the end of the collective
+before, so the best way to serve a prefix of bands never depends on what follows: dynamic programming over (groups, bands) finds the optimum of the
+whole space (``best_partition``; ``partitions`` lists that space, for those who want to compare).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from overlap_inductor.errors import OverlapError
+from overlap_inductor.lowerings.one_op.operands import why_not as why_not
+
+MAX_GROUPS = 16
+"""Groups of one call at most: each has a counter and costs two launches."""
+MAX_UNITS = 32
+"""Places at most where the search may cut."""
+
+
+@dataclass(frozen=True)
+class WaveParameters:
+    """What may be tuned.
+
+    Attributes:
+        blocks: SMs of the device.
+        free: numbers of SMs to leave to the collectives; the fastest at a site's first call is kept.
+        partition: first band of each group, and the number of bands: ``(0, 3, 8)``; ``None`` for the predictor's choice.
+        halves: tiles are stored in two halves, which leaves shared memory for one stage more.
+    """
+
+    blocks: int
+    free: tuple[int, ...] = (8, 16, 24, 32)
+    partition: tuple[int, ...] | None = None
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 8
+    warps: int = 8
+    stages: int = 4
+    halves: bool = True
+
+
+def transports_of(pattern: str) -> tuple[str, ...]:
+    """What may move a pattern's bytes."""
+    return ("nccl",)
+
+
+def settings_for(pattern: str, transport: str) -> dict[str, Any]:
+    """Parameters for the plan: none, since what is tuned is measured at a site's first call."""
+    return {}
+
+
+@functools.cache
+def parameters_of(settings: str, blocks: int) -> WaveParameters:
+    """The parameters that a plan's ``settings`` (JSON text) and the device's number of SMs make."""
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(settings).items()}
+    return WaveParameters(blocks, **given)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of a collective by its bytes: ``points`` as measured, interpolated between neighbours in proportion to the logarithm of both.
+
+    Below the first point a collective takes as long as there; beyond the last one its bandwidth stays.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def seconds(self, nbytes: float) -> float:
+        if nbytes <= self.points[0][0]:
+            return self.points[0][1]
+        for (x, y), (x2, y2) in itertools.pairwise(self.points):
+            if nbytes <= x2:
+                return y * (y2 / y) ** (math.log(nbytes / x) / math.log(x2 / x))
+        x, y = self.points[-1]
+        return y * nbytes / x
+
+
+@dataclass(frozen=True)
+class Waves:
+    """A matmul as the predictor sees it.
+
+    Attributes:
+        bands: bands of ``block_m`` rows, in each of ``shards`` shards of ``rows`` rows (one shard for an all-reduce): tiles finish band by band.
+        tiles: tiles of a band in all shards; ``blocks`` of them are multiplied at a time, in ``seconds``.
+        row_bytes: bytes of a row of the result, times the shards.
+    """
+
+    bands: int
+    tiles: int
+    blocks: int
+    seconds: float
+    rows: int
+    block_m: int
+    row_bytes: int
+
+    def done(self, bands: int) -> float:
+        """Seconds until the first ``bands`` bands are stored."""
+        return -(-bands * self.tiles // self.blocks) * self.seconds
+
+    def nbytes(self, first: int, end: int) -> int:
+        """Bytes that the collective of bands ``first`` to ``end`` is given."""
+        return (min(end * self.block_m, self.rows) - first * self.block_m) * self.row_bytes
+
+
+def predicted(partition: tuple[int, ...], waves: Waves, curve: Curve) -> float:
+    """Seconds until the last collective has ended."""
+    end = 0.0
+    for first, last in itertools.pairwise(partition):
+        end = max(end, waves.done(last)) + curve.seconds(waves.nbytes(first, last))
+    return end
+
+
+def cuts(waves: Waves) -> tuple[int, ...]:
+    """Where groups may begin and end: at the last whole band of each wave (of several waves where there are more than ``MAX_UNITS``)."""
+    total = -(-waves.bands * waves.tiles // waves.blocks)
+    unit = -(-total // MAX_UNITS) * waves.blocks
+    inside = {end // waves.tiles for end in range(unit, waves.bands * waves.tiles, unit)}
+    return tuple(sorted(inside | {0, waves.bands}))
+
+
+def best_partition(waves: Waves, curve: Curve, groups: int = MAX_GROUPS) -> tuple[int, ...]:
+    """The partition into at most ``groups`` groups that is predicted to end first; of equals the one with the fewest groups."""
+    at = cuts(waves)
+    seconds = [[curve.seconds(waves.nbytes(f, e)) if f < e else 0.0 for e in at] for f in at]
+    # ends[j]: when the collectives of the bands before cut j can have ended, and the partition that does it.
+    ends: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
+    best: tuple[float, tuple[int, ...]] | None = None
+    for _ in range(min(groups, len(at) - 1)):
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for j in range(1, len(at)):
+            done = waves.done(at[j])
+            ways = [(max(end, done) + seconds[i][j], way) for i, (end, way) in ends.items() if i < j]
+            if ways:
+                end, way = min(ways)
+                following[j] = end, (*way, at[j])
+        ends = following
+        whole = ends.get(len(at) - 1)
+        if whole is not None and (best is None or whole[0] < best[0]):
+            best = whole
+    assert best is not None
+    return best[1]
+
+
+def partitions(waves: Waves, groups: int = MAX_GROUPS) -> Iterator[tuple[int, ...]]:
+    """Every partition that ``best_partition`` chooses from."""
+    first, *inner, last = cuts(waves)
+    for count in range(min(groups, len(inner) + 1)):
+        for chosen in itertools.combinations(inner, count):
+            yield (first, *chosen, last)
+
+
+def check_partition(partition: tuple[int, ...], bands: int) -> None:
+    """Raises ``OverlapError`` where a partition is none of ``bands`` bands."""
+    rising = all(a < b for a, b in itertools.pairwise(partition))
+    if len(partition) < 2 or partition[0] != 0 or partition[-1] != bands or not rising or len(partition) > MAX_GROUPS + 1:
+        raise OverlapError(
+            f"partition {list(partition)} does not cut {bands} bands into at most {MAX_GROUPS} groups; expected rising numbers from 0 to {bands}. "
+            "Leave it out to have it chosen."
+        )

@@ -1,0 +1,23 @@
+"""Schedule ``wave_groups`` for a site: one op."""
+
+from __future__ import annotations
+
+from overlap_inductor.lowerings.one_op.schedule import OneOpSchedule
+from overlap_inductor.lowerings.wave_groups import cost
+from overlap_inductor.lowerings.wave_groups import parameters
+from overlap_inductor.torch_compat import symmetric
+
+WAVE_GROUPS = OneOpSchedule(
+    name="wave_groups",
+    transports=("nccl",),
+    called="in groups of waves",
+    noun="signalling matmul",
+    patterns=("matmul_reduce_scatter", "matmul_all_reduce"),
+    plan=parameters,
+    cost=cost.seconds,
+    pays=cost.pays,
+    reach=lambda ranks, device: symmetric.why_no_kernels(device),
+    # (Every size is measured at its first call.)
+    dynamic=False,
+    ops=("overlap_inductor.lowerings.wave_groups.ops",),
+)

@@ -1,0 +1,228 @@
+"""Legality: may a site be touched? An ordered list of small checks, each a reason code and a sentence with values in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import field
+
+import torch
+from torch import fx
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.nodes import GatherNodes
+from overlap_inductor.sites.nodes import OverlapSite
+from overlap_inductor.sites.placement import Placement
+from overlap_inductor.sites.placement import between
+from overlap_inductor.sites.placement import place
+from overlap_inductor.sites.placement import places
+from overlap_inductor.torch_compat import operators
+
+_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+_FP8 = {getattr(torch, n) for n in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz") if hasattr(torch, n)} | {torch.uint8}
+
+
+@dataclass
+class Context:
+    """What the checks may look at besides the site: switches, the compile's own limits, and the sites accepted before.
+
+    Attributes:
+        taken: accepted matmuls, and the site of each.
+        needed: what must stand before the steps of accepted gathers (operands, what is moved up for them and what that reads), with where those are.
+        sunk: nodes of accepted sites that run later than they stand, with where.
+    """
+
+    config: OverlapConfig
+    refusal: str | None = None
+    taken: dict[fx.Node, str] = field(default_factory=dict)
+    needed: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    sunk: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def accept(self, site: OverlapSite) -> None:
+        self.taken.update({m.node: site.facts.id for m in site.matmuls})
+        if isinstance(site.nodes, GatherNodes):
+            placement = next(p for p in places(site.nodes) if p.obstacle is None and _crossing(site, p, self) is None)
+            for node in _read(placement):
+                self.needed[node] = min(placement.anchor, self.needed.get(node, placement.anchor))
+            self.sunk.update(dict.fromkeys(_sunk(site, placement), placement.anchor))
+
+
+Check = Callable[[OverlapSite, Context], str | None]
+CHECKS: list[tuple[str, Check]] = []
+
+
+def check(code: str) -> Callable[[Check], Check]:
+    """Register a check under its reason code; checks run in the order in which they stand here."""
+
+    def register(function: Check) -> Check:
+        CHECKS.append((code, function))
+        return function
+
+    return register
+
+
+@check("backend_not_supported")
+def _backend(site: OverlapSite, context: Context) -> str | None:
+    return context.refusal
+
+
+@check("switched_off")
+def _switched_off(site: OverlapSite, context: Context) -> str | None:
+    if site.facts.pattern not in context.config.patterns:
+        return f"pattern {site.facts.pattern} is not in OVERLAP_INDUCTOR_PATTERNS={','.join(context.config.patterns)}"
+    if context.config.schedule == "keep":
+        return "OVERLAP_INDUCTOR_SCHEDULE=keep"
+    return None
+
+
+@check("world_size_one")
+def _world_size(site: OverlapSite, context: Context) -> str | None:
+    if site.facts.collective.world_size < 2:
+        return f"the group {site.facts.collective.group_name!r} has one rank: nothing is moved"
+    return None
+
+
+@check("reduce_op")
+def _reduce_op(site: OverlapSite, context: Context) -> str | None:
+    op = site.facts.collective.reduce_op
+    if op is not None and op not in ("sum", "avg"):
+        return f"the reduction is {op!r}; only sum and avg can be summed piece by piece"
+    return None
+
+
+@check("dtype")
+def _dtype(site: OverlapSite, context: Context) -> str | None:
+    for matmul in site.matmuls:
+        for node in (matmul.lhs, matmul.rhs):
+            allowed = {"scaled_mm": _DTYPES | _FP8, "int_mm": {torch.int8}}.get(matmul.kind, _DTYPES)
+            if tools.dtype(node) not in allowed:
+                return f"{matmul.node.name} multiplies {tools.dtype(node)}; expected a floating type"
+    moved = tools.dtype(site.collectives[0].input)
+    integers = {torch.int8, torch.int32} if all(m.kind == "int_mm" for m in site.matmuls) else set()
+    if moved not in _DTYPES | _FP8 | integers:
+        return f"the collective moves {moved}; expected a floating type"
+    if moved in integers and site.facts.collective.reduce_op == "avg":
+        return f"an average of {moved} is rounded as the collective's library does it"
+    if not isinstance(site.nodes, GatherNodes) and site.facts.collective.reduce_op and moved in _FP8:
+        return f"partials would be summed in {moved}"
+    return None
+
+
+@check("other_users")
+def _obstacle(site: OverlapSite, context: Context) -> str | None:
+    return site.obstacle.text if site.obstacle is not None and site.obstacle.code == "other_users" else None
+
+
+@check("strides")
+def _strides(site: OverlapSite, context: Context) -> str | None:
+    for collective in site.collectives:
+        value = tools.value(collective.input)
+        if value.layout is not torch.strided:
+            return f"{collective.input.name} has layout {value.layout}; expected a strided tensor"
+    return None
+
+
+@check("dynamic_shape")
+def _dynamic(site: OverlapSite, context: Context) -> str | None:
+    nodes = [c.input for c in site.collectives] + [n for m in site.matmuls for n in (m.lhs, m.rhs)]
+    for node in nodes:
+        if tools.has_unbacked(tools.shape(node)):
+            return f"{node.name} has a size that is only known when it runs: {[str(s) for s in tools.shape(node)]}"
+    return None
+
+
+@check("not_divisible")
+def _not_divisible(site: OverlapSite, context: Context) -> str | None:
+    if site.facts.collective.kind != "reduce_scatter":
+        return None
+    rows = tools.shape(site.collectives[0].input)[0]
+    world_size = site.facts.collective.world_size
+    if isinstance(rows, int) and rows % world_size:
+        return f"{rows} rows are scattered over {world_size} ranks"
+    return None
+
+
+@check("shares_nodes")
+def _shares(site: OverlapSite, context: Context) -> str | None:
+    for matmul in site.matmuls:
+        owner = context.taken.get(matmul.node)
+        if owner is not None:
+            return f"{matmul.node.name} already belongs to site {owner}"
+    return None
+
+
+@check("stream_boundary")
+def _streams(site: OverlapSite, context: Context) -> str | None:
+    marks = {repr(n.meta.get("custom", {}).get("stream")) for n in _members(site)}
+    return f"its nodes stand on different streams: {', '.join(sorted(marks))}" if len(marks) > 1 else None
+
+
+@check("mutation")
+def _mutation(site: OverlapSite, context: Context) -> str | None:
+    """A tensor that the site reads is written in place between the site's first and last node: moving reads would see other data."""
+    members = _members(site)
+    if isinstance(site.nodes, GatherNodes):
+        members += [*site.nodes.epilogue.nodes, *between(site.nodes), *place(site.nodes).hoisted]
+    else:
+        members += [n for n in site.nodes.layouts if n.op == "call_function"]
+    read = {id(i): i for n in members for i in n.all_input_nodes}
+    node, last = min(members), max(members)
+    while node is not last:
+        node = node.next
+        for argument in operators.written(node) if node is not last else ():
+            if id(argument) in read:
+                return f"{argument.name} is written in place by {node.name} between the site's nodes"
+    return None
+
+
+@check("hoist")
+def _hoist(site: OverlapSite, context: Context) -> str | None:
+    """The operands of a gather's matmuls must be computable where its steps are written, without moving what may not be moved."""
+    if not isinstance(site.nodes, GatherNodes):
+        return None
+    placement = place(site.nodes)
+    if placement.obstacle is not None:
+        return f"{placement.obstacle.name} ({placement.obstacle.target}) would have to run earlier than it stands"
+    # (Where an accepted site's moves stand in the way of one place, the other is taken when the graph is rewritten.)
+    crossings = [_crossing(site, p, context) for p in places(site.nodes) if p.obstacle is None]
+    return None if None in crossings else crossings[0]
+
+
+def _crossing(site: OverlapSite, placement: Placement, context: Context) -> str | None:
+    """Two sites that each wait for the other's results where they now stand: decided by the order in which they are found, which is the order in which they are moved."""
+    late = {n for n in _read(placement) if n in context.sunk and placement.anchor < context.sunk[n]}
+    if late:
+        return f"{_names(late)} would have to run earlier than the site it belongs to"
+    early = {n for n in _sunk(site, placement) if n in context.needed and not placement.anchor < context.needed[n]}
+    if early:
+        return f"{_names(early)} would have to run later than an accepted site that needs it"
+    return None
+
+
+def _read(placement: Placement) -> set[fx.Node]:
+    """What must be there before the steps: operands, what is moved up for them, and what that reads."""
+    return {*placement.operands, *(n for node in placement.hoisted for n in (node, *node.all_input_nodes))}
+
+
+def _sunk(site: OverlapSite, placement: Placement) -> set[fx.Node]:
+    """What of the site runs later than it stands."""
+    return {*placement.sunk, *(m.node for m in site.matmuls)} if placement.sunk else set()
+
+
+def _names(nodes: set[fx.Node]) -> str:
+    return ", ".join(sorted(n.name for n in nodes))
+
+
+def _members(site: OverlapSite) -> list[fx.Node]:
+    return [n for c in site.collectives for n in (c.node, c.wait)] + [m.node for m in site.matmuls]
+
+
+def refuse(site: OverlapSite, context: Context) -> Reason | None:
+    """The first check that speaks against the site, or ``None``."""
+    for code, function in CHECKS:
+        text = function(site, context)
+        if text is not None:
+            return Reason(code, text)
+    return None

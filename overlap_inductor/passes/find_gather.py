@@ -1,0 +1,268 @@
+"""Find ``all-gather -> matmul``: follow the gathered tensor forward to every matmul that it is an operand of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import matmuls
+from overlap_inductor.sites import row_wise
+from overlap_inductor.sites.gather_epilogue import find_epilogue
+from overlap_inductor.sites.layouts import Atom
+from overlap_inductor.sites.layouts import Layout
+from overlap_inductor.sites.layouts import LayoutError
+from overlap_inductor.sites.layouts import ShardedDim
+from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.sites.nodes import GatherConsumer
+from overlap_inductor.sites.nodes import GatherNodes
+from overlap_inductor.sites.pieces import behind_copies
+from overlap_inductor.sites.pieces import may_be_a_piece
+from overlap_inductor.sites.pieces import piece_of
+from overlap_inductor.sites.placement import between
+from overlap_inductor.torch_compat import operators
+from overlap_inductor.torch_compat.graph_inputs import is_parameter
+
+aten = tools.aten
+
+
+def _pieces(cat: fx.Node) -> tuple[fx.Node, list[tuple[Any, Any]]] | None:
+    """``(source, [(start, length) of every piece along dim 0])`` of a cat of pieces of one tensor, else ``None``."""
+    source: fx.Node | None = None
+    spans: list[tuple[Any, Any]] = []
+    for node in cat.args[0]:  # type: ignore[union-attr]
+        piece = piece_of(behind_copies(node))
+        if piece is None or piece.dim != 0 or piece.step != 1 or (source or piece.base) is not piece.base:
+            return None
+        source = piece.base
+        spans.append((piece.start, piece.length))
+    return (source, spans) if source is not None else None
+
+
+def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason | None:
+    """For ``cat`` of the rank shards of one gathered tensor: ``(tensor, rows kept of the last shards or None)``.
+
+    A ``Reason`` where the pieces are no plain gather (wrong order, overlap, gaps); ``None`` where it is another kind of cat.
+    """
+    found = _pieces(cat)
+    if found is None:
+        return None
+    source, spans = found
+    rows = tools.shape(source)[0]
+    shard = rows // world_size
+    target = operators.argument(cat, "dim") % len(tools.shape(cat))
+    if len(spans) > world_size:
+        return Reason("not_plain_gather", f"{len(spans)} pieces of {world_size} shards are concatenated")
+    short = False
+    kept: Any = 0
+    for i, (start, length) in enumerate(spans):
+        full = same_size(length, shard)
+        if short or not same_size(start, i * shard) or not (full or (target == 0 and isinstance(length, int) and length < shard)):
+            return Reason("not_plain_gather", f"piece {i} is rows {start} to {start + length}, expected {i * shard} to {(i + 1) * shard}")
+        short = not full
+        kept = kept + length
+    if len(spans) < world_size and target != 0:
+        return Reason("not_plain_gather", f"only {len(spans)} of {world_size} shards are concatenated")
+    return source, None if same_size(kept, rows) else kept
+
+
+class _Follower:
+    """Walks forward from one wait; ``layouts`` maps every node that is the gathered tensor in another form."""
+
+    def __init__(self, collective: CollectiveNode) -> None:
+        self.collective = collective
+        shard = tools.shape(collective.input)
+        self.raw = Layout.gathered(shard, collective.world_size)
+        self.layouts: dict[fx.Node, Layout] = {collective.wait: self.raw}
+        self.through: dict[fx.Node, fx.Node] = {}
+        self.obstacles: list[Reason] = []
+        self.known: dict[fx.Node, bool] = {}
+        self.consumers: list[GatherConsumer] = []
+        self.row_wise: dict[fx.Node, list[Atom]] = {}
+        """Row-wise nodes that are not element-wise, with the dims that each needs whole."""
+
+    def run(self) -> None:
+        tools.walk([self.collective.wait], self._goes_on)
+
+    def _goes_on(self, node: fx.Node) -> bool:
+        """Whether what reads ``node`` may read the gathered tensor: ``node`` is one, or a piece of one that a cat may join with others."""
+        if node.op == "call_function" and (node.target is aten.cat.default or any(s in self.layouts for s in node.all_input_nodes)):
+            try:
+                self._visit(node)
+            except LayoutError as error:
+                self.obstacles.append(Reason("layout", f"{node.name}: {error}"))
+        return node in self.layouts or may_be_a_piece(node)
+
+    def _pass_on(self, node: fx.Node, source: fx.Node, layout: Layout) -> None:
+        self.layouts[node] = layout
+        self.through[node] = source
+
+    def _visit(self, node: fx.Node) -> None:
+        matmul = matmuls.parse(node)
+        if matmul is not None:
+            self._consume(matmul)
+            return
+        if node.target is aten.cat.default:
+            self._visit_cat(node)
+            return
+        source: fx.Node = next(s for s in node.all_input_nodes if s in self.layouts)
+        layout = self.layouts[source]
+        if tools.is_reshape(node):
+            self._pass_on(node, source, layout.reshape(tools.shape(node)))
+        elif (order := tools.permutation(node)) is not None:
+            self._pass_on(node, source, layout.permute(order))
+        elif node.target is aten.slice.Tensor:
+            self._visit_slice(node, source)
+        elif tools.is_pointwise(node) and self._is_element_wise(node, source):
+            self._pass_on_computed(node, source, layout)
+        else:
+            self._visit_row_wise(node, source)
+
+    def _visit_cat(self, node: fx.Node) -> None:
+        found = plain_gather(node, self.collective.world_size)
+        if isinstance(found, Reason):
+            self.obstacles.append(found)
+        elif found is not None and found[0] in self.layouts:
+            source, kept = found
+            target = operators.argument(node, "dim") % len(tools.shape(node))
+            layout = self.layouts[source]
+            if target != 0:
+                layout = layout.move_rank(0, target)
+            self._pass_on(node, source, layout if kept is None else layout.cut_short(0, kept))
+        elif found is None and (gathered := [n for n in node.all_input_nodes if n in self.layouts]):
+            self._visit_row_wise(node, gathered[0])
+
+    def _visit_slice(self, node: fx.Node, source: fx.Node) -> None:
+        dim, start = operators.argument(node, "dim"), operators.argument(node, "start") or 0
+        layout, kept = self.layouts[source], tools.shape(node)[dim]
+        if same_size(kept, tools.shape(source)[dim]):
+            self._pass_on(node, source, layout)
+        elif layout.rank_dim() != dim % len(tools.shape(source)):
+            self._visit_row_wise(node, source)
+        elif isinstance(kept, int) and kept < 2:
+            return
+        elif start == 0 and operators.argument(node, "step") == 1 and layout.leads_with_rank(dim):
+            self._pass_on(node, source, layout.cut_short(dim, kept))
+
+    def _is_element_wise(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether every input has the result's shape, the gathered ones the same elements in the same places, or is a scalar."""
+        layout = self.layouts[source]
+        if [str(s) for s in tools.shape(node)] != [str(s) for s in tools.shape(source)]:
+            return False
+        for other in tools.tensor_inputs(node):
+            same = other in self.layouts and self.layouts[other].same_elements(layout)
+            if not same and not tools.is_scalar_like(other):
+                return False
+        return not self._needy(node)
+
+    def _needy(self, node: fx.Node) -> fx.Node | None:
+        """An input that is known only when all of the gathered tensor is here."""
+        return next((n for n in node.all_input_nodes if n not in self.layouts and tools.depends_on(n, self.collective.wait, self.known)), None)
+
+    def _pass_on_computed(self, node: fx.Node, source: fx.Node, layout: Layout) -> None:
+        self.layouts[node] = layout
+
+    def _visit_row_wise(self, node: fx.Node, source: fx.Node) -> None:
+        if not row_wise.may_be(node):
+            if _is_operand(node):
+                self.obstacles.append(Reason("op_between", f"{node.target} stands between the all-gather and a matmul and is not computed in pieces"))
+            return
+        needy = self._needy(node)
+        if needy is not None:
+            if _is_operand(node):
+                what = f"{needy.name} ({needy.target}), which {node.name} reads,"
+                text = f"{what} is computed from the gathered tensor and not in pieces"
+                self.obstacles.append(Reason("weight_depends_on_collective", text))
+            return
+        try:
+            found = row_wise.result(node, self.layouts)
+            if found.rows_of and any(ShardedDim.of(self.layouts[n]).short for n in node.all_input_nodes if n in self.layouts):
+                raise LayoutError("the padding of uneven shards was cut off before")
+        except LayoutError as error:
+            if _is_operand(node):
+                self.obstacles.append(Reason("op_between", f"{node.name} ({node.target}) stands between the all-gather and a matmul and is not computed in pieces: {error}"))
+            return
+        self.row_wise[node] = found.whole
+        self._pass_on_computed(node, source, found.layout)
+
+    def _consume(self, matmul: matmuls.MatmulNode) -> None:
+        for operand, node, other in (("lhs", matmul.lhs, matmul.rhs), ("rhs", matmul.rhs, matmul.lhs)):
+            if node not in self.layouts:
+                continue
+            if other in self.layouts or matmul.bias in self.layouts:
+                self.obstacles.append(Reason("weight_depends_on_collective", f"both operands of {matmul.node.name} are gathered by it"))
+                return
+            refusal = matmul.refusal()
+            if refusal is not None:
+                self.obstacles.append(Reason("matmul_form", refusal))
+                return
+            layout = self.layouts[node]
+            sharded = ShardedDim.of(layout)
+            role = matmul.role(operand, sharded.dim)
+            if role == "K" and matmul.kind == "scaled_mm":
+                text = f"{matmul.node.name} contracts the gathered dim and its operands are scaled"
+                self.obstacles.append(Reason("split_contraction", text))
+                return
+            if role == "B" and sharded.short:
+                self.obstacles.append(Reason("layout", f"{matmul.node.name} is batched over the gathered dim and its padding was cut off"))
+                return
+            self.consumers.append(GatherConsumer(matmul, operand, role, layout, sharded))
+            return
+        if any(scale in self.layouts for scale in matmul.scales()):
+            self.obstacles.append(Reason("no_matmul", f"it gathers a scale of {matmul.node.name}, none of its operands: there is nothing to hide it behind"))
+
+
+def _is_operand(node: fx.Node) -> bool:
+    """Of a matmul: what is only its bias or scale is judged with it."""
+    return any(m is not None and node in (m.lhs, m.rhs) for m in map(matmuls.parse, node.users))
+
+
+def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Reason]]:
+    """The site at an all-gather, or ``None`` and what stood in the way (nothing: no matmul is fed by it)."""
+    follower = _Follower(collective)
+    follower.run()
+    known: dict[fx.Node, bool] = {}
+    consumers = []
+    for consumer in follower.consumers:
+        try:
+            consumer.layout.refined()
+        except LayoutError as error:
+            # (What reads the gathered tensor elsewhere was followed later.)
+            follower.obstacles.append(Reason("layout", f"{consumer.operand_node.name}: {error}"))
+            continue
+        outside = zip(("other operand", "bias", "scale", "scale"), (consumer.other_node, consumer.matmul.bias, *consumer.matmul.scales()), strict=True)
+        needy = next((what for what, n in outside if n is not None and tools.depends_on(n, collective.wait, known)), None)
+        if needy is not None:
+            follower.obstacles.append(
+                Reason("weight_depends_on_collective", f"the {needy} of {consumer.matmul.node.name} is computed from the gathered tensor")
+            )
+        else:
+            consumers.append(consumer)
+    if not consumers:
+        return None, follower.obstacles
+    nodes = GatherNodes(collective, follower.raw, consumers, follower.through, find_epilogue(collective, consumers))
+    inside = between(nodes)
+    if any(node in follower.row_wise for node in inside):
+        nodes.layouts = {node: follower.layouts[node] for node in (collective.wait, *sorted(inside)) if node in follower.layouts}
+        nodes.whole = [atom for node, whole in follower.row_wise.items() if node in inside for atom in whole]
+    return nodes, follower.obstacles
+
+
+def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
+    """FSDP: a parameter (a graph input behind casts and views) is gathered and used as the right-hand operand. Where it is not known which inputs are parameters, all may be."""
+    source = nodes.collective.input
+    while source.op == "call_function" and len(source.all_input_nodes) == 1 and (
+        tools.is_cast(source) or tools.is_reshape(source) or tools.permutation(source) is not None or source.target is aten.constant_pad_nd.default
+    ):
+        source = source.all_input_nodes[0]
+    if source.op not in ("placeholder", "get_attr") or source.name.startswith("tangents"):
+        return False
+    if source.op == "placeholder" and is_parameter(source) is False:
+        return False
+    if phase == "backward":
+        # An activation gathered again for wgrad stands right as well, but its left-hand side is a transposed gradient.
+        return all(c.operand == "rhs" and tools.permutation(c.matmul.lhs) is None for c in nodes.consumers)
+    return all(c.operand == "rhs" for c in nodes.consumers)

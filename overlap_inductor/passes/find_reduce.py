@@ -1,0 +1,321 @@
+"""Find ``matmul -> collective`` (reduce-scatter, all-reduce, all-gather of an output): follow the collective's input backward.
+
+A region of views and pointwise ops may stand between: each slice of the collective's input is computed from the same slice of the
+matmuls' outputs, whatever the pointwise ops are, because cutting commutes with them exactly. What does not (a softmax, a sum over
+rows, a broadcast along the cut dim) is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import matmuls
+from overlap_inductor.sites.layouts import Layout
+from overlap_inductor.sites.layouts import LayoutError
+from overlap_inductor.sites.layouts import ShardedDim
+from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.sites.nodes import ReduceNodes
+from overlap_inductor.sites.padded_output import nodes_between
+from overlap_inductor.sites.padded_output import padded_output
+from overlap_inductor.sites.padded_output import padding_before
+from overlap_inductor.sites.pieces import appended_to
+from overlap_inductor.sites.pieces import piece_of
+from overlap_inductor.torch_compat import operators
+
+aten = tools.aten
+
+
+def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reason | None:
+    """For ``cat(split(x, dim=d), 0)`` of equal pieces in order: ``(x, d)``. ``None`` for another cat."""
+    source: Any = None
+    dim: Any = None
+    pieces: list[Any] = list(cat.args[0])  # type: ignore[arg-type]
+    if operators.argument(cat, "dim") != 0 or len(pieces) != world_size:
+        return None
+    for i, piece in enumerate(map(piece_of, pieces)):
+        if piece is None:
+            return None
+        size, shard = tools.shape(piece.base)[piece.dim], piece.length
+        if piece.step != 1:
+            return Reason("not_plain_scatter", f"piece {i} takes every {piece.step}th row on dim {piece.dim}; expected consecutive rows")
+        # Symbolic pieces are equal because ``cat`` joins them on another dim.
+        equal = piece.dim != 0 if isinstance(size, torch.SymInt) else shard * world_size == size
+        same = source is None or (piece.base is source and piece.dim == dim)
+        if not same or not (equal or same_size(shard * world_size, size)):
+            return Reason("not_plain_scatter", f"piece {i} holds {shard} of {size} rows on dim {piece.dim}; expected equal pieces of one tensor")
+        if not same_size(piece.start, i * shard):
+            return Reason("not_plain_scatter", f"piece {i} begins at {piece.start}, expected {i * shard}: the slices are out of order")
+        source, dim = piece.base, piece.dim
+    return source, dim
+
+
+def like(a: fx.Node, b: fx.Node) -> bool:
+    """Whether both have one shape."""
+    return len(tools.shape(a)) == len(tools.shape(b)) and all(same_size(x, y) for x, y in zip(tools.shape(a), tools.shape(b), strict=True))
+
+
+def _is_matmul_result(node: fx.Node) -> bool:
+    """Whether ``node`` is the result of a matmul, or a sum of such, in another form."""
+    pending, seen = [node], {node}
+    while pending:
+        node = pending.pop()
+        if matmuls.parse(node) is not None:
+            continue
+        sources = _summands(node)
+        if tools.is_reshape(node) or tools.permutation(node) is not None or tools.is_cast(node):
+            sources = [node.args[0]]  # type: ignore[list-item]
+        if not sources:
+            return False
+        pending += [s for s in sources if s not in seen]
+        seen.update(sources)
+    return True
+
+
+def _summands(node: fx.Node) -> list[fx.Node]:
+    """The tensors that ``node`` adds to each other, and nothing else; none where it does anything else."""
+    if node.target is not aten.add.Tensor or node.kwargs or not all(map(tools.is_tensor, node.args)):
+        return []
+    return list(node.args)  # type: ignore[arg-type]
+
+
+class Tracer:
+    """Walks backward from the collective's input, assigning every region node its layout. ``unfolds``: whether a matmul may be added up with others that are its
+    bias; those in ``owned`` may not, and are in ``left`` then. ``read``: matmuls that are read like any other tensor."""
+
+    def __init__(self, world_size: int, unfolds: bool, owned: Collection[fx.Node], read: Collection[fx.Node]) -> None:
+        self.world_size, self.unfolds, self.owned, self.read = world_size, unfolds, owned, read
+        self.left: list[fx.Node] = []
+        self.layouts: dict[fx.Node, Layout] = {}
+        self.through: dict[fx.Node, fx.Node] = {}
+        self.leaves: list[matmuls.MatmulNode] = []
+        self.externals: list[fx.Node] = []
+        self.obstacle: Reason | None = None
+        self.region: set[fx.Node] = set()
+        self.unfolded: set[fx.Node] = set()
+        self.root: fx.Node
+        """What is computed for the first collective: its input, or that before zeros were appended (``padding``)."""
+        self.padding: fx.Node | None = None
+
+    def trace(self, root: fx.Node, layout: Layout) -> None:
+        """Assign layouts; raises ``LayoutError``. ``obstacle`` is set where an op does not commute."""
+        pending = [(root, layout)]
+        while pending:
+            node, layout = pending.pop()
+            known = self.layouts.get(node)
+            if known is not None:
+                if not known.same_elements(layout):
+                    raise LayoutError(f"{node.name} is used in two layouts")
+                continue
+            self.layouts[node] = layout
+            matmul = matmuls.parse(node) if node not in self.read else None
+            if matmul is not None:
+                self.leaves.append(matmul)
+                self.region.add(node)
+                others = matmuls.folded(matmul) if self.unfolds else []
+                theirs = [n for n in others if n in self.owned]
+                self.left += theirs
+                if others and not theirs and matmul.bias is not None:
+                    self.unfolded.add(matmul.bias)
+                    pending.append((matmul.bias, layout))
+                continue
+            self.region.add(node)
+            if node.op != "call_function":
+                self._external(node)
+            elif (appended := appended_to(node)) is not None and _is_matmul_result(appended[0]):
+                source, dim = appended
+                self._through(node, source, layout.cut_short(dim, tools.shape(source)[dim]), pending)
+            elif node.target is aten.cat.default and isinstance(found := _scatter_source(node, self.world_size), tuple):
+                source, dim = found
+                rank_first = layout.refined().dims[0]
+                if not rank_first or not rank_first[0].rank:
+                    raise LayoutError("a cat of slices that is not the scatter's own")
+                self._through(node, source, layout.move_rank(0, dim, tools.shape(source)[dim]) if dim else layout, pending)
+            elif node.target is aten.cat.default and isinstance(found, Reason):
+                self.obstacle = found
+            elif tools.is_reshape(node):
+                self._through(node, node.args[0], layout.reshape(tools.shape(node.args[0])), pending)  # type: ignore[arg-type]
+            elif (order := tools.permutation(node)) is not None:
+                inverse = sorted(range(len(order)), key=order.__getitem__)
+                self._through(node, node.args[0], layout.permute(inverse), pending)  # type: ignore[arg-type]
+            elif tools.is_pointwise(node):
+                self.visit_pointwise(node, layout, pending)
+            else:
+                self.visit_other(node, layout, pending)
+
+    def visit_pointwise(self, node: fx.Node, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
+        for source in tools.tensor_inputs(node):
+            if like(source, node):
+                pending.append((source, layout))
+            else:
+                self.layouts[source] = Layout.of_shape(tools.shape(source))
+                self._external(source)
+
+    def visit_other(self, node: fx.Node, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
+        self._external(node)
+
+    def _through(self, node: fx.Node, source: Any, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
+        self.through[node] = source
+        pending.append((source, layout))
+
+    def _external(self, node: fx.Node) -> None:
+        self.region.discard(node)
+        if node not in self.externals:
+            self.externals.append(node)
+
+
+def traced(collectives: list[CollectiveNode], owned: Collection[fx.Node], read: Collection[fx.Node], tracer_type: type[Tracer] = Tracer) -> Tracer:
+    """What the collectives' inputs are made of. Raises ``LayoutError``."""
+    first = collectives[0]
+    tracer = tracer_type(first.world_size, first.kind != "all_gather", owned, read)
+    tracer.padding = padding_before(first.input) if first.kind == "all_gather" else None
+    tracer.root = first.input if tracer.padding is None else tracer.padding.args[0]  # type: ignore[assignment]
+    shape = tools.shape(tracer.root)
+    layout = Layout.scattered(shape, first.world_size) if first.kind == "reduce_scatter" else Layout.of_shape(shape)
+    for root in (tracer.root, *(c.input for c in collectives[1:])):
+        tracer.trace(root, layout)
+    return tracer
+
+
+def find_reduce(
+    collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node] = ()
+) -> tuple[ReduceNodes | None, Reason | None, list[fx.Node]]:
+    """The site at one or several collectives whose results are added: ``(nodes, obstacle, left)``. ``owned``: matmuls of other sites, of which none is taken where it
+    need not be: as a term of a sum with another one it is added like any other tensor, and is one of ``left``."""
+    left: list[fx.Node] = []
+    try:
+        tracer = traced(collectives, owned, ())
+        if any(m.node in owned for m in tracer.leaves) and any(m.node not in owned for m in tracer.leaves):
+            left = [m.node for m in tracer.leaves if m.node in owned]
+            tracer = traced(collectives, owned, owned)
+        left += tracer.left
+        if left and not tracer.leaves:
+            names = ", ".join(n.name for n in left)
+            text = f"the sum that it takes is computed within {names}, which belongs to another site"
+            return None, Reason("shares_nodes", text), left
+        nodes, obstacle = _site(collectives, result, tracer)
+    except LayoutError as error:
+        return None, Reason("layout", str(error)), left
+    return nodes, obstacle, left
+
+
+def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: Tracer) -> tuple[ReduceNodes | None, Reason | None]:
+    first = collectives[0]
+    world_size = first.world_size
+    if tracer.obstacle is not None:
+        return None, tracer.obstacle
+    if not tracer.leaves:
+        return None, None
+    refusal = next((r for r in (m.refusal() for m in tracer.leaves) if r), None)
+    if refusal is not None:
+        return None, Reason("matmul_form", refusal)
+    leaf = tracer.leaves[0]
+    layout = tracer.layouts[leaf.node].refined()
+    for other in tracer.leaves[1:]:
+        theirs = tracer.layouts[other.node].refined()
+        # (Dims of one element are no part of a layout, but of what pieces are added to.)
+        alike = len(theirs.dims) == len(layout.dims) and all(map(same_size, tools.shape(other.node), tools.shape(leaf.node)))
+        if not alike or [len(d) for d in theirs.dims] != [len(d) for d in layout.dims] or not theirs.same_elements(layout):
+            return None, Reason("layout", f"{other.node.name} and {leaf.node.name} are summed in different layouts")
+    if (reason := reads_a_result(tracer)) is not None:
+        return None, reason
+    sharded = _cut(first.kind, leaf, layout, tracer.layouts[tracer.root], world_size)
+    _check_externals(tracer, layout)
+    padding = None
+    if tracer.padding is not None:
+        padding, sharded = padded_output(tracer.padding, leaf, layout, sharded)
+    role = leaf.output_role(sharded.dim)
+    if sharded.short and (reason := _not_zero(tracer, sharded, role)) is not None:
+        return None, reason
+    found = (tracer.leaves, tracer.layouts, tracer.through, tracer.externals)
+    nodes = ReduceNodes(collectives, result, *found, sharded, role, tracer.unfolded, padding=padding)
+    return nodes, used_elsewhere(collectives, tracer)
+
+
+def reads_a_result(tracer: Tracer) -> Reason | None:
+    """A tensor that the region reads like any other, and that is computed from one of its matmuls: that would be
+    multiplied whole beside its pieces."""
+    for leaf in tracer.leaves:
+        known: dict[fx.Node, bool] = {}
+        forks = any(u not in tracer.region for u in leaf.node.users)
+        for node in tracer.externals if forks else []:
+            if node not in tracer.region and tools.depends_on(node, leaf.node, known):
+                where = f"{node.name} ({node.target}) stands between {leaf.node.name} and the collective"
+                return Reason("op_between", f"{where} and is not computed in pieces")
+    return None
+
+
+def used_elsewhere(collectives: list[CollectiveNode], tracer: Tracer) -> Reason | None:
+    """A node of the region that something besides the collectives reads."""
+    ends = {c.node for c in collectives} | nodes_between(collectives[0].input, tracer.root)
+    inside = tracer.region | ends | set(tracer.through)
+    outside = [(n, u) for n in tracer.region for u in n.users if u not in inside and not _is_piece(u, inside)]
+    if not outside:
+        return None
+    node, user = outside[0]
+    return Reason("other_users", f"{node.name} is also used by {user.name}, which needs the whole result before the collective")
+
+
+def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
+    """Why rows of zeros in the matmuls' operands would not give the rows of zeros that are appended to their result."""
+    for matmul in tracer.leaves:
+        biased = matmul.bias is not None and matmul.bias not in tracer.unfolded
+        if matmul.kind == "scaled_mm" or role == "B" or biased:
+            return Reason("not_plain_scatter", f"the result of {matmul.node.name} ({matmul.kind}) is padded, which its operands cannot stand for")
+    if not same_size(sharded.size, tools.shape(tracer.leaves[0].node)[sharded.dim]):
+        return Reason("layout", f"rows of {tracer.leaves[0].node.name} are appended to in a dim that is cut further")
+    for node in tracer.region:
+        # (A sum of zeros is zero.)
+        adds = _summands(node)
+        if tools.is_pointwise(node) and not tools.is_cast(node) and not (adds and tracer.region.issuperset(adds)):
+            return Reason("not_plain_scatter", f"{node.name} stands between the matmul and the padding of its result")
+    return None
+
+
+def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """A split, getitem, slice, copy or padding of one that only feeds the region's own cat."""
+    cuts = (*tools.SPLITS, *tools.SAME, aten.slice.Tensor, aten.constant_pad_nd.default)
+    if node.target in cuts or getattr(node.target, "__name__", "") == "getitem":
+        return all(u in inside or _is_piece(u, inside) for u in node.users)
+    return False
+
+
+def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, gathered: Layout, world_size: int) -> ShardedDim:
+    """The output dim of the matmul that is cut: the scattered one; for an all-reduce or a gathered output, the rows."""
+    if kind == "reduce_scatter":
+        return ShardedDim.of(layout)
+    if kind == "all_gather" and not layout.same_elements(gathered):
+        raise LayoutError(f"{leaf.node.name} is gathered in another order of its elements than it is computed in")
+    dim = 0
+    size = tools.shape(leaf.node)[dim]
+    return ShardedDim(dim, 1, size // world_size, size, (), ())
+
+
+def _check_externals(tracer: Tracer, layout: Layout) -> None:
+    for node in tracer.externals:
+        shape = tools.shape(node)
+        if tools.is_scalar_like(node) or not shape:
+            continue
+        if not tracer.layouts[node].same_elements(layout) and any(
+            not (isinstance(s, int) and s == 1) for s in shape[:-1]
+        ):
+            text = f"{node.name} of shape {shape} is read between matmul and collective and cannot be cut along"
+            raise LayoutError(text)
+        for user in node.users:
+            if user in tracer.region and not tracer.layouts[node].same_elements(layout) and not _same_columns(tracer.layouts[user], layout):
+                raise LayoutError(f"{node.name} of shape {shape} lies along another dim than the matmul's columns")
+
+
+def _same_columns(layout: Layout, leaf: Layout) -> bool:
+    """Whether the last dim of both is made of the same atoms."""
+
+    def columns(one: Layout) -> list[int]:
+        return [id(a) for a in one.refined().dims[-1] if a.rank or not (isinstance(a.size, int) and a.size == 1)]
+
+    return columns(layout) == columns(leaf)

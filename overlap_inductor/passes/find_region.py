@@ -1,0 +1,219 @@
+"""Find ``matmuls -> sum over a dim of theirs, or cat of several -> collective``: what commutes with cutting rows, but changes the matmuls' shape.
+
+A piece of every node is computed over the dims of the matmuls, with one index where a dim was summed over::
+
+    bmm [E] [R t] [h] -> mul by share [E, t, 1] -> sum(0) -> [R t] [h]         pieces [E, part of t, h] -> [1, part of t, h]
+    mm [R t] [a], mm [R t] [b] -> cat(dim=1)              -> [R t] [a + b]     pieces [part of t, a], [part of t, b] -> [part of t, a + b]
+
+What is cut must be neither summed over nor joined. Tried only where ``reduce_finder`` finds no site, so that a sum which it adds like any other tensor stays one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import fx
+
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.passes.find_reduce import Tracer
+from overlap_inductor.passes.find_reduce import like
+from overlap_inductor.passes.find_reduce import reads_a_result
+from overlap_inductor.passes.find_reduce import traced
+from overlap_inductor.passes.find_reduce import used_elsewhere
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import matmuls
+from overlap_inductor.sites.layouts import Atom
+from overlap_inductor.sites.layouts import Layout
+from overlap_inductor.sites.layouts import LayoutError
+from overlap_inductor.sites.layouts import ShardedDim
+from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.sites.nodes import ReduceNodes
+from overlap_inductor.sites.nodes import Region
+from overlap_inductor.torch_compat import operators
+
+aten = tools.aten
+REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default}
+STEPS = 16
+"""Nodes from a sum or a cat to the matmul behind it, at most."""
+
+
+class _RegionTracer(Tracer):
+    """Goes on through sums and ``cat`` behind which a matmul stands. ``reduced``: the dims that each sum has taken away; ``parts``: the joined dim of each part of a ``cat``."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.reduced: dict[fx.Node, list[Atom]] = {}
+        self.parts: dict[fx.Node, list[Atom]] = {}
+
+    def visit_other(self, node: fx.Node, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
+        if node.target in REDUCTIONS and _has_matmul(node):
+            source: fx.Node = node.args[0]  # type: ignore[assignment]
+            sizes = tools.shape(source)
+            given = operators.argument(node, "dim")
+            taken = {d % len(sizes) for d in ([given] if isinstance(given, int) else given or range(len(sizes)))}
+            keeps, kept = operators.argument(node, "keepdim", False), iter(layout.refined().dims)
+            dims: list[tuple[Atom, ...]] = []
+            for d, size in enumerate(sizes):
+                if d not in taken or keeps:
+                    mine = next(kept)
+                dims.append((Atom(size),) if d in taken else mine)
+            self.reduced[node] = [dims[d][0] for d in sorted(taken)]
+            pending.append((source, Layout(tuple(dims))))
+        elif node.target is aten.cat.default and _has_matmul(node):
+            dim = operators.argument(node, "dim") % len(tools.shape(node))
+            dims = list(layout.refined().dims)
+            if any(a.rank for a in dims[dim]):
+                raise LayoutError(f"{node.name} joins matmuls along the scattered dim")
+            self.parts[node] = []
+            for part in node.args[0]:  # type: ignore[union-attr]
+                atom = Atom(tools.shape(part)[dim])  # type: ignore[arg-type]
+                self.parts[node].append(atom)
+                pending.append((part, Layout((*dims[:dim], (atom,), *dims[dim + 1 :]))))  # type: ignore[arg-type]
+        else:
+            super().visit_other(node, layout, pending)
+
+    def visit_pointwise(self, node: fx.Node, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
+        dims = layout.refined().dims
+        for source in tools.tensor_inputs(node):
+            if like(source, node):
+                pending.append((source, layout))
+                continue
+            shape = tools.shape(source)
+            if len(shape) > len(dims):
+                raise LayoutError(f"{source.name} of shape {shape} is broadcast in {node.name} to more dims")
+            aligned = dims[len(dims) - len(shape) :]
+            mine = Layout(tuple(() if isinstance(s, int) and s == 1 else dim for s, dim in zip(shape, aligned, strict=True)))
+            if source in self.layouts and not self.layouts[source].same_elements(mine):
+                raise LayoutError(f"{source.name} is used in two layouts")
+            if _has_matmul(source):
+                raise LayoutError(f"{source.name}, which a matmul leads to, is broadcast in {node.name}")
+            self.layouts[source] = mine
+            self._external(source)
+
+
+def _has_matmul(node: fx.Node) -> bool:
+    """Whether a matmul leads to ``node`` through views, pointwise ops, sums and ``cat``."""
+    pending, seen = [(node, 0)], {node}
+    for current, depth in pending:
+        if matmuls.parse(current) is not None:
+            return True
+        known = current.target in REDUCTIONS or current.target is aten.cat.default
+        if depth < STEPS and (known or tools.is_reshape(current) or tools.permutation(current) is not None or tools.is_pointwise(current)):
+            following = [n for n in tools.tensor_inputs(current) if n not in seen]
+            seen.update(following)
+            pending += [(n, depth + 1) for n in following]
+    return False
+
+
+def find(collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node], before: Reason | None) -> tuple[ReduceNodes | None, Reason | None]:
+    """As ``reduce_finder.find_reduce``; ``before``: the reason that it had, which stays where there is no such region."""
+    if before is not None and before.code not in ("layout", "op_between"):
+        return None, before
+    try:
+        tracer = traced(collectives, owned, (), _RegionTracer)
+        assert isinstance(tracer, _RegionTracer)
+        if not (tracer.reduced or tracer.parts) or not tracer.leaves or tracer.obstacle is not None or any(m.node in owned for m in tracer.leaves) or tracer.padding is not None:
+            return None, before
+        refusal = next((r for r in (m.refusal() for m in tracer.leaves) if r), None)
+        if refusal is not None:
+            return None, Reason("matmul_form", refusal)
+        if (reason := reads_a_result(tracer)) is not None:
+            return None, reason
+        region, sharded = _region(tracer, collectives[0])
+    except LayoutError as error:
+        return None, before or Reason("layout", str(error))
+    role = tracer.leaves[0].output_role(region.cut)
+    # (What was read before it was seen to lead to a matmul.)
+    externals = [n for n in tracer.externals if n not in tracer.region]
+    nodes = ReduceNodes(collectives, result, tracer.leaves, tracer.layouts, tracer.through, externals, sharded, role, tracer.unfolded, region=region)
+    return nodes, used_elsewhere(collectives, tracer)
+
+
+class _Dims:
+    """Which dim of the matmuls each atom belongs to, and the runs of atoms that a dim is made of: the matmuls' own, and those of each ``cat``."""
+
+    def __init__(self, tracer: _RegionTracer) -> None:
+        first, *others = tracer.leaves
+        self.of: dict[int | str, int] = {}
+        self.runs: list[list[list[Atom]]] = [[] for _ in tools.shape(first.node)]
+        for leaf in (first, *others):
+            dims = tracer.layouts[leaf.node].refined().dims
+            if len(dims) != len(self.runs):
+                raise LayoutError(f"{leaf.node.name} and {first.node.name} have not the same dims")
+            for d, dim in enumerate(dims):
+                self.add(d, list(dim))
+
+    def add(self, dim: int, run: list[Atom]) -> None:
+        for atom in run:
+            if self.of.setdefault(_key(atom), dim) != dim:
+                raise LayoutError("two matmuls are joined in different dims")
+        if not any(_same(run, other) for other in self.runs[dim]):
+            self.runs[dim].append(run)
+
+    def whole(self, atoms: list[Atom]) -> int:
+        """The dim that is made of just these atoms. Raises ``LayoutError`` where they are a part of one."""
+        found = next((d for d, runs in enumerate(self.runs) for run in runs if _same(run, atoms)), None)
+        if found is None:
+            raise LayoutError("a sum or a cat takes a part of a matmul's dim")
+        return found
+
+    def place(self, node: fx.Node, layout: Layout) -> Layout:
+        """``layout`` over the matmuls' dims, each of them whole or absent."""
+        atoms = set(map(_key, layout.flat()))
+        dims: list[tuple[Atom, ...]] = []
+        for runs in self.runs:
+            mine = next((run for run in runs if _present(run) and set(map(_key, _present(run))) <= atoms), [])
+            atoms -= set(map(_key, mine))
+            dims.append(tuple(mine))
+        if atoms:
+            raise LayoutError(f"{node.name} of shape {tools.shape(node)} is read between matmul and collective and cannot be cut along")
+        return Layout(tuple(dims))
+
+
+def _key(atom: Atom) -> int | str:
+    """(The rank's atom is another one behind the ``cat`` that brings it in front.)"""
+    return "rank" if atom.rank else id(atom)
+
+
+def _present(run: list[Atom]) -> list[Atom]:
+    return Layout((tuple(run),)).flat()
+
+
+def _same(run: list[Atom], other: list[Atom]) -> bool:
+    return Layout((tuple(run),)).same_elements(Layout((tuple(other),)))
+
+
+def _region(tracer: _RegionTracer, collective: CollectiveNode) -> tuple[Region, ShardedDim]:
+    dims = _Dims(tracer)
+    joined: dict[fx.Node, int] = {}
+    # (Found from the collective on: what stands nearer to the matmuls came last.)
+    for node, parts in reversed(tracer.parts.items()):
+        at = operators.argument(node, "dim") % len(tools.shape(node))
+        leaves = [atom.leaves() for atom in parts]
+        known = {dims.whole(run) for run in leaves if all(_key(a) in dims.of for a in run)}
+        if len(known) != 1:
+            raise LayoutError(f"{node.name} joins tensors along a dim that is no dim of a matmul")
+        (joined[node],) = known
+        for run in (*leaves, list(tracer.layouts[node].refined().dims[at])):
+            dims.add(joined[node], run)
+    reduced = {node: sorted(dims.whole(atom.leaves()) for atom in atoms) for node, atoms in tracer.reduced.items()}
+    summed = {d for taken in reduced.values() for d in taken}
+    top = dims.place(collective.input, tracer.layouts[collective.input])
+    kept = [d for d in range(len(dims.runs)) if d not in summed]
+    if any(top.dims[d] for d in summed):
+        raise LayoutError("some matmuls are summed over a dim that others keep")
+    layout = Layout(tuple(top.dims[d] for d in kept)).refined()
+    if collective.kind == "all_gather" and not layout.same_elements(tracer.layouts[collective.input]):
+        raise LayoutError("the matmuls are gathered in another order of their elements than they are computed in")
+    if collective.kind == "reduce_scatter":
+        sharded = ShardedDim.of(layout)
+    else:
+        size = layout.shape()[0]
+        sharded = ShardedDim(0, 1, size // collective.world_size, size, (), ())
+    cut = kept[sharded.dim]
+    if sharded.short:
+        raise LayoutError("the result of a sum or a cat of matmuls is padded")
+    if cut in joined.values():
+        raise LayoutError("matmuls are joined along the dim that is cut")
+    places = {node: dims.place(node, tracer.layouts[node]) for node in tracer.externals if node not in tracer.region}
+    return Region(reduced, joined, places, cut, layout), sharded

@@ -1,0 +1,127 @@
+"""Plan: which schedule for which token counts. Reads facts that all ranks share, never a measurement of one rank.
+
+Pseudo-code::
+
+    can  = [s for s in SCHEDULES if s is allowed and s.why_not(site) is None]
+    cost = {s: s.seconds(site) for s in can}
+    plan = the first of can, the cheapest first, with s.where_it_pays(site); else keep
+    of a dynamic token count: the first s.joined(plan, others' plans) where there is one
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.facts import cost_model
+from overlap_inductor.facts.decision import Decision
+from overlap_inductor.facts.decision import PlanPiece
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.lowerings.registry import SCHEDULES
+from overlap_inductor.lowerings.registry import schedule_named
+from overlap_inductor.lowerings.schedule import SiteSchedule
+from overlap_inductor.runtime.arena import CREDITS
+from overlap_inductor.runtime.arena import SLOTS
+from overlap_inductor.runtime.arena import Request
+from overlap_inductor.runtime.arena import planned_bytes
+from overlap_inductor.sites.nodes import OverlapSite
+from overlap_inductor.sites.sizes import machine_of
+from overlap_inductor.sites.sizes import sizes_at
+from overlap_inductor.sites.sizes import tokens
+
+
+def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
+    """Decide for one site that is legal. Whether a ring's steps are unrolled is decided for the whole graph afterwards."""
+    asked = [s for s in SCHEDULES if config.schedule in ("auto", s.name)]
+    refusals = {s.name: _why_not(s, site, config) for s in asked}
+    able = [s for s in asked if refusals[s.name] is None]
+    if not able:
+        variable, value = ("SCHEDULE", config.schedule) if config.schedule != "auto" else ("TRANSPORT", config.transport)
+        text = f"OVERLAP_INDUCTOR_{variable}={value}: {'; '.join(filter(None, dict.fromkeys(refusals.values())))}"
+        return Decision("refused", "forced", [PlanPiece("keep")], [Reason("schedule_not_available", text)])
+    estimate = _estimate_us(site, config, able)
+    if config.schedule != "auto":
+        return Decision("overlapped", "forced", _with(estimate, able[0].forced(site, config)))
+    reasons, plans = [], {}
+    for schedule in sorted(able, key=lambda s: estimate[s.name]):
+        found = schedule.where_it_pays(site, config)
+        if isinstance(found, Reason):
+            reasons.append(found)
+        elif found is not None:
+            plans[schedule.name] = found
+    if not plans:
+        return Decision("kept", "analytic", [PlanPiece("keep", None, (0, None), {}, estimate)], reasons or [_too_small(able, estimate)])
+    first = next(iter(plans.values()))
+    if not isinstance(tokens(site), int):
+        called = [plans[s.name] for s in SCHEDULES if s.called_by_others and s.name in plans]
+        joined = [s.joined(site, plans[s.name], called) for s in able if s.name in plans]
+        first = next((plan for plan in joined if plan is not None), first)
+    return Decision("overlapped", "analytic", _with(estimate, first))
+
+
+def _with(estimate: dict[str, float], pieces: list[PlanPiece]) -> list[PlanPiece]:
+    return [p if p.schedule == "keep" else dataclasses.replace(p, estimate_us=estimate) for p in pieces]
+
+
+def _why_not(schedule: SiteSchedule, site: OverlapSite, config: OverlapConfig) -> str | None:
+    if config.transport not in ("auto", *schedule.transports):
+        wanted = "" if config.schedule == "auto" else f"OVERLAP_INDUCTOR_TRANSPORT={config.transport}, and "
+        return f"{wanted}the transport of schedule {schedule.name} is {' or '.join(schedule.transports)}"
+    return schedule.why_not(site, config)
+
+
+def _estimate_us(site: OverlapSite, config: OverlapConfig, able: list[SiteSchedule]) -> dict[str, float]:
+    """Microseconds of ``keep``, of the matmul and the collective alone, and of every schedule that computes the site."""
+    sizes, machine = sizes_at(site), machine_of(site)
+    matmul, collective = cost_model.matmul_seconds(sizes, machine), cost_model.collective_seconds(sizes, machine)
+    seconds = {"keep": matmul + collective, "matmul": matmul, "collective": collective, **{s.name: s.seconds(site, config) for s in able}}
+    return {name: round(value * 1e6, 1) for name, value in seconds.items()}
+
+
+def _too_small(able: list[SiteSchedule], estimate: dict[str, float]) -> Reason:
+    schedules = " and ".join(f"{estimate[s.name]:.0f} us {s.called}" for s in able)
+    return Reason(
+        "too_small",
+        f"estimated {schedules} against {estimate['keep']:.0f} us as it is "
+        f"(matmul {estimate['matmul']:.0f}, collective {estimate['collective']:.0f})",
+    )
+
+
+def _requests(sites: list[OverlapSite]) -> dict[str, list[tuple[OverlapSite, Request]]]:
+    """``{group: [(site, its workspace)]}`` of the sites that need some, in graph order."""
+    found: dict[str, list[tuple[OverlapSite, Request]]] = {}
+    for site in sites:
+        moving = [p for p in site.decision.plan if p.schedule != "keep"]  # type: ignore[union-attr]
+        for request in filter(None, (schedule_named(p.schedule).request(site, p) for p in moving)):
+            found.setdefault(site.facts.collective.group_name, []).append((site, request))
+    return found
+
+
+def fit_workspace(sites: list[OverlapSite], config: OverlapConfig) -> None:
+    """Keep sites that need workspace, the largest first, until those of each group fit the limit."""
+    limit = config.workspace_limit << 20
+    for members in _requests(sites).values():
+        world_size = members[0][0].facts.collective.world_size
+        while members and (total := planned_bytes([r for _, r in members], SLOTS, world_size)) > limit:
+            member = max(members, key=lambda m: m[1].nbytes)
+            members[:] = [m for m in members if m[0] is not member[0]]
+            text = f"the group's kernels would hold {total >> 20} MiB of workspace, and OVERLAP_INDUCTOR_WORKSPACE_LIMIT is {config.workspace_limit} MiB"
+            source = member[0].decision.source  # type: ignore[union-attr]
+            member[0].decision = Decision("refused" if source == "forced" else "kept", source, [PlanPiece("keep")], [Reason("workspace", text)])
+
+
+def workspace_bytes(sites: list[OverlapSite]) -> list[dict[str, Any]]:
+    """What ``sites`` hold together of symmetric memory on each rank: ``{"ranks", "bytes"}`` of each group with any, in graph order."""
+    members = ((m[0][0].facts.collective, [r for _, r in m]) for m in _requests(sites).values())
+    return [{"ranks": list(c.ranks), "bytes": planned_bytes(requests, SLOTS, c.world_size)} for c, requests in members]
+
+
+def workspace(sites: list[OverlapSite]) -> dict[str, list[list[Any]]]:
+    """``{group: [[site, bytes, signals]]}`` of the sites that need some, in graph order; a protocol other than credits stands behind them."""
+    return {group: [_numbers(r) for _, r in members] for group, members in _requests(sites).items()}
+
+
+def _numbers(request: Request) -> list[Any]:
+    protocol = [] if request.protocol == CREDITS else [request.protocol]
+    return [request.site, request.nbytes, request.signals, *protocol]

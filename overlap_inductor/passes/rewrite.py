@@ -1,0 +1,219 @@
+"""Rewrite: put each decided site's overlap ops into the graph. A failure restores the graph (the pass works on a copy)."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from operator import getitem
+
+import torch
+from torch import fx
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.facts.exchange import ExchangePlan
+from overlap_inductor.lowerings.registry import define_ops
+from overlap_inductor.lowerings.registry import schedule_named
+from overlap_inductor.passes import agreed_plan as exchange_steps
+from overlap_inductor.passes import plan as planner
+from overlap_inductor.sites import collectives
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.sites.nodes import GatherNodes
+from overlap_inductor.sites.nodes import OverlapSite
+from overlap_inductor.sites.nodes import ReduceNodes
+from overlap_inductor.sites.placement import between
+from overlap_inductor.sites.placement import place
+from overlap_inductor.sites.step_emitter import StepEmitter
+from overlap_inductor.torch_compat.guards import same_expression
+from overlap_inductor.torch_compat.ordering import note_order
+from overlap_inductor.torch_compat.ordering import preserve_order
+from overlap_inductor.torch_compat.step_values import StepValues
+from overlap_inductor.torch_compat.step_values import mark
+
+overlap = torch.ops.overlap_inductor
+_STACK = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
+
+
+class Rewriter:
+    """Rewrites the sites of one graph in graph order. ``plan`` and ``groups``: what the ranks compare before data moves, once ``apply`` has succeeded."""
+
+    def __init__(self, graph: fx.Graph, config: OverlapConfig) -> None:
+        self.graph, self.config = graph, config
+        self.plan: ExchangePlan | None = None
+        self.groups: list[str] = []
+        self.chains: dict[str, fx.Node] = {}
+        self.order: dict[fx.Node, set[fx.Node]] = {}
+        self.emitted: dict[str, list[fx.Node]] = {}
+        self.values = StepValues()
+        self.first: dict[fx.Node, str] = {}
+        self.agreements: list[fx.Node] = []
+        self.current: OverlapSite | None = None
+        """The site at work, to blame where it fails."""
+
+    def apply(self, sites: list[OverlapSite]) -> None:
+        """Place and rewrite ``sites`` (all decided as overlapped), chain what communicates, drop what is dead."""
+        define_ops()
+        moved = exchange_steps.footprints(sites, self.config)
+        with warnings.catch_warnings():
+            # Sizes stand in the arguments as symbols, which is what Inductor prints into its code.
+            warnings.filterwarnings("ignore", message="Raw SymInt value")
+            placed = self._placed(sites)
+            self._agree(placed)
+            for index, (site, anchor) in enumerate(placed):
+                self.current = site
+                replaced = self._site(site, anchor)
+                for later, _ in placed[index + 1 :]:
+                    if isinstance(later.nodes, ReduceNodes):
+                        later.nodes.rename(replaced)
+            self.current = None
+        self.graph.eliminate_dead_code()
+        self._chain_kept_collectives()
+        live = set(self.graph.nodes)
+        for site in sites:
+            if left := [c.node.name for c in site.collectives if c.node in live]:
+                self.current = site
+                raise RuntimeError(f"{', '.join(left)} is still there beside its replacement")
+        self.plan, self.groups = exchange_steps.plan_of(self.graph, self.config, moved, {n: s for n, s in self.first.items() if n in live})
+        text = self.plan.to_json()
+        for agree in self.agreements:
+            agree.args = (agree.args[0], text, *agree.args[2:])
+            # (Evaluated anew it would be another tensor, and so would all steps of its chain.)
+            mark(agree)
+        preserve_order(self.graph, {n: {d for d in ds if d in live} for n, ds in self.order.items() if n in live})
+        note_order(self.graph)
+        self.graph.lint()
+
+    def _agree(self, placed: list[tuple[OverlapSite, fx.Node]]) -> None:
+        """One agreement a group, all of them before the first step of any: no data moves while ranks may still differ.
+
+        Each asks for the workspace of its own group's sites: what other groups need is not the same on all ranks of this one. A tensor says which
+        device that is on: its number would differ between the ranks' graphs.
+        """
+        needs = planner.workspace([site for site, _ in placed])
+        first = placed[0][1]
+        with self.graph.inserting_before(first):
+            for site, _ in placed:
+                name = site.facts.collective.group_name
+                if name not in self.chains:
+                    source = tools.value(site.collectives[0].input)
+                    terms = (json.dumps(needs[name]), self.config.workspace_limit) if name in needs else ()
+                    # (What moves in which order is known once all is written; ``apply`` puts it in.)
+                    node = self.graph.call_function(overlap.agree.default, (name, "", _first_on(source.device, first), *terms))
+                    self.agreements.append(node)
+                    with source.fake_mode:
+                        node.meta["val"] = torch.empty(1, dtype=torch.uint8, device=source.device)
+                    self.chains[name] = node
+            for chain in self.chains.values():
+                for other in self.chains.values():
+                    if other is not chain:
+                        follow = self.graph.call_function(overlap.follow.default, (chain, other))
+                        follow.meta["val"] = tools.value(chain)
+
+    def _placed(self, sites: list[OverlapSite]) -> list[tuple[OverlapSite, fx.Node]]:
+        """Sites with the node before which each is written, in graph order (their chain runs in that order); moves what must be moved."""
+        anchors: list[tuple[fx.Node, OverlapSite]] = []
+        behind: set[fx.Node] = set()
+        for site in sites:
+            self.current = site
+            if isinstance(site.nodes, GatherNodes):
+                placement = place(site.nodes)
+                if placement.obstacle is not None:
+                    raise RuntimeError(f"{placement.obstacle.name} is now in the way of site {site.facts.id}")
+                placement.apply()
+                inside = between(site.nodes)
+                members = inside | {m.node for m in site.matmuls}
+                if placement.sunk and any(user not in members for node in inside for user in node.users):
+                    # (What stands between and is read elsewhere, too, reads the steps' buffer.)
+                    anchors.append((placement.sunk[0], site))
+                    continue
+                # (What other sites move to the same place stands behind these nodes, and may need them.)
+                anchors.append((placement.sunk[-1] if placement.sunk else placement.anchor, site))
+                behind.update(placement.sunk[-1:])
+            else:
+                chosen = schedule_named(site.decision.moving.schedule).anchor(site)  # type: ignore[union-attr]
+                anchors.append((chosen or max(c.node for c in site.collectives), site))
+        self.current = None
+        return [(site, anchor.next if anchor in behind else anchor) for anchor, site in sorted(anchors, key=lambda pair: pair[0])]
+
+    def _site(self, site: OverlapSite, anchor: fx.Node) -> dict[fx.Node, fx.Node]:
+        """Write one site's steps; returns what they replace."""
+        module = {k: site.matmuls[0].node.meta[k] for k in _STACK if k in site.matmuls[0].node.meta}
+        piece = site.decision.moving  # type: ignore[union-attr]
+        with self.graph.inserting_before(anchor):
+            group = site.facts.collective
+            emit = StepEmitter(self.graph, group.group_name, group.world_size, site.facts.id, self.chains[group.group_name], module, self.values)
+            self.chains[group.group_name], replaced = schedule_named(piece.schedule).rewrite(emit, site, piece.parameters)
+        for old, new in replaced.items():
+            if not _alike(old, new):
+                raise RuntimeError(f"{old.name} {tools.shape(old)} {tools.dtype(old)} would become {tools.shape(new)} {tools.dtype(new)}")
+            for reader in old.replace_all_uses_with(new):
+                self.values.keep(reader)
+        ends = {n for c in site.collectives for n in (c.wait, c.node)}
+        if isinstance(site.nodes, GatherNodes) and site.nodes.collective.wait not in replaced:
+            # No one reads what was gathered: the views of it go with the matmuls.
+            ends |= {*replaced, *site.nodes.through}
+        self._erase_unused([*replaced, *ends], ends)
+        self.emitted.setdefault(group.group_name, []).extend(emit.emitted)
+        self.first.update(dict.fromkeys(emit.emitted[:1], site.facts.id))
+        return replaced
+
+    def _erase_unused(self, pending: list[fx.Node], ends: set[fx.Node]) -> None:
+        """Erase what led from the site's collectives to its result: a wait counts as having effects, so it would outlive its collective."""
+        erased: set[fx.Node] = set()
+        while pending:
+            node = pending.pop()
+            if node not in erased and not node.users and node.op == "call_function" and (node in ends or not node.is_impure()):
+                sources = node.all_input_nodes
+                self.graph.erase_node(node)
+                erased.add(node)
+                pending += sources
+
+    def _chain_kept_collectives(self) -> None:
+        """Collectives of our groups that were left in place take their turn in the group's order, on every rank the same."""
+        ours = {n: g for g, nodes in self.emitted.items() for n in nodes}
+        newest: dict[str, fx.Node] = {}
+        pending: dict[str, list[fx.Node]] = {}
+        for node in list(self.graph.nodes):
+            if node in ours:
+                group = ours[node]
+                if pending.get(group):
+                    with self.graph.inserting_before(node):
+                        for other in pending.pop(group):
+                            follow = self.graph.call_function(overlap.follow.default, (node.args[0], _tensor_of(self.graph, other)))
+                            follow.meta["val"] = tools.value(node.args[0])
+                newest[group] = node
+            elif node.op == "call_function" and (group := collectives.group_of(node) or "") in self.emitted and node.users:
+                if group in newest:
+                    self.order.setdefault(node, set()).add(_tensor_of(self.graph, newest[group]))
+                pending.setdefault(group, []).append(node)
+
+
+def _alike(old: fx.Node, new: fx.Node) -> bool:
+    """Whether both have one shape and dtype. (Symbols that a guard makes equal, and sums of pieces, are written in more than one way.)"""
+    shapes = tools.shape(old), tools.shape(new)
+    same = len(shapes[0]) == len(shapes[1]) and all(same_size(a, b) or same_expression(a, b) for a, b in zip(*shapes, strict=True))
+    return same and tools.dtype(old) == tools.dtype(new)
+
+
+def _first_on(device: torch.device, before: fx.Node) -> fx.Node:
+    """The graph's first tensor on ``device``, which must stand before ``before``."""
+    for node in before.graph.nodes:
+        if node is before:
+            break
+        if tools.is_tensor(node) and tools.value(node).device == device:
+            return node
+    raise RuntimeError(f"no tensor on {device} stands before {before.name}")
+
+
+def _tensor_of(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """``node``, or an element of what it returns: something that an edge can start from."""
+    if tools.is_tensor(node):
+        return node
+    index = len(tools.value(node)) - 1
+    existing = next((u for u in node.users if u.target is getitem and u.args[1] == index and tools.is_tensor(u)), None)
+    if existing is not None:
+        return existing
+    with graph.inserting_after(node):
+        element = graph.call_function(getitem, (node, index))
+    element.meta["val"] = tools.value(node)[index]
+    return element

@@ -1,0 +1,1 @@
+"""What happened to a graph: the report, its texts and its files."""

@@ -1,0 +1,138 @@
+"""Say what happened to a graph: counters, log lines, trace artifacts, the dump; and in ``strict`` mode, insist."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import Counter
+from collections import deque
+from collections.abc import Sequence
+
+from overlap_inductor.errors import StrictError
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.report.report import SiteReport
+from overlap_inductor.torch_compat import telemetry
+
+log = logging.getLogger("overlap_inductor")
+
+KEPT_REPORTS = 256
+_reports: deque[OverlapReport] = deque(maxlen=KEPT_REPORTS)
+_lock = threading.Lock()
+
+
+def last_report() -> OverlapReport | None:
+    """The report of the graph that was compiled, or loaded from a cache, last; ``None`` before the first."""
+    with _lock:
+        return _reports[-1] if _reports else None
+
+
+def all_reports() -> list[OverlapReport]:
+    """The reports of this process, oldest first, of at most the last 256 graphs."""
+    with _lock:
+        return list(_reports)
+
+
+def forget_reports() -> None:
+    """Empty what ``last_report`` and ``all_reports`` return."""
+    with _lock:
+        _reports.clear()
+
+
+def activate(report: OverlapReport, from_cache: bool = False, dump: str | None = None) -> None:
+    """Make a graph's report known, in the same way after a compile and after a load from a cache.
+
+    Args:
+        dump: the folder for reports that is set now (it is no part of the cached report).
+
+    Raises:
+        StrictError: the report's mode is ``strict`` and a site was refused or failed. All else is done before.
+    """
+    with _lock:
+        _reports.append(report)
+    telemetry.count(report.counters())
+    _log(report, from_cache)
+    _trace(report)
+    if dump:
+        from overlap_inductor.report.dump import write_dump
+
+        write_dump(report, dump, telemetry.global_rank())
+    if report.mode == "strict":
+        _insist(report)
+
+
+def fell_back(reports: Sequence[OverlapReport], text: str, dump: str | None = None) -> None:
+    """Say in the reports of a graph, in the counters and in the dump that it runs without overlap, because ranks differ."""
+    for report in reports:
+        report.notices.append(text)
+        overlapped = report.counters()["sites_overlapped"]
+        if overlapped:
+            telemetry.count(Counter({"reason.ranks_differ": overlapped}))
+        if dump:
+            from overlap_inductor.report.dump import write_dump
+
+            write_dump(report, dump, telemetry.global_rank())
+
+
+def summary(report: OverlapReport) -> str:
+    """One line: ``graph 0_0 forward: 5 sites found, 4 overlapped (4 ring), 1 kept (too_small)``."""
+    schedules: Counter[str] = Counter()
+    others: dict[str, list[SiteReport]] = {}
+    for site in report.sites:
+        if site.decision.status == "overlapped":
+            schedules.update({p.schedule for p in site.decision.plan if p.schedule != "keep"} or {"keep"})
+        else:
+            others.setdefault(site.decision.status, []).append(site)
+    number = sum(s.decision.status == "overlapped" for s in report.sites)
+    parts = [f"{len(report.sites)} site{'s' * (len(report.sites) != 1)} found", f"{number} overlapped"]
+    if schedules:
+        parts[-1] += f" ({', '.join(f'{count} {name}' for name, count in sorted(schedules.items()))})"
+    for status, sites in sorted(others.items()):
+        codes = sorted({r.code for s in sites for r in s.decision.reasons})
+        parts.append(f"{len(sites)} {status}" + (f" ({', '.join(codes)})" if codes else ""))
+    if report.near_misses:
+        parts.append(f"{len(report.near_misses)} near miss{'es' * (len(report.near_misses) != 1)}")
+    return f"graph {report.graph} {report.phase}: {', '.join(parts)}"
+
+
+def _log(report: OverlapReport, from_cache: bool) -> None:
+    # The plan is the same on every rank of a group; one rank's lines are enough unless somebody asks for all.
+    level = logging.INFO if telemetry.global_rank() == 0 else logging.DEBUG
+    log.log(level, "%s%s", summary(report), " [from cache]" if from_cache else "")
+    for notice in report.notices:
+        log.log(level, "graph %s %s: %s", report.graph, report.phase, notice)
+    if not log.isEnabledFor(logging.DEBUG):
+        return
+    for site in report.sites:
+        log.debug("site %s", _describe(site))
+    for miss in report.near_misses:
+        log.debug("near miss %s %s: %s: %s", miss.collective.kind, miss.module, miss.reason.code, miss.reason.text)
+
+
+def _describe(site: SiteReport) -> str:
+    facts, decision = site.facts, site.decision
+    how = ", ".join(dict.fromkeys(p.schedule for p in decision.plan))
+    why = "; ".join(f"{r.code}: {r.text}" for r in decision.reasons)
+    text = f"{facts.id} {facts.pattern} {facts.module}: {decision.status} ({decision.source})"
+    return text + (f" {how}" if how else "") + (f": {why}" if why else "")
+
+
+def _trace(report: OverlapReport) -> None:
+    def text() -> str:
+        from overlap_inductor.report.text import render_text
+
+        return render_text(report)
+
+    telemetry.trace_artifact("overlap_inductor_report", "string", text)
+    telemetry.trace_artifact("overlap_inductor_sites", "json", lambda: json.dumps(report.to_dict()))
+
+
+def _insist(report: OverlapReport) -> None:
+    bad = [s for s in report.sites if s.decision.status in ("refused", "failed")]
+    if bad:
+        lines = "\n".join(f"  {_describe(site)}" for site in bad)
+        raise StrictError(
+            f"OVERLAP_INDUCTOR=strict: {len(bad)} of {len(report.sites)} sites of graph {report.graph} {report.phase} "
+            f"could not be overlapped:\n{lines}\n"
+            "Change what the reasons name, or set OVERLAP_INDUCTOR=on to leave these sites as they are."
+        )

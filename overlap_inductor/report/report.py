@@ -1,0 +1,129 @@
+"""``OverlapReport``: what happened to one graph, as data. Rendered by ``render_text`` and ``render_html``.
+
+The report of a graph is stored with the compiled graph and replayed on a cache hit, so it holds no rank and no path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+from overlap_inductor.facts.decision import Decision
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.facts.site import Collective
+from overlap_inductor.facts.site import SiteFacts
+
+SCHEMA_VERSION = 1
+
+
+@dataclass
+class SiteReport:
+    facts: SiteFacts
+    decision: Decision
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.facts.to_dict(), "decision": self.decision.to_dict()}
+
+
+@dataclass
+class NearMiss:
+    """A collective that is no site, and why. ``module`` names where it stands."""
+
+    collective: Collective
+    reason: Reason
+    module: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        collective = {**self.collective.__dict__, "ranks": list(self.collective.ranks)}
+        return {"collective": collective, "module": self.module, "reason": self.reason.__dict__.copy()}
+
+
+@dataclass
+class OverlapReport:
+    """One graph's report.
+
+    Attributes:
+        graph: name of the graph, equal on every rank (Dynamo's compile id such as ``0_0``).
+        phase: ``forward`` | ``backward`` | ``inference``.
+        before / after: the FX graph's readable code before and after the pass.
+        plan_hash: identity of the plan; ranks compare it before they move data. Empty where nothing is overlapped.
+        exchange: JSON text of the ``ExchangePlan`` that the ranks compare at each first run; empty in a graph without collectives.
+        groups: process groups of the graph's collectives, in the plan's order, each with the workspace that its sites need (JSON text) and its limit in
+            MiB, or nothing.
+        workspaces: symmetric memory that the graph's sites hold on each rank: ``{"ranks", "bytes"}`` of each group with any.
+        notices: things the user should know that belong to no site (another pass took the sites, a limit was hit...).
+    """
+
+    overlap_inductor: str
+    torch: str
+    mode: str
+    phase: str
+    graph: str
+    world_size: int
+    config: dict[str, Any] = field(default_factory=dict)
+    sites: list[SiteReport] = field(default_factory=list)
+    near_misses: list[NearMiss] = field(default_factory=list)
+    before: str = ""
+    after: str = ""
+    plan_hash: str = ""
+    exchange: str = ""
+    groups: dict[str, list[Any]] = field(default_factory=dict)
+    workspaces: list[dict[str, Any]] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+    def counters(self) -> Counter[str]:
+        """The contract's counters: ``sites_found``, ``sites_overlapped``, ``schedule.<name>``, ``reason.<code>``."""
+        counts: Counter[str] = Counter(sites_found=len(self.sites))
+        for site in self.sites:
+            counts.update(f"reason.{r.code}" for r in site.decision.reasons)
+            if site.decision.status == "overlapped":
+                counts["sites_overlapped"] += 1
+                counts.update(f"schedule.{p.schedule}" for p in site.decision.plan)
+            else:
+                counts["schedule.keep"] += 1
+        counts.update(f"reason.{miss.reason.code}" for miss in self.near_misses)
+        return counts
+
+    def to_dict(self, graphs: bool = False) -> dict[str, Any]:
+        """``sites.json`` of the contract; with ``graphs`` also what is needed to restore the report."""
+        value: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "overlap_inductor": self.overlap_inductor,
+            "torch": self.torch,
+            "mode": self.mode,
+            "phase": self.phase,
+            "graph": self.graph,
+            "world_size": self.world_size,
+            "config": self.config,
+            "plan_hash": self.plan_hash,
+            "workspaces": self.workspaces,
+            "notices": self.notices,
+            "sites": [s.to_dict() for s in self.sites],
+            "near_misses": [m.to_dict() for m in self.near_misses],
+        }
+        if graphs:
+            value.update(before=self.before, after=self.after, exchange=self.exchange, groups=self.groups)
+        return value
+
+    def to_json(self, graphs: bool = False) -> str:
+        return json.dumps(self.to_dict(graphs), indent=1, sort_keys=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> OverlapReport:
+        """The report that ``to_json(graphs=True)`` wrote. Raises ``ValueError`` for another schema version."""
+        value = json.loads(text)
+        if value.pop("schema_version") != SCHEMA_VERSION:
+            raise ValueError("the stored overlap report has another schema version; clear the Inductor cache")
+        sites = [SiteReport(SiteFacts.from_dict(s), Decision.from_dict(s["decision"])) for s in value.pop("sites")]
+        misses = [
+            NearMiss(
+                Collective(**{**m["collective"], "ranks": tuple(m["collective"]["ranks"])}),
+                Reason(**m["reason"]),
+                m["module"],
+            )
+            for m in value.pop("near_misses")
+        ]
+        return cls(sites=sites, near_misses=misses, **value)

@@ -1,0 +1,131 @@
+"""``report.txt``: one graph's report for a terminal. Repeated layers take one line; every value is what was decided."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from collections.abc import Sequence
+
+from overlap_inductor.report import words
+from overlap_inductor.report.groups import MissGroup
+from overlap_inductor.report.groups import SiteGroup
+from overlap_inductor.report.groups import group_near_misses
+from overlap_inductor.report.groups import group_sites
+from overlap_inductor.report.groups import has_layer_numbers
+from overlap_inductor.report.report import OverlapReport
+
+WIDTH = 118
+REPEATED_BLOCK = (
+    "No module name holds a layer number. If one block was compiled and is called several times (per-block "
+    "compilation), this one graph serves every call with the same code: count its sites once for each call."
+)
+
+
+def render_text(report: OverlapReport) -> str:
+    """The report as text, ending in a newline. Sizes are M x N x K as the rank's own matmul sees them, times estimates."""
+    groups = group_sites(report)
+    sections = [_header(report), _switches(report), _sites(report, groups), _reasons(groups), _plans(groups)]
+    sections += [_near_misses(group_near_misses(report)), _notices(report)]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+
+
+def _header(report: OverlapReport) -> list[str]:
+    lines = [
+        f"overlap_inductor {report.overlap_inductor}, torch {report.torch}",
+        f"graph {report.graph}, {report.phase}, world size {report.world_size}, mode {report.mode}",
+        words.headline(report),
+    ]
+    if report.mode == "report":
+        lines.append("mode report: the graph was left as it was; the plan below is what mode on would run")
+    if report.plan_hash:
+        lines.append(f"plan {report.plan_hash} (equal on every rank)")
+    lines += words.memory(report)
+    return lines
+
+
+def _switches(report: OverlapReport) -> list[str]:
+    rows = words.switches(report)
+    return _section("requested and effective", _table(("switch", "requested", "effective"), rows)) if rows else []
+
+
+def _sites(report: OverlapReport, groups: Sequence[SiteGroup]) -> list[str]:
+    if not groups:
+        return []
+    rows = [
+        (g.module, str(len(g.sites)), g.facts.pattern, words.matmuls(g.facts), words.outcome(g.decision))
+        for g in groups
+    ]
+    lines = _table(("module", "sites", "pattern", "matmul [M x N x K]", "outcome"), rows)
+    present = {g.decision.status for g in groups}
+    lines.append("")
+    lines += [f"{status}: {words.STATUS_MEANING[status]}" for status in words.STATUSES if status in present]
+    if not has_layer_numbers(report):
+        lines += ["", *textwrap.wrap(REPEATED_BLOCK, WIDTH)]
+    return _section("sites", lines)
+
+
+def _reasons(groups: Sequence[SiteGroup]) -> list[str]:
+    lines = []
+    for group in groups:
+        if not group.reasons:
+            continue
+        lines.append(f"{group.module} ({group.facts.pattern}): {group.decision.status}")
+        for reason in group.reasons:
+            lines += _hanging(f"  {reason.code}: ", reason.text)
+    return _section("reasons", lines) if lines else []
+
+
+def _plans(groups: Sequence[SiteGroup]) -> list[str]:
+    alike: dict[str, list[SiteGroup]] = {}
+    for group in groups:
+        if group.decision.plan:
+            key = repr((group.decision.plan, group.decision.source, words.collective(group.facts.collective)))
+            alike.setdefault(key, []).append(group)
+    lines = []
+    for members in alike.values():
+        decision = members[0].decision
+        lines += [member.module for member in members]
+        source = words.SOURCES.get(decision.source, decision.source)
+        lines.append(f"  {words.collective(members[0].facts.collective)}; decided by: {source}")
+        rows = [
+            (f"  tokens {words.tokens(piece)}", words.schedule(piece), words.parameters(piece)) for piece in decision.plan
+        ]
+        for row, piece in zip(_aligned(rows), decision.plan, strict=True):
+            lines.append(row)
+            if estimated := words.estimates(piece):
+                lines.append(f"    estimated {estimated}")
+    return _section("plan by token count (rows of the rank's own matmul)", lines) if lines else []
+
+
+def _near_misses(groups: Sequence[MissGroup]) -> list[str]:
+    lines = []
+    for group in groups:
+        number = words.count(len(group.misses), "time")
+        lines.append(f"{group.module}: {words.collective(group.collective)}, {number}")
+        lines += _hanging(f"  {group.reason.code}: ", group.reason.text)
+    return _section("near misses: collectives that are no site", lines) if lines else []
+
+
+def _notices(report: OverlapReport) -> list[str]:
+    lines = [line for notice in report.notices for line in _hanging("- ", notice)]
+    return _section("notices", lines) if lines else []
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return [title, "-" * len(title), *lines]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return _aligned([head, *rows])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _hanging(label: str, text: str) -> list[str]:
+    indent = " " * (len(label) - len(label.lstrip()) + 2)
+    return textwrap.wrap(
+        label + text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ) or [label.rstrip()]

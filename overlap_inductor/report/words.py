@@ -1,0 +1,210 @@
+"""The report's values in the user's words: one short text each, used alike by report.txt and index.html."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from overlap_inductor.config import PATTERNS
+from overlap_inductor.facts.decision import Decision
+from overlap_inductor.facts.decision import PlanPiece
+from overlap_inductor.facts.site import Collective
+from overlap_inductor.facts.site import Matmul
+from overlap_inductor.facts.site import SiteFacts
+from overlap_inductor.report.report import OverlapReport
+
+STATUSES = ("overlapped", "kept", "refused", "failed")
+
+STATUS_MEANING = {
+    "overlapped": "its transfers run under the matmuls in pieces, or in a faster kernel behind them (small_message)",
+    "kept": "could be overlapped, and stays as it was: estimated to be no faster, or asked for",
+    "refused": "stays as it was: overlapping it is not supported, or was not shown to keep the result",
+    "failed": "stays as it was: the rewrite gave an error and the original was put back",
+}
+
+SOURCES = {
+    "analytic": "estimate from the shipped machine profile",
+    "profile": "estimate from the measured machine profile",
+    "measured": "measurement",
+    "forced": "forced by the configuration",
+}
+
+_SHORT_TYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "float8_e4m3fn": "fp8e4m3",
+    "float8_e5m2": "fp8e5m2",
+}
+
+
+def count(number: int, noun: str) -> str:
+    """``1 site``, ``2 sites``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def dtype(name: str) -> str:
+    return _SHORT_TYPES.get(name.removeprefix("torch."), name.removeprefix("torch."))
+
+
+def matmul(value: Matmul) -> str:
+    """``mm [s0 x 8192 x 3584] bf16``: M x N x K as the rank's own matmul sees them; a batch in front."""
+    batch = "" if value.batch == 1 else f"{value.batch} x "
+    return f"{value.kind} [{batch}{value.m} x {value.n} x {value.k}] {dtype(value.dtype)}"
+
+
+def matmuls(facts: SiteFacts) -> str:
+    """All matmuls of a site, equal ones counted: ``mm [64 x 64 x 256] fp32 (x2)``."""
+    counts = Counter(matmul(m) for m in facts.matmuls)
+    return ", ".join(text if n == 1 else f"{text} (x{n})" for text, n in counts.items())
+
+
+def size_in_bytes(value: int | str) -> str:
+    """``4.0 MiB``; an expression stays ``8192*s0 B``."""
+    if isinstance(value, str):
+        return f"{value} B"
+    number = float(value)
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} GiB"
+
+
+def memory(report: OverlapReport) -> list[str]:
+    """``symmetric memory: 96.0 MiB on each of 8 ranks, of at most 4.0 GiB a group``, a line for each group."""
+    most = size_in_bytes(report.config["workspace_limit"] << 20) if report.workspaces else ""
+    return [f"symmetric memory: {size_in_bytes(held['bytes'])} on each of {count(len(held['ranks']), 'rank')}, of at most {most} a group" for held in report.workspaces]
+
+
+def collective(value: Collective) -> str:
+    """``all_reduce(sum) of 16.0 MiB bf16 over 8 ranks (tp)``."""
+    operation = f"{value.kind}({value.reduce_op})" if value.reduce_op else value.kind
+    where = f" on dim {value.dim}" if value.dim is not None else ""
+    role = f" ({value.role})" if value.role else ""
+    mesh = f" ({value.mesh_dim})" if value.mesh_dim else ""
+    ranks = count(value.world_size, "rank")
+    return f"{operation}{where}{role} of {size_in_bytes(value.bytes)} {dtype(value.dtype)} over {ranks}{mesh}"
+
+
+def schedule(piece: PlanPiece) -> str:
+    """``ring/p2p S=4``, ``ring/p2p S=4 bidirectional``."""
+    shown = [f"{piece.schedule}/{piece.transport}" if piece.transport else piece.schedule]
+    if "sub_chunks" in piece.parameters:
+        shown.append(f"S={piece.parameters['sub_chunks']}")
+    if piece.parameters.get("route") == "bidirectional":
+        shown.append("bidirectional")
+    return " ".join(shown)
+
+
+def outcome(decision: Decision) -> str:
+    """``overlapped: ring/p2p S=4``, ``kept: too_small``, ``overlapped: ring/p2p S=4 (tokens >= 513)``."""
+    moving = [piece for piece in decision.plan if piece.schedule != "keep"]
+    several = len(decision.plan) > 1
+    plan = "; ".join(schedule(piece) + (f" (tokens {tokens(piece)})" if several else "") for piece in moving)
+    codes = list(dict.fromkeys(r.code for r in decision.reasons))
+    if "report_mode" in codes and plan:
+        return f"{decision.status}: report_mode, would be {plan}"
+    shown = plan if decision.status == "overlapped" else ", ".join(codes)
+    return f"{decision.status}: {shown}" if shown else decision.status
+
+
+def tokens(piece: PlanPiece) -> str:
+    """``any``, ``<= 512``, ``513 to 4096``, ``>= 4097``."""
+    first, last = piece.tokens
+    if last is None:
+        return "any" if first <= 1 else f">= {first}"
+    return f"<= {last}" if first <= 1 else f"{first} to {last}"
+
+
+def microseconds(value: float) -> str:
+    """``12.3 us``, ``1.25 ms``, ``2.10 s``."""
+    if value >= 1e6:
+        return f"{value / 1e6:.2f} s"
+    if value >= 1e4:
+        return f"{value / 1e3:.2f} ms"
+    return f"{value:.1f} us" if value < 100 else f"{value:.0f} us"
+
+
+PARTS = ("matmul", "collective")
+"""Keys of ``estimate_us`` that are parts of ``keep`` and no schedules."""
+
+
+def estimates(piece: PlanPiece) -> str:
+    """``ring 902 us, keep 1342 us (matmul 644 us, collective 698 us)``, cheapest first; empty where nothing was estimated."""
+    ordered = sorted(piece.estimate_us.items(), key=lambda item: (item[1], item[0]))
+    schedules = ", ".join(f"{name} {microseconds(value)}" for name, value in ordered if name not in PARTS)
+    parts = ", ".join(f"{name} {microseconds(piece.estimate_us[name])}" for name in PARTS if name in piece.estimate_us)
+    return f"{schedules} ({parts})" if parts else schedules
+
+
+def parameters(piece: PlanPiece) -> str:
+    """``route=owner sub_chunks=4 unrolled=True``."""
+    return " ".join(f"{name}={value}" for name, value in sorted(piece.parameters.items()))
+
+
+def headline(report: OverlapReport) -> str:
+    """``5 sites found: 4 overlapped (ring), 1 refused; 2 near misses``."""
+    if not report.sites:
+        text = "no sites found"
+    else:
+        statuses = Counter(s.decision.status for s in report.sites)
+        parts = [f"{statuses[s]} {s}" for s in STATUSES if statuses[s]]
+        text = f"{count(len(report.sites), 'site')} found: " + ", ".join(parts)
+    if report.near_misses:
+        text += f"; {count(len(report.near_misses), 'near miss').replace('misss', 'misses')}"
+    return text
+
+
+def switches(report: OverlapReport) -> list[tuple[str, str, str]]:
+    """Every switch of the configuration: (name, requested, effective in this graph)."""
+    effective = {
+        "schedule": _tally(_main_schedule(s.decision) for s in report.sites),
+        "transport": _tally(p.transport for p in _moving_pieces(report) if p.transport),
+        "patterns": _tally(s.facts.pattern for s in report.sites if s.decision.status == "overlapped"),
+        "sub_chunks": _tally(
+            p.parameters["sub_chunks"] for p in _moving_pieces(report) if "sub_chunks" in p.parameters
+        ),
+        "ring_direction": _tally(
+            _direction(p.parameters["route"]) for p in _moving_pieces(report) if "route" in p.parameters
+        ),
+    }
+    rows = []
+    for name, requested in report.config.items():
+        found = effective.get(name)
+        rows.append((name, _plain(requested), _plain(requested) if found is None else found or "nothing overlapped"))
+    return rows
+
+
+def _main_schedule(decision: Decision) -> str:
+    names = [p.schedule for p in decision.plan if p.schedule != "keep"] if decision.status == "overlapped" else []
+    return "/".join(dict.fromkeys(names)) or "keep"
+
+
+def _direction(route: str) -> str:
+    """How a route's pieces travel; only a gather's ring has the choice that the switch gives."""
+    return {"ring": "unidirectional", "owner": "straight to the owner", "broadcast": "straight to all"}.get(
+        route, route
+    )
+
+
+def _moving_pieces(report: OverlapReport) -> list[PlanPiece]:
+    sites = [s for s in report.sites if s.decision.status == "overlapped"]
+    return [piece for site in sites for piece in site.decision.plan if piece.schedule != "keep"]
+
+
+def _tally(values: Iterable[Any]) -> str:
+    counts = Counter(str(v) for v in values)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{name} ({n})" for name, n in sorted(counts.items()))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        if sorted(value) == sorted(PATTERNS):
+            return f"all {len(PATTERNS)}"
+        return ", ".join(str(v) for v in value) or "none"
+    return "not set" if value is None else str(value)

@@ -1,0 +1,1 @@
+"""What belongs to a process group while it runs: agreement, workspace, order of calls, faults."""

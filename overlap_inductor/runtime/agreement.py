@@ -1,0 +1,257 @@
+"""Agreement: the ranks of a group compare what they exchange before an overlap op of a graph moves data.
+
+A pass never communicates, because a cache hit on one rank would leave the others waiting. So the comparison is the
+first act of a graph's call, before it reads or writes anything. Every rank publishes its plan's digest under the number
+of the call (calls of graphs with a collective of that group are counted), and reads the others'::
+
+    call n:   publish digest                     a rank that overlaps nothing goes on here
+              equal = all digests of call n are mine
+              for each round: publish equal; equal = all ranks with my digest say equal
+              equal -> overlap ops; else the plain compile of the graph, from then on
+
+Each round passes a rejection on to the other groups of a rank: one round for each dim of a mesh, and one in which a rank
+that came too late finds the verdict of those that gave up waiting. So all ranks that groups of the graph connect take
+the same way. A rank that runs the plain program without comparing publishes a refusal, for which nobody waits.
+
+Where ranks do not even hold the same collectives in a graph, or have held other numbers of them before this call, or
+one publishes nothing (overlap is off there, or it runs uncompiled), their calls cannot be counted alike: overlap is
+disabled for the group from then on (``apart``). The rank that finds so says it in the store, where ranks that still
+wait see it.
+
+A plan that was agreed upon needs no second comparison by rounds in the store, so a rank may compile again alone as long
+as it exchanges the same. Digests alone are compared at every call, so a rank that alone compiles to another exchange
+takes all ranks of that call to the plain program. Ranks of one machine compare them in memory that all of them map
+(``call_page``). This ties the hosts of a group to each other: none starts a call before all have reached it, which
+costs nothing while the hosts run ahead of their GPUs. Ranks on several machines compare through the store: on CPU
+groups at every call, whose collectives block the host anyway; on GPUs at first runs only, and there the rank that
+compiled again ends with an error at its deadline.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from overlap_inductor.errors import AgreementError
+from overlap_inductor.errors import StrictError
+from overlap_inductor.facts.exchange import ExchangePlan
+from overlap_inductor.facts.exchange import difference
+from overlap_inductor.runtime import call_board
+from overlap_inductor.runtime.call_board import EQUAL
+from overlap_inductor.runtime.call_board import GroupState
+from overlap_inductor.runtime.call_board import Outcome
+from overlap_inductor.runtime.call_board import state_of
+from overlap_inductor.runtime.verdict import DIFFERENT
+from overlap_inductor.runtime.verdict import NO
+from overlap_inductor.runtime.verdict import YES
+from overlap_inductor.runtime.verdict import compared
+from overlap_inductor.runtime.verdict import one_round
+from overlap_inductor.runtime.verdict import raise_if_others_overlap
+from overlap_inductor.runtime.verdict import seconds_to_wait
+from overlap_inductor.torch_compat.distributed import moves_nothing
+
+log = logging.getLogger("overlap_inductor")
+
+
+class Comparison:
+    """Compares one compiled graph's plan with the other ranks', call by call.
+
+    Args:
+        groups: the groups whose collectives the graph holds; those in which nothing moves are left out.
+        every_call: whether to compare at every call where the ranks share no page (CPU groups), and not only at the
+            first.
+    """
+
+    def __init__(self, plan: ExchangePlan, groups: Sequence[dist.ProcessGroup], every_call: bool) -> None:
+        self.plan = plan
+        self.groups = [g for g in groups if not moves_nothing(g)]
+        self.every_call = every_call
+        self.first = True
+        self.withdrawn = False
+        """Whether this rank runs the plain program whatever the others do: all do so for a reason of their own."""
+        self.settled: list[tuple[GroupState, str, int]] | None = None
+        """The groups, with what is alike in all that this rank publishes and the number of collectives, once there is
+        little to ask: the plan was agreed upon, or overlaps nothing."""
+        self.tied = False
+        """Whether a settled plan is compared at every call; it has one group then."""
+        self.counted = False
+        """Whether ``count`` has counted and published a call that ``call`` goes on with."""
+
+    def count(self) -> bool:
+        """Count one call of a settled plan, at little host time; false where ``call`` has to be asked."""
+        if self.settled is None or any(s.apart for s, _, _ in self.settled):
+            return False
+        for state, constant, collectives in self.settled:
+            state.count(collectives)
+            if state.page is not None:
+                state.page.publish(state.calls, f"{constant}:{state.passed}")
+        if not self.tied:
+            return True
+        state, constant, _ = self.settled[0]
+        assert state.page is not None
+        self.counted = not call_board.soon(state.page, state.calls, f"{constant}:{state.passed}")
+        return not self.counted
+
+    def call(self) -> Outcome:
+        """Count one call, and compare where that is needed.
+
+        Raises:
+            AgreementError: a rank has another version, died, or runs an earlier plan that was agreed upon; or the
+                groups' store is gone, and with it the rank that kept it.
+            StrictError: in mode ``strict``, the plans differ.
+        """
+        try:
+            return self._call()
+        except dist.DistError as error:
+            names = ", ".join(repr(g.group_name) for g in self.groups)
+            raise AgreementError(
+                f"rank {dist.get_rank()} cannot read the plans of group {names}: {error}. A rank probably died; see its "
+                "own log first."
+            ) from error
+
+    def _call(self) -> Outcome:
+        if self.withdrawn:
+            return NO
+        counted, self.counted = self.counted, False
+        states = [state_of(g) for g in self.groups]
+        for state in states if not counted else ():
+            state.count(self.plan.count_in(state.group.group_name))
+        first, self.first = self.first, False
+        self.settled, self.tied = None, False
+        if not self.plan.overlaps:
+            return self._without_overlap(states, first)
+        digest = self.plan.digest
+        why = next((s.apart for s in states if s.apart), "") or next(
+            (s.rejected[digest] for s in states if digest in s.rejected), ""
+        )
+        if why:
+            call_board.publish(self._listening(states, first), self.plan, refused=True)
+            if self.plan.mode == "strict":
+                raise StrictError(
+                    f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} and other ranks do not exchange the same: {why}"
+                )
+            return NO
+        if not all(digest in s.agreed for s in states):
+            outcome = compared(states, self.plan, known=False)
+            for state in states if outcome.overlapped and not self.every_call else ():
+                state.unasked.update({digest} - state.tied)
+            return outcome
+        tied = bool(states) and all(digest in s.tied for s in states)
+        outcome = YES
+        if tied or (self.every_call and states):
+            outcome = compared(states, self.plan, known=True)
+        else:
+            call_board.publish([s for s in states if s.page is not None], self.plan)
+        if outcome.overlapped and (not (tied or self.every_call) or (tied and len(states) == 1)):
+            self._settle(states, tied)
+        return outcome
+
+    def _without_overlap(self, states: Sequence[GroupState], first: bool) -> Outcome:
+        """Tell the others, who may overlap theirs; wait for them only where this rank alone may have left an agreed
+        exchange."""
+        # (A plan that this rank has run before is no sign that it has left an exchange.)
+        new = any(self.plan.digest not in s.told for s in states)
+        call_board.publish(self._listening(states, first), self.plan)
+        strict = first and self.plan.mode == "strict"
+        unpaged = [s for s in states if s.page is None and not self.every_call]
+        asked: list[GroupState] = []
+        if strict or (first and new and any(self.plan.collectives in s.overlapped for s in unpaged)):
+            asked = list(states)
+        elif first and new:
+            asked = [s for s in states if s.page is not None and s.unasked]
+        if not any(s.apart for s in states):
+            raise_if_others_overlap(asked, self.plan, strict)
+        if not self.every_call or all(s.page is not None for s in states):
+            self._settle(states, tied=False)
+        return NO
+
+    def _listening(self, states: Sequence[GroupState], first: bool) -> list[GroupState]:
+        """The groups whose other ranks may wait to hear of this call."""
+        return [s for s in states if first or self.every_call or s.page is not None]
+
+    def _settle(self, states: Sequence[GroupState], tied: bool) -> None:
+        self.settled = [
+            (s, call_board.constant(s, self.plan), self.plan.count_in(s.group.group_name)) for s in states
+        ]
+        self.tied = tied
+
+    def also(self, failure: str) -> Outcome:
+        """Whether all ranks can go on after a call that compared equal.
+
+        Args:
+            failure: why this rank cannot, alike on all ranks of the group that it comes from; or ``""``. It reaches the
+                ranks of the graph's other groups by rounds of their own.
+        """
+        states = [state_of(g) for g in self.groups]
+        verdict = (DIFFERENT if failure else EQUAL, failure)
+        if len(states) > 1:
+            begun, limit = time.monotonic(), max(seconds_to_wait(s.group, self.plan, known=False) for s in states)
+            peers = [dict.fromkeys(call_board.peers(s.group), call_board.value(s, self.plan)) for s in states]
+            for number in range(len(states)):
+                verdict = one_round(states, self.plan, peers, number, verdict, begun, limit, "workspace/")
+        if verdict[0] == EQUAL:
+            return YES
+        why = verdict[1]
+        for state in states:
+            state.agreed.discard(self.plan.digest)
+            state.unasked.discard(self.plan.digest)
+            state.rejected[self.plan.digest] = why
+        self.settled = None
+        if self.plan.mode == "strict":
+            raise StrictError(f"OVERLAP_INDUCTOR=strict: the workspace of a graph cannot be made: {why}")
+        text = f"all ranks run a graph without overlap, because its workspace cannot be made: {why}"
+        first = all(s.group.rank() == 0 for s in states)
+        log.log(logging.WARNING if first else logging.INFO, "overlap_inductor: %s", text)
+        return Outcome(False, text)
+
+
+# (An op asks at every call.)
+_parsed = functools.lru_cache(maxsize=4096)(ExchangePlan.from_json)
+
+
+def require(group: dist.ProcessGroup, text: str) -> None:
+    """Raise unless the plan ``text`` was agreed upon; compare it now where no ``Comparison`` has (a graph that runs
+    outside of Inductor's own callable).
+
+    Raises:
+        AgreementError: the ranks' plans differ.
+    """
+    plan, state = _parsed(text), state_of(group)
+    if plan.digest in state.agreed or plan.digest in state.parts or moves_nothing(group):
+        return
+    outcome = Comparison(plan, [group], every_call=False).call()
+    if not outcome.overlapped:
+        why = outcome.difference or state.rejected.get(plan.digest, "") or state.apart
+        raise AgreementError(
+            f"rank {dist.get_rank()} and other ranks of group {group.group_name!r} do not run the same overlap plan, so no data was moved: {why}. "
+            "This graph does not run in Inductor's own callable, so its plain program cannot take its place. Start every rank with the same "
+            "OVERLAP_INDUCTOR* variables and the same model."
+        )
+
+
+def accept(group: dist.ProcessGroup, plan: ExchangePlan) -> None:
+    """Let the ops of ``plan`` run, which is a part of one that was agreed upon."""
+    state_of(group).parts.add(plan.digest)
+
+
+def plans_waiting(group: dist.ProcessGroup) -> str:
+    """Peers that wait with a plan which this rank does not run, for the error of a transfer that found no partner; or ``""``.
+
+    A rank that alone compiles again, to another exchange, stops at its comparison, while the others go on with the plan
+    that all had agreed upon.
+    """
+    state = state_of(group)
+    if state.newest is None:
+        return ""
+    try:
+        # (This rank has counted the call that found no partner, or, in a graph outside of Inductor's callable, has not.)
+        plans = call_board.plans_now(state, state.newest, (state.calls, state.calls + 1))
+    except RuntimeError:
+        # The store may have died with its rank.
+        return ""
+    why = difference(state.newest, plans)
+    return f"Meanwhile another plan was compiled by {why}. " if why else ""

@@ -1,0 +1,236 @@
+"""``WorkspaceArena``: who holds which bytes of a group's symmetric memory, until when. The only place that allocates it.
+
+A group has a few *slots*. A call of a site holds one slot from its start to its end. The sites of a graph take the slots in turn, in the order of
+the plan that all ranks have agreed upon; sites of other graphs may share them, since calls of a rank run one after the other
+(``runtime.workspace``). What keeps a rank from writing into a slot that a peer still reads is a credit, which the peer gives when its call
+ends (``kernels.signals.credit_flag``), or halves of the slot that are used in turn (``kernels.small_message``); kernels of one slot all do the same.
+Calls are counted in device memory (``Slot.calls``), never by the host: a CUDA graph that is replayed, or mixed with eager calls, counts on.
+
+Sizes are planned before anything runs (``slots_for``; a site of dynamic sizes asks for a planned maximum, and runs as it stood beyond it), so that
+``prepare`` happens at the graph's first run, outside any capture. Slots are never moved, grown or freed while the group lives: graphs captured before hold their
+addresses. A later graph that needs more gets slots of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from overlap_inductor.errors import OverlapError
+from overlap_inductor.kernels.layout import FLAG_WORDS
+from overlap_inductor.kernels.layout import QUEUE_WORDS
+
+ALIGNMENT = 1024
+TILE_BYTES = 2048
+"""Of the smallest tile: 128 rows of 8 elements of two bytes."""
+SLOTS = 2
+"""Slots that the sites of a graph take in turn."""
+CREDITS, HALVES = "credits", "halves"
+"""What keeps the calls of a slot apart: a credit of each peer, or two halves used in turn."""
+
+
+class Buffer(Protocol):
+    """What an arena needs of one symmetric allocation (``torch_compat.symmetric.SymmetricBuffer``)."""
+
+    @property
+    def local(self) -> torch.Tensor: ...
+    @property
+    def peers(self) -> tuple[torch.Tensor, ...]: ...
+    @property
+    def pointers(self) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """One site's need: ``nbytes`` that peers write into, ``signals`` that each peer sends in a call, and what keeps its calls apart."""
+
+    site: str
+    nbytes: int
+    signals: int
+    protocol: str = CREDITS
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Bytes and flags for one call at a time.
+
+    Attributes:
+        data: uint8 ``[nbytes]`` on every rank.
+        flags: int32; where which flag lies say ``credit_flag`` and ``signal_flag`` of ``kernels.signals``. What lies
+            behind them on a rank is its own: ``calls``, ``queues`` and ``tiles``, which no peer touches. (One
+            allocation, since each may fail on one rank alone, and must then on all.)
+        calls: int32 ``[1]`` on the device: calls of this rank that have used the slot.
+        queues: int32 on the device, zero between calls: what a kernel's blocks claim and count (``QUEUE_WORDS`` and one a peer and signal).
+        tiles: int32 on the device, zero between calls: what blocks tell each other of tiles, of which there are at most as many as in ``nbytes``.
+    """
+
+    nbytes: int
+    signals: int
+    data: Buffer
+    flags: Buffer
+    calls: torch.Tensor
+    queues: torch.Tensor
+    tiles: torch.Tensor
+    protocol: str = CREDITS
+
+
+def slots_for(requests: Sequence[Request], count: int) -> list[tuple[int, int]]:
+    """``(nbytes, signals)`` of each of at most ``count`` slots, taken in turn by the sites, all of one protocol, in their order."""
+    used = min(count, len(requests))
+    return [
+        (max(_aligned(r.nbytes) for r in requests[i::used]), max(r.signals for r in requests[i::used])) for i in range(used)
+    ]
+
+
+def planned_bytes(requests: Sequence[Request], count: int, world_size: int) -> int:
+    """Bytes a rank that ``prepare`` would allocate for these sites alone."""
+    return sum(_slot_bytes(world_size, *sizes) for alike in _by_protocol(requests) for sizes in slots_for(alike, count))
+
+
+def _by_protocol(requests: Sequence[Request]) -> list[list[Request]]:
+    return [[r for r in requests if r.protocol == protocol] for protocol in dict.fromkeys(r.protocol for r in requests)]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+
+
+def _flag_words(world_size: int, signals: int) -> int:
+    return world_size * (1 + signals) * FLAG_WORDS
+
+
+def _own_words(world_size: int, nbytes: int, signals: int) -> tuple[int, int, int]:
+    """int32 words of ``calls``, ``queues`` and ``tiles``."""
+    return 1, QUEUE_WORDS + world_size * signals, -(-nbytes // TILE_BYTES)
+
+
+def _slot_bytes(world_size: int, nbytes: int, signals: int) -> int:
+    return nbytes + (_flag_words(world_size, signals) + sum(_own_words(world_size, nbytes, signals))) * 4
+
+
+def _suffices(slot: Slot | None, request: Request) -> bool:
+    return slot is not None and slot.nbytes >= request.nbytes and slot.signals >= request.signals and slot.protocol == request.protocol
+
+
+@dataclass
+class WorkspaceArena:
+    """The slots of one group on one device.
+
+    Args:
+        allocate: ``(elements, dtype) -> Buffer``; zeroed, and called by all ranks of the group together. Raises on all
+        of them, or on none.
+        capturing: whether a CUDA graph is being captured on the current stream.
+        limit: bytes a rank that all slots together may take.
+    """
+
+    world_size: int
+    device: torch.device
+    allocate: Callable[[int, torch.dtype], Buffer]
+    capturing: Callable[[], bool]
+    limit: int
+    slots: list[Slot] = field(default_factory=list)
+    _of_site: dict[tuple[str, str], Slot] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a rank of all slots, flags included."""
+        return sum(_slot_bytes(self.world_size, s.nbytes, s.signals) for s in self.slots)
+
+    def prepare(self, requests: Sequence[Request], count: int = SLOTS) -> None:
+        """Give every site a slot: slots that are there where they suffice, in turn; else new ones. All ranks call this with equal arguments.
+
+        Raises:
+            OverlapError: something would have to be allocated while a graph is captured, or beyond the limit.
+            NotOnAllRanks: a rank had no memory left (what ``allocate`` raises). The arena is as before.
+        """
+        slots, of_site = list(self.slots), dict(self._of_site)
+        try:
+            for alike in _by_protocol(requests):
+                self._prepare(alike, count)
+        except BaseException:
+            # (Those of a protocol before may have got theirs.)
+            self.slots, self._of_site = slots, of_site
+            raise
+
+    def _prepare(self, requests: Sequence[Request], count: int) -> None:
+        unknown, wanted, chosen = self._choose(requests, count)
+        if not unknown:
+            return
+        missing = [sizes for sizes, slot in zip(wanted, chosen, strict=True) if slot is None]
+        if missing:
+            self._check(missing, unknown)
+        ready = [slot or self._new(*sizes, unknown[0].protocol) for sizes, slot in zip(wanted, chosen, strict=True)]
+        # (All of them, or none: behind a failure all ranks hold the same slots.)
+        self.slots += [new for new, slot in zip(ready, chosen, strict=True) if slot is None]
+        for i, request in enumerate(unknown):
+            self._of_site[request.site, request.protocol] = ready[i % len(ready)]
+
+    def missing_bytes(self, requests: Sequence[Request], count: int = SLOTS) -> int:
+        """Bytes a rank that ``prepare`` would have to allocate."""
+        pairs = [pair for alike in _by_protocol(requests) for pair in zip(*self._choose(alike, count)[1:], strict=True)]
+        return sum(_slot_bytes(self.world_size, *sizes) for sizes, slot in pairs if slot is None)
+
+    def _choose(self, requests: Sequence[Request], count: int) -> tuple[list[Request], list[tuple[int, int]], list[Slot | None]]:
+        """For requests of one protocol: ``(those without a slot of their size, sizes of the slots that they take in turn, the slot that is there for
+        each of these, or None)``."""
+        unknown = [self._at_least_as_before(r) for r in requests if not self.holds(r)]
+        wanted = slots_for(unknown, count)
+        free = [s for s in self.slots if unknown and s.protocol == unknown[0].protocol]
+        chosen: list[Slot | None] = []
+        for nbytes, signals in wanted:
+            fitting = next((s for s in free if s.nbytes >= nbytes and s.signals >= signals), None)
+            chosen.append(fitting)
+            if fitting is not None:
+                free.remove(fitting)
+        return unknown, wanted, chosen
+
+    def _at_least_as_before(self, request: Request) -> Request:
+        """``request`` no smaller than the site's slot: graphs before rest on that."""
+        slot = self._of_site.get((request.site, request.protocol))
+        return request if slot is None else replace(request, nbytes=max(request.nbytes, slot.nbytes), signals=max(request.signals, slot.signals))
+
+    def _check(self, missing: list[tuple[int, int]], requests: list[Request]) -> None:
+        names = ", ".join(r.site for r in requests[:4]) + (", ..." if len(requests) > 4 else "")
+        if self.capturing():
+            raise OverlapError(
+                f"sites {names} need workspace while a CUDA graph is being captured, where none can be allocated. "
+                "Run the compiled function once before capturing it."
+            )
+        more = sum(_slot_bytes(self.world_size, *sizes) for sizes in missing)
+        if self.nbytes + more > self.limit:
+            raise OverlapError(
+                f"sites {names} need {more} bytes of workspace beyond the {self.nbytes} that their group holds; the limit is {self.limit}. "
+                "Raise the limit, or keep the largest sites."
+            )
+
+    def _new(self, nbytes: int, signals: int, protocol: str) -> Slot:
+        flag_words, own = _flag_words(self.world_size, signals), _own_words(self.world_size, nbytes, signals)
+        data = self.allocate(nbytes, torch.uint8)
+        flags = self.allocate(flag_words + sum(own), torch.int32)
+        calls, queues, tiles = flags.local[flag_words:].split(own)
+        return Slot(nbytes, signals, data, flags, calls, queues, tiles, protocol)
+
+    def holds(self, request: Request) -> bool:
+        """Whether the site has a slot that is large enough."""
+        return _suffices(self._of_site.get((request.site, request.protocol)), request)
+
+    def knows(self, site: str, protocol: str = CREDITS) -> bool:
+        """Whether the site has a slot."""
+        return (site, protocol) in self._of_site
+
+    def slot(self, site: str, protocol: str = CREDITS) -> Slot:
+        """The slot of a site that has been prepared for.
+
+        Raises:
+            OverlapError: it has not.
+        """
+        found = self._of_site.get((site, protocol))
+        if found is None:
+            raise OverlapError(f"site {site} has no workspace: its graph was not prepared for before its first run")
+        return found

@@ -1,0 +1,218 @@
+"""``CallOrder``: the calls of a device run one after the other, in the order in which this process makes them, whatever
+their streams, threads, sites and groups.
+
+Why. A kernel that waits for its peers fills the GPU. Two on two streams, begun here in one order and there in the
+other, would wait for each other for ever; and two that share a slot count its calls, so that ranks would pair a call
+with another one. All ranks make their calls in one order; this keeps their GPUs to it.
+
+How. ``with call_order(device):`` stands around all launches of a call. It waits for the *end* of the call before, an
+event that is recorded behind the call's last launch, and for nothing that was queued later on that call's stream: what
+stands there may wait for a peer that waits for this call. ::
+
+    rank 0:  A on S1, recv on S1, B on S2             B waits for A, not for recv
+    rank 1:  A on S1, B on S2, send behind B on S1
+
+One event a device is enough: it is recorded anew by each call, and whoever waits for it waits for what was recorded
+last when he asked. A call on the stream of the call before is ordered by that stream.
+
+Threads. The order of calls is that in which threads get the lock, which is held from the wait to the record: launches
+of two calls do not mix, nor do the uses of what a device has one of (its side streams, prepared kernels, graphs of
+calls). Where threads call at the same time, it is theirs to see that all ranks do so in one order, as it is with NCCL.
+
+Captures. An event that was recorded outside a capture cannot be waited for inside it, nor the other way round; so each
+capture has an event of its own, by which its calls are in order among each other. What orders a captured graph beside
+everything else is its replay: graphs of ``torch.cuda.CUDAGraph`` (``torch.cuda.graph``, ``make_graphed_callables``,
+``mode="reduce-overhead"``) that hold calls count as one call each time they are replayed. They wait for the call before
+and are waited for by the next one, on whatever streams. A graph is one thing there: it begins behind the whole call
+before, and the next call on another stream begins behind the whole graph. A capture that was begun by other means is
+refused, since nobody would see its replays: beside a call on another stream they would use a slot at the same time, and
+the numbers of both would be wrong. (A graph whose ``raw_cuda_graph_exec`` is launched by hand is not seen either;
+whoever does that orders it.)
+
+Graphs that ``runtime.replay`` makes of one call need nothing of this: they are launched inside that call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from contextlib import AbstractContextManager
+from contextlib import ExitStack
+from contextlib import nullcontext
+from dataclasses import dataclass
+from dataclasses import field
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.runtime import driver
+from overlap_inductor.torch_compat import cuda_graphs
+from overlap_inductor.torch_compat import symmetric
+
+log = logging.getLogger("overlap_inductor")
+
+
+class _Last:
+    """The call before: its stream, by number and as an object, and the event at its end. ``raw`` is ``None`` where
+    there was none."""
+
+    raw: int | None = None
+    stream: Any = None
+    event: Any = None
+
+    def ended(self, raw: int, stream: Any) -> None:
+        """A call ends here."""
+        if self.event is None:
+            self.event = torch.cuda.Event()
+        self.event.record(stream)
+        self.raw, self.stream = raw, stream
+
+
+@dataclass
+class _Capture:
+    """A capture that is going on, and the last call of each device in it."""
+
+    graph: weakref.ref[Any]
+    last: dict[CallOrder, _Last] = field(default_factory=dict)
+
+
+class CapturedGraphs:
+    """Which captures of ``torch.cuda.CUDAGraph`` are going on, by the driver's number, and which graphs hold calls of
+    which devices."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, _Capture] = {}
+        self._holding: weakref.WeakKeyDictionary[Any, tuple[CallOrder, ...]] = weakref.WeakKeyDictionary()
+
+    def begun(self, graph: Any) -> None:
+        self._holding.pop(graph, None)
+        try:
+            number = driver.capture_number(symmetric.current_stream_number())
+        except RuntimeError as error:
+            log.warning(
+                "overlap_inductor: CUDA does not say which capture has begun, so that no overlapped site may be "
+                "captured in it (%s)",
+                error,
+            )
+            return
+        self._open[number] = _Capture(weakref.ref(graph))
+
+    def ended(self, graph: Any) -> None:
+        for number, capture in tuple(self._open.items()):
+            if capture.graph() is graph:
+                del self._open[number]
+                if capture.last:
+                    self._holding[graph] = tuple(sorted(capture.last, key=lambda order: order.device.index))
+
+    def replaying(self, graph: Any) -> AbstractContextManager[object]:
+        orders = self._holding.get(graph, ())
+        if len(orders) <= 1:
+            return orders[0] if orders else nullcontext()
+        stack = ExitStack()
+        for order in orders:
+            # (By the devices' numbers, so that two threads take the locks in one order.)
+            stack.enter_context(order)
+        return stack
+
+    def last_of(self, order: CallOrder, raw: int) -> _Last:
+        """The last call of ``order`` in the capture that the stream ``raw`` is in. Raises ``UnsupportedError`` where
+        nobody will see the graph's replays."""
+        capture = self._open.get(driver.capture_number(raw))
+        if capture is None:
+            raise UnsupportedError(
+                "an overlapped site is being captured into a CUDA graph that torch.cuda.CUDAGraph does not "
+                "capture. Its replays could not be ordered beside other calls, and "
+                "two calls at once would use the same workspace. Capture with torch.cuda.graph, or compile this "
+                "part with OVERLAP_INDUCTOR=off."
+            )
+        if order not in capture.last:
+            capture.last[order] = _Last()
+        return capture.last[order]
+
+
+class CallOrder:
+    """``with order:`` around all launches of a call on the current stream. A call inside of a call is part of it."""
+
+    def __init__(self, device: torch.device, graphs: CapturedGraphs) -> None:
+        self.device = device
+        self._graphs = graphs
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._outside = self._last = _Last()
+        self._raw = 0
+        self._stream: Any = None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self._depth == 0:
+            try:
+                self._begin()
+            except BaseException:
+                self._lock.release()
+                raise
+        self._depth += 1
+
+    def _begin(self) -> None:
+        raw = symmetric.stream_number(self.device)
+        last = self._graphs.last_of(self, raw) if symmetric.capturing() else self._outside
+        if last.raw == raw:
+            self._stream = last.stream
+        else:
+            self._stream = torch.cuda.current_stream(self.device)
+            if last.raw is not None:
+                self._stream.wait_event(last.event)
+        self._last, self._raw = last, raw
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._depth -= 1
+            # (What a failed call has launched is ordered, too. But a capture in which something failed may be lost, and
+            # would hide that error behind one of its own.)
+            if self._depth == 0 and (kind is None or self._last is self._outside):
+                self._last.ended(self._raw, self._stream)
+        finally:
+            self._lock.release()
+
+    def in_flight(self) -> bool:
+        """Whether the last call, or the last replay that holds calls, is still going on. Any thread may ask, also while
+        another one captures. Raises ``RuntimeError`` where CUDA has failed."""
+        if self._outside.raw is None:
+            return False
+        with driver.beside_captures(self.device):
+            return not self._outside.event.query()
+
+    def finish(self) -> None:
+        """Wait for the end of all calls; each ends when its peers have come, or with its patience."""
+        if self._outside.raw is not None:
+            with driver.beside_captures(self.device):
+                self._outside.event.synchronize()
+
+
+_GRAPHS = CapturedGraphs()
+_ORDERS: dict[torch.device, CallOrder] = {}
+_LOCK = threading.Lock()
+_AT_ONCE = nullcontext()
+
+
+def call_order(device: torch.device) -> CallOrder | nullcontext[None]:
+    """The device's, made on first use; from then on CUDA graphs are seen. (Where there are no streams a call is over
+    when it returns.)"""
+    if device.type != "cuda":
+        return _AT_ONCE
+    known = _ORDERS.get(device)
+    if known is None:
+        with _LOCK:
+            if not _ORDERS:
+                cuda_graphs.observe(torch.cuda.CUDAGraph, _GRAPHS)
+            known = _ORDERS.setdefault(device, CallOrder(device, _GRAPHS))
+    return known
+
+
+def orders() -> tuple[CallOrder, ...]:
+    """Those of all devices that have had calls."""
+    return tuple(_ORDERS.values())

@@ -1,0 +1,235 @@
+"""What kernels that gave up waiting left behind, and how every waiting kernel of a group is told to stop.
+
+Whoever gives up, a kernel or a rank's host (``abort``), writes its record on the group's board (``runtime.board``)
+and sets the abort words of all ranks, each in the memory of the GPU whose waiting kernels look at it
+(``kernels.signals`` says why). A kernel stores them itself. A host has them copied on a stream that was made for that
+before anything ran, so that it never stands behind what waits. Where a host can reach no GPU any more, its peers'
+watchdogs read the board (``stop_waits``).
+
+Every rank's next call raises, with the site and the rank that gave up first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import time
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from dataclasses import field
+
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.errors import TransferError
+from overlap_inductor.kernels import layout
+from overlap_inductor.runtime.board import Board
+from overlap_inductor.runtime.board import own_board
+from overlap_inductor.runtime.board import shared_board
+from overlap_inductor.runtime.driver import copier
+from overlap_inductor.runtime.driver import own_stream
+from overlap_inductor.torch_compat import symmetric
+
+log = logging.getLogger("overlap_inductor")
+
+SITE_NUMBERS = 2**28
+"""So that the code of a wait is a positive int32."""
+
+_WAITED_FOR = {
+    layout.WAIT_CREDIT: "leave to write into the workspace of",
+    layout.WAIT_PART: "rows from",
+    layout.WAIT_PARTIALS: "partial sums from",
+    layout.WAIT_RESULT: "finished rows from",
+    layout.WAIT_TURN: "another receiver to get its rows from",
+}
+_OVER = "No result of this group is valid any more: destroy the group, or end the process."
+
+
+def stop_words(rank: int, board: Board, table: torch.Tensor) -> torch.Tensor:
+    """What stands behind a rank's abort word: how many abort words a kernel sets that gives up, and where they, its
+    record and the board are. ``table``: int64, the addresses of the abort words of all ranks, where this rank finds
+    them."""
+    head = torch.tensor([table.numel()], dtype=torch.int32)
+    addresses = torch.tensor([board.record_address(rank), board.address, table.data_ptr()])
+    return torch.cat([head, addresses.view(torch.int32)])
+
+
+@functools.cache
+def abort_stream(device: torch.device) -> torch.cuda.Stream:
+    """The device's one stream for aborts: nothing else is ever launched there."""
+    return own_stream(device, priority=-1)
+
+
+@dataclass
+class FaultRecord:
+    """The faults of one group, as this rank sees and reports them.
+
+    Attributes:
+        ranks: global ranks of the group, in its order; rank: this one's place among them.
+        board: what ranks have given up on.
+        stop: int32 ``[STOP_WORDS]`` on the device, what kernels are given: the abort word, and ``stop_words``.
+        table: int64 on the device, the addresses of all ranks' abort words; ``reachable``: the same numbers.
+        sites: names of sites by the numbers under which kernels record them, the same on all ranks.
+        told: whether the program knows that results of the group are not valid: ``check`` has raised, or the program called ``abort``.
+        memory: what ``stop`` and the peers' abort words lie in, kept alive.
+    """
+
+    group_name: str
+    ranks: Sequence[int]
+    rank: int
+    board: Board
+    stop: torch.Tensor
+    table: torch.Tensor
+    reachable: Sequence[int]
+    sites: dict[int, str] = field(default_factory=dict)
+    told: bool = False
+    memory: object = None
+
+    def __post_init__(self) -> None:
+        # (Looked at before every call: an element of a tensor takes the host microseconds.)
+        self._given_up = ctypes.c_int32.from_address(self.board.words.data_ptr())
+        if self.stop.is_cuda:
+            abort_stream(self.stop.device)
+
+    @classmethod
+    def of(cls, group_name: str, ranks: Sequence[int], device: torch.device, rank: int = 0) -> FaultRecord:
+        """One that this rank shares with nobody."""
+        board = own_board(len(ranks), device)
+        stop = symmetric.lasting(torch.zeros(layout.STOP_WORDS, dtype=torch.int32), device)
+        table = symmetric.lasting(torch.tensor([stop.data_ptr()]), device)
+        stop[1:].copy_(stop_words(rank, board, table))
+        return cls(group_name, ranks, rank, board, stop, table, [stop.data_ptr()])
+
+    @classmethod
+    def shared(
+        cls, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, together: symmetric.Together
+    ) -> FaultRecord:
+        """One for all ranks of ``group``, which call this at one time; not while a CUDA graph is captured.
+        ``together``: returns when the attempt has succeeded on all of them.
+
+        Raises:
+            NotOnAllRanks: a rank has no memory left, or no memory of the host in common with the others; on all ranks
+            (what ``together`` raises).
+        """
+        memory = symmetric.allocate(layout.STOP_WORDS, torch.int32, device, group, together)
+
+        def make() -> FaultRecord:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            # (The abort word itself belongs to whoever gives up, from now on.)
+            words = memory.local[1:]
+            exchange = _Behind(words, tuple(peer[1:] for peer in memory.peers))
+            board = shared_board(group.rank(), exchange, together)
+
+            def tell() -> FaultRecord:
+                words.copy_(stop_words(group.rank(), board, memory.pointers))
+                known = memory.local, memory.pointers, memory.pointers.tolist()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                return cls(group.group_name, ranks, group.rank(), board, *known, memory=memory)
+
+            # (No rank runs a kernel before all can be told.)
+            found: FaultRecord = together("tell its kernels where the board is", tell)
+            return found
+
+        # On a thread of its own: a first run under CUDA graph trees takes what its thread allocates for the graph's
+        # own.
+        with ThreadPoolExecutor(1, "overlap_inductor shares a board") as thread:
+            return thread.submit(make).result()
+
+    def number(self, site: str) -> int:
+        """The number under which kernels of all ranks record ``site``."""
+        number = zlib.crc32(site.encode()) % SITE_NUMBERS
+        known = self.sites.setdefault(number, site)
+        if site not in known.split(" or "):
+            self.sites[number] = f"{known} or {site}"
+        return number
+
+    def abort(self) -> None:
+        """Every wait of the group, on all ranks, returns at once from now on; what their kernels return is not
+        valid."""
+        self.told = True
+        record = self.board.record(self.rank)
+        if not record[0]:
+            now = torch.tensor([time.time_ns()]).view(torch.int32)
+            record[1:] = torch.cat([torch.zeros(5, dtype=torch.int32), now])
+            record[0] = 1
+        self.board.words[0] = 1
+        self._set_abort_words(self.reachable)
+
+    def stop_waits(self) -> None:
+        """Every wait of the group on this rank returns at once from now on."""
+        self._set_abort_words([self.stop.data_ptr()])
+
+    def _set_abort_words(self, addresses: Sequence[int]) -> None:
+        copy, device = copier(self.stop.device.type), self.stop.device
+        if device.type == "cpu":
+            for address in addresses:
+                copy(address, self.board.one, 4, 0)
+            return
+        try:
+            with torch.cuda.device(device):
+                # (From here on the device's context is this thread's.)
+                torch.cuda.is_current_stream_capturing()
+                for address in addresses:
+                    copy(address, self.board.one, 4, abort_stream(device).cuda_stream)
+        except RuntimeError as error:
+            # (The board says it, and every peer's watchdog reads that.)
+            name = self.group_name
+            log.warning("overlap_inductor: the GPU cannot be told that group %r was aborted (%s)", name, error)
+
+    def error(self) -> str | None:
+        """What has happened where a rank of the group has given up, or aborted it. Any thread may ask; nothing of CUDA
+        is called."""
+        if not self._given_up.value:
+            return None
+        number, record = self._first()
+        here, who = number == self.rank, self.ranks[number]
+        _, code, peer, wanted, seen, *_ = record
+        if not code:
+            by = "" if here else f" by rank {who}"
+            return (
+                f"group {self.group_name!r} was aborted{by}; its workspace holds no valid data. "
+                "Destroy the group, or end the process."
+            )
+        name = self.sites.get(code // layout.WAIT_KINDS, "(one that this rank has not run)")
+        site = f"{'' if here else f'rank {who} gave up first: '}site {name} of group {self.group_name!r}"
+        if code % layout.WAIT_KINDS == layout.WAIT_TILES:
+            return (
+                f"{site} waited in vain for tiles of its own matmul: {wanted} were wanted, {seen} had come. "
+                f"Something else held {'this rank' if here else f'rank {who}'}'s GPU for longer than the group's "
+                f"timeout. {_OVER}"
+            )
+        what = _WAITED_FOR.get(code % layout.WAIT_KINDS, "a signal from")
+        # (Calls are counted modulo 2**32.)
+        return (
+            f"{site} waited in vain for {what} rank {self.ranks[peer]}: "
+            f"call {wanted % 2**32} was wanted, {seen % 2**32} had come. "
+            f"That rank has died, has skipped the call, or is later than the group's timeout allows. {_OVER}"
+        )
+
+    def _first(self) -> tuple[int, list[int]]:
+        """``(rank of the group, record)`` of who gave up first by the clocks of the GPUs; this rank where clocks cannot
+        tell."""
+        records = {rank: self.board.record(rank) for rank in range(len(self.ranks))}
+        given = {rank: record for rank, record in records.items() if record[0]}
+        first = min(given, key=lambda rank: (int(given[rank][6:].view(torch.int64)), rank != self.rank))
+        return first, given[first].tolist()
+
+    def check(self) -> None:
+        """Raises ``TransferError`` where there is an ``error``."""
+        error = self.error()
+        if error is not None:
+            self.told = True
+            raise TransferError(error)
+
+
+@dataclass(frozen=True)
+class _Behind:
+    """Some words of a symmetric buffer."""
+
+    local: torch.Tensor
+    peers: tuple[torch.Tensor, ...]

@@ -1,0 +1,270 @@
+"""What the ranks of a call find: whether all of them exchange the same, in rounds that pass a rejection on to the other
+groups of a rank (``agreement`` shows them), and what is said and done where they do not.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from overlap_inductor.errors import AgreementError
+from overlap_inductor.errors import StrictError
+from overlap_inductor.facts.exchange import ExchangePlan
+from overlap_inductor.facts.exchange import difference
+from overlap_inductor.runtime import call_board
+from overlap_inductor.runtime.call_board import EQUAL
+from overlap_inductor.runtime.call_board import GroupState
+from overlap_inductor.runtime.call_board import Outcome
+from overlap_inductor.runtime.call_board import global_rank
+from overlap_inductor.runtime.call_page import CALLS
+from overlap_inductor.runtime.call_page import Overwritten
+
+log = logging.getLogger("overlap_inductor")
+
+DEFAULT_TIMEOUT = 300
+YES, NO = Outcome(True), Outcome(False)
+DIFFERENT, APART = "0", "x"
+
+
+def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> Outcome:
+    call_board.publish(states, plan)
+    begun = time.monotonic()
+    # (A call of a known plan waits like any transfer; a first one may wait for compilers.)
+    limits = [seconds_to_wait(s.group, plan, known) for s in states]
+    found, behind = list[dict[int, str]](), [""] * len(states)
+    for number, (state, limit) in enumerate(zip(states, limits, strict=True)):
+        try:
+            found.append(call_board.values(state, plan, begun + limit))
+        except Overwritten:
+            found.append({})
+            behind[number] = _left_behind(state)
+    texts = [call_board.plans(s, values, plan) for s, values in zip(states, found, strict=True)]
+    off = any(p.mode == "off" for plans in texts for p in plans.values())
+    silent = [
+        [] if off or s.apart or b else [r for r in call_board.peers(s.group) if r not in values]
+        for s, values, b in zip(states, found, behind, strict=True)
+    ]
+    for state, values, plans, missing in zip(states, found, texts, silent, strict=True):
+        _check_reachable(state, plan, values, plans, missing)
+    why = "; ".join(filter(None, [*map(_difference, states, [plan] * len(states), texts, silent, found), *behind]))
+    verdict = (DIFFERENT if why else EQUAL, why)
+    if (
+        off
+        or any(silent)
+        or any(s.apart or _astray(s, values) for s, values in zip(states, found, strict=True))
+        or any(p.collectives != plan.collectives for plans in texts for p in plans.values())
+    ):
+        verdict = (APART, why)
+    if not known or len(states) > 1:
+        for number in range(1 if len(states) == 1 else 1 + len(states)):
+            verdict = one_round(states, plan, found, number, verdict, begun, max(limits))
+    if verdict[0] != EQUAL:
+        return _rejected(states, plan, texts, verdict)
+    if not known:
+        _share_pages(states, plan, found, begun, max(limits))
+    for state in states:
+        state.agreed.add(plan.digest)
+        state.overlapped.add(plan.collectives)
+        state.newest = plan
+    return Outcome(True, fresh=not known)
+
+
+def _share_pages(
+    states: Sequence[GroupState],
+    plan: ExchangePlan,
+    found: Sequence[Mapping[int, str]],
+    begun: float,
+    limit: float,
+) -> None:
+    """Have the agreed ``plan`` compared at every call where each of its groups, of all ranks that they connect, has a
+    page. All these ranks come here together."""
+    for state in sorted(states, key=lambda s: plan.alias(s.group.group_name)):
+        state.share_page()
+    verdict = (EQUAL if all(s.page is not None for s in states) else DIFFERENT, "")
+    if len(states) > 1:
+        for number in range(len(states)):
+            verdict = one_round(states, plan, found, number, verdict, begun, limit, "page/")
+    if verdict[0] == EQUAL:
+        for state in states:
+            state.tied.add(plan.digest)
+
+
+def _left_behind(state: GroupState) -> str:
+    """Why the plans differ where a rank of the group has long left this call behind.
+
+    Who does not wait for the others overlaps nothing, but for plans that are run without asking.
+    """
+    why = f"a rank is {CALLS} or more calls ahead of rank {dist.get_rank()}, without overlap"
+    if state.unasked:
+        raise AgreementError(
+            f"in group {state.group.group_name!r} {why}, or with a plan that is compared at its first run only: which "
+            "one cannot be known. Make the ranks' graphs alike (TORCH_LOGS=recompiles names the guards), or switch "
+            "overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+        )
+    return why
+
+
+def _check_reachable(
+    state: GroupState,
+    plan: ExchangePlan,
+    values: Mapping[int, str],
+    plans: Mapping[int, ExchangePlan],
+    missing: Sequence[int],
+) -> None:
+    """Raise where no way is left that all ranks could take."""
+    group, mine = state.group, dist.get_rank()
+    odd = {global_rank(group, r): p for r, p in plans.items() if p.version != plan.version}
+    if odd:
+        raise AgreementError(
+            f"rank {mine} and other ranks of group {group.group_name!r} do not run the same version: {difference(plan, odd)}. No data was moved. "
+            "Install the same version of overlap_inductor on every rank."
+        )
+    inside = {
+        global_rank(group, r): p
+        for r, p in plans.items()
+        if p.digest in state.unasked - {plan.digest} and not values[r].endswith("!")
+    }
+    if inside:
+        raise AgreementError(
+            f"rank {mine} and other ranks of group {group.group_name!r} do not run the same: "
+            f"{difference(plan, inside)}. The other ranks' plan was agreed upon and is compared at its first run only, "
+            "because ranks of one of its groups have no memory in common. So they are inside its transfers, and this "
+            "rank cannot continue. It probably compiled again alone: make its guards like the other ranks' "
+            "(TORCH_LOGS=recompiles names them), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+        )
+    if missing and state.newest is not None:
+        ranks = ", ".join(str(global_rank(group, r)) for r in missing)
+        raise AgreementError(
+            f"rank {mine} runs a graph of group {group.group_name!r} for which rank {ranks} published no plan. An earlier plan was agreed upon. "
+            "That rank may be inside its transfers, so this rank cannot continue. This rank probably compiled again alone: make its guards like the "
+            "other ranks' (TORCH_LOGS=recompiles names them), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+        )
+
+
+def _difference(
+    state: GroupState,
+    plan: ExchangePlan,
+    plans: Mapping[int, ExchangePlan],
+    missing: Sequence[int],
+    values: Mapping[int, str],
+) -> str:
+    parts = [state.apart, difference(plan, {global_rank(state.group, r): p for r, p in plans.items()})]
+    if missing:
+        ranks = ", ".join(str(global_rank(state.group, r)) for r in missing)
+        parts.append(
+            f"rank {ranks} published no plan (is overlap_inductor switched off there, does it run uncompiled, or did it die?)"
+        )
+    parts += [
+        f"rank {global_rank(state.group, r)} has run graphs with {there} collectives of group "
+        f"{state.group.group_name!r} before this call, and rank {dist.get_rank()} with {state.passed}: one of them has "
+        "broken its graphs at other places"
+        for r, there in _astray(state, values).items()
+    ]
+    mine = call_board.value(state, plan)
+    refusing = [global_rank(state.group, r) for r, p in plans.items() if p.digest == plan.digest and values[r] != mine]
+    if refusing and not any(parts):
+        parts.append(
+            f"rank {', '.join(map(str, refusing))} runs the plan without overlap, or uses its groups in another order"
+        )
+    return "; ".join(filter(None, parts))
+
+
+def _astray(state: GroupState, values: Mapping[int, str]) -> dict[int, int]:
+    """The ranks whose calls are not counted as this one's are, with how many collectives their calls before this one
+    held."""
+    numbers = {r: call_board.passed(v) for r, v in values.items()}
+    return {r: n for r, n in numbers.items() if n != state.passed}
+
+
+def one_round(
+    states: Sequence[GroupState],
+    plan: ExchangePlan,
+    found: Sequence[Mapping[int, str]],
+    number: int,
+    verdict: tuple[str, str],
+    begun: float,
+    limit: float,
+    kind: str = "",
+) -> tuple[str, str]:
+    """The worst verdict, with its reason, of this rank and of all that run the same plan in its groups: ``verdict``, one
+    group further. ``kind`` keeps the rounds of one call apart."""
+    for state in states:
+        call_board.say(state, number, "".join(verdict), kind)
+    said = [verdict]
+    for state, values in zip(states, found, strict=True):
+        mine = call_board.value(state, plan)
+        for rank in sorted(r for r, v in values.items() if v == mine):
+            try:
+                text = call_board.said(state, rank, number, begun + (number + 2) * limit, kind)
+            except Overwritten:
+                text = None
+            if text is None:
+                raise AgreementError(
+                    f"rank {global_rank(state.group, rank)} of group {state.group.group_name!r} published its plan and "
+                    f"then no verdict within {limit:.0f} s, or went on without this rank: it, or this rank's host, "
+                    "probably stood still. See its own log first."
+                )
+            said.append((text[0], text[1:]))
+    return next(s for wanted in (APART, DIFFERENT, EQUAL) for s in said if s[0] == wanted)
+
+
+def _rejected(
+    states: Sequence[GroupState],
+    plan: ExchangePlan,
+    texts: Sequence[Mapping[int, ExchangePlan]],
+    verdict: tuple[str, str],
+) -> Outcome:
+    why = verdict[1]
+    # (Who found it out has said so.)
+    told = any(s.apart for s in states)
+    for state, plans in zip(states, texts, strict=True):
+        # (A plan that was agreed upon stays good: at the next call all ranks may have it again.)
+        for digest in {plan.digest, *(p.digest for p in plans.values())} - state.agreed:
+            state.rejected.setdefault(digest, why)
+        if verdict[0] == APART:
+            call_board.part(state, why)
+    if plan.mode == "strict":
+        raise StrictError(
+            f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} and other ranks do not exchange the same: {why}. Make their models and switches alike."
+        )
+    text = f"rank {dist.get_rank()} and other ranks do not exchange the same, so all of them run this graph without overlap: {why}"
+    pair = (plan.digest, *sorted({p.digest for plans in texts for p in plans.values()}))
+    if any(pair in s.reported for s in states):
+        return NO
+    for state in states:
+        state.reported.add(pair)
+    first = not told and all(
+        not p.overlaps or r > s.group.rank() for s, plans in zip(states, texts, strict=True) for r, p in plans.items()
+    )
+    log.log(logging.WARNING if first else logging.INFO, "overlap_inductor: %s", text)
+    return Outcome(False, text)
+
+
+def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, strict: bool) -> None:
+    """A graph without overlap: raise where others overlap theirs and ``strict`` asks for it, or where they are inside an
+    exchange that was agreed upon, in which this rank would be missed."""
+    for state in states:
+        try:
+            values = call_board.values(state, plan, time.monotonic() + seconds_to_wait(state.group, plan, known=False))
+        except Overwritten:
+            # (Who is so far ahead has not waited for this rank.)
+            continue
+        plans = call_board.plans(state, values, plan)
+        others = {global_rank(state.group, r): p for r, p in plans.items() if p.overlaps}
+        if strict and others:
+            raise StrictError(
+                f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} overlaps nothing in a graph that others overlap: {difference(plan, others)}"
+            )
+        if not strict:
+            missing = [r for r in call_board.peers(state.group) if r not in values]
+            _check_reachable(state, plan, values, plans, missing)
+
+
+def seconds_to_wait(group: dist.ProcessGroup, plan: ExchangePlan, known: bool) -> float:
+    """Seconds to wait: of a known plan the group's timeout; else the switch's, and less than that, within which the peers' collectives still wait."""
+    longest = call_board.timeout(group)
+    return longest if known else min(float(plan.config.get("agreement_timeout", DEFAULT_TIMEOUT)), longest / 2)

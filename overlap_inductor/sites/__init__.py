@@ -1,0 +1,1 @@
+"""How a graph is read and written: layouts, matmuls, collectives, the nodes of a site, epilogues."""

@@ -1,0 +1,128 @@
+"""Why a collective beside a matmul leads to no site, where the finders found nothing to say: the nearest matmul, and what stands before it.
+
+A reason names what is there: a kind of matmul that is not cut (grouped ones, ``mv``, a product with a vector that Inductor has written as ``mul`` and ``sum``), or the first op on the
+way to a matmul that is not computed in pieces. "No matmul stands beside it" is said only where there is none, on either
+side.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import matmuls
+from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.torch_compat import operators
+
+aten = tools.aten
+NO_MATMUL = "no matmul stands beside it: there is nothing to hide it behind"
+STEPS = 12
+"""Nodes from the collective to the matmul, at most: weighting, reordering and summing what experts return takes six to nine."""
+_VECTORS = ("mv", "addmv", "dot", "vdot")
+_Way = tuple[fx.Node, fx.Node | None, fx.Node | None]
+
+
+def reason(collective: CollectiveNode) -> Reason:
+    """What stands beside a collective that leads to no site."""
+    reader = _nearest(collective.wait, forward=True)
+    behind = reader if collective.kind == "all_gather" else None
+    found = behind or _nearest(collective.input, forward=False)
+    if found is not None:
+        return _told(found, collective, "the all-gather and " if behind else "")
+    if reader is not None:
+        name = reader[0].name
+        return Reason("no_matmul", f"{name} reads its result, and no matmul stands before it that could hide it")
+    return Reason("no_matmul", NO_MATMUL)
+
+
+def _told(found: _Way, collective: CollectiveNode, gather: str) -> Reason:
+    node, computed, moved = found
+    kind = _other_matmul(node)
+    if kind == "grouped":
+        return Reason(
+            "grouped_matmul", f"{node.name} ({node.target}) stands beside it, a matmul of groups of rows whose sizes are only known when it runs: it is not cut in this version"
+        )
+    if kind == "vector":
+        return Reason("matmul_form", f"{node.name} ({node.target}) stands beside it, a product with a vector: only matmuls of matrices are cut")
+    if kind is not None:
+        return Reason("matmul_form", f"{node.name} ({node.target}) stands beside it, a kind of matmul that is not cut in this version")
+    between = computed or moved
+    place = f"between {gather}{node.name}" if gather else f"between {node.name} and the collective"
+    if between is None:
+        return Reason("layout", f"{node.name} stands beside it, but no cut of its rows was found that is one of the collective's")
+    return Reason("op_between", f"{between.name} ({between.target}) stands {place} and is not computed in pieces{_why(between)}")
+
+
+def _why(node: fx.Node) -> str:
+    if node.target is aten.slice.Tensor:
+        dim, size = operators.argument(node, "dim"), tools.shape(node)
+        start = operators.argument(node, "start") or 0
+        return f": it takes {size[dim]} of {tools.shape(node.args[0])[dim]} indices of dim {dim}, from {start} on"  # type: ignore[arg-type]
+    if node.target is aten.cat.default:
+        return f": it joins {len(node.args[0])} tensors on dim {operators.argument(node, 'dim')}"  # type: ignore[arg-type]
+    return ""
+
+
+def _other_matmul(node: fx.Node) -> str | None:
+    """The kind of a matmul that ``matmuls.parse`` does not know, or ``None``."""
+    _, name = operators.qualified_name(node)
+    if "grouped_mm" in str(node.target):
+        return "grouped"
+    if name in _VECTORS or _is_product_with_vector(node):
+        return "vector"
+    return "other" if name.rstrip("_").endswith(("mm", "mm_v2", "matmul", "convolution")) and matmuls.parse(node) is None else None
+
+
+def _is_product_with_vector(node: fx.Node) -> bool:
+    """``sum(x * v, last dim)``, as Inductor writes ``x @ v`` of a vector ``v`` (and ``x[0].dot(v)``)."""
+    if node.target not in (aten.sum.dim_IntList, aten.sum.default):
+        return False
+    product: fx.Node = node.args[0]  # type: ignore[assignment]
+    while tools.is_cast(product):
+        product = product.args[0]  # type: ignore[assignment]
+    terms = list(tools.tensor_inputs(product)) if product.target is aten.mul.Tensor else []
+    rank = len(tools.shape(product)) if terms else 0
+    dims = operators.argument(node, "dim") or list(range(rank))
+    if len(terms) != 2 or [d % rank for d in dims] != [rank - 1]:
+        return False
+    vector = min(terms, key=lambda n: len(tools.shape(n)))
+    return len(tools.shape(vector)) == 1 and same_size(tools.shape(vector)[0], tools.shape(product)[-1]) and all(len(tools.shape(t)) in (1, rank) for t in terms)
+
+
+def _nearest(start: fx.Node, forward: bool) -> _Way | None:
+    """The matmul nearest to ``start`` on ways without another collective (a grouped one before others), with the first op on such a way that computes, and the first that takes or
+    joins parts."""
+    frontier: list[_Way] = [(start, None, None)]
+    seen, found = {(start, True)}, []
+    for _ in range(STEPS):
+        reached: list[_Way] = []
+        for node, computed, moved in frontier:
+            if node is not start or not forward:
+                if "_c10d_functional" in str(node.target):
+                    continue
+                if matmuls.parse(node) is not None or _other_matmul(node) is not None:
+                    found.append((node, computed, moved))
+                    continue
+                computed, moved = computed or (None if _moves(node) else node), moved or (node if _takes(node) else None)
+            following = node.users if forward else node.all_input_nodes
+            for other in following:
+                if other.op == "call_function" and (other, computed is None) not in seen:
+                    seen.add((other, computed is None))
+                    reached.append((other, computed, moved))
+        frontier = reached
+    if not found:
+        return None
+    nearest = next((way[0] for way in found if _other_matmul(way[0]) == "grouped"), found[0][0])
+    return min((way for way in found if way[0] is nearest), key=lambda way: (way[1] is None, way[2] is None))
+
+
+def _takes(node: fx.Node) -> bool:
+    return node.target in (aten.slice.Tensor, aten.cat.default)
+
+
+def _moves(node: fx.Node) -> bool:
+    """Whether ``node`` only moves elements, or works on each alone."""
+    views = tools.is_reshape(node) or tools.permutation(node) is not None or node.target in tools.SPLITS
+    return views or tools.is_pointwise(node) or _takes(node) or getattr(node.target, "__name__", "") == "getitem"

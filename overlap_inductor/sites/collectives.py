@@ -1,0 +1,145 @@
+"""Find collectives: the functional ops that can become sites, and those that cannot, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from overlap_inductor.facts import site as facts
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.torch_compat import operators
+from overlap_inductor.torch_compat.distributed import group_description
+from overlap_inductor.torch_compat.distributed import group_ranks
+
+_NAMES = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+}
+
+
+_NOT_MOVING = {"wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group", "get_remote_tensors", "_rendezvous", "memset32_", "check_for_nan"}
+"""Operators of those namespaces that move no data between ranks."""
+_POINT_TO_POINT = {"isend", "irecv", "batch_p2p_ops", "nccl_put", "nccl_get", "nvshmem_put", "nvshmem_get", "nccl_put_with_signal", "nvshmem_put_with_signal"}
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem")
+
+
+def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
+    """``(kind, reason it can be no site)`` of a collective node; ``None`` for another node. Whatever moves data between ranks has one, known here or not."""
+    namespace, name = operators.qualified_name(node)
+    if namespace not in _NAMESPACES or name in _NOT_MOVING:
+        return None
+    if namespace == "symm_mem" and name.startswith("fused_"):
+        return "fused", Reason("taken_by_async_tp", f"Inductor's own async TP has replaced this site by {name} before this pass ran")
+    if (namespace, name) == ("_dtensor", "shard_dim_alltoall"):
+        return "all_to_all", Reason("pattern_not_available", "an exchange of shard dims is not overlapped in this version")
+    base = name.removesuffix("_")
+    if namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
+        return base, Reason("pattern_not_available", f"{namespace}::{name} is no functional collective and is not overlapped in this version")
+    if base in _NAMES:
+        if base != name:
+            return _NAMES[base], Reason("out_variant", f"{name} works in place; only the functional form is taken apart")
+        return _NAMES[base], None
+    if base.endswith("_coalesced"):
+        kind = base.removesuffix("_coalesced")
+        return _NAMES.get(kind, kind), Reason("coalesced", f"{name} moves several tensors at once and is not taken apart")
+    if name.endswith("_out"):
+        kind = name.removesuffix("_out")
+        return _NAMES.get(kind, kind), Reason("out_variant", f"{name} writes to a buffer of the caller's and is not taken apart")
+    return base, Reason("pattern_not_available", f"{name} is not overlapped in this version")
+
+
+def group_name(node: fx.Node) -> str | None:
+    """The name of a collective's process group: a string, or a node that holds the group (compile on one rank)."""
+    name = operators.argument(node, "group_name") or operators.argument(node, "process_group")
+    if isinstance(name, str):
+        return name
+    if isinstance(name, fx.Node):
+        name = name.meta.get("val")
+    found = getattr(name, "group_name", None)
+    return found if isinstance(found, str) else None
+
+
+def group_of(node: fx.Node) -> str | None:
+    """The group's name where ``node`` is a collective of any functional spelling, else ``None``."""
+    functional = operators.qualified_name(node)[0] not in ("c10d", "c10d_functional")
+    return group_name(node) if functional and _kind(node) is not None else None
+
+
+def kept_kind(node: fx.Node) -> str | None:
+    """``"all_reduce bfloat16"`` where ``node`` is a collective that all ranks of its group call, else ``None`` (one rank sends what another one receives)."""
+    found = _kind(node)
+    if found is None or found[0] in _POINT_TO_POINT or operators.qualified_name(node)[0] in ("c10d", "c10d_functional"):
+        return None
+    sources = [n for n in node.all_input_nodes if tools.is_tensor(n)]
+    return f"{found[0]} {str(tools.dtype(sources[0])).removeprefix('torch.')}" if sources else found[0]
+
+
+def is_a_wait(node: fx.Node) -> bool:
+    """Whether ``node`` is a collective's result, as it comes or seen otherwise."""
+    while tools.is_reshape(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def _bytes(node: fx.Node, kind: str) -> int | str:
+    value = tools.value(node)
+    if isinstance(value, (list, tuple)):
+        value = value[0] if value else None
+    if not isinstance(value, torch.Tensor):
+        return 0
+    source = node.args[0] if kind == "reduce_scatter" else node
+    sizes = tools.shape(source) if tools.is_tensor(source) else list(value.shape)  # type: ignore[arg-type]
+    return tools.size_text(tools.numel(sizes) * value.dtype.itemsize)
+
+
+def describe(node: fx.Node, kind: str, dim: int | None = None, role: str | None = None) -> facts.Collective:
+    """The collective as plain facts."""
+    name = group_name(node)
+    ranks = group_ranks(name) if name is not None else None
+    value = tools.value(node)
+    dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else ""
+    reduce_op = operators.argument(node, "reduce_op")
+    return facts.Collective(
+        kind=kind,
+        ranks=ranks or (),
+        group_name=name or "",
+        dtype=dtype,
+        mesh_dim=group_description(name) if name is not None and ranks else None,
+        dim=dim,
+        role=role,
+        reduce_op=str(reduce_op).lower() if reduce_op is not None else None,
+        bytes=_bytes(node, kind),
+    )
+
+
+def find_collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, CollectiveNode | Reason]]:
+    """Every collective in graph order: ``(node, kind, CollectiveNode)``, or a ``Reason`` why it can be no site."""
+    for node in graph.nodes:
+        found = _kind(node)
+        if found is None:
+            continue
+        kind, reason = found
+        if reason is not None:
+            yield node, kind, reason
+            continue
+        waits = [u for u in node.users if u.target is torch.ops._c10d_functional.wait_tensor.default]
+        others = [u for u in node.users if u not in waits and u.op != "output"]
+        if len(waits) != 1 or others:
+            yield node, kind, Reason("no_wait", f"its result has {len(waits)} waits and {len(others)} users without a wait; expected one wait")
+            continue
+        wait = waits[0]
+        while len(wait.users) == 1 and next(iter(wait.users)).target is torch.ops._c10d_functional.wait_tensor.default:
+            wait = next(iter(wait.users))
+        name = group_name(node)
+        ranks = group_ranks(name) if name is not None else None
+        if name is None or ranks is None:
+            yield node, kind, Reason("group_not_resolved", f"its process group {name!r} does not exist in this process")
+            continue
+        reduce_op = operators.argument(node, "reduce_op")
+        yield node, kind, CollectiveNode(node, wait, kind, name, ranks, str(reduce_op).lower() if reduce_op is not None else None)

@@ -1,0 +1,137 @@
+"""The residual add and RMSNorm behind an all-reduce, which schedule ``small_message`` computes in the all-reduce's own kernel.
+
+What is recognised is what Llama's and its relatives' norm computes, in the rounding that it has there (``x`` in fp16 or bf16, ``wide`` in fp32)::
+
+    added  = residual + all_reduce(...)                 # in either order; kept, it is the next residual
+    wide   = added.to(fp32)
+    scaled = wide * rsqrt(mean(wide ** 2, last dim) + eps)
+    normed = weight * scaled.to(x)                      # in either order
+
+Inductor's post-grad graphs spell it ``aten.add.Tensor``, ``prims.convert_element_type``, ``aten.pow.Tensor_Scalar``, ``aten.mean.dim``, ``aten.add.Tensor`` with a
+number, ``aten.rsqrt``, ``aten.mul.Tensor``, ``prims.convert_element_type``, ``aten.mul.Tensor``; ``aten.reshape`` to and from rows may stand between. A norm
+that multiplies with its weight before it rounds (``torch.nn.RMSNorm``) gives other bits and is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.torch_compat import operators
+
+aten = tools.aten
+
+
+@dataclass(frozen=True)
+class NormEpilogue:
+    """What the op reads besides the matmul (``residual`` of the all-reduce's shape, ``weight`` one row), and the nodes that it replaces.
+
+    The op may stand just before ``residual_out``: what it reads comes before that in the graph.
+    """
+
+    residual: fx.Node
+    weight: fx.Node
+    eps: float
+    normed: fx.Node
+    residual_out: fx.Node
+
+
+def find_norm(result: fx.Node) -> NormEpilogue | None:
+    """The residual add and norm behind ``result``, an all-reduce's; ``None`` where something else is computed, or ``result`` is read by others too."""
+    while len(result.users) == 1 and _keeps_rows(user := next(iter(result.users))):
+        result = user
+    added = next(iter(result.users), None)
+    if len(result.users) != 1 or added is None or added.target is not aten.add.Tensor or operators.argument(added, "alpha") != 1:
+        return None
+    a, b = operators.argument(added, "self"), operators.argument(added, "other")
+    residual = b if a is result else a
+    if residual is result or not _alike(residual, result) or tools.dtype(result) not in (torch.float16, torch.bfloat16):
+        return None
+    found = [match for node in _behind(added, 8) if (match := _norm(node, added)) is not None]
+    if len(found) != 1:
+        return None
+    weight, eps, normed = found[0]
+    return NormEpilogue(residual, weight, eps, normed, added) if residual < added and weight < added else None
+
+
+def _norm(normed: fx.Node, added: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
+    """``(weight, eps, normed)`` where ``normed`` is the norm of ``added``, and nothing between them is read by others."""
+    for rounded, weight in _factors(normed):
+        rounded = _rows(rounded)
+        if not _is_row(weight, normed) or tools.dtype(weight) != tools.dtype(added) or not _casts(rounded, tools.dtype(added)) or len(rounded.users) != 1:
+            continue
+        scaled = _rows(rounded.args[0])
+        for wide, inverse in _factors(scaled):
+            eps = _eps_of(inverse, wide)
+            if eps is not None and _casts(wide, torch.float32) and _rows(wide.args[0]) is added and len(scaled.users) == 1 and len(wide.users) == 2:
+                return weight, eps, normed
+    return None
+
+
+def _eps_of(inverse: fx.Node, wide: fx.Node) -> float | None:
+    """``eps`` where ``inverse`` is ``rsqrt(mean(wide ** 2) + eps)`` of each row, used for nothing else."""
+    chain = [inverse]
+    for target in (aten.rsqrt.default, aten.add.Tensor, aten.mean.dim):
+        if chain[-1].target is not target or len(chain[-1].users) != 1 or not tools.is_tensor(chain[-1].args[0]):
+            return None
+        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+    _, shifted, mean, squares = chain
+    eps = operators.argument(shifted, "other")
+    dims, last = operators.argument(mean, "dim"), len(tools.shape(wide)) - 1
+    if not isinstance(eps, (int, float)) or operators.argument(shifted, "alpha") != 1 or not operators.argument(mean, "keepdim"):
+        return None
+    if [d % (last + 1) for d in dims or ()] != [last] or tools.dtype(mean) != torch.float32 or len(squares.users) != 1:
+        return None
+    power = squares.target is aten.pow.Tensor_Scalar and squares.args[0] is wide and squares.args[1] == 2
+    product = squares.target is aten.mul.Tensor and squares.args[0] is wide and squares.args[1] is wide
+    return float(eps) if power or product else None
+
+
+def _factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The two factors of a product of tensors, in either order."""
+    if node.target is aten.mul.Tensor and all(tools.is_tensor(a) for a in node.args):
+        a, b = node.args
+        yield a, b  # type: ignore[misc]
+        yield b, a  # type: ignore[misc]
+
+
+def _behind(node: fx.Node, depth: int) -> set[fx.Node]:
+    """Products at most ``depth`` steps behind ``node``."""
+    reached = layer = {node}
+    for _ in range(depth):
+        layer = {user for n in layer for user in n.users} - reached
+        reached = reached | layer
+    return {n for n in reached if n.target is aten.mul.Tensor}
+
+
+def _keeps_rows(node: fx.Node) -> bool:
+    return tools.is_reshape(node) and same_size(tools.shape(node)[-1], tools.shape(node.args[0])[-1])  # type: ignore[arg-type]
+
+
+def _rows(node: Any) -> fx.Node:
+    """What ``node`` is a view of, as other rows of the same length; such a view must have one reader."""
+    while _keeps_rows(node) and len(node.users) == 1:
+        node = node.args[0]
+    return node
+
+
+def _casts(node: fx.Node, dtype: torch.dtype) -> bool:
+    return tools.is_cast(node) and tools.dtype(node) == dtype and tools.is_tensor(node.args[0]) and tools.dtype(node.args[0]) != dtype  # type: ignore[arg-type]
+
+
+def _alike(a: Any, b: fx.Node) -> bool:
+    if not tools.is_tensor(a) or tools.dtype(a) != tools.dtype(b) or len(tools.shape(a)) != len(tools.shape(b)):
+        return False
+    return all(same_size(s, t) for s, t in zip(tools.shape(a), tools.shape(b), strict=True))
+
+
+def _is_row(weight: fx.Node, normed: fx.Node) -> bool:
+    """One row that all rows of ``normed`` share."""
+    *leading, columns = tools.shape(weight) or [0]
+    return same_size(columns, tools.shape(normed)[-1]) and all(same_size(s, 1) for s in leading) and len(leading) < len(tools.shape(normed))

@@ -1,0 +1,96 @@
+"""How large a site is: what the cost model is given, at the token count of the example or at a multiple of it.
+
+Ranks of a group must decide alike, and may hold more or less of a dim: 3670 columns of a weight of 11008 here and 3668
+there. Sizes of what moves are the same on all of them. Of a matmul's dims that do not move, each rank sees its own size
+alone; that is rounded to five significant bits, so that shards whose sizes differ by less than the group's ranks count
+the same (3712 in the example), unless the middle of two such sizes lies just between them. Then ranks may choose
+differently, and do not agree.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from overlap_inductor.facts import cost_model
+from overlap_inductor.facts.machine import WITHOUT_PEERS
+from overlap_inductor.facts.machine import Machine
+from overlap_inductor.facts.machine import machine_for
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.gathered import gathered_used
+from overlap_inductor.sites.nodes import GatherNodes
+from overlap_inductor.sites.nodes import OverlapSite
+from overlap_inductor.sites.padded_output import gathered_shape
+from overlap_inductor.torch_compat import symmetric
+
+
+def tokens(site: OverlapSite) -> Any:
+    """The site's token count: rows of the rank's first matmul (where its tokens are contracted, the contracted size)."""
+    if isinstance(site.nodes, GatherNodes):
+        consumer = site.nodes.consumers[0]
+        return tools.shape(consumer.operand_node)[consumer.sharded.dim]
+    return gathered_shape(site.nodes)[-2]
+
+
+def hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) and size.node.hint is not None else int(size)
+
+
+def _scaled(sizes: list[Any], scale: float) -> list[int]:
+    """``sizes`` at their hints, the first symbolic one times ``scale``: where tokens are counted by several, the others stay."""
+    symbolic = next((i for i, size in enumerate(sizes) if isinstance(size, torch.SymInt)), None)
+    return [math.ceil(hint(size) * scale) if i == symbolic else hint(size) for i, size in enumerate(sizes)]
+
+
+def rounded(size: int) -> int:
+    """``size`` rounded to five significant bits."""
+    grain = 1 << max(size.bit_length() - 5, 0)
+    return (size + grain // 2) // grain * grain
+
+
+def _matmul_sizes(site: OverlapSite) -> list[tuple[list[Any], Any, Any, Any]]:
+    """``(batch, M, N, K)`` of each matmul, those dims rounded of which ranks may hold different sizes."""
+    found = []
+    for i, matmul in enumerate(site.matmuls):
+        *batch, m, k = tools.shape(matmul.lhs)
+        n = tools.shape(matmul.rhs)[-1]
+        if not isinstance(site.nodes, GatherNodes):
+            *_, m, n = gathered_shape(site.nodes) if site.nodes.padding is not None else (m, n)
+            k = rounded(hint(k))
+        elif site.nodes.consumers[i].operand == "lhs":
+            n = rounded(hint(n))
+        else:
+            m = rounded(hint(m))
+        found.append((batch, m, n, k))
+    return found
+
+
+def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
+    """FLOPs and bytes of the site at its example token count, times ``scale``. (What adding up a sum of matmuls takes is in no schedule's time, nor in ``keep``'s.)"""
+    flops, tiles = 0.0, 0
+    for batch, m, n, k in _matmul_sizes(site):
+        flops += 2.0 * math.prod(map(hint, (*batch, m, k, n)))
+        # (Not those of the example times ``scale``: 16 rows are one tile, and 128 of them no more.)
+        *batches, rows, columns = _scaled([*batch, m, n], scale)
+        its_tiles = -(-rows // 128) * -(-columns // 256) * math.prod(batches)
+        # (Matmuls of a sum run one behind the other, each with its own tiles on the SMs.)
+        tiles = tiles + its_tiles if isinstance(site.nodes, GatherNodes) else max(tiles, its_tiles)
+    collective = site.collectives[0]
+    world_size = collective.world_size
+    source = tools.value(collective.input)
+    local = float(hint(tools.numel(list(source.shape)))) * source.dtype.itemsize
+    gathers = collective.kind == "all_gather"
+    sent = local * (world_size - 1) * (1.0 if gathers else 1.0 / world_size)
+    legs = 2 if collective.kind == "all_reduce" else 1
+    itemsize = tools.dtype(site.matmuls[0].lhs).itemsize
+    used = isinstance(site.nodes, GatherNodes) and gathered_used(site.nodes)
+    handed_out = local * world_size if used else 0.0
+    return cost_model.SiteSizes(flops * scale, sent * scale, itemsize, world_size, legs, tiles, gathers, handed_out=handed_out * scale)
+
+
+def machine_of(site: OverlapSite) -> Machine:
+    """The machine that the site runs on."""
+    device = tools.value(site.collectives[0].input).device
+    return machine_for(WITHOUT_PEERS if symmetric.without_peers(site.facts.collective.ranks, device) else device.type)

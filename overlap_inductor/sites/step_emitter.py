@@ -1,0 +1,167 @@
+"""``StepEmitter``: writes overlap ops into a graph, in the chain of one group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.layouts import Layout
+from overlap_inductor.sites.layouts import ShardedDim
+from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.torch_compat.step_values import StepValues
+from overlap_inductor.transports import routes
+
+aten = torch.ops.aten
+overlap = torch.ops.overlap_inductor
+
+
+@dataclass
+class StepEmitter:
+    """Emits nodes at the graph's insertion point; every node gets its ``meta["val"]`` at once, so that sizes can be read.
+
+    Attributes:
+        chain: the token of this group's ops.
+        values: evaluates the nodes; one for all sites of a graph.
+        emitted: overlap ops that communicate, in program order.
+    """
+
+    graph: fx.Graph
+    group_name: str
+    world_size: int
+    site: str
+    chain: fx.Node
+    module: dict[str, Any]
+    values: StepValues = field(default_factory=StepValues)
+    emitted: list[fx.Node] = field(default_factory=list)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        return self.annotate(node)
+
+    def annotate(self, node: fx.Node) -> fx.Node:
+        node.meta["val"] = self.values.evaluate(node, self.site)
+        node.meta.update(self.module)
+        node.meta["overlap_site"] = self.site
+        return node
+
+    def communicate(self, target: Any, *args: Any) -> fx.Node:
+        node = self.call(target, *args)
+        self.emitted.append(node)
+        return node
+
+    def reshape(self, x: fx.Node, shape: Sequence[Size]) -> fx.Node:
+        have = tools.shape(x)
+        if len(have) == len(shape) and all(same_size(a, b) for a, b in zip(have, shape, strict=True)):
+            return x
+        if any(not isinstance(s, int) for s in have) and _slice_with_gaps(x):
+            x = self.call(overlap.packed.default, x)
+        return self.call(aten.reshape.default, x, list(shape))
+
+    def contiguous(self, x: fx.Node) -> fx.Node:
+        """The result of a collective or a matmul is contiguous, and what follows may rest on it."""
+        return x if tools.value(x).is_contiguous() else self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+    def narrow(self, x: fx.Node, dim: int, start: Size, length: Size) -> fx.Node:
+        if same_size(length, tools.shape(x)[dim]):
+            return x
+        if isinstance(start, int) and isinstance(length, int):
+            return self.call(aten.slice.Tensor, x, dim, start, start + length)
+        # aten's slice clamps to the dim, and each clamp asks a question whose answer would become a guard.
+        return self.call(overlap.narrow.default, x, dim, start, length)
+
+    def take(self, x: fx.Node, dim: int, shift: int, chunk: Size, start: Size, length: Size) -> fx.Node:
+        return self.call(overlap.take.default, x, dim, shift, chunk, start, length, self.group_name)
+
+    def take_sharded(self, x: fx.Node, dim: int, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
+        """The rows of dim ``dim`` (laid out as ``sharded``) that belong to rank ``r + shift`` and to ``block``."""
+        if isinstance(sharded.outer, int) and sharded.outer == 1:
+            return self.take(x, dim, shift, sharded.chunk, block.start, block.length)
+        shape = tools.shape(x)
+        split = self.reshape(x, [*shape[:dim], sharded.outer, self.world_size * sharded.chunk, *shape[dim + 1 :]])
+        part = self.take(split, dim + 1, shift, sharded.chunk, block.start, block.length)
+        part = self.narrow(part, dim, block.outer_start, block.outer_length)
+        return self.reshape(part, [*shape[:dim], block.outer_length * block.length, *shape[dim + 1 :]])
+
+    def whole_chunks(self, x: fx.Node, dim: int, sharded: ShardedDim) -> fx.Node:
+        """``x`` with rows of zeros for those that dim ``dim`` (laid out as ``sharded``) is short of."""
+        if not sharded.short:
+            return x
+        shape = tools.shape(x)
+        have = shape[dim] // sharded.outer
+        split = self.reshape(x, [*shape[:dim], sharded.outer, have, *shape[dim + 1 :]])
+        padded = self.call(aten.constant_pad_nd.default, split, [0, 0] * (len(shape) - 1 - dim) + [0, sharded.missing])
+        return self.reshape(padded, [*shape[:dim], sharded.outer * (have + sharded.missing), *shape[dim + 1 :]])
+
+    def cut_to_size(self, x: fx.Node, dim: int, sharded: ShardedDim) -> fx.Node:
+        """``x`` without the rows that ``whole_chunks`` adds to dim ``dim``."""
+        if not sharded.short:
+            return x
+        shape, full = tools.shape(x), self.world_size * sharded.chunk
+        split = self.reshape(x, [*shape[:dim], sharded.outer, full, *shape[dim + 1 :]])
+        kept = self.narrow(split, dim + 1, 0, full - sharded.missing)
+        return self.reshape(kept, [*shape[:dim], sharded.size, *shape[dim + 1 :]])
+
+    def without_padding(self, x: fx.Node, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
+        """``x``, whose dim ``sharded.dim`` is ``block`` of rank ``r + shift``, with zeros for rows behind the last one
+        of the gathered dim: whatever its rank sent there adds nothing to a sum over them."""
+        if not sharded.short:
+            return x
+        dim, shape = sharded.dim, tools.shape(x)
+        split = self.reshape(x, [*shape[:dim], block.outer_length, block.length, *shape[dim + 1 :]])
+        size = self.world_size * sharded.chunk - sharded.missing
+        where = (dim + 1, shift, sharded.chunk, block.start, size, self.group_name)
+        return self.reshape(self.call(overlap.rows_below.default, split, *where), shape)
+
+    def convert(self, x: fx.Node, source: Layout, target: Layout, sizes: dict[int, Size] | None = None) -> fx.Node:
+        """``x`` in layout ``source`` brought into layout ``target`` (same atoms in another order), views wherever they can be."""
+        source, target = source.refined(), target.refined()
+        if source.same_elements(target):
+            return self.reshape(x, target.shape(sizes))
+        atoms, wanted = source.flat(), target.flat()
+        flat = self.reshape(x, [(sizes or {}).get(id(a), a.size) for a in atoms])
+        order = [next(i for i, a in enumerate(atoms) if a is w) for w in wanted]
+        return self.reshape(self.call(aten.permute.default, flat, order), target.shape(sizes))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A sub-chunk of one rank's shard along a sharded dim: rows ``start .. start + length`` of each of some outer indices."""
+
+    start: Size
+    length: Size
+    outer_start: Size
+    outer_length: Size
+
+    @classmethod
+    def whole(cls, sharded: ShardedDim) -> Block:
+        return cls(0, sharded.chunk, 0, sharded.outer)
+
+
+def _slice_with_gaps(x: fx.Node) -> bool:
+    """Whether ``x`` is a slice of ours, or a slice of one, that may have gaps: what would be asked of symbolic sizes to reshape it must not become a guard."""
+    ours = (overlap.take.default, overlap.narrow.default)
+    cut, gaps = False, False
+    while x.target in (*ours, aten.slice.Tensor):
+        dim: Any = x.args[1] if len(x.args) > 1 else 0
+        cut |= x.target in ours
+        gaps |= any(not isinstance(s, int) or s != 1 for s in tools.shape(x)[:dim])
+        x = x.args[0]  # type: ignore[assignment]
+    return cut and gaps
+
+
+def part_count(size: Size, parts: int) -> int:
+    """Sub-chunks for a dim: never more than rows where their number is known."""
+    return max(1, min(parts, size)) if isinstance(size, int) else parts
+
+
+def pieces_of(size: Size, parts: int) -> list[tuple[Size, Size]]:
+    """``(start, length)`` of each sub-chunk of ``size`` rows."""
+    cuts: list[Any] = routes.bounds(size, parts)  # type: ignore[arg-type]
+    return [(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]

@@ -1,0 +1,1 @@
+"""How a user turns the pass on: entry points, ``enable`` and ``disable``, the backend, ``explain``."""

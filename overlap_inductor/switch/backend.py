@@ -1,0 +1,99 @@
+"""The backend of ``torch.compile(model, backend="overlap_inductor")``: Inductor with the pass in it.
+
+Inductor's own way to patch its configuration for one compile carries the pass; that way also covers a backward that is
+compiled later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.errors import ConfigError
+from overlap_inductor.switch import install
+
+
+def overlap_inductor(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    **extra: Any,
+) -> Any:
+    """Compile a graph with Inductor and overlap in it.
+
+    Args:
+        mode: Inductor's mode, as ``torch.compile`` takes it (``max-autotune``, ...).
+        options: fields of ``OverlapConfig`` and options of Inductor, in one dictionary. Fields that are not named have
+            the value of ``overlap_inductor.enable()`` where that is in force, else the environment's.
+
+    Raises:
+        ConfigError: an option is neither, or a field has a value that is not allowed.
+        UnsupportedError: this torch is too old or too new.
+    """
+    install.require_supported_torch()
+    ours, theirs = split_options(options or {})
+    current = install.effective()
+    config = dataclasses.replace(current, **ours) if current else OverlapConfig.from_environment(**ours)
+    return compile_with(config, gm, example_inputs, mode, theirs, **extra)
+
+
+def compile_with(
+    config: OverlapConfig,
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    mode: str | None,
+    options: dict[str, Any],
+    **extra: Any,
+) -> Any:
+    """Compile with Inductor under ``config`` and Inductor's own mode and options."""
+    from overlap_inductor.inductor import compile_graph as inductor
+    from overlap_inductor.inductor import pass_slot
+
+    install.install_hooks()
+    patches = inductor.option_patches(mode, options)
+    value = patches.get(pass_slot.SLOT, pass_slot.read())
+    if config.mode == "off":
+        patches[pass_slot.SLOT] = pass_slot.without_pass(value)
+    else:
+        patches[pass_slot.SLOT] = pass_slot.with_pass(value, pass_slot.OverlapPass(lambda: config))
+    return inductor.compile_graph(gm, example_inputs, patches, **extra)
+
+
+def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``torch.compile``'s options, as our fields and Inductor's options.
+
+    Raises:
+        ConfigError: an option is neither; the message names near ones.
+    """
+    from overlap_inductor.inductor import compile_graph as inductor
+
+    fields = {f.name for f in dataclasses.fields(OverlapConfig)}
+    ours = {k: v for k, v in options.items() if k in fields}
+    theirs = {k: v for k, v in options.items() if k not in fields}
+    for key in theirs:
+        if not inductor.is_option(key):
+            near = difflib.get_close_matches(key, [*fields, *inductor.option_names()], n=3)
+            raise ConfigError(
+                f"options[{key!r}]: no such option of overlap_inductor or of Inductor. "
+                + (f"Did you mean {' or '.join(near)}? " if near else "")
+                + f"overlap_inductor's are {', '.join(sorted(fields))}; Inductor's: torch._inductor.list_options()."
+            )
+    return ours, theirs
+
+
+def _reset() -> None:
+    """Called by ``torch.compiler.reset()``: what Inductor's own backend drops there."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is not None:
+        trees.reset_cudagraph_trees()
+
+
+overlap_inductor.reset = _reset  # type: ignore[attr-defined]

@@ -1,0 +1,75 @@
+"""What would be overlapped in a function or a model, without generating code or running a kernel of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.switch import install
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The reports of the graphs that a call compiles, in the order of compilation; ``str()`` gives them as text."""
+
+    reports: list[OverlapReport]
+
+    def __str__(self) -> str:
+        from overlap_inductor.report.text import render_text
+
+        return "\n".join(render_text(r) for r in self.reports) or "No graph was compiled.\n"
+
+
+def explain(fn: Callable[..., Any], *args: Any, config: OverlapConfig | None = None, **kwargs: Any) -> Explanation:
+    """Trace ``fn(*args, **kwargs)``, with its backward where something requires a gradient, and report on every graph.
+
+    Compiled regions compute nothing and return zeros. Code between them (after a graph break) does run, on these
+    zeros. Nothing is counted, logged or written, and ``last_report()`` stays. Like ``torch._dynamo.explain``, it
+    drops what Dynamo has compiled.
+
+    Args:
+        config: the switches; by default those in force, else the environment's. ``off`` counts as ``report``.
+
+    Raises:
+        ConfigError: the environment holds a value that is not allowed.
+        UnsupportedError: this torch is too old or too new.
+    """
+    import torch
+
+    from overlap_inductor.inductor import graph_breaks
+    from overlap_inductor.inductor import post_grad
+    from overlap_inductor.inductor.compile_scope import CompileScope
+    from overlap_inductor.inductor.compile_scope import current_graph_name
+    from overlap_inductor.switch.backend import compile_with
+
+    install.require_supported_torch()
+    config = config or install.effective() or OverlapConfig.from_environment()
+    if config.mode == "off":
+        config = dataclasses.replace(config, mode="report")
+    reports: list[OverlapReport] = []
+
+    def compile_one(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Any:
+        scope = CompileScope.of(keywords)
+        post_grad.run_post_grad_passes(gm, example_inputs, scope)
+        for report in scope.take_reports():
+            report.graph = current_graph_name() or report.graph
+            report.notices += graph_breaks.new_notices()
+            reports.append(report)
+        return post_grad.zeros_like_outputs(gm)
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        return compile_with(config, gm, example_inputs, None, {}, inner_compile=compile_one)
+
+    fn = post_grad.without_compile_wrappers(fn)
+    torch.compiler.reset()
+    try:
+        with post_grad.every_graph_compiled_now(), post_grad.in_place_compile_undone(fn):
+            torch.compile(fn, backend=backend)(*args, **kwargs)
+    finally:
+        torch.compiler.reset()
+    return Explanation(reports)

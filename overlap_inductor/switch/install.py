@@ -1,0 +1,205 @@
+"""Switch the pass on for every Inductor compile of the process, and off again.
+
+What is switched on is a stack: the innermost ``overlap()`` of this thread, else ``enable()``, else the environment. The
+slot always holds one and the same pass object, which asks the stack at each compile; so a copy of it that somebody
+has put into a chain of theirs falls silent after ``disable()`` like the one in the slot.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.inductor import import_hook
+from overlap_inductor.inductor.import_hook import when_imported
+from overlap_inductor.torch_compat.versions import unsupported_reason
+
+log = logging.getLogger("overlap_inductor")
+
+_Entry = tuple[object, OverlapConfig]
+
+
+class _Switch:
+    """The process-wide state: what ``enable`` set, and which import hooks wait."""
+
+    base: OverlapConfig | None = None
+    from_environment = False
+    environment: OverlapConfig | None = None
+    waiting: list[Callable[[], None]] = []
+    shared_pass: Any = None
+    applied = False
+    replaced: tuple[Any, Any] = (None, None)
+    """The slot's value before and after the pass was put in, to put back the very object."""
+
+
+_switch = _Switch()
+_stack: ContextVar[tuple[_Entry, ...]] = ContextVar("overlap_inductor", default=())
+_lock = threading.RLock()
+
+
+def enable(**fields: Any) -> OverlapConfig:
+    """Overlap in every graph that Inductor compiles from now on, in all threads, until ``disable()``.
+
+    A second call replaces the first one's switches. Graphs that are compiled already stay as they are.
+
+    Args:
+        fields: fields of ``OverlapConfig``; the environment's variables hold for the others.
+
+    Raises:
+        ConfigError: a field or a variable has a value that is not allowed.
+        UnsupportedError: this torch is too old or too new.
+    """
+    require_supported_torch()
+    config = OverlapConfig.from_environment(**fields)
+    with _lock:
+        _switch.base = config
+        _apply()
+    return config
+
+
+def disable() -> None:
+    """Switch off ``enable()``, the environment's switch and every ``overlap()`` around this call, and leave nothing
+    behind: the slot holds what others put there, Inductor's functions are its own.
+
+    A backward that is not compiled yet, of a graph that is, is then compiled without overlap.
+    """
+    with _lock:
+        # (What the entry point has left waiting, too.)
+        import_hook.cancel_all()
+        _switch.base = _switch.environment = None
+        _switch.from_environment = False
+        _stack.set(())
+        _cancel_waiting()
+        _switch.applied = False
+        if _switch.shared_pass is not None:
+            from overlap_inductor.inductor import hooks
+
+            _fill_slot()
+            hooks.uninstall()
+
+
+@contextmanager
+def overlap(**fields: Any) -> Iterator[OverlapConfig]:
+    """Overlap in what is compiled inside the ``with`` on this thread; ``overlap(mode="off")`` makes an exception.
+
+    Compiling is lazy: the first call of a compiled function has to be inside. Its backward follows the forward, also
+    when it is compiled after the block.
+
+    Raises:
+        ConfigError: a field or a variable has a value that is not allowed.
+        UnsupportedError: this torch is too old or too new.
+    """
+    require_supported_torch()
+    entry = (object(), OverlapConfig.from_environment(**fields))
+    _stack.set((*_stack.get(), entry))
+    with _lock:
+        _apply()
+    try:
+        yield entry[1]
+    finally:
+        # By identity and not from the end: blocks of generators and coroutines need not be left in reverse order.
+        _stack.set(tuple(e for e in _stack.get() if e is not entry))
+        with _lock:
+            _apply()
+
+
+def enable_from_environment() -> None:
+    """What the autoload entry point leads to: like ``enable()``, but the variables are read by the first compile."""
+    reason = unsupported_reason()
+    if reason:
+        log.warning("OVERLAP_INDUCTOR is set, but %s", reason)
+        return
+    with _lock:
+        _switch.from_environment = True
+        _apply()
+
+
+def effective() -> OverlapConfig | None:
+    """The configuration that a compile on this thread gets now, ``None`` if nothing is switched on.
+
+    Raises:
+        ConfigError: the environment's switch is in force, and a variable has a value that is not allowed.
+    """
+    stack = _stack.get()
+    if stack:
+        return stack[-1][1]
+    if _switch.base is not None or not _switch.from_environment:
+        return _switch.base
+    if _switch.environment is None:
+        _switch.environment = OverlapConfig.from_environment()
+    return _switch.environment
+
+
+def require_supported_torch() -> None:
+    """Raises ``UnsupportedError`` where this torch is too old or too new."""
+    reason = unsupported_reason()
+    if reason:
+        raise UnsupportedError(reason)
+
+
+def install_hooks() -> None:
+    """Wrap Inductor's functions now (its modules get imported), for a caller that is about to compile."""
+    from overlap_inductor.inductor import hooks
+
+    hooks.install(effective, _shared_pass())
+
+
+def _apply() -> None:
+    """Bring Inductor in line with the switches, each part as soon as its module is imported."""
+    _cancel_waiting()
+    if not _wanted() and not _switch.applied:
+        return
+    _switch.applied = True
+    _switch.waiting = [
+        when_imported("torch._inductor.config", _fill_slot),
+        when_imported("torch._inductor.compile_fx", install_hooks),
+    ]
+
+
+def _wanted(everywhere: bool = False) -> bool:
+    """Whether the slot should hold the pass on this thread, or ``everywhere``. Does not read the environment."""
+    stack = () if everywhere else _stack.get()
+    if stack:
+        return stack[-1][1].mode != "off"
+    if _switch.base is not None:
+        return _switch.base.mode != "off"
+    return _switch.from_environment
+
+
+def _fill_slot() -> None:
+    from overlap_inductor.inductor import pass_slot
+
+    ours, value = _shared_pass(), pass_slot.read()
+    before, after = _switch.replaced
+    if _wanted():
+        if not any(p is ours for p in pass_slot.members(value)):
+            _switch.replaced = (value, pass_slot.with_pass(value, ours))
+            pass_slot.write(_switch.replaced[1])
+    elif after is not None and value is after:
+        pass_slot.write(before)
+    else:
+        pass_slot.write(pass_slot.without_pass(value))
+    if not _wanted():
+        _switch.replaced = (None, None)
+    pass_slot.set_for_other_threads(ours if _wanted(everywhere=True) else None)
+
+
+def _shared_pass() -> Any:
+    if _switch.shared_pass is None:
+        from overlap_inductor.inductor.pass_slot import OverlapPass
+
+        _switch.shared_pass = OverlapPass(effective)
+    return _switch.shared_pass
+
+
+def _cancel_waiting() -> None:
+    for cancel in _switch.waiting:
+        cancel()
+    _switch.waiting = []
