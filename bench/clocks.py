@@ -1,11 +1,15 @@
-"""At what clock the GPUs run what the other benches time, and how long it would take at the highest: is a provider slower in a row because of what it waits for, or hotter?
+"""At what clock the GPUs run what the other benches time, and how long it would take at the highest: is a provider
+slower in a row because of what it waits for, or hotter?
 
-    torchrun --nproc-per-node 4 -m bench.clocks --patterns all_gather_matmul --tokens 8192 --schedules chunked fused/copy_engine --out rows.jsonl
+    torchrun --nproc-per-node 4 -m bench.clocks --patterns all_gather_matmul --tokens 8192 --schedules chunked
+    fused/copy_engine --out rows.jsonl
 
-A matmul of large matrices takes a GPU to its power limit, and its clock falls with what ran before it; a GPU that multiplies all the time falls further than one that waits for
-NCCL between two matmuls. Three ways to run: ``single`` (one call, the host hidden), ``row`` (so many calls behind each other, the host hidden), ``compiled`` (as many in compiled
-graphs, the host in the loop). A kernel before and one behind a sample store each SM's cycles and the time (``%clock64``, ``%globaltimer``). One JSON row a provider and way:
-median of the repeats; of the time the maximum over ranks, of the clock the minimum. Results are compared with fp32 first.
+A matmul of large matrices takes a GPU to its power limit, and its clock falls with what ran before it; a GPU that
+multiplies all the time falls further than one that waits for NCCL between two matmuls. Three ways to run: ``single``
+(one call, the host hidden), ``row`` (so many calls behind each other, the host hidden), ``compiled`` (as many in
+compiled graphs, the host in the loop). A kernel before and one behind a sample store each SM's cycles and the time
+(``%clock64``, ``%globaltimer``). One JSON row a provider and way: median of the repeats; of the time the maximum over
+ranks, of the clock the minimum. Results are compared with fp32 first.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ BLOCKS_AN_SM = 4
 
 @triton.jit
 def _stamp(out):
-    """Store ``(cycles, nanoseconds)`` of the SM that a block runs on into row ``%smid`` of ``out [SMs, 2]``. Blocks of one SM store about the same."""
+    """Store ``(cycles, nanoseconds)`` of the SM that a block runs on into row ``%smid`` of ``out [SMs, 2]``. Blocks of
+    one SM store about the same."""
     cycles = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l,r", [0], dtype=tl.int64, is_pure=False, pack=1)
     now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [0], dtype=tl.int64, is_pure=False, pack=1)
     sm = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
@@ -78,14 +83,17 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.clocks", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
-    parser.add_argument("--schedules", nargs="+", default=["fused", "chunked/copy_engine"], choices=[*KINDS, *NAMES], metavar="SCHEDULE")
+    parser.add_argument(
+        "--schedules", nargs="+", default=["fused", "chunked/copy_engine"], choices=[*KINDS, *NAMES], metavar="SCHEDULE"
+    )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "clocks.jsonl")
     return parser.parse_args(arguments)
 
 
 def measured(case: Case, names: Sequence[str], clock: StampedClock, repeats: int) -> list[dict[str, Any]]:
-    """A row for each way and provider, and for the matmul alone. All ranks together. Raises ``ValueError`` where a result is wrong."""
+    """A row for each way and provider, and for the matmul alone. All ranks together. Raises ``ValueError`` where a
+    result is wrong."""
     site = Site(case, clock.device)
     expected, names = site.expected(), chosen(names, [], case, clock.device)
     hidden, compiled = (providers(site, names, [], setting, {}) for setting in ("hidden", "compiled"))
@@ -103,8 +111,20 @@ def measured(case: Case, names: Sequence[str], clock: StampedClock, repeats: int
                 samples[name].append((us, clock.mhz))
         for name, pairs in samples.items():
             # (The first two count for nothing.)
-            us, slowest = worst([statistics.median(us for us, _ in pairs[2:]), -statistics.median(mhz for _, mhz in pairs[2:])])
-            found.append({"pattern": case.pattern, "tokens": case.tokens, "way": way, "provider": name, "median_us": round(us, 1), "mhz": round(-slowest), "repeats": repeats})
+            us, slowest = worst(
+                [statistics.median(us for us, _ in pairs[2:]), -statistics.median(mhz for _, mhz in pairs[2:])]
+            )
+            found.append(
+                {
+                    "pattern": case.pattern,
+                    "tokens": case.tokens,
+                    "way": way,
+                    "provider": name,
+                    "median_us": round(us, 1),
+                    "mhz": round(-slowest),
+                    "repeats": repeats,
+                }
+            )
     return found
 
 
@@ -125,9 +145,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
             case = Case("llama3-70b-mlp", pattern, tokens, dist.get_world_size(), "bfloat16")
             found = measured(case, ["keep", *options.schedules], clock, options.repeats)
             if dist.get_rank() == 0:
-                rows.append(options.out, [{**row, "world_size": case.world_size, "highest_mhz": highest, **where} for row in found])
+                rows.append(
+                    options.out,
+                    [{**row, "world_size": case.world_size, "highest_mhz": highest, **where} for row in found],
+                )
                 for row in found:
-                    print(pattern, tokens, row["way"], row["provider"], row["median_us"], "us", row["mhz"], "MHz", round(row["median_us"] * row["mhz"] / highest), f"us at {highest}", flush=True)
+                    print(
+                        pattern,
+                        tokens,
+                        row["way"],
+                        row["provider"],
+                        row["median_us"],
+                        "us",
+                        row["mhz"],
+                        "MHz",
+                        round(row["median_us"] * row["mhz"] / highest),
+                        f"us at {highest}",
+                        flush=True,
+                    )
             torch._dynamo.reset()
     dist.barrier()
     dist.destroy_process_group()

@@ -1,10 +1,12 @@
-"""What a gather costs whose gathered tensor is read elsewhere, too (a weight's gradient): each schedule with and without handing it out. One torchrun.
+"""What a gather costs whose gathered tensor is read elsewhere, too (a weight's gradient): each schedule with and
+without handing it out. One torchrun.
 
     torchrun --nproc-per-node 2 -m bench.handed_out [--tokens 2048 8192] --out bench/results/handed_out.jsonl
 
-A gather of ``[tokens, 8192]`` multiplied by three weights of 4096 columns each (q, k and v). ``keep``: NCCL and three matmuls, whose gathered tensor is there anyway;
-``copy``: that tensor copied, with nothing beside it. Results are compared with ``keep``'s before anything is timed, what was gathered bit for bit. Microseconds, the host
-hidden, median of calls in turn, maximum over ranks.
+A gather of ``[tokens, 8192]`` multiplied by three weights of 4096 columns each (q, k and v). ``keep``: NCCL and three
+matmuls, whose gathered tensor is there anyway; ``copy``: that tensor copied, with nothing beside it. Results are
+compared with ``keep``'s before anything is timed, what was gathered bit for bit. Microseconds, the host hidden, median
+of calls in turn, maximum over ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +46,15 @@ def op_call(schedule: str, a: torch.Tensor, weights: list[torch.Tensor], used: b
     group, site = dist.group.WORLD, f"{schedule} {used} {len(a)}"
     assert group is not None
     place, plan = workspace_of(group, a.device), PLANS[schedule]
-    need = plan.needed("all_gather_matmul", group.size(), len(a), INNER, COLUMNS, a.element_size(), plan.parameters_of("{}", place.blocks))
+    need = plan.needed(
+        "all_gather_matmul",
+        group.size(),
+        len(a),
+        INNER,
+        COLUMNS,
+        a.element_size(),
+        plan.parameters_of("{}", place.blocks),
+    )
     place.prepare([Request(site, *need)], LIMIT)
     op = getattr(torch.ops.overlap_inductor, f"{schedule}_all_gather_matmul").default
     chain = torch.zeros(1, dtype=torch.uint8, device=a.device)
@@ -61,23 +71,37 @@ def keep_call(a: torch.Tensor, weights: list[torch.Tensor]) -> Call:
 
 
 def is_right(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    close = all((x.float() - y.float()).norm() <= 1e-2 * y.float().norm() for x, y in zip(found[:WEIGHTS], expected, strict=False))
+    close = all(
+        (x.float() - y.float()).norm() <= 1e-2 * y.float().norm()
+        for x, y in zip(found[:WEIGHTS], expected, strict=False)
+    )
     return close and all(torch.equal(x, expected[-1]) for x in found[WEIGHTS:])
 
 
 def measure(tokens: int) -> list[dict[str, Any]]:
     generator = torch.Generator("cuda").manual_seed(1 + dist.get_rank())
     a = torch.randn(tokens // dist.get_world_size(), INNER, device="cuda", generator=generator).bfloat16()
-    weights = [(torch.randn(COLUMNS, INNER, device="cuda", generator=generator) / 90).bfloat16().t() for _ in range(WEIGHTS)]
+    weights = [
+        (torch.randn(COLUMNS, INNER, device="cuda", generator=generator) / 90).bfloat16().t() for _ in range(WEIGHTS)
+    ]
     keep = keep_call(a, weights)
-    calls: dict[str, Call] = {"keep": keep, **{f"{s}{', handed out' * used}": op_call(s, a, weights, used) for s in PLANS for used in (False, True)}}
+    calls: dict[str, Call] = {
+        "keep": keep,
+        **{f"{s}{', handed out' * used}": op_call(s, a, weights, used) for s in PLANS for used in (False, True)},
+    }
     expected = keep()
     # (On all ranks or on none: they time the same calls.)
-    right = {name: greatest(float(not all(is_right(call(), expected) for _ in range(4)))) == 0 for name, call in calls.items()}
+    right = {
+        name: greatest(float(not all(is_right(call(), expected) for _ in range(4)))) == 0
+        for name, call in calls.items()
+    }
     able: dict[str, Callable[[], Any]] = {name: call for name, call in calls.items() if right[name]}
     samples = timed(able | {"copy": lambda: torch.empty_like(expected[-1]).copy_(expected[-1])}, REPEATS)
     times = {name: round(greatest(statistics.median(values)), 1) for name, values in samples.items()}
-    return [{"tokens": tokens, "provider": name, "right": right.get(name, True), "us": times.get(name)} for name in (*calls, "copy")]
+    return [
+        {"tokens": tokens, "provider": name, "right": right.get(name, True), "us": times.get(name)}
+        for name in (*calls, "copy")
+    ]
 
 
 def main() -> int:

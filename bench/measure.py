@@ -1,4 +1,5 @@
-"""One case from its operands to its rows: every provider is built, checked against fp32 on random data, timed in turn, and checked once more."""
+"""One case from its operands to its rows: every provider is built, checked against fp32 on random data, timed in turn,
+and checked once more."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def measure(
     expected, names = site.expected(), chosen(names, variants, case, clock.device)
     made: dict[str, Provider] = {}
     found = {setting: providers(site, names, variants, setting, made) for setting in settings}
-    # Every kernel is loaded before anything is timed: loading waits for the device, on which a kernel may wait for a peer.
+    # Every kernel is loaded before anything is timed: loading waits for the device, on which a kernel may wait for a
+    # peer.
     for setting in settings:
         for provider in found[setting]:
             provider.call()
@@ -56,7 +58,9 @@ def measure(
         # Calls in a row are what goes wrong.
         after = {p.name: _checked(p, site, expected, clock) for p in found[setting]}
         errors = {name: max(error, after[name][0]) for name, (error, _) in checks[setting].items()}
-        yield rows_of(case, setting, found[setting], times, errors, {name: extra for name, (_, extra) in after.items()}, where)
+        yield rows_of(
+            case, setting, found[setting], times, errors, {name: extra for name, (_, extra) in after.items()}, where
+        )
 
 
 def _checked(provider: Provider, site: Site, expected: torch.Tensor, clock: Clock) -> tuple[float, float | None]:
@@ -64,5 +68,8 @@ def _checked(provider: Provider, site: Site, expected: torch.Tensor, clock: Cloc
     result, extra = clock.with_extra_bytes(provider.call)
     error, most = worst([site.error(result, expected), -1.0 if extra is None else extra])
     if error > TOLERANCE[site.case.result]:
-        raise WrongResult(f"{provider.name} is wrong for {site.case}: off by {error:.3g} of the largest element; allowed is {TOLERANCE[site.case.result]:g}")
+        raise WrongResult(
+            f"{provider.name} is wrong for {site.case}: off by {error:.3g} of the largest element; allowed is"
+            f" {TOLERANCE[site.case.result]:g}"
+        )
     return error, None if extra is None else most

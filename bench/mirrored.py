@@ -1,11 +1,15 @@
-"""One rank's view of a larger group, on 2 GPUs: parameters for 4 and 8 GPUs can be tried, checked and timed where there are only two.
+"""One rank's view of a larger group, on 2 GPUs: parameters for 4 and 8 GPUs can be tried, checked and timed where there
+are only two.
 
-    torchrun --nproc-per-node 2 -m bench.mirrored --world-size 8 --tokens 1024 4096 [--variants '{"name": ["fused", {"parts": 2}]}'] [--out rows.jsonl]
+    torchrun --nproc-per-node 2 -m bench.mirrored --world-size 8 --tokens 1024 4096 [--variants '{"name": ["fused",
+    {"parts": 2}]}'] [--out rows.jsonl]
 
-Each GPU plays rank 0 of ``--world-size`` ranks, and the other GPU plays all its peers: what rank 0 sends to peer ``p`` is written into the other GPU's
-workspace as if it came from as far behind. So a GPU multiplies, sends and receives exactly what it would in the larger group, through the same NVLink (each GPU's
-links end in a switch, so that one peer may take a GPU's whole bandwidth). What is missing: peers that are late one by one, contention in the switch, and
-NCCL's collective, so there is no ``keep`` here: times stand beside the matmul alone, and bytes over time beside the links' rate.
+Each GPU plays rank 0 of ``--world-size`` ranks, and the other GPU plays all its peers: what rank 0 sends to peer ``p``
+is written into the other GPU's workspace as if it came from as far behind. So a GPU multiplies, sends and receives
+exactly what it would in the larger group, through the same NVLink (each GPU's links end in a switch, so that one peer
+may take a GPU's whole bandwidth). What is missing: peers that are late one by one, contention in the switch, and NCCL's
+collective, so there is no ``keep`` here: times stand beside the matmul alone, and bytes over time beside the links'
+rate.
 
 How far off. Of 8 ranks, gathers and scatters from 2048 tokens on come within 5 % of what 8 GPUs take, and all-reduces
 of ``fused`` are 6 to 13 % too low. All-reduces of ``chunked`` in bands are 25 to 37 % too low: eight ranks that send to
@@ -13,8 +17,8 @@ all at once meet at receivers (``transports.copy_engine``), and one peer that st
 inverts rankings (4096 tokens: 2 bands 574 us here and 720 there, 4 bands 692 and 914): never choose a number of bands,
 or bands against ``fused``, by these rows.
 
-Results are right where each rank's are: they are compared with fp32 on random data before anything is timed. A peer's credits are taken as given (calls are
-kept apart by a collective before each of them).
+Results are right where each rank's are: they are compared with fp32 on random data before anything is timed. A peer's
+credits are taken as given (calls are kept apart by a collective before each of them).
 """
 
 from __future__ import annotations
@@ -63,7 +67,8 @@ def margin_words(world_size: int) -> int:
 
 @dataclass(frozen=True)
 class MirroredBuffer:
-    """The other GPU's memory in the place of every peer's, shifted so that what rank 0 writes lies where rank ``p`` would write it."""
+    """The other GPU's memory in the place of every peer's, shifted so that what rank 0 writes lies where rank ``p``
+    would write it."""
 
     local: torch.Tensor
     peers: tuple[torch.Tensor, ...]
@@ -73,8 +78,9 @@ class MirroredBuffer:
 def mirrored(
     buffer: symmetric.SymmetricBuffer, world_size: int, shift: int, margin: int = 0, turned: bool = False
 ) -> MirroredBuffer:
-    """``shift``: elements from what one source writes to what the next one writes. For a rank ``p`` steps further on, the sender is ``p`` steps further back:
-    so what is sent first to those behind comes first from those ahead, as in the larger group.
+    """``shift``: elements from what one source writes to what the next one writes. For a rank ``p`` steps further on,
+    the sender is ``p`` steps further back: so what is sent first to those behind comes first from those ahead, as in
+    the larger group.
 
     ``turned``: for flags that copy engines write by address (``peers``) and that a gather's turns read through
     ``pointers``. A turn waits for what the source ``world_size - 1`` has sent to receiver ``p``. Written as source 0's
@@ -97,7 +103,15 @@ def mirrored(
 class Site:
     """One pattern at one size, as rank 0 of ``world_size`` ranks sees it."""
 
-    def __init__(self, pattern: str, tokens: int, world_size: int, data: symmetric.SymmetricBuffer, flags: symmetric.SymmetricBuffer, faults: FaultRecord) -> None:
+    def __init__(
+        self,
+        pattern: str,
+        tokens: int,
+        world_size: int,
+        data: symmetric.SymmetricBuffer,
+        flags: symmetric.SymmetricBuffer,
+        faults: FaultRecord,
+    ) -> None:
         self.pattern, self.world_size, self.data, self.flags, self.faults = pattern, world_size, data, flags, faults
         self.margin = margin_words(world_size)
         self.rows = tokens // world_size
@@ -126,16 +140,26 @@ class Site:
             return reduced
         gathered = torch.empty(2 * self.rows, reduced.shape[1], device="cuda")
         dist.all_gather_into_tensor(gathered, reduced)
-        reduced, finished = (x.view(bands, 1, self.rows // bands, -1) for x in (reduced, gathered.view(2, self.rows, -1)[1 - dist.get_rank()]))
-        return torch.cat([reduced, finished.expand(-1, self.world_size - 1, -1, -1)], 1).reshape(self.world_size * self.rows, -1)
+        reduced, finished = (
+            x.view(bands, 1, self.rows // bands, -1)
+            for x in (reduced, gathered.view(2, self.rows, -1)[1 - dist.get_rank()])
+        )
+        return torch.cat([reduced, finished.expand(-1, self.world_size - 1, -1, -1)], 1).reshape(
+            self.world_size * self.rows, -1
+        )
 
     def provider(self, schedule: str, settings: dict[str, Any]) -> tuple[Callable[[], torch.Tensor], int]:
-        """What runs the schedule with these parameters, and its bands. All ranks make and use providers in the same order, one at a time."""
+        """What runs the schedule with these parameters, and its bands. All ranks make and use providers in the same
+        order, one at a time."""
         text, sms, pattern = json.dumps(settings), symmetric.multiprocessors(self.a.device), self.pattern
         width = self.a.shape[1] if pattern == "all_gather_matmul" else self.b.shape[1]
         if schedule == "fused":
             parameters: Any = fused_plan.parameters_of(text, sms)
-            from_source = self.rows if pattern == "all_gather_matmul" else -(-self.rows // parameters.block_m) * parameters.block_m
+            from_source = (
+                self.rows
+                if pattern == "all_gather_matmul"
+                else -(-self.rows // parameters.block_m) * parameters.block_m
+            )
             bands = [(0, self.rows)]
         else:
             parameters = chunked_plan.parameters_of(text, sms)
@@ -143,7 +167,9 @@ class Site:
             bands = chunked_plan.bands_of(self.rows, fitted) if pattern == "matmul_all_reduce" else [(0, self.rows)]
             from_source = bands[0][1]
         if len({size for _, size in bands}) > 1:
-            raise ValueError(f"{len(bands)} bands of {self.rows} rows are not equal: what each source writes has no one distance")
+            raise ValueError(
+                f"{len(bands)} bands of {self.rows} rows are not equal: what each source writes has no one distance"
+            )
         words = torch.zeros(1 + QUEUE_WORDS + 2 * self.world_size * SIGNALS, dtype=torch.int32, device="cuda")
         tiles = torch.zeros(self.data.local.numel() // TILE_BYTES, dtype=torch.int32, device="cuda")
         turned = schedule == "chunked" and pattern == "all_gather_matmul" and parameters.transport == "copy_engine"
@@ -240,7 +266,11 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, nargs="+", default=[8])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--patterns", nargs="+", default=list(DEFAULTS))
-    parser.add_argument("--variants", type=json.loads, help="JSON: name to [schedule, parameters], instead of those that are tried otherwise")
+    parser.add_argument(
+        "--variants",
+        type=json.loads,
+        help="JSON: name to [schedule, parameters], instead of those that are tried otherwise",
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out")
     arguments = parser.parse_args()
@@ -261,10 +291,22 @@ def main() -> None:
         rows = measure(site, arguments.variants or DEFAULTS[pattern], arguments.repeats)
         del site
         if dist.get_rank() == 0:
-            print(world_size, pattern, tokens, {r["provider"]: (r.get("us"), r.get("over_matmul"), r.get("left_out") or r.get("right")) for r in rows}, flush=True)
+            print(
+                world_size,
+                pattern,
+                tokens,
+                {r["provider"]: (r.get("us"), r.get("over_matmul"), r.get("left_out") or r.get("right")) for r in rows},
+                flush=True,
+            )
             if arguments.out:
                 with open(arguments.out, "a") as file:
-                    file.writelines(json.dumps({"world_size": world_size, "pattern": pattern, "tokens": tokens, **row, **environment}) + "\n" for row in rows)
+                    file.writelines(
+                        json.dumps(
+                            {"world_size": world_size, "pattern": pattern, "tokens": tokens, **row, **environment}
+                        )
+                        + "\n"
+                        for row in rows
+                    )
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,9 +1,13 @@
-"""Whole models: an unchanged Hugging Face Llama of llama3-70b's layer shape under plain ``torch.compile`` and under ``auto``, in turn. One torchrun.
+"""Whole models: an unchanged Hugging Face Llama of llama3-70b's layer shape under plain ``torch.compile`` and under
+``auto``, in turn. One torchrun.
 
-    torchrun --nproc-per-node 4 -m bench.models [--layers 2] [--tokens 1024 4096] [--batches 1 16] --out bench/results/models.jsonl
+    torchrun --nproc-per-node 4 -m bench.models [--layers 2] [--tokens 1024 4096] [--batches 1 16] --out
+    bench/results/models.jsonl
 
-``tokens``: one sequence of so many tokens (prefill), the host in the loop. ``batches``: so many sequences of one token (the matmuls and collectives of
-decode), as CUDA graphs (``triton.cudagraphs``). ``graphs_made``: of launches of sites (``runtime.replay``). Logits are compared with eager ones before anything is timed. Medians of milliseconds, maximum over ranks.
+``tokens``: one sequence of so many tokens (prefill), the host in the loop. ``batches``: so many sequences of one token
+(the matmuls and collectives of decode), as CUDA graphs (``triton.cudagraphs``). ``graphs_made``: of launches of sites
+(``runtime.replay``). Logits are compared with eager ones before anything is timed. Medians of milliseconds, maximum
+over ranks.
 """
 
 from __future__ import annotations
@@ -97,10 +101,20 @@ def measure(model: Any, shape: tuple[int, int], graphs: bool) -> dict[str, Any]:
     assert report is not None
     schedules = collections.Counter(f"{s.facts.pattern}: {s.decision.moving.schedule}" for s in report.sites)
     del eager, logits
-    times = milliseconds({name: (lambda f=f: f(ids)) for name, f in compiled.items()})
-    row = {"batch": shape[0], "tokens": shape[1], "cudagraphs": graphs, "ms": {n: round(t, 3) for n, t in times.items()}, "speedup": round(times["plain"] / times["auto"], 3)}
+    times = milliseconds({name: lambda f=f: f(ids) for name, f in compiled.items()})
+    row = {
+        "batch": shape[0],
+        "tokens": shape[1],
+        "cudagraphs": graphs,
+        "ms": {n: round(t, 3) for n, t in times.items()},
+        "speedup": round(times["plain"] / times["auto"], 3),
+    }
     row["graphs_made"] = recorder(ids.device).made - made
-    return row | {"error": {n: round(e, 5) for n, e in errors.items()}, "right": errors["auto"] <= 1.5 * errors["plain"] + 2e-2, "sites": dict(schedules)}
+    return row | {
+        "error": {n: round(e, 5) for n, e in errors.items()},
+        "right": errors["auto"] <= 1.5 * errors["plain"] + 2e-2,
+        "sites": dict(schedules),
+    }
 
 
 @torch.no_grad()
@@ -118,7 +132,13 @@ def main() -> None:
         dist.broadcast_object_list(names)
         model = load_llama(saved(Path(names[0]), arguments.layers), torch.bfloat16)
         dist.barrier()
-    environment = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name(), "world_size": world_size, "layers": arguments.layers}
+    environment = {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "gpu": torch.cuda.get_device_name(),
+        "world_size": world_size,
+        "layers": arguments.layers,
+    }
     for shape, graphs in [*(((1, t), False) for t in arguments.tokens), *(((b, 1), True) for b in arguments.batches)]:
         row = measure(model, shape, graphs) | environment
         if rank == 0:

@@ -29,7 +29,8 @@ def require_tools() -> None:
 
 @contextmanager
 def slow_hosts(count: int, megabits: int) -> Iterator[list[str]]:
-    """``count`` namespaces on one bridge, each limited to ``megabits`` Mbit/s each way; yields their names. Host i is 10.77.0.(i+1)."""
+    """``count`` namespaces on one bridge, each limited to ``megabits`` Mbit/s each way; yields their names. Host i is
+    10.77.0.(i+1)."""
     names = [f"{PREFIX}{i}" for i in range(count)]
     bridge = f"{PREFIX}br"
     # A burst of two full segments and a queue of 20 ms: long queues delay the acknowledgements of the other direction.

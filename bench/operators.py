@@ -1,13 +1,17 @@
-"""Every schedule over every transport against ``keep``, Inductor's async TP and the bounds: one torchrun for everything.
+"""Every schedule over every transport against ``keep``, Inductor's async TP and the bounds: one torchrun for
+everything.
 
-    torchrun --nproc-per-node 8 -m bench.operators                                  # the table of the README
-    torchrun --nproc-per-node 4 -m bench.operators --shapes llama3-8b-mlp --tokens 1 16 128 --patterns matmul_all_reduce --budget-seconds 60
-    torchrun --nproc-per-node 4 -m bench.operators --dtype fp8_rows --schedules chunked auto
-    torchrun --nproc-per-node 4 -m bench.operators --schedules fused --settings hidden --set fused.parts=1 fused.parts=2,pushers=8
+    torchrun --nproc-per-node 8 -m bench.operators                                  # the table of the README torchrun
+    --nproc-per-node 4 -m bench.operators --shapes llama3-8b-mlp --tokens 1 16 128 --patterns matmul_all_reduce
+    --budget-seconds 60 torchrun --nproc-per-node 4 -m bench.operators --dtype fp8_rows --schedules chunked auto
+    torchrun --nproc-per-node 4 -m bench.operators --schedules fused --settings hidden --set fused.parts=1
+    fused.parts=2,pushers=8
 
-A case is a pattern of a layer at a token count. Its providers are built, compared with fp32 on random data, and timed in turn, round after round, in two
-settings: ``hidden`` (a device sleep hides the host) and ``compiled`` (compiled graphs with the host in the loop; ``keep`` is plain Inductor). Figures are medians, the
-maximum over ranks. A wrong result ends the bench. Rows are appended as they come (``bench.rows``); ``python -m bench.report`` makes tables and plots of them.
+A case is a pattern of a layer at a token count. Its providers are built, compared with fp32 on random data, and timed
+in turn, round after round, in two settings: ``hidden`` (a device sleep hides the host) and ``compiled`` (compiled
+graphs with the host in the loop; ``keep`` is plain Inductor). Figures are medians, the maximum over ranks. A wrong
+result ends the bench. Rows are appended as they come (``bench.rows``); ``python -m bench.report`` makes tables and
+plots of them.
 """
 
 from __future__ import annotations
@@ -46,16 +50,46 @@ GROUP_TIMEOUT = timedelta(seconds=120)
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.operators", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=["llama3-70b-mlp"], choices=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES))
-    parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS, metavar="PATTERN", help=", ".join(PATTERNS))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="of all ranks together")
-    parser.add_argument("--schedules", nargs="*", default=list(KINDS), choices=[*KINDS, *NAMES], metavar="SCHEDULE", help=f"{', '.join(KINDS)}; or one transport: fused/sm_push")
+    parser.add_argument(
+        "--shapes", nargs="+", default=["llama3-70b-mlp"], choices=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES)
+    )
+    parser.add_argument(
+        "--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS, metavar="PATTERN", help=", ".join(PATTERNS)
+    )
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="of all ranks together"
+    )
+    parser.add_argument(
+        "--schedules",
+        nargs="*",
+        default=list(KINDS),
+        choices=[*KINDS, *NAMES],
+        metavar="SCHEDULE",
+        help=f"{', '.join(KINDS)}; or one transport: fused/sm_push",
+    )
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
-    parser.add_argument("--set", nargs="+", default=[], dest="variants", metavar="SCHEDULE.PARAMETER=VALUE[,...]", help="one more provider each (host hidden)")
-    parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES), help="fp8: one scale an operand; fp8_rows: one a row and column")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        dest="variants",
+        metavar="SCHEDULE.PARAMETER=VALUE[,...]",
+        help="one more provider each (host hidden)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=list(DTYPES),
+        help="fp8: one scale an operand; fp8_rows: one a row and column",
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--repeats", type=int, default=20, help="samples of a provider, at most")
-    parser.add_argument("--case-seconds", type=float, default=1.0, help="to time one case in one setting; sets the samples (at least five)")
+    parser.add_argument(
+        "--case-seconds",
+        type=float,
+        default=1.0,
+        help="to time one case in one setting; sets the samples (at least five)",
+    )
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="begin no case that would end later")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "operators.jsonl")
     found = parser.parse_args(arguments)
@@ -80,14 +114,19 @@ def say(*lines: object) -> None:
 def left_out(arguments: argparse.Namespace, all_cases: Sequence[Case], device: torch.device) -> list[str]:
     """A line for each provider that cannot run, and case that does not exist."""
     lines = [f"{case}: {case.why_not()}" for case in all_cases if case.why_not()]
-    wanted = [n for n in NAMES if n in arguments.schedules or n.split("/")[0] in arguments.schedules] + [v.name for v in arguments.variants]
+    wanted = [n for n in NAMES if n in arguments.schedules or n.split("/")[0] in arguments.schedules] + [
+        v.name for v in arguments.variants
+    ]
     for name in wanted:
-        lines += dict.fromkeys(f"{name}: {case.pattern}: {reason}" for case in all_cases if (reason := why_not(name, case, device)))
+        lines += dict.fromkeys(
+            f"{name}: {case.pattern}: {reason}" for case in all_cases if (reason := why_not(name, case, device))
+        )
     return lines
 
 
 def run(arguments: argparse.Namespace, device: torch.device, start: float) -> list[dict[str, Any]]:
-    """The rows of all cases that fit into the budget, counted from ``start``; appended to the file as they come. All ranks together."""
+    """The rows of all cases that fit into the budget, counted from ``start``; appended to the file as they come. All
+    ranks together."""
     clock, world_size, where = Clock(device), dist.get_world_size(), rows.environment(device)
     found: list[dict[str, Any]] = []
     all_cases = cases(arguments, world_size)
@@ -99,9 +138,21 @@ def run(arguments: argparse.Namespace, device: torch.device, start: float) -> li
         # (The same on all ranks, as is all that is decided here.)
         before = greatest(time.monotonic() - start)
         if found and before + longest > arguments.budget_seconds:
-            say(f"{len(all_cases) - number} of {len(all_cases)} cases left out: {before:.0f} of {arguments.budget_seconds:.0f} s are over")
+            say(
+                f"{len(all_cases) - number} of {len(all_cases)} cases left out: {before:.0f} of"
+                f" {arguments.budget_seconds:.0f} s are over"
+            )
             break
-        for some in measure(case, arguments.schedules, arguments.variants, arguments.settings, clock, arguments.repeats, arguments.case_seconds, where):
+        for some in measure(
+            case,
+            arguments.schedules,
+            arguments.variants,
+            arguments.settings,
+            clock,
+            arguments.repeats,
+            arguments.case_seconds,
+            where,
+        ):
             found += some
             if dist.get_rank() == 0:
                 rows.append(arguments.out, some)

@@ -14,7 +14,8 @@ from bench.tables import row_efficiency
 
 
 def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
-    """Speed-up and overlap efficiency against the ratio of matmul to transfer time, a line for each pattern and world size."""
+    """Speed-up and overlap efficiency against the ratio of matmul to transfer time, a line for each pattern and world
+    size."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -22,11 +23,16 @@ def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
     for key in sorted({(r["pattern"], r["world_size"]) for r in rows}):
-        chosen = sorted((r for r in rows if (r["pattern"], r["world_size"]) == key), key=lambda r: r["matmul_ms"] / r["collective_ms"])
+        chosen = sorted(
+            (r for r in rows if (r["pattern"], r["world_size"]) == key),
+            key=lambda r: r["matmul_ms"] / r["collective_ms"],
+        )
         ratio = [r["matmul_ms"] / r["collective_ms"] for r in chosen]
         label = f"{key[0]}, {key[1]} ranks"
         left.plot(ratio, [r["serial_ms"] / r["ring_ms"] for r in chosen], marker="o", label=label)
-        points = [(x, e) for x, e in ((x, row_efficiency(r)) for x, r in zip(ratio, chosen, strict=True)) if e is not None]
+        points = [
+            (x, e) for x, e in ((x, row_efficiency(r)) for x, r in zip(ratio, chosen, strict=True)) if e is not None
+        ]
         right.plot([x for x, _ in points], [e for _, e in points], marker="o", label=label)
     left.axhline(1.0, color="grey", linewidth=0.8)
     left.set_ylabel("speed-up over the plain graph")
@@ -45,10 +51,13 @@ FIGURES = {"speedup": "speed-up over keep", "ratio": "time / max(matmul, collect
 
 
 def operators(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """Speed-up, and ratio to the bound, against tokens, of rows of ``bench.operators``: of each kind of machine, shape and dtype two files in ``folder``, with a panel for each
-    setting and pattern and a line for each provider. (Schedules with other parameters stand in the tables only.)"""
+    """Speed-up, and ratio to the bound, against tokens, of rows of ``bench.operators``: of each kind of machine, shape
+    and dtype two files in ``folder``, with a panel for each setting and pattern and a line for each provider.
+    (Schedules with other parameters stand in the tables only.)"""
     return [
-        _against_tokens(same, figure, folder) for same in groups(as_planned(rows), "gpu", "world_size", "shape", "dtype").values() for figure in FIGURES
+        _against_tokens(same, figure, folder)
+        for same in groups(as_planned(rows), "gpu", "world_size", "shape", "dtype").values()
+        for figure in FIGURES
     ]
 
 
@@ -62,7 +71,9 @@ def _against_tokens(rows: list[dict[str, Any]], figure: str, folder: Path) -> Pa
     settings, patterns = (list(dict.fromkeys(row[k] for row in rows)) for k in ("setting", "pattern"))
     # A provider has one colour in all panels.
     colours = {name: f"C{i % 10}" for i, name in enumerate(provider_names(rows))}
-    drawn, axes = pyplot.subplots(len(settings), len(patterns), figsize=(5 * len(patterns), 4 * len(settings)), sharey="row", squeeze=False)
+    drawn, axes = pyplot.subplots(
+        len(settings), len(patterns), figsize=(5 * len(patterns), 4 * len(settings)), sharey="row", squeeze=False
+    )
     for (setting, pattern, name), some in groups(rows, "setting", "pattern", "provider").items():
         points = sorted((row["tokens"], row[figure]) for row in some)
         axis = axes[settings.index(setting)][patterns.index(pattern)]

@@ -1,7 +1,9 @@
-"""What computes a case: ``keep``, Inductor's async TP, every schedule over every transport of it, ``auto``, and schedules with other parameters.
+"""What computes a case: ``keep``, Inductor's async TP, every schedule over every transport of it, ``auto``, and
+schedules with other parameters.
 
-A provider is a call. With the host hidden a schedule that is one op a site is that op; the ring and ``auto`` are compiled graphs. In setting ``compiled`` all are,
-but for async TP, whose op is called as Inductor's output code calls it.
+A provider is a call. With the host hidden a schedule that is one op a site is that op; the ring and ``auto`` are
+compiled graphs. In setting ``compiled`` all are, but for async TP, whose op is called as Inductor's output code calls
+it.
 """
 
 from __future__ import annotations
@@ -44,7 +46,12 @@ SETTINGS = ("hidden", "compiled")
 NAMES = ("keep", "async_tp", *(f"{s.name}/{t}" for s in SCHEDULES for t in s.transports), "auto")
 """In the order of the tables."""
 KINDS = tuple(dict.fromkeys(name.split("/")[0] for name in NAMES[1:]))
-PARAMETERS = {"fused": FusedParameters, "chunked": ChunkedParameters, "wave_groups": WaveParameters, "small_message": SmallParameters}
+PARAMETERS = {
+    "fused": FusedParameters,
+    "chunked": ChunkedParameters,
+    "wave_groups": WaveParameters,
+    "small_message": SmallParameters,
+}
 LIMIT_MIB = 1 << 16
 RING_PARTS = 1
 """Pieces of a shard: over NCCL one was best (bench/results/ring_nccl.jsonl)."""
@@ -52,7 +59,8 @@ RING_PARTS = 1
 
 @dataclass(frozen=True)
 class Provider:
-    """``call`` computes the case. ``runs``: the schedule that does; ``parameters``: its settings; ``held``: bytes of symmetric memory that it needs."""
+    """``call`` computes the case. ``runs``: the schedule that does; ``parameters``: its settings; ``held``: bytes of
+    symmetric memory that it needs."""
 
     name: str
     call: Callable[[], torch.Tensor]
@@ -75,17 +83,24 @@ class Variant:
 
     @classmethod
     def parse(cls, argument: str) -> Variant:
-        """Of ``fused.parts=2`` or ``fused.parts=2,pushers=8``; values are JSON, or else text. Raises ``ValueError`` where one does not exist."""
+        """Of ``fused.parts=2`` or ``fused.parts=2,pushers=8``; values are JSON, or else text. Raises ``ValueError``
+        where one does not exist."""
         schedule, _, text = argument.partition(".")
         if schedule not in PARAMETERS:
-            raise ValueError(f"{argument!r}: no parameters of schedule {schedule!r} can be set; expected one of {', '.join(PARAMETERS)}, as in fused.parts=2")
+            raise ValueError(
+                f"{argument!r}: no parameters of schedule {schedule!r} can be set; expected one of"
+                f" {', '.join(PARAMETERS)}, as in fused.parts=2"
+            )
         known = [f.name for f in fields(PARAMETERS[schedule])]
         parameters = {}
         # (A comma inside a list parts nothing.)
         for part in re.split(r",(?![^\[]*\])", text):
             key, equals, value = part.partition("=")
             if not equals or key not in known:
-                raise ValueError(f"{argument!r}: {part!r} sets no parameter of schedule {schedule}; expected one of {', '.join(known)}, as in {known[-1]}=1")
+                raise ValueError(
+                    f"{argument!r}: {part!r} sets no parameter of schedule {schedule}; expected one of"
+                    f" {', '.join(known)}, as in {known[-1]}=1"
+                )
             try:
                 parameters[key] = json.loads(value)
             except json.JSONDecodeError:
@@ -124,12 +139,19 @@ def why_not(name: str, case: Case, device: torch.device) -> str | None:
 def request(case: Case, schedule: str, settings: str, site: str) -> Request | None:
     """The workspace that a schedule with ``settings`` (JSON text) needs for a case."""
     if schedule == SMALL_MESSAGE.name:
-        return Request(site, *small_plan.needed_up_to(settings, case.world_size, case.tokens, case.columns, case.dtype.itemsize))
+        return Request(
+            site, *small_plan.needed_up_to(settings, case.world_size, case.tokens, case.columns, case.dtype.itemsize)
+        )
     found = schedule_named(schedule) if schedule != "keep" else None
     if not isinstance(found, OneOpSchedule) or found.needed is None:
         return None
     parameters = found.plan.parameters_of(settings, 1)
-    return Request(site, *found.needed(case.pattern, case.world_size, case.shard_rows, case.inner, case.columns, case.sent.itemsize, parameters))
+    return Request(
+        site,
+        *found.needed(
+            case.pattern, case.world_size, case.shard_rows, case.inner, case.columns, case.sent.itemsize, parameters
+        ),
+    )
 
 
 def _held(case: Case, needs: Request | None) -> int:
@@ -155,7 +177,10 @@ def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) ->
     if needs is not None:
         place.prepare([needs], LIMIT_MIB << 20)
         _check_room(site, label, name)
-    op, group_name = getattr(torch.ops.overlap_inductor, f"{schedule}_{'scaled_' * case.scaled}{case.pattern}").default, site.group.group_name
+    op, group_name = (
+        getattr(torch.ops.overlap_inductor, f"{schedule}_{'scaled_' * case.scaled}{case.pattern}").default,
+        site.group.group_name,
+    )
     # (What ``lowerings.one_op.scaled`` tells an op of its scales.)
     scales = (*site.scales, "bfloat16", True) if case.scaled else ()
     chain = torch.zeros(1, dtype=torch.uint8, device=site.device)
@@ -170,7 +195,8 @@ def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) ->
 
 
 def compiled(site: Site, name: str, **switches: Any) -> Provider:
-    """The plain module compiled by our backend with ``switches``, or by Inductor without, and called once; all ranks together.
+    """The plain module compiled by our backend with ``switches``, or by Inductor without, and called once; all ranks
+    together.
 
     Raises:
         RuntimeError: another schedule than the one asked for has been compiled, or it has no workspace.
@@ -190,12 +216,17 @@ def compiled(site: Site, name: str, **switches: Any) -> Provider:
     if switches:
         report = overlap_inductor.last_report()
         if report is None or len(report.sites) != 1:
-            raise RuntimeError(f"{name} of {site.case}: expected one site in the compiled graph, found {0 if report is None else len(report.sites)}")
+            raise RuntimeError(
+                f"{name} of {site.case}: expected one site in the compiled graph, found"
+                f" {0 if report is None else len(report.sites)}"
+            )
         (found,) = report.sites
         moving = found.decision.moving
         wanted = switches.get("schedule", "auto")
         if wanted not in ("auto", moving.schedule):
-            raise RuntimeError(f"{name} of {site.case}: compiled as {moving.schedule}: {[r.text for r in found.decision.reasons]}")
+            raise RuntimeError(
+                f"{name} of {site.case}: compiled as {moving.schedule}: {[r.text for r in found.decision.reasons]}"
+            )
         runs, parameters = moving.schedule, moving.parameters
         needs = request(site.case, runs, parameters.get("settings", "{}"), found.facts.id)
         _check_room(site, found.facts.id, name)
@@ -204,17 +235,24 @@ def compiled(site: Site, name: str, **switches: Any) -> Provider:
 
 def _check_room(site: Site, label: str, name: str) -> None:
     if label in workspace_of(site.group, site.device).without_room:
-        raise RuntimeError(f"{name} of {site.case} has no workspace: more than {LIMIT_MIB} MiB would be held; time fewer or smaller cases in one run")
+        raise RuntimeError(
+            f"{name} of {site.case} has no workspace: more than {LIMIT_MIB} MiB would be held; time fewer or smaller"
+            " cases in one run"
+        )
 
 
 def chosen(names: Sequence[str], variants: Sequence[Variant], case: Case, device: torch.device) -> list[str]:
-    """Providers of ``names`` (a schedule's name for all its transports) that compute the case here, and ``keep``; then the variants."""
+    """Providers of ``names`` (a schedule's name for all its transports) that compute the case here, and ``keep``; then
+    the variants."""
     wanted = [n for n in NAMES if n == "keep" or n in names or n.split("/")[0] in names] + [v.name for v in variants]
     return [n for n in wanted if why_not(n, case, device) is None]
 
 
-def providers(site: Site, names: Sequence[str], variants: Sequence[Variant], setting: str, made: dict[str, Provider]) -> list[Provider]:
-    """Those of ``names`` that have ``setting``; ``made``: compiled ones, which several settings share. All ranks together."""
+def providers(
+    site: Site, names: Sequence[str], variants: Sequence[Variant], setting: str, made: dict[str, Provider]
+) -> list[Provider]:
+    """Those of ``names`` that have ``setting``; ``made``: compiled ones, which several settings share. All ranks
+    together."""
     found = []
     for name in names:
         variant = next((v for v in variants if v.name == name), None)
@@ -222,14 +260,20 @@ def providers(site: Site, names: Sequence[str], variants: Sequence[Variant], set
         graph = setting == "compiled" or kind in ("ring", "auto")
         if variant is not None:
             if setting == "hidden":
-                found.append(one_op(site, name, variant.schedule, _planned(variant.schedule, site.case, "auto") | variant.parameters))
+                found.append(
+                    one_op(
+                        site, name, variant.schedule, _planned(variant.schedule, site.case, "auto") | variant.parameters
+                    )
+                )
         elif kind == "async_tp" or (kind == "keep" and not graph):
             found.append(async_tp(site) if kind == "async_tp" else keep(site))
         elif not graph:
             found.append(one_op(site, name, kind, _planned(kind, site.case, transport)))
         else:
             if name not in made:
-                switches = {"keep": {}, "auto": {"mode": "on"}}.get(kind, {"mode": "strict", "schedule": kind, "transport": transport})
+                switches = {"keep": {}, "auto": {"mode": "on"}}.get(
+                    kind, {"mode": "strict", "schedule": kind, "transport": transport}
+                )
                 made[name] = compiled(site, name, **switches)
             found.append(made[name])
     return found

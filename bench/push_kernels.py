@@ -1,4 +1,5 @@
-"""Ways in which SMs may push a shard to every peer, for ``bench.transfers``: by ordinary stores in stripes, and by bulk copies through shared memory."""
+"""Ways in which SMs may push a shard to every peer, for ``bench.transfers``: by ordinary stores in stripes, and by bulk
+copies through shared memory."""
 
 from __future__ import annotations
 
@@ -10,13 +11,26 @@ from overlap_inductor.kernels.signals import store_fence
 
 
 @triton.jit
-def push_striped(src, peer_data, peer_flags, offset, elements, rank, WORLD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Block ``b`` carries its stripe of every sub-chunk, and starts with peer ``rank + 1 + b``, so that a peer receives from all ranks alike.
+def push_striped(
+    src,
+    peer_data,
+    peer_flags,
+    offset,
+    elements,
+    rank,
+    WORLD: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Block ``b`` carries its stripe of every sub-chunk, and starts with peer ``rank + 1 + b``, so that a peer receives
+    from all ranks alike.
 
     ``src`` (int32 ``[elements]``) to word ``offset`` of every peer's memory.
 
-    ``peer_data``, ``peer_flags``: int64 ``[WORLD]`` addresses. Flag of part ``p``: word ``(rank * PARTS + p) * 32`` of the peer's flags.
-    ``elements`` is a multiple of 4, and addresses of 16 bytes. Grid: ``[BLOCKS]``. Every flag counts up by ``BLOCKS`` a call.
+    ``peer_data``, ``peer_flags``: int64 ``[WORLD]`` addresses. Flag of part ``p``: word ``(rank * PARTS + p) * 32`` of
+    the peer's flags. ``elements`` is a multiple of 4, and addresses of 16 bytes. Grid: ``[BLOCKS]``. Every flag counts
+    up by ``BLOCKS`` a call.
     """
     block = tl.program_id(0)
     part_size = tl.cdiv(tl.cdiv(elements, PARTS), BLOCK) * BLOCK
@@ -35,7 +49,18 @@ def push_striped(src, peer_data, peer_flags, offset, elements, rank, WORLD: tl.c
 
 
 @triton.jit
-def push_bulk(src, peer_data, peer_flags, offset, elements, rank, WORLD: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BLOCKS: tl.constexpr):
+def push_bulk(
+    src,
+    peer_data,
+    peer_flags,
+    offset,
+    elements,
+    rank,
+    WORLD: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     """As ``push_striped``, through shared memory by the bulk copy unit."""
     from_desc = tl.make_tensor_descriptor(src, [elements // C, C], [C, 1], [R, C])
     block = tl.program_id(0)

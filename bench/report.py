@@ -1,6 +1,7 @@
-"""Tables and plots of stored rows of ``bench.operators``: ``operators.md``, and two plots for each kind of machine, beside the rows.
+"""Tables and plots of stored rows of ``bench.operators``: ``operators.md``, and two plots for each kind of machine,
+beside the rows.
 
-    python -m bench.report [--rows bench/results/operators.jsonl] [--out bench/results]
+python -m bench.report [--rows bench/results/operators.jsonl] [--out bench/results]
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     found = rows.read(options.rows)
     if not found:
-        parser.error(f"{options.rows} holds no rows of bench.operators; torchrun --nproc-per-node 8 -m bench.operators makes some")
+        parser.error(
+            f"{options.rows} holds no rows of bench.operators; torchrun --nproc-per-node 8 -m bench.operators makes"
+            " some"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     table = options.out / "operators.md"
     table.write_text(tables.operators(found, details=True))

@@ -1,4 +1,5 @@
-"""Rows of measurements: what a row holds, where it was measured, and the file that they are kept in (one JSON object a line)."""
+"""Rows of measurements: what a row holds, where it was measured, and the file that they are kept in (one JSON object a
+line)."""
 
 from __future__ import annotations
 
@@ -24,13 +25,16 @@ from bench.timing import Timing
 from overlap_inductor.inductor.fingerprint import source_hash
 
 RESULTS = Path(__file__).resolve().parent / "results"
-_VARIABLES = re.compile(r"OVERLAP_INDUCTOR.*|(NCCL|TORCH_SYMM)(?!.*VERSION).*|CUDA_(DEVICE_MAX_CONNECTIONS|LAUNCH_BLOCKING|MODULE_LOADING)")
+_VARIABLES = re.compile(
+    r"OVERLAP_INDUCTOR.*|(NCCL|TORCH_SYMM)(?!.*VERSION).*|CUDA_(DEVICE_MAX_CONNECTIONS|LAUNCH_BLOCKING|MODULE_LOADING)"
+)
 """Environment variables that may change a measurement."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a measurement rests on. ``commit`` is ``None`` outside a checkout; ``sources``: digest of the package's own files."""
+    """What a measurement rests on. ``commit`` is ``None`` outside a checkout; ``sources``: digest of the package's own
+    files."""
     gpu = device.type == "cuda"
     driver = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text()) if _DRIVER.exists() else None
     try:
@@ -53,7 +57,9 @@ def environment(device: torch.device) -> dict[str, Any]:
 def _commit() -> str | None:
     if shutil.which("git") is None:
         return None
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS, capture_output=True, text=True, check=False
+    )
     return found.stdout.strip() if found.returncode == 0 else None
 
 
@@ -66,10 +72,12 @@ def rows_of(
     extra_bytes: Mapping[str, float | None],
     where: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """One row a provider. Of ``times`` those of ``keep``, and of ``matmul`` and ``collective`` alone, are the standards of the others.
+    """One row a provider. Of ``times`` those of ``keep``, and of ``matmul`` and ``collective`` alone, are the standards
+    of the others.
 
-    Times in microseconds, the maximum over ranks of each figure. ``bound_us``: the longer of matmul and collective, ``ratio`` to it; ``efficiency``: see
-    ``overlap_efficiency``; ``error``: relative to the largest element; ``peak_extra_bytes``: beyond operands and result, symmetric memory included.
+    Times in microseconds, the maximum over ranks of each figure. ``bound_us``: the longer of matmul and collective,
+    ``ratio`` to it; ``efficiency``: see ``overlap_efficiency``; ``error``: relative to the largest element;
+    ``peak_extra_bytes``: beyond operands and result, symmetric memory included.
     """
     matmul, collective, keep = (times[name].median for name in ("matmul", "collective", "keep"))
     bound = max(matmul, collective)
@@ -107,7 +115,8 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file that say their setting (rows of before 0.1.0 do not), of each provider of each case the last ones."""
+    """The rows of a file that say their setting (rows of before 0.1.0 do not), of each provider of each case the last
+    ones."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     keys = ("gpu", "world_size", "shape", "dtype", "setting", "pattern", "tokens", "provider")
     return list({tuple(row[k] for k in keys): row for row in rows if "setting" in row}.values())

@@ -18,7 +18,8 @@ reduce_scatter = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.t()``; of fp8 in bf16, with ``scales`` of rows and columns (or one each), summed as fast as the library does."""
+    """``x @ weight.t()``; of fp8 in bf16, with ``scales`` of rows and columns (or one each), summed as fast as the
+    library does."""
     if not scales:
         return torch.nn.functional.linear(x, weight)
     return torch._scaled_mm(x, weight.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -44,7 +45,8 @@ def plain(pattern: str, group: dist.ProcessGroup) -> Callable[..., torch.Tensor]
 
 
 class Site:
-    """``a [tokens / W or tokens, K]``, ``weight [N, K]`` and its transpose ``b``, random, in ``case.dtype``; ``scales``, fp32: of all tokens and of ``weight``."""
+    """``a [tokens / W or tokens, K]``, ``weight [N, K]`` and its transpose ``b``, random, in ``case.dtype``;
+    ``scales``, fp32: of all tokens and of ``weight``."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device, self.group = case, device, dist.group.WORLD
@@ -57,7 +59,9 @@ class Site:
         self.operands = (self.a, self.weight, *self.scales)
         # (Summed in place again and again, anything but zeros grows.)
         self.summed = None if case.gathers else torch.zeros(case.tokens, case.columns, **kind)
-        self.scattered = torch.empty(case.shard_rows, case.columns, **kind) if case.pattern == "matmul_reduce_scatter" else None
+        self.scattered = (
+            torch.empty(case.shard_rows, case.columns, **kind) if case.pattern == "matmul_reduce_scatter" else None
+        )
 
     def matmul(self) -> torch.Tensor:
         return product(self.gathered, self.weight, *self.scales)
@@ -99,7 +103,8 @@ class Site:
         return exact.chunk(self.case.world_size)[self.group.rank()].clone() if self.scattered is not None else exact
 
     def error(self, found: torch.Tensor, expected: torch.Tensor) -> float:
-        """The largest, relative to the largest element; infinite where a shape or dtype is wrong or an element is not finite."""
+        """The largest, relative to the largest element; infinite where a shape or dtype is wrong or an element is not
+        finite."""
         if found.shape != expected.shape or found.dtype != self.case.result or not bool(torch.isfinite(found).all()):
             return float("inf")
         return float((found.to(expected.dtype) - expected).abs().max() / expected.abs().max())

@@ -2,7 +2,8 @@
 
     sudo .venv/bin/python -m bench.slow_link            # two and four ranks, about five minutes
 
-Writes one JSON line a row to ``bench/results/slow_link.jsonl``, the table to ``slow_link.md`` and the plot to ``slow_link.png``.
+Writes one JSON line a row to ``bench/results/slow_link.jsonl``, the table to ``slow_link.md`` and the plot to
+``slow_link.png``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def run(world_size: int, options: dict[str, Any], timeout: float) -> list[dict[s
             }
             command = ["ip", "netns", "exec", host, sys.executable, "-m", "bench.slow_link_worker", json.dumps(options)]
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=None, text=True))
+            processes.append(
+                subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=None, text=True)
+            )
         try:
             text, _ = processes[0].communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -63,14 +66,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--inner", type=int, default=1024)
     parser.add_argument("--columns", type=int, nargs="+", default=[512, 1024, 2048, 3072, 4096])
-    parser.add_argument("--megabits", type=int, nargs="+", default=[500, 250], help="link rate for each entry of --ranks")
+    parser.add_argument(
+        "--megabits", type=int, nargs="+", default=[500, 250], help="link rate for each entry of --ranks"
+    )
     parser.add_argument("--sub-chunks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--timeout", type=float, default=900.0)
     arguments = parser.parse_args()
     require_tools()
     RESULTS.mkdir(exist_ok=True)
-    environment = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+    environment = {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
     rows = []
     for world_size, megabits in zip(arguments.ranks, arguments.megabits, strict=True):
         options = {

@@ -1,7 +1,8 @@
-"""One rank of the slow-link benchmark: the plain graph, the ring, the matmul alone and the collective alone, interleaved.
+"""One rank of the slow-link benchmark: the plain graph, the ring, the matmul alone and the collective alone,
+interleaved.
 
-Times are milliseconds, the median over calls of the maximum over ranks; before each call the ranks meet at a barrier. Every result is
-compared with the plain graph's on random data before anything is timed.
+Times are milliseconds, the median over calls of the maximum over ranks; before each call the ranks meet at a barrier.
+Every result is compared with the plain graph's on random data before anything is timed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ all_gather = getattr(funcol, "all_gather_single", funcol.all_gather_tensor)
 reduce_scatter = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_tensor)
 
 
-def patterns(world_size: int, rows: int, inner: int, columns: int) -> dict[str, tuple[Any, Any, Any, list[tuple[int, int]]]]:
-    """``name: (whole, matmul alone, collective alone, input shapes)``. ``rows`` is the gathered row count, ``inner`` its width."""
+def patterns(
+    world_size: int, rows: int, inner: int, columns: int
+) -> dict[str, tuple[Any, Any, Any, list[tuple[int, int]]]]:
+    """``name: (whole, matmul alone, collective alone, input shapes)``. ``rows`` is the gathered row count, ``inner``
+    its width."""
     group = dist.group.WORLD
 
     def gather_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -76,7 +80,9 @@ def main() -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch._dynamo.config.cache_size_limit = 64
     for columns in options["columns"]:
-        for name, (whole, matmul, collective, shapes) in patterns(world_size, options["rows"], options["inner"], columns).items():
+        for name, (whole, matmul, collective, shapes) in patterns(
+            world_size, options["rows"], options["inner"], columns
+        ).items():
             generator = torch.Generator().manual_seed(rank)
             inputs = [torch.randn(s, generator=generator) / 16 for s in shapes]
             torch._dynamo.reset()
@@ -89,7 +95,10 @@ def main() -> None:
             error = ((found - expected).abs().max() / expected.abs().max()).item()
             report = overlap_inductor.last_report()
             if error > 1e-4 or report is None or report.counters()["sites_overlapped"] != 1:
-                raise SystemExit(f"{name}: relative error {error:.3g}, report {report.counters() if report else None}; nothing was timed")
+                raise SystemExit(
+                    f"{name}: relative error {error:.3g}, report {report.counters() if report else None}; nothing was"
+                    " timed"
+                )
             plain_code, ring_code = _callables(plain, ring, whole, inputs, options["sub_chunks"])
             times = timed(
                 {
@@ -101,13 +110,26 @@ def main() -> None:
                 options["repeats"],
             )
             if rank == 0:
-                row = {"pattern": name, "world_size": world_size, "columns": columns, **{k: options[k] for k in ("rows", "inner", "megabits", "sub_chunks")}}
-                print("ROW " + json.dumps({**row, **{f"{k}_ms": round(v, 2) for k, v in times.items()}, "relative_error": error}), flush=True)
+                row = {
+                    "pattern": name,
+                    "world_size": world_size,
+                    "columns": columns,
+                    **{k: options[k] for k in ("rows", "inner", "megabits", "sub_chunks")},
+                }
+                print(
+                    "ROW "
+                    + json.dumps(
+                        {**row, **{f"{k}_ms": round(v, 2) for k, v in times.items()}, "relative_error": error}
+                    ),
+                    flush=True,
+                )
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _callables(plain: Any, ring: Any, whole: Any, inputs: list[torch.Tensor], parts: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _callables(
+    plain: Any, ring: Any, whole: Any, inputs: list[torch.Tensor], parts: int
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Both compiled forms of one function, alive at once: Dynamo caches by code object, so each gets code of its own."""
     torch._dynamo.reset()
     namespaces = [{"f": whole}, {"f": whole}]

@@ -1,11 +1,15 @@
-"""Small messages against ``keep``: llama3-70b's down-projection in decode, its all-reduce, residual add and RMSNorm. One torchrun for everything.
+"""Small messages against ``keep``: llama3-70b's down-projection in decode, its all-reduce, residual add and RMSNorm.
+One torchrun for everything.
 
-    torchrun --nproc-per-node 4 -m bench.small_message [--tokens 1 8 16 64 128] [--seconds 80] --out bench/results/small_message.jsonl
+    torchrun --nproc-per-node 4 -m bench.small_message [--tokens 1 8 16 64 128] [--seconds 80] --out
+    bench/results/small_message.jsonl
 
-``keep`` is what a compiled graph runs: ``torch.mm``, NCCL's all-reduce, one Inductor kernel for residual and norm. Every provider is compared with fp32 on
-random data, and all ranks with each other bit for bit (``keep`` is not: Inductor tunes its norm on each rank), before it is timed; then again after the timing, since calls in a row are what goes wrong. ``events``:
-one call after a device sleep that hides the host (``bench.timing``); ``graph``: a captured CUDA graph of 20 calls, microseconds a call. In turn, round after
-round; medians, maximum over ranks; ``speedup`` is over ``keep`` of the same run.
+``keep`` is what a compiled graph runs: ``torch.mm``, NCCL's all-reduce, one Inductor kernel for residual and norm.
+Every provider is compared with fp32 on random data, and all ranks with each other bit for bit (``keep`` is not:
+Inductor tunes its norm on each rank), before it is timed; then again after the timing, since calls in a row are what
+goes wrong. ``events``: one call after a device sleep that hides the host (``bench.timing``); ``graph``: a captured CUDA
+graph of 20 calls, microseconds a call. In turn, round after round; medians, maximum over ranks; ``speedup`` is over
+``keep`` of the same run.
 """
 
 from __future__ import annotations
@@ -52,7 +56,9 @@ def variants(world_size: int, tokens: int) -> dict[str, SmallParameters]:
         if two_shot or tokens * (world_size - 1) <= 448:
             for segment, warps in SEGMENTS:
                 if COLUMNS // segment * world_size <= 32 * warps:
-                    found[f"{'two' if two_shot else 'one'}-shot {segment} w{warps}"] = SmallParameters(two_shot, segment, warps)
+                    found[f"{'two' if two_shot else 'one'}-shot {segment} w{warps}"] = SmallParameters(
+                        two_shot, segment, warps
+                    )
     return found
 
 
@@ -67,7 +73,9 @@ class Site:
         self.a = torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16) / 4
         self.b = (torch.randn(COLUMNS, inner, device="cuda", dtype=torch.bfloat16) / 16).t()
         shared = torch.Generator(device="cuda").manual_seed(tokens)
-        self.residual, self.weight = (torch.randn(*s, device="cuda", generator=shared).bfloat16() for s in ((tokens, COLUMNS), (COLUMNS,)))
+        self.residual, self.weight = (
+            torch.randn(*s, device="cuda", generator=shared).bfloat16() for s in ((tokens, COLUMNS), (COLUMNS,))
+        )
         needs = [small_plan.needed(p, world_size, tokens, COLUMNS, 2) for p in self.parameters.values()]
         name = f"decode {tokens}"
         arena.prepare([Request(name, max(n[0] for n in needs), max(n[1] for n in needs), HALVES)])
@@ -75,7 +83,9 @@ class Site:
         # (The graph of a compiled model has no Python between its kernels, and this function is one of them.)
         self.add_and_norm = torch.compile(self._add_and_norm, dynamic=False)
 
-    def _add_and_norm(self, summed: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _add_and_norm(
+        self, summed: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         added = residual + summed
         return reference.rms_norm(added, weight, EPS), added
 
@@ -85,7 +95,9 @@ class Site:
         return self.add_and_norm(product, self.residual, self.weight)
 
     def small(self, parameters: SmallParameters) -> tuple[torch.Tensor, torch.Tensor]:
-        return small_message.matmul_all_reduce_norm(self.a, self.b, None, self.residual, self.weight, EPS, self.launch, parameters)
+        return small_message.matmul_all_reduce_norm(
+            self.a, self.b, None, self.residual, self.weight, EPS, self.launch, parameters
+        )
 
     def parts(self) -> dict[str, Callable[[], Any]]:
         product = torch.mm(self.a, self.b)
@@ -96,7 +108,9 @@ class Site:
             "matmul": lambda: torch.mm(self.a, self.b),
             "all-reduce": lambda: dist.all_reduce(zeros),
             "norm": lambda: self.add_and_norm(product, self.residual, self.weight),
-            "planned without matmul": lambda: small_message.all_reduce_norm(product, self.residual, self.weight, EPS, self.launch, planned),
+            "planned without matmul": lambda: small_message.all_reduce_norm(
+                product, self.residual, self.weight, EPS, self.launch, planned
+            ),
             "planned sum without matmul": lambda: small_message.all_reduce(product, self.launch, planned),
         }
 
@@ -109,7 +123,9 @@ class Site:
 
 def error(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], alike: bool) -> float:
     """The largest relative error on any rank; infinite where ranks differ in a bit that should be ``alike``."""
-    off = float(torch.stack([(f.float() - e).abs().max() / e.abs().max() for f, e in zip(found, expected, strict=True)]).max())
+    off = float(
+        torch.stack([(f.float() - e).abs().max() / e.abs().max() for f, e in zip(found, expected, strict=True)]).max()
+    )
     bits = torch.stack([f.view(torch.int16).long().sum() for f in found])
     least, most = bits.clone(), bits.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN)
@@ -160,7 +176,10 @@ def measure(site: Site, repeats: int) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"provider": name, "error": errors.get(name), "right": errors.get(name, 0.0) <= TOLERANCE}
         if name in us:
             row |= {"us": round(us[name], 1), "graph_us": round(graph_us[name], 1)}
-            row |= {"speedup": round(us["keep"] / us[name], 3), "graph_speedup": round(graph_us["keep"] / graph_us[name], 3)}
+            row |= {
+                "speedup": round(us["keep"] / us[name], 3),
+                "graph_speedup": round(graph_us["keep"] / graph_us[name], 3),
+            }
         rows.append(row | ({"parameters": asdict(site.parameters[name])} if name in site.parameters else {}))
     return rows
 
@@ -179,9 +198,18 @@ def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     faults = FaultRecord.of(dist.group.WORLD.group_name, range(world_size), device)
     arena = WorkspaceArena(
-        world_size, device, lambda n, dtype: symmetric.allocate(n, dtype, device, dist.group.WORLD), torch.cuda.is_current_stream_capturing, 2**34
+        world_size,
+        device,
+        lambda n, dtype: symmetric.allocate(n, dtype, device, dist.group.WORLD),
+        torch.cuda.is_current_stream_capturing,
+        2**34,
     )
-    environment = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name(), "world_size": world_size}
+    environment = {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "gpu": torch.cuda.get_device_name(),
+        "world_size": world_size,
+    }
     for tokens in arguments.tokens:
         # (Rank 0's clock decides for all.)
         if greatest(time.monotonic() - start if rank == 0 else 0.0) > arguments.seconds:
@@ -190,7 +218,17 @@ def main() -> None:
         rows = measure(site, arguments.repeats)
         if rank == 0:
             best = min((r for r in rows if "parameters" in r and r["right"]), key=lambda r: r["graph_us"], default=None)
-            print(json.dumps({"tokens": tokens, "world_size": world_size, "s": round(time.monotonic() - start, 1), "best": best and best["provider"]}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "tokens": tokens,
+                        "world_size": world_size,
+                        "s": round(time.monotonic() - start, 1),
+                        "best": best and best["provider"],
+                    }
+                ),
+                flush=True,
+            )
             for row in rows:
                 print(json.dumps({"tokens": tokens, **row}), flush=True)
             if arguments.out:

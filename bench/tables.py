@@ -10,14 +10,17 @@ SETTING_WORDS = {"hidden": "the host hidden", "compiled": "compiled graphs, the 
 
 
 def overlap_efficiency(serial: float, overlapped: float, matmul: float, collective: float) -> float:
-    """Share of what can be hidden that is hidden: ``(serial - t) / (serial - max(matmul, collective))``; times in one unit.
+    """Share of what can be hidden that is hidden: ``(serial - t) / (serial - max(matmul, collective))``; times in one
+    unit.
 
     Raises:
         ValueError: nothing can be hidden (``serial`` is no more than the longer of the two).
     """
     hideable = serial - max(matmul, collective)
     if hideable <= 0:
-        raise ValueError(f"serial {serial} is not longer than max(matmul {matmul}, collective {collective}): nothing can be hidden")
+        raise ValueError(
+            f"serial {serial} is not longer than max(matmul {matmul}, collective {collective}): nothing can be hidden"
+        )
     return (serial - overlapped) / hideable
 
 
@@ -32,15 +35,18 @@ def row_efficiency(row: dict[str, Any]) -> float | None:
 def slow_link(rows: list[dict[str, Any]]) -> str:
     """The slow-link table: milliseconds, speed-up and overlap efficiency by ratio of matmul to transfer."""
     lines = [
-        "| pattern | ranks | matmul / transfer | matmul ms | collective ms | serial ms | ring ms | speed-up | efficiency |",
+        (
+            "| pattern | ranks | matmul / transfer | matmul ms | collective ms | serial ms | ring ms | speed-up |"
+            " efficiency |"
+        ),
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         efficiency = row_efficiency(row)
         lines.append(
-            f"| {row['pattern']} | {row['world_size']} | {row['matmul_ms'] / row['collective_ms']:.2f} | {row['matmul_ms']:.0f} | "
-            f"{row['collective_ms']:.0f} | {row['serial_ms']:.0f} | {row['ring_ms']:.0f} | {row['serial_ms'] / row['ring_ms']:.2f} | "
-            f"{'-' if efficiency is None else f'{efficiency:.2f}'} |"
+            f"| {row['pattern']} | {row['world_size']} | {row['matmul_ms'] / row['collective_ms']:.2f} |"
+            f" {row['matmul_ms']:.0f} | {row['collective_ms']:.0f} | {row['serial_ms']:.0f} | {row['ring_ms']:.0f} |"
+            f" {row['serial_ms'] / row['ring_ms']:.2f} | {'-' if efficiency is None else f'{efficiency:.2f}'} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -69,10 +75,11 @@ def heading(row: dict[str, Any]) -> str:
 
 
 def operators(rows: Sequence[dict[str, Any]], details: bool = False) -> str:
-    """Rows of ``bench.operators`` as tables, one for each kind of machine, shape and setting: microseconds, the speed-up over ``keep`` of the same run in brackets.
+    """Rows of ``bench.operators`` as tables, one for each kind of machine, shape and setting: microseconds, the
+    speed-up over ``keep`` of the same run in brackets.
 
-    ``best``: the fastest of what is not ``keep``, with its speed-up, ratio to ``max`` (the bound) and overlap efficiency. ``details``: behind each, every row by itself, those
-    of schedules with other parameters, too.
+    ``best``: the fastest of what is not ``keep``, with its speed-up, ratio to ``max`` (the bound) and overlap
+    efficiency. ``details``: behind each, every row by itself, those of schedules with other parameters, too.
     """
     parts = []
     for same in groups(rows, "gpu", "world_size", "shape", "dtype", "setting").values():
@@ -93,14 +100,21 @@ def _header(*cells: str) -> list[str]:
 def _overview(rows: Sequence[dict[str, Any]]) -> str:
     rows = as_planned(rows)
     names = provider_names(rows)
-    lines = _header("pattern", "tokens", "matmul", "collective", "sum", "max", *names, "best", "speed-up", "ratio", "efficiency")
+    lines = _header(
+        "pattern", "tokens", "matmul", "collective", "sum", "max", *names, "best", "speed-up", "ratio", "efficiency"
+    )
     for (pattern, tokens), same in groups(_in_order(rows), "pattern", "tokens").items():
         of = {row["provider"]: row for row in same}
-        # (Of a provider measured in a later run, the standards are that run's; of a case, those of the last run of ``keep``.)
+        # (Of a provider measured in a later run, the standards are that run's; of a case, those of the last run of
+        # ``keep``.)
         standard = of.get("keep", same[0])
         bounds = [f"{standard[k]:.0f}" for k in ("matmul_us", "collective_us", "sum_us", "bound_us")]
         best = max((row for row in same if row["provider"] != "keep"), key=lambda row: row["speedup"], default=None)
-        last = ["-"] * 4 if best is None else [best["provider"], *(f"{best[k]:.2f}" for k in ("speedup", "ratio", "efficiency"))]
+        last = (
+            ["-"] * 4
+            if best is None
+            else [best["provider"], *(f"{best[k]:.2f}" for k in ("speedup", "ratio", "efficiency"))]
+        )
         lines.append(_line(pattern, tokens, *bounds, *(_cell(of.get(name), best) for name in names), *last))
     return "\n".join(lines) + "\n"
 
@@ -121,10 +135,24 @@ def _cell(row: dict[str, Any] | None, best: dict[str, Any] | None) -> str:
 
 
 def _details(rows: Sequence[dict[str, Any]]) -> str:
-    lines = _header("pattern", "tokens", "provider", "median", "p20", "p80", "speed-up", "ratio", "efficiency", "host us", "extra MiB")
+    lines = _header(
+        "pattern",
+        "tokens",
+        "provider",
+        "median",
+        "p20",
+        "p80",
+        "speed-up",
+        "ratio",
+        "efficiency",
+        "host us",
+        "extra MiB",
+    )
     for row in _in_order(rows):
         times = [f"{row[k]:.1f}" for k in ("median_us", "p20_us", "p80_us")]
         figures = [f"{row[k]:.2f}" for k in ("speedup", "ratio", "efficiency")]
         extra = "-" if row["peak_extra_bytes"] is None else f"{row['peak_extra_bytes'] / 2**20:.1f}"
-        lines.append(_line(row["pattern"], row["tokens"], row["provider"], *times, *figures, f"{row['host_us']:.0f}", extra))
+        lines.append(
+            _line(row["pattern"], row["tokens"], row["provider"], *times, *figures, f"{row['host_us']:.0f}", extra)
+        )
     return "\n".join(lines) + "\n"

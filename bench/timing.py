@@ -1,8 +1,10 @@
 """Timing calls of all ranks in turn: microseconds of the device, and of the host that launches them.
 
-With the host *hidden* a device sleep before each call lets the host run ahead. With the host *in the loop* calls follow each other without one, as many as take the
-fastest of them ``LOOP_MS``, behind one that is not counted, since the GPU that it is launched to has nothing else to do: a call takes what device or host needs for it,
-whichever is longer. (They find their tensors where the call before had them, as the layers of a compiled model do step after step.) On a CPU both are wall-clock time.
+With the host *hidden* a device sleep before each call lets the host run ahead. With the host *in the loop* calls follow
+each other without one, as many as take the fastest of them ``LOOP_MS``, behind one that is not counted, since the GPU
+that it is launched to has nothing else to do: a call takes what device or host needs for it, whichever is longer. (They
+find their tensors where the call before had them, as the layers of a compiled model do step after step.) On a CPU both
+are wall-clock time.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ SLEEP_MS = 3.0
 """As long as nothing is known of the host's time."""
 LEAST_SLEEP_MS = 1.0
 REST_MS = 50.0
-"""Behind 10 ms a matmul in a row ran at 1467 MHz on an H200, behind 60 at 1553, as with the host hidden (``bench.clocks``)."""
+"""Behind 10 ms a matmul in a row ran at 1467 MHz on an H200, behind 60 at 1553, as with the host hidden
+(``bench.clocks``)."""
 LOOP_MS = 8.0
 CALLS_IN_LOOP = 4, 40
 """At least and at most."""
@@ -55,7 +58,8 @@ class Clock:
         self.marker = torch.zeros(1, device=device)
 
     def sample(self, call: Call, calls: int = 1, sleep_ms: float = SLEEP_MS) -> tuple[float, float]:
-        """Microseconds ``(of the device, of the host)`` of one of ``calls`` calls in a row, behind a sleep of the device or (0) behind one more call."""
+        """Microseconds ``(of the device, of the host)`` of one of ``calls`` calls in a row, behind a sleep of the
+        device or (0) behind one more call."""
         if self.device.type != "cuda":
             dist.barrier()
             wall = self._host(call, calls)
@@ -90,7 +94,8 @@ class Clock:
         return (time.perf_counter() - begin) / calls * 1e6
 
     def with_extra_bytes(self, call: Call) -> tuple[Any, float | None]:
-        """A call's result, and the most memory in use during it beyond what was before and its result (``None``: not known on this device)."""
+        """A call's result, and the most memory in use during it beyond what was before and its result (``None``: not
+        known on this device)."""
         if self.device.type != "cuda":
             return call(), None
         torch.cuda.synchronize()
@@ -113,7 +118,8 @@ def timed(calls: Mapping[str, Call], repeats: int) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of a call: median, 20th and 80th percentile, the host's median; of each the maximum over ranks. ``repeats``: samples a rank."""
+    """Microseconds of a call: median, 20th and 80th percentile, the host's median; of each the maximum over ranks.
+    ``repeats``: samples a rank."""
 
     median: float
     p20: float
@@ -123,10 +129,11 @@ class Timing:
 
 
 def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, seconds: float) -> dict[str, Timing]:
-    """Each call's timing, round after round, in an order that is drawn anew for each: ``most`` rounds (two or more), fewer where they would take longer than
-    ``seconds``, but five. All ranks together."""
+    """Each call's timing, round after round, in an order that is drawn anew for each: ``most`` rounds (two or more),
+    fewer where they would take longer than ``seconds``, but five. All ranks together."""
     number = 1 if hidden else CALLS_IN_LOOP[0]
-    # These count for nothing: what is loaded, allocated or prepared late is so in the first; how long one takes is seen in the second.
+    # These count for nothing: what is loaded, allocated or prepared late is so in the first; how long one takes is seen
+    # in the second.
     for call in calls.values():
         clock.sample(call, number, SLEEP_MS if hidden else 0.0)
     begin = time.perf_counter()
@@ -148,6 +155,11 @@ def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, se
     numbers: list[float] = []
     for mine in samples:
         quantiles = statistics.quantiles([us for us, _ in mine], n=5)
-        numbers += [statistics.median(us for us, _ in mine), quantiles[0], quantiles[-1], statistics.median(host for _, host in mine)]
+        numbers += [
+            statistics.median(us for us, _ in mine),
+            quantiles[0],
+            quantiles[-1],
+            statistics.median(host for _, host in mine),
+        ]
     numbers = worst(numbers)
     return {name: Timing(*numbers[4 * i : 4 * i + 4], repeats) for i, name in enumerate(calls)}

@@ -1,10 +1,13 @@
-"""Training steps of sequence-parallel DTensor blocks, forward and backward: plain ``torch.compile``, ``auto``, and each schedule by force, in turn. One torchrun.
+"""Training steps of sequence-parallel DTensor blocks, forward and backward: plain ``torch.compile``, ``auto``, and each
+schedule by force, in turn. One torchrun.
 
-    torchrun --nproc-per-node 2 -m bench.training [--hidden 8192] [--tokens 2048 8192] [--schedules auto chunked fused] --out bench/results/training.jsonl
+    torchrun --nproc-per-node 2 -m bench.training [--hidden 8192] [--tokens 2048 8192] [--schedules auto chunked fused]
+    --out bench/results/training.jsonl
 
-A block has four linears of ``hidden x hidden`` about its attention and an MLP of ``2 * hidden``; gathers and scatters stand in forward and in backward, where a gathered
-tensor feeds two matmuls and what is scattered is a sum of them. Gradients are compared with the plain block's before anything is timed. Medians of milliseconds a step
-(output, its sum times a target, backward; no optimizer), the host in the loop, maximum over ranks.
+A block has four linears of ``hidden x hidden`` about its attention and an MLP of ``2 * hidden``; gathers and scatters
+stand in forward and in backward, where a gathered tensor feeds two matmuls and what is scattered is a sum of them.
+Gradients are compared with the plain block's before anything is timed. Medians of milliseconds a step (output, its sum
+times a target, backward; no optimizer), the host in the loop, maximum over ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ def blocks(hidden: int, layers: int, mesh: Any) -> nn.Module:
     return nn.Sequential(*(dtensor_block.sharded(block, mesh, 1) for block in made))
 
 
-def step_of(model: nn.Module, function: Callable[..., torch.Tensor], x: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+def step_of(
+    model: nn.Module, function: Callable[..., torch.Tensor], x: torch.Tensor, target: torch.Tensor
+) -> Callable[[], None]:
     def step() -> None:
         model.zero_grad(set_to_none=True)
         x.grad = None
@@ -54,18 +59,25 @@ def step_of(model: nn.Module, function: Callable[..., torch.Tensor], x: torch.Te
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    found = {"input": x.grad, **{n: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}}
+    found = {
+        "input": x.grad,
+        **{n: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()},
+    }
     return {n: g.float().clone() for n, g in found.items() if g is not None}
 
 
 def measure(model: nn.Module, tokens: int, hidden: int, schedules: list[str]) -> list[dict[str, Any]]:
     world_size = dist.get_world_size()
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
-    x, target = (torch.randn(1, tokens // world_size, hidden, device="cuda", generator=generator).bfloat16() for _ in range(2))
+    x, target = (
+        torch.randn(1, tokens // world_size, hidden, device="cuda", generator=generator).bfloat16() for _ in range(2)
+    )
     x.requires_grad_()
     functions: dict[str, Any] = {"plain": torch.compile(model, dynamic=False)}
     for schedule in schedules:
-        functions[schedule] = torch.compile(model, dynamic=False, backend=overlap_backend, options={"schedule": schedule})
+        functions[schedule] = torch.compile(
+            model, dynamic=False, backend=overlap_backend, options={"schedule": schedule}
+        )
     rows: dict[str, dict[str, Any]] = {}
     plain: dict[str, torch.Tensor] = {}
     steps = {name: step_of(model, function, x, target) for name, function in functions.items()}
@@ -75,13 +87,31 @@ def measure(model: nn.Module, tokens: int, hidden: int, schedules: list[str]) ->
             step()
         found = gradients(model, x)
         plain = plain or found
-        sites = collections.Counter(f"{r.phase}: {s.facts.pattern} {s.decision.moving.schedule}" for r in reporting.all_reports() for s in r.sites)
-        off = {n: float((found[n] - g).norm() / g.norm()) for n, g in plain.items()} if found.keys() == plain.keys() else {"names": float("inf")}
+        sites = collections.Counter(
+            f"{r.phase}: {s.facts.pattern} {s.decision.moving.schedule}"
+            for r in reporting.all_reports()
+            for s in r.sites
+        )
+        off = (
+            {n: float((found[n] - g).norm() / g.norm()) for n, g in plain.items()}
+            if found.keys() == plain.keys()
+            else {"names": float("inf")}
+        )
         error = slowest(max(e if e == e else float("inf") for e in off.values()))
-        rows[name] = {"provider": name, "tokens": tokens, "hidden": hidden, "error": round(error, 5), "right": error <= LIMIT, "sites": dict(sites)}
+        rows[name] = {
+            "provider": name,
+            "tokens": tokens,
+            "hidden": hidden,
+            "error": round(error, 5),
+            "right": error <= LIMIT,
+            "sites": dict(sites),
+        }
     del plain, found
     times = milliseconds({name: step for name, step in steps.items() if rows[name]["right"]})
-    return [row | {"ms": round(times[name], 3), "speedup": round(times["plain"] / times[name], 3)} if name in times else row for name, row in rows.items()]
+    return [
+        row | {"ms": round(times[name], 3), "speedup": round(times["plain"] / times[name], 3)} if name in times else row
+        for name, row in rows.items()
+    ]
 
 
 def main() -> int:
@@ -96,7 +126,11 @@ def main() -> int:
     torch._dynamo.config.recompile_limit = 64
     mesh = dist.init_device_mesh("cuda", (world_size,), mesh_dim_names=("tp",))
     model = blocks(arguments.hidden, arguments.layers, mesh)
-    where = {"world_size": world_size, "layers": arguments.layers, **environment(torch.device("cuda", torch.cuda.current_device()))}
+    where = {
+        "world_size": world_size,
+        "layers": arguments.layers,
+        **environment(torch.device("cuda", torch.cuda.current_device())),
+    }
     bad = 0
     for tokens in arguments.tokens:
         for row in measure(model, tokens, arguments.hidden, arguments.schedules):

@@ -1,9 +1,10 @@
-"""What it costs to give one shard to every peer: NCCL's all-gather, copy engines, SMs that store, by size. One JSON row a measurement.
+"""What it costs to give one shard to every peer: NCCL's all-gather, copy engines, SMs that store, by size. One JSON row
+a measurement.
 
     torchrun --nproc-per-node 4 -m bench.transfers --out rows.jsonl
 
-Delivered time: from the start until the last of this rank's peers' data is known to have come, median of the repeats, maximum over ranks. What
-came is compared with what was sent before anything is timed.
+Delivered time: from the start until the last of this rank's peers' data is known to have come, median of the repeats,
+maximum over ranks. What came is compared with what was sent before anything is timed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Transfers:
         self.target = 0
 
     def wait(self, parts: int) -> None:
-        wait_for_peers[(1,)](self.flags.local, self.rank, self.target, self.faults.stop, PATIENCE_NS, self.world_size, parts, num_warps=1)
+        wait_for_peers[(1,)](
+            self.flags.local, self.rank, self.target, self.faults.stop, PATIENCE_NS, self.world_size, parts, num_warps=1
+        )
 
     def nccl(self) -> None:
         dist.all_gather_into_tensor(self.received, self.source)
@@ -70,13 +73,27 @@ class Transfers:
 
     def push(self, blocks: int, block: int, warps: int, parts: int) -> None:
         self.target += blocks
-        arguments = (self.source, self.data.pointers, self.flags.pointers, self.rank * self.words, self.words, self.rank)
+        arguments = (
+            self.source,
+            self.data.pointers,
+            self.flags.pointers,
+            self.rank * self.words,
+            self.words,
+            self.rank,
+        )
         push_striped[(blocks,)](*arguments, self.world_size, parts, block, blocks, num_warps=warps)
         self.wait(parts)
 
     def bulk(self, blocks: int, rows: int, columns: int, warps: int) -> None:
         self.target += blocks
-        arguments = (self.source, self.data.pointers, self.flags.pointers, self.rank * self.words, self.words, self.rank)
+        arguments = (
+            self.source,
+            self.data.pointers,
+            self.flags.pointers,
+            self.rank * self.words,
+            self.words,
+            self.rank,
+        )
         push_bulk[(blocks,)](*arguments, self.world_size, rows, columns, blocks, num_warps=warps)
         self.wait(1)
 
@@ -100,7 +117,9 @@ class Transfers:
         found = self.data.local if peer_memory else self.received
         if peer_memory:
             found[self.rank * self.words : (self.rank + 1) * self.words] = self.source
-        same = torch.tensor([float(torch.equal(found, self.gathered)) * float(self.faults.error() is None)], device="cuda")
+        same = torch.tensor(
+            [float(torch.equal(found, self.gathered)) * float(self.faults.error() is None)], device="cuda"
+        )
         dist.all_reduce(same, dist.ReduceOp.MIN)
         return bool(same)
 
@@ -111,11 +130,15 @@ def providers(transfers: Transfers) -> dict[str, Callable[[], None]]:
         found[f"copy_engine parts={parts}"] = lambda p=parts: transfers.copy_engine(p)
     for blocks in (4, 8, 16, 32):
         for block, warps in ((4096, 8), (8192, 16), (8192, 8)):
-            found[f"sm_push blocks={blocks} block={block} warps={warps}"] = lambda a=blocks, b=block, c=warps: transfers.push(a, b, c, 1)
+            found[f"sm_push blocks={blocks} block={block} warps={warps}"] = lambda a=blocks, b=block, c=warps: (
+                transfers.push(a, b, c, 1)
+            )
     found["sm_push blocks=16 block=4096 warps=8 parts=4"] = lambda: transfers.push(16, 4096, 8, 4)
     for blocks in (4, 8, 16, 32):
         for rows, columns, warps in ((32, 128, 4), (64, 256, 4)):
-            found[f"bulk blocks={blocks} tile={rows}x{columns} warps={warps}"] = lambda a=blocks, r=rows, c=columns, w=warps: transfers.bulk(a, r, c, w)
+            found[f"bulk blocks={blocks} tile={rows}x{columns} warps={warps}"] = (
+                lambda a=blocks, r=rows, c=columns, w=warps: transfers.bulk(a, r, c, w)
+            )
     return found
 
 
@@ -156,11 +179,25 @@ def main() -> None:
         words = int(megabytes * 2**20) // 4
         for name, (right, microseconds) in measure(Transfers(rank, world_size, words), arguments.repeats).items():
             rate = words * 4 * (world_size - 1) / microseconds / 1e3
-            rows.append({"world_size": world_size, "megabytes": megabytes, "provider": name, "right": right, "us": microseconds, "gb_per_s": round(rate, 1)})
+            rows.append(
+                {
+                    "world_size": world_size,
+                    "megabytes": megabytes,
+                    "provider": name,
+                    "right": right,
+                    "us": microseconds,
+                    "gb_per_s": round(rate, 1),
+                }
+            )
         if rank == 0:
             best = sorted((r for r in rows if r["megabytes"] == megabytes), key=lambda r: r["us"])
             print(megabytes, [(r["provider"], r["us"], r["gb_per_s"], r["right"]) for r in best[:5]], flush=True)
-            print("  ", [(r["provider"], r["us"]) for r in best if r["provider"].startswith(("nccl", "copy"))], [r["provider"] for r in best if not r["right"]], flush=True)
+            print(
+                "  ",
+                [(r["provider"], r["us"]) for r in best if r["provider"].startswith(("nccl", "copy"))],
+                [r["provider"] for r in best if not r["right"]],
+                flush=True,
+            )
     if rank == 0 and arguments.out:
         environment = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
         with open(arguments.out, "a") as file:

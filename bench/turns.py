@@ -1,10 +1,12 @@
-"""What copy engines deliver where all ranks send to all at once, one shard to every peer after the other, several times over: with turns and without.
+"""What copy engines deliver where all ranks send to all at once, one shard to every peer after the other, several times
+over: with turns and without.
 
     torchrun --nproc-per-node 8 -m bench.turns --out rows.jsonl
 
-Ranks that are out of step by some microseconds meet at a receiver, get half a link each, and are further out of step in the next round (``transports.copy_engine``):
-what is delivered falls with the number of rounds. One JSON row a measurement: time until all of the peers' rows are known to have come, median of the
-repeats, maximum over ranks; alone, and beside a matmul that takes longer. What came is compared with what was sent before anything is timed.
+Ranks that are out of step by some microseconds meet at a receiver, get half a link each, and are further out of step in
+the next round (``transports.copy_engine``): what is delivered falls with the number of rounds. One JSON row a
+measurement: time until all of the peers' rows are known to have come, median of the repeats, maximum over ranks; alone,
+and beside a matmul that takes longer. What came is compared with what was sent before anything is timed.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ LIMIT = 1 << 34
 
 
 class Legs:
-    """``LEGS`` transfers of shards of ``shard_rows`` rows, one behind the other on the side stream; with turns from ``turns_from`` bytes on."""
+    """``LEGS`` transfers of shards of ``shard_rows`` rows, one behind the other on the side stream; with turns from
+    ``turns_from`` bytes on."""
 
     def __init__(self, shard_rows: int, turns_from: int | None, name: str) -> None:
         group, self.device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
@@ -49,7 +52,10 @@ class Legs:
         launch = place.launch(name, nbytes, LEGS)
         if launch is None:
             raise RuntimeError(f"{nbytes} bytes of workspace are more than {LIMIT}")
-        transfers = [Transfer(shard_rows, WIDTH, shard_rows, leg % 2 == 0, base=leg * self.world_size * shard_rows, index=leg) for leg in range(LEGS)]
+        transfers = [
+            Transfer(shard_rows, WIDTH, shard_rows, leg % 2 == 0, base=leg * self.world_size * shard_rows, index=leg)
+            for leg in range(LEGS)
+        ]
         self.launch, self.transport = launch, CopyEngine(turns_from)
         self.sends = [self.transport.prepare(launch, t, range(self.world_size - 1), self.source) for t in transfers]
         self.waits = [wait_kernel(launch, t, 0, self.world_size - 1, WAIT_PART) for t in transfers]
@@ -80,7 +86,9 @@ class Legs:
         rank = dist.get_rank()
         expected = everyone.view(self.world_size, self.world_size, self.shard_rows, WIDTH)
         peers = [r for r in range(self.world_size) if r != rank]
-        right = all(torch.equal(self.came[leg, peers], expected[peers, rank if leg % 2 == 0 else 0]) for leg in range(LEGS))
+        right = all(
+            torch.equal(self.came[leg, peers], expected[peers, rank if leg % 2 == 0 else 0]) for leg in range(LEGS)
+        )
         end_kernel(self.launch)()
         return greatest(float(not right)) == 0
 
@@ -116,7 +124,13 @@ def main() -> None:
                 times = sorted(timed({name: call}, options.repeats)[name])
                 us = greatest(times[len(times) // 2])
                 rate = LEGS * (world_size - 1) * (megabytes << 20) / us / 1e3
-                row = {"world_size": world_size, "megabytes": megabytes, "rounds": LEGS * (world_size - 1), "provider": name, "kind": kind}
+                row = {
+                    "world_size": world_size,
+                    "megabytes": megabytes,
+                    "rounds": LEGS * (world_size - 1),
+                    "provider": name,
+                    "kind": kind,
+                }
                 found.append({**row, "us": round(us, 1), "gb_per_s": round(rate, 1), **where})
                 if dist.get_rank() == 0:
                     print(found[-1]["megabytes"], name, kind, found[-1]["us"], found[-1]["gb_per_s"], flush=True)

@@ -1,13 +1,16 @@
-"""Schedule ``wave_groups`` against ``keep`` and the bounds, and its partition against others: llama3-70b MLP, one torchrun for everything.
+"""Schedule ``wave_groups`` against ``keep`` and the bounds, and its partition against others: llama3-70b MLP, one
+torchrun for everything.
 
     torchrun --nproc-per-node 4 -m bench.wave_groups --tokens 4096 8192 --out bench/results/wave_groups.jsonl
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 -m bench.wave_groups
 
-Every provider is compared with fp32 on random data before it is timed; providers are timed in turn as in ``bench.timing``. Rows of a site: ``keep``
-(``bound``: its time over the longer of matmul and collective), the planned call (``wave_groups``), the predicted partition with each number of SMs left
-free, matmul and collective alone. ``partitions``: all of them where they are at most ``--candidates``, else so many, those into equal groups
-among them; ``within`` is the planned one's time over the best one's, both from a second run of their own. ``timeline``: microseconds from the
-call's start at which the matmul and each group's collective ended; where all collectives end behind the matmul, NCCL's blocks found no room beside it.
+Every provider is compared with fp32 on random data before it is timed; providers are timed in turn as in
+``bench.timing``. Rows of a site: ``keep`` (``bound``: its time over the longer of matmul and collective), the planned
+call (``wave_groups``), the predicted partition with each number of SMs left free, matmul and collective alone.
+``partitions``: all of them where they are at most ``--candidates``, else so many, those into equal groups among them;
+``within`` is the planned one's time over the best one's, both from a second run of their own. ``timeline``:
+microseconds from the call's start at which the matmul and each group's collective ended; where all collectives end
+behind the matmul, NCCL's blocks found no room beside it.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ class Site:
         self.product = torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         self.shard = torch.empty(tokens // self.group.size(), hidden, device="cuda", dtype=torch.bfloat16)
         waves = wave_groups.waves_of(self.group, self.a.device)
-        self.call = wave_groups.Call(self.a, self.b, None, self.scatters, False, f"{pattern} {tokens}", parameters, waves)
+        self.call = wave_groups.Call(
+            self.a, self.b, None, self.scatters, False, f"{pattern} {tokens}", parameters, waves
+        )
 
     def matmul(self) -> torch.Tensor:
         return torch.mm(self.a, self.b, out=self.product)
@@ -68,7 +73,9 @@ class Site:
         return self.collective()
 
     def given(self, free: int, partition: tuple[int, ...]) -> Callable[[], torch.Tensor]:
-        return functools.partial(self.call.run, wave_groups.WavePlan(free, partition, self.call.waves.table(partition), None))
+        return functools.partial(
+            self.call.run, wave_groups.WavePlan(free, partition, self.call.waves.table(partition), None)
+        )
 
     def expected(self) -> torch.Tensor:
         product = self.a.float() @ self.b.float()
@@ -77,7 +84,8 @@ class Site:
 
 
 def error_of(function: Callable[[], torch.Tensor], expected: torch.Tensor) -> float:
-    """Worst error over ranks, of the largest element; after two calls, of which the second meets what the first has left."""
+    """Worst error over ranks, of the largest element; after two calls, of which the second meets what the first has
+    left."""
     function()
     return greatest(float((function().float() - expected).abs().max() / expected.abs().max()))
 
@@ -92,7 +100,10 @@ def some_partitions(waves: Waves, count: int) -> list[tuple[int, ...]]:
     if 2 ** len(inner) <= count:
         return list(partitions(waves))
     chance = random.Random(0)
-    equal = [(first, *(inner[len(inner) * i // groups] for i in range(1, groups)), last) for groups in range(1, min(MAX_GROUPS, len(inner)) + 1)]
+    equal = [
+        (first, *(inner[len(inner) * i // groups] for i in range(1, groups)), last)
+        for groups in range(1, min(MAX_GROUPS, len(inner)) + 1)
+    ]
     found = dict.fromkeys(equal)
     while len(found) < count:
         groups = chance.randrange(min(MAX_GROUPS, len(inner) + 1))
@@ -122,7 +133,10 @@ def timeline(site: Site, plan: wave_groups.WavePlan) -> dict[str, Any]:
         timed({"": lambda: (ends.clear(), site.call.run(plan))}, 2)
     finally:
         wave_groups.Call.multiply, nccl.reduce_rows = multiply, reduce_rows  # type: ignore[method-assign]
-    return {"matmul_us": round(begin.elapsed_time(matmul) * 1e3), "collectives_us": [round(begin.elapsed_time(e) * 1e3) for e in ends]}
+    return {
+        "matmul_us": round(begin.elapsed_time(matmul) * 1e3),
+        "collectives_us": [round(begin.elapsed_time(e) * 1e3) for e in ends],
+    }
 
 
 def measure(site: Site, repeats: int, candidates: int) -> list[dict[str, Any]]:
@@ -136,10 +150,17 @@ def measure(site: Site, repeats: int, candidates: int) -> list[dict[str, Any]]:
     providers |= {f"free {free}": site.given(free, partition) for free, partition in chosen.items()}
     errors = {name: error_of(function, expected) for name, function in providers.items()}
     waves = call.as_waves(plan.free, dict(zip(falling, alone))[plan.free])
-    tried = {partition: site.given(plan.free, partition) for partition in some_partitions(waves, candidates) if partition != plan.partition}
+    tried = {
+        partition: site.given(plan.free, partition)
+        for partition in some_partitions(waves, candidates)
+        if partition != plan.partition
+    }
     partition_errors = [error_of(function, expected) for function in tried.values()]
     del expected
-    providers = {name: f for name, f in providers.items() if errors[name] <= 2e-2} | {"matmul": site.matmul, "collective": site.collective}
+    providers = {name: f for name, f in providers.items() if errors[name] <= 2e-2} | {
+        "matmul": site.matmul,
+        "collective": site.collective,
+    }
     times = medians(providers, repeats)
     rows: list[dict[str, Any]] = []
     for name in [*errors, "matmul", "collective"]:
@@ -151,17 +172,42 @@ def measure(site: Site, repeats: int, candidates: int) -> list[dict[str, Any]]:
         if name.startswith("free"):
             free = int(name.split()[1])
             seconds = predicted(chosen[free], call.as_waves(free, dict(zip(falling, alone))[free]), curve)
-            row |= {"partition": chosen[free], "predicted_us": round(seconds * 1e6, 1), "matmul_alone_us": round(dict(zip(falling, alone))[free] * 1e6, 1)}
+            row |= {
+                "partition": chosen[free],
+                "predicted_us": round(seconds * 1e6, 1),
+                "matmul_alone_us": round(dict(zip(falling, alone))[free] * 1e6, 1),
+            }
         if name == "wave_groups":
-            row |= {"free": plan.free, "partition": plan.partition, "predicted_us": round((plan.seconds or 0.0) * 1e6, 1)}
+            row |= {
+                "free": plan.free,
+                "partition": plan.partition,
+                "predicted_us": round((plan.seconds or 0.0) * 1e6, 1),
+            }
         rows.append(row)
     rough = medians({str(p): f for p, f in tried.items()}, 3)
     finalists = sorted(tried, key=lambda p: rough[str(p)])[:3]
-    final = medians({str(p): tried[p] for p in finalists} | {"planned": providers["wave_groups"]}, repeats) if "wave_groups" in providers else {}
+    final = (
+        medians({str(p): tried[p] for p in finalists} | {"planned": providers["wave_groups"]}, repeats)
+        if "wave_groups" in providers
+        else {}
+    )
     if final:
         best = min(final, key=lambda name: final[name])
-        row = {"provider": "partitions", "tried": len(tried) + 1, "of": 2 ** (len(cuts(waves)) - 2), "right": all(e <= 2e-2 for e in partition_errors)}
-        rows.append(row | {"best": best, "us": round(final[best], 1), "planned_us": round(final["planned"], 1), "within": round(final["planned"] / final[best], 3)})
+        row = {
+            "provider": "partitions",
+            "tried": len(tried) + 1,
+            "of": 2 ** (len(cuts(waves)) - 2),
+            "right": all(e <= 2e-2 for e in partition_errors),
+        }
+        rows.append(
+            row
+            | {
+                "best": best,
+                "us": round(final[best], 1),
+                "planned_us": round(final["planned"], 1),
+                "within": round(final["planned"] / final[best], 3),
+            }
+        )
     return [*rows, {"provider": "timeline", "right": True, **timeline(site, plan)}]
 
 
@@ -170,7 +216,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
     parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS)
     parser.add_argument("--shapes", nargs="+", default=["llama3-70b-mlp"], choices=list(SHAPES))
-    parser.add_argument("--free", type=int, nargs="+", default=list(WaveParameters(1).free), help="SMs to leave to NCCL")
+    parser.add_argument(
+        "--free", type=int, nargs="+", default=list(WaveParameters(1).free), help="SMs to leave to NCCL"
+    )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--candidates", type=int, default=64, help="partitions to time")
     parser.add_argument("--out", default=None)
@@ -180,8 +228,17 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     properties = torch.cuda.get_device_properties(device)
     parameters = WaveParameters(properties.multi_processor_count, tuple(arguments.free))
-    environment = {"torch": torch.__version__, "triton": triton.__version__, "gpu": properties.name, "world_size": dist.get_world_size()}
-    environment |= {name: os.environ[name] for name in os.environ if name.startswith("NCCL_") or name == "CUDA_DEVICE_MAX_CONNECTIONS"}
+    environment = {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "gpu": properties.name,
+        "world_size": dist.get_world_size(),
+    }
+    environment |= {
+        name: os.environ[name]
+        for name in os.environ
+        if name.startswith("NCCL_") or name == "CUDA_DEVICE_MAX_CONNECTIONS"
+    }
     for shape, pattern, tokens in itertools.product(arguments.shapes, arguments.patterns, arguments.tokens):
         rows = measure(Site(pattern, tokens, SHAPES[shape], parameters), arguments.repeats, arguments.candidates)
         if dist.get_rank() == 0:

@@ -56,14 +56,16 @@ def _key(default: Any, **metadata: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapConfig:
-    """All switches. Each field ``x`` is also the environment variable ``OVERLAP_INDUCTOR_X`` (``mode``: ``OVERLAP_INDUCTOR``).
+    """All switches. Each field ``x`` is also the environment variable ``OVERLAP_INDUCTOR_X`` (``mode``:
+    ``OVERLAP_INDUCTOR``).
 
     Raises:
         ConfigError: a field has a value that is not allowed.
     """
 
     mode: str = _key("on")
-    """``off`` | ``report`` (find and explain, leave the graph alone) | ``on`` | ``strict`` (raise where ``on`` would skip)."""
+    """``off`` | ``report`` (find and explain, leave the graph alone) | ``on`` | ``strict`` (raise where ``on`` would
+    skip)."""
 
     schedule: str = _key("auto")
     """``auto`` or a schedule's name; a forced schedule applies wherever it is legal, whatever the cost."""
@@ -75,7 +77,8 @@ class OverlapConfig:
     """The patterns that may be overlapped (comma separated in the environment)."""
 
     numerics: str = _key("preserve")
-    """``preserve``: partials travel once and are summed once in fp32. ``allow_hop_rounding``: a travelling accumulator."""
+    """``preserve``: partials travel once and are summed once in fp32. ``allow_hop_rounding``: a travelling accumulator.
+    """
 
     tune: str = _key("off")
     """``off`` | ``on``: measure instead of estimating. Only ``off`` does something today; ``on`` is refused."""
@@ -87,7 +90,8 @@ class OverlapConfig:
     """S: into how many pieces each shard is cut. What can be hidden is bounded by ``1 - 1 / (world_size * S)``."""
 
     step_node_budget: int = _key(3000)
-    """FX nodes that unrolled steps may add to one graph: sites in graph order, each that still fits; the others become one looping op each."""
+    """FX nodes that unrolled steps may add to one graph: sites in graph order, each that still fits; the others become
+    one looping op each."""
 
     workspace_limit: int = _key(4096)
     """MiB of symmetric memory a rank that one group's sites may hold; sites beyond it are kept."""
@@ -96,10 +100,12 @@ class OverlapConfig:
     """Token count up to which a site of dynamic size holds workspace; calls with more run as they stood."""
 
     replay: str = _key("on")
-    """``on`` | ``off``: launches of a site as one CUDA graph where its tensors lie where they lay before. ``off``: one by one at each call."""
+    """``on`` | ``off``: launches of a site as one CUDA graph where its tensors lie where they lay before. ``off``: one
+    by one at each call."""
 
     agreement_timeout: int = _key(300)
-    """Seconds that a rank waits for the others to publish their plan of a graph (never more than the group's timeout)."""
+    """Seconds that a rank waits for the others to publish their plan of a graph (never more than the group's timeout).
+    """
 
     dump: str | None = field(default=None, metadata={"cache_key": False})
     """Folder for reports; not part of any cache key."""

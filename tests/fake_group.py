@@ -1,4 +1,5 @@
-"""One process that is any rank of any world: a fake process group, and the overlap pass on the graphs compiled under it."""
+"""One process that is any rank of any world: a fake process group, and the overlap pass on the graphs compiled under
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ all_reduce = funcol.all_reduce
 
 
 def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """An all-gather on ``dim``. Those of torch 2.11 and 2.12 break the graph where ``dim`` is not 0, so its last step is written out there."""
+    """An all-gather on ``dim``. Those of torch 2.11 and 2.12 break the graph where ``dim`` is not 0, so its last step
+    is written out there."""
     if dim == 0 or not torch.__version__.startswith(("2.11", "2.12")):
         return _all_gather(x, dim, group)
     stacked = _all_gather(x, 0, group)

@@ -1,4 +1,5 @@
-"""Questions to the text of a rewritten graph that numbers cannot answer: is anything computed or moved that nobody needs?"""
+"""Questions to the text of a rewritten graph that numbers cannot answer: is anything computed or moved that nobody
+needs?"""
 
 from __future__ import annotations
 
@@ -11,14 +12,22 @@ def waste(report: OverlapReport) -> list[str]:
     """What is wrong: matmuls that lead nowhere, collectives beside their replacement."""
     lines = {line.split(":")[0].split(" = ")[0]: line for line in report.after.splitlines() if " = " in line}
     wanted: set[str] = set()
-    pending = [line for line in report.after.splitlines() if line.startswith("return") or re.search(r"overlap_inductor\.(exchange_|reduce_tail)", line)]
+    pending = [
+        line
+        for line in report.after.splitlines()
+        if line.startswith("return") or re.search(r"overlap_inductor\.(exchange_|reduce_tail)", line)
+    ]
     while pending:
         line = pending.pop()
         for name in re.findall(r"\w+", line.split(" = ", 1)[-1]):
             if name in lines and name not in wanted:
                 wanted.add(name)
                 pending.append(lines[name])
-    found = [f"{n} is computed for nothing" for n, line in lines.items() if re.search(r"aten\.(?:mm|addmm|bmm|baddbmm)\.", line) and n not in wanted]
+    found = [
+        f"{n} is computed for nothing"
+        for n, line in lines.items()
+        if re.search(r"aten\.(?:mm|addmm|bmm|baddbmm)\.", line) and n not in wanted
+    ]
     kept = len(report.near_misses) + sum(s.decision.status != "overlapped" for s in report.sites)
     # (A wait alone may belong to a collective that the forward graph has started.)
     left = sum(bool(re.search(r"_c10d_functional\.(?!wait)|= control_deps\(", line)) for line in lines.values())

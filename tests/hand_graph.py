@@ -1,4 +1,5 @@
-"""Post-grad graphs written by hand: exactly the nodes a test is about, in milliseconds, and shapes that tracing would not give."""
+"""Post-grad graphs written by hand: exactly the nodes a test is about, in milliseconds, and shapes that tracing would
+not give."""
 
 from __future__ import annotations
 
@@ -34,10 +35,14 @@ class HandGraph:
         self.shapes = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.shapes)
 
-    def input(self, *shape: int, dtype: torch.dtype = torch.float32, name: str = "x", dynamic: Sequence[int] = ()) -> fx.Node:
+    def input(
+        self, *shape: int, dtype: torch.dtype = torch.float32, name: str = "x", dynamic: Sequence[int] = ()
+    ) -> fx.Node:
         """A placeholder; the dims in ``dynamic`` get a symbol each."""
         node = self.graph.placeholder(name)
-        context = StatelessSymbolicContext([DimDynamic.DYNAMIC if d in dynamic else DimDynamic.STATIC for d in range(len(shape))])
+        context = StatelessSymbolicContext(
+            [DimDynamic.DYNAMIC if d in dynamic else DimDynamic.STATIC for d in range(len(shape))]
+        )
         example = torch.empty(shape, dtype=dtype)
         node.meta["val"] = self.mode.from_tensor(example, symbolic_context=context, source=ConstantSource(node.name))
         return node
@@ -84,7 +89,9 @@ class HandGraph:
 
     def scatter_on(self, x: fx.Node, dim: int, op: str = "sum") -> fx.Node:
         pieces = self.call(aten.split.Tensor, x, x.meta["val"].shape[dim] // self.world_size, dim)
-        return self.scatter(self.call(aten.cat.default, [self.call(getitem, pieces, i) for i in range(self.world_size)]), op)
+        return self.scatter(
+            self.call(aten.cat.default, [self.call(getitem, pieces, i) for i in range(self.world_size)]), op
+        )
 
     def reduce(self, x: fx.Node, op: str = "sum") -> fx.Node:
         return self.wait(self.call(c10d.all_reduce.default, x, op, self.group))

@@ -1,4 +1,5 @@
-"""Inductor's padding of matmuls to aligned sizes, which it does on GPUs alone and where a timing says so: here it always is, or never."""
+"""Inductor's padding of matmuls to aligned sizes, which it does on GPUs alone and where a timing says so: here it
+always is, or never."""
 
 from __future__ import annotations
 

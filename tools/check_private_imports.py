@@ -1,5 +1,5 @@
-"""Fails where a module outside of ``torch_compat`` and ``inductor`` imports or names a private part of torch, or reads a
-private attribute."""
+"""Fails where a module outside of ``torch_compat`` and ``inductor`` imports or names a private part of torch, or reads
+a private attribute."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ def dotted(node: ast.expr) -> list[str]:
 
 
 def private_parts(source: str) -> list[tuple[int, str]]:
-    """``(line, name)`` of each import of a private torch module, and of each private attribute that is not an object's or module's own.
+    """``(line, name)`` of each import of a private torch module, and of each private attribute that is not an object's
+    or module's own.
 
-    ``aten._to_copy`` and its like are names of operators, which are public however they are spelled; so is ``os._exit``.
+    ``aten._to_copy`` and its like are names of operators, which are public however they are spelled; so is
+    ``os._exit``.
     """
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -52,7 +54,10 @@ def main() -> int:
     for path in sorted(ROOT.rglob("*.py")):
         if not any(folder in path.parents for folder in ALLOWED):
             for line, name in private_parts(path.read_text()):
-                print(f"{path.relative_to(ROOT.parent)}:{line} {name}: private torch APIs belong in torch_compat or inductor")
+                print(
+                    f"{path.relative_to(ROOT.parent)}:{line} {name}: private torch APIs belong in torch_compat or"
+                    " inductor"
+                )
                 found = True
     return 1 if found else 0
 

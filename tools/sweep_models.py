@@ -100,7 +100,9 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--ranks", nargs="*", type=int, default=(2, 3), help="numbers of tensor parallel ranks (none: meshes alone)")
+    parser.add_argument(
+        "--ranks", nargs="*", type=int, default=(2, 3), help="numbers of tensor parallel ranks (none: meshes alone)"
+    )
     parser.add_argument("--train", action="store_true", help="gradients, too (torchtitan's models always train)")
     parser.add_argument("--families", nargs="+", help="of Hugging Face, or models of torchtitan; all of them without")
     parser.add_argument(

@@ -1,9 +1,12 @@
-"""Runs the pure and graph-snapshot tests, and a DTensor block forward and backward, on every supported torch minor version, each in its own environment.
+"""Runs the pure and graph-snapshot tests, and a DTensor block forward and backward, on every supported torch minor
+version, each in its own environment.
 
     python tools/test_torch_versions.py [--all] [2.11.0 2.15.0]
 
-``--all``: the kernels in Triton's interpreter, the numerics over gloo and all models, too (some 15 minutes a version on two cores). ``TORCH_PYTHONS`` may list interpreters that already have a torch (separated by spaces); without it an environment is made for each
-version below ``.torch-versions/``. Two run at a time. A version that cannot be installed is reported as such.
+``--all``: the kernels in Triton's interpreter, the numerics over gloo and all models, too (some 15 minutes a version on
+two cores). ``TORCH_PYTHONS`` may list interpreters that already have a torch (separated by spaces); without it an
+environment is made for each version below ``.torch-versions/``. Two run at a time. A version that cannot be installed
+is reported as such.
 """
 
 from __future__ import annotations
@@ -41,10 +44,22 @@ def interpreters(versions: Sequence[str]) -> list[tuple[str, str | None]]:
         if not python.exists():
             venv.create(home, with_pip=True)
         pip = [str(python), "-m", "pip", "install", "-q"]
-        needs = ("numpy<2.4", "pytest", "pytest-timeout", "hypothesis", "expecttest", "transformers>=4.57", "accelerate", "safetensors")
+        needs = (
+            "numpy<2.4",
+            "pytest",
+            "pytest-timeout",
+            "hypothesis",
+            "expecttest",
+            "transformers>=4.57",
+            "accelerate",
+            "safetensors",
+        )
         installed = subprocess.run([*pip, f"torch=={version}", *needs], check=False)
         # A build for GPUs brings the Triton that belongs to it.
-        if installed.returncode == 0 and subprocess.run([str(python), "-c", "import triton"], capture_output=True, check=False).returncode:
+        if (
+            installed.returncode == 0
+            and subprocess.run([str(python), "-c", "import triton"], capture_output=True, check=False).returncode
+        ):
             installed = subprocess.run([*pip, "triton==3.6.0"], check=False)
         found.append((version, str(python) if installed.returncode == 0 else None))
     return found
@@ -54,7 +69,9 @@ def run(label: str, python: str | None, everything: bool) -> tuple[str, str, str
     """``(torch version, result line, output where it failed)``."""
     if python is None:
         return label, "could not be installed", ""
-    version = subprocess.run([python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=False)
+    version = subprocess.run(
+        [python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=False
+    )
     results, output = [], ""
     for variables, tests in EVERYTHING if everything else (({}, TESTS),):
         command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]

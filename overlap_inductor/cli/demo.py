@@ -34,7 +34,8 @@ TITLES = {
 
 @dataclass
 class DemoOptions:
-    """The demo's command line. ``tokens``: length of the whole sequence; ``timeout``: seconds until hung ranks are stopped."""
+    """The demo's command line. ``tokens``: length of the whole sequence; ``timeout``: seconds until hung ranks are
+    stopped."""
 
     ranks: int | None = None
     device: str = "auto"
@@ -99,7 +100,8 @@ class Progress:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo and print what it found. Returns 0, or 1 where numbers differ, nothing was overlapped or a rank failed.
+    """Run the demo and print what it found. Returns 0, or 1 where numbers differ, nothing was overlapped or a rank
+    failed.
 
     Raises:
         ConfigError: the options contradict each other or this machine.
@@ -112,7 +114,8 @@ def run_demo(options: DemoOptions) -> int:
     settings.update(parts=options.parts, folder=str(folder))
     backend = "nccl" if device == "cuda" else "gloo, one thread each"
     print(
-        f"{ranks} {device} ranks ({backend}); {options.layers} layers, hidden {options.hidden}, {options.tokens} tokens\n"
+        f"{ranks} {device} ranks ({backend}); {options.layers} layers, hidden {options.hidden}, {options.tokens}"
+        " tokens\n"
     )
     progress = Progress()
     command = ["-m", "overlap_inductor.cli.demo_worker", json.dumps(settings)]
@@ -180,7 +183,9 @@ def times_line(plain: float, overlap: float, device: str) -> str:
     why = (
         "expected: between processes of one CPU a transfer costs the cores that the matmuls need"
         if device == "cpu"
-        else "expected where the sizes are small: the ring was forced on every site, schedule auto would keep such sites"
+        else (
+            "expected where the sizes are small: the ring was forced on every site, schedule auto would keep such sites"
+        )
     )
     return text + f"overlap is {1 / ratio:.2f}x SLOWER here ({why})"
 
@@ -199,8 +204,9 @@ def _resolve(options: DemoOptions) -> tuple[str, int]:
     missing = [name for name in LLAMA_NEEDS if importlib.util.find_spec(name) is None]
     if "llama" in options.parts and missing:
         raise UnsupportedError(
-            f"the demo's first part loads a Hugging Face model with tp_plan and needs {' and '.join(missing)}, not installed here. "
-            f"Run: pip install {' '.join(missing)}  or run the other part only: overlap-inductor demo --parts block"
+            f"the demo's first part loads a Hugging Face model with tp_plan and needs {' and '.join(missing)}, not"
+            f" installed here. Run: pip install {' '.join(missing)}  or run the other part only: overlap-inductor demo"
+            " --parts block"
         )
     import torch
     import torch.distributed as dist
@@ -221,7 +227,7 @@ def _resolve(options: DemoOptions) -> tuple[str, int]:
         raise ConfigError(f"--ranks {ranks}: expected 2, 4 or 8 (the demo's model has {HEADS} attention heads)")
     if options.tokens < 1 or options.tokens % ranks or options.hidden < 1 or options.hidden % (HEADS * 2):
         raise ConfigError(
-            f"--tokens {options.tokens} --hidden {options.hidden}: expected tokens to be a multiple of the {ranks} ranks "
-            f"and hidden a multiple of {HEADS * 2}"
+            f"--tokens {options.tokens} --hidden {options.hidden}: expected tokens to be a multiple of the {ranks}"
+            f" ranks and hidden a multiple of {HEADS * 2}"
         )
     return device, ranks

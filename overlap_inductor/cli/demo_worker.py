@@ -29,8 +29,8 @@ from overlap_inductor.report.report import OverlapReport
 REPEATS = 7
 GROUP_TIMEOUT = timedelta(seconds=120)
 
-# Splitting a matmul may choose another kernel, and the sum over ranks another order: some units in the last place of the
-# largest value, more for the short mantissa of bfloat16.
+# Splitting a matmul may choose another kernel, and the sum over ranks another order: some units in the last place of
+# the largest value, more for the short mantissa of bfloat16.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 Outputs = dict[str, torch.Tensor]

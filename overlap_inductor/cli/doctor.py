@@ -107,7 +107,10 @@ def _effective(config: OverlapConfig) -> Check:
         return Check(SWITCHES, name, BAD, value, advice)
     if not _registered("torch.backends"):
         return Check(SWITCHES, name, BAD, value, f"The entry point torch.backends is not registered. {_INSTALL}")
-    advice = f"The slot holds {probe.slot_content()}: something replaced the pass. Call overlap_inductor.enable() afterwards."
+    advice = (
+        f"The slot holds {probe.slot_content()}: something replaced the pass. Call overlap_inductor.enable()"
+        " afterwards."
+    )
     return Check(SWITCHES, name, BAD, value, advice)
 
 

@@ -16,7 +16,8 @@ _ASCII_MARKS = {GOOD: "+", BAD: "x", NOTE: "-"}
 
 @dataclass(frozen=True)
 class Check:
-    """One fact. ``state``: ``good``; ``bad`` (something needed or asked for cannot take effect); ``note`` (absent, and not needed).
+    """One fact. ``state``: ``good``; ``bad`` (something needed or asked for cannot take effect); ``note`` (absent, and
+    not needed).
 
     ``advice`` says what to do, in a sentence; empty where there is nothing to do.
     """

@@ -51,7 +51,8 @@ def run_ranks(
     on_line: Callable[[str], None],
     on_wait: Callable[[], None],
 ) -> None:
-    """Run ``python *command`` as ``ranks`` processes with the ``env://`` variables of ``torch.distributed``, to their end.
+    """Run ``python *command`` as ``ranks`` processes with the ``env://`` variables of ``torch.distributed``, to their
+    end.
 
     Args:
         folder: where each rank's standard error goes (``rank_<r>.log``).

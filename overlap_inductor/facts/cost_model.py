@@ -1,4 +1,5 @@
-"""What every schedule's estimate rests on: the sizes of a site, and the seconds of its matmul and of its collective alone.
+"""What every schedule's estimate rests on: the sizes of a site, and the seconds of its matmul and of its collective
+alone.
 
 ``serial = T_matmul + T_collective``. A schedule hides one behind the other except for a part of its own, and pays a
 fixed cost (CommFuse 1.3 and XLA's windowed-einsum gate have the same form); see ``cost.py`` of each schedule.
@@ -18,9 +19,10 @@ MARGIN_UNMEASURED = 1.25
 
 @dataclass(frozen=True)
 class SiteSizes:
-    """Numbers of one site at one token count: FLOPs of its matmuls, bytes a rank sends a leg, item size, legs (2 for an all-reduce), the 128 x 256
-    tiles of its matmuls, whether it is a gather that comes before them, whether its launches become one (``runtime.replay``), and bytes of the gathered tensor where others
-    read it, too, which an op copies out of its workspace."""
+    """Numbers of one site at one token count: FLOPs of its matmuls, bytes a rank sends a leg, item size, legs (2 for an
+    all-reduce), the 128 x 256 tiles of its matmuls, whether it is a gather that comes before them, whether its launches
+    become one (``runtime.replay``), and bytes of the gathered tensor where others read it, too, which an op copies out
+    of its workspace."""
 
     flops: float
     bytes_sent: float

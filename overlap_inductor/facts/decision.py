@@ -35,7 +35,8 @@ class PlanPiece:
 
 @dataclass
 class Decision:
-    """What happens to a site. ``status``: overlapped | kept | refused | failed; ``source``: analytic | profile | measured | forced."""
+    """What happens to a site. ``status``: overlapped | kept | refused | failed; ``source``: analytic | profile |
+    measured | forced."""
 
     status: str
     source: str

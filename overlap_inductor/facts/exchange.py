@@ -1,7 +1,8 @@
 """``ExchangePlan``: what the ranks of a group exchange in one graph, as text that every rank can compare. Plain data.
 
-Ranks must agree on what moves between them: in which order, of which size and dtype, by which schedule and transport. What a rank
-computes for itself (the contracted size, a bias, an epilogue, the kind of matmul, its own padding) is no part of the plan.
+Ranks must agree on what moves between them: in which order, of which size and dtype, by which schedule and transport.
+What a rank computes for itself (the contracted size, a bias, an epilogue, the kind of matmul, its own padding) is no
+part of the plan.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ class ExchangePlan:
 
     Attributes:
         version: version of overlap_inductor.
-        mode: the switch (``off``, ``report``, ``on``, ``strict``); no part of the digest, so that ``on`` and ``strict`` agree.
+        mode: the switch (``off``, ``report``, ``on``, ``strict``); no part of the digest, so that ``on`` and ``strict``
+            agree.
         steps: one line for each transfer in the order of issue, of all groups; a collective left as it is counts, too.
         overlaps: whether any of these lines is an overlapped one.
         config: the switches, to name a likely cause where plans differ; no part of the digest.
-        groups: names of the process groups in the order of the steps' g0, g1, ...; of each of several joined plans. This
-            rank's own, so no part of the digest.
+        groups: names of the process groups in the order of the steps' g0, g1, ...; of each of several joined plans.
+            This rank's own, so no part of the digest.
         parts: the plans that this one joins.
     """
 
@@ -102,7 +104,8 @@ class ExchangePlan:
 
 
 def difference(mine: ExchangePlan, others: Mapping[int, ExchangePlan]) -> str:
-    """How the plans of other ranks (by global rank) differ from ``mine``, the ranks of one plan together; ``""`` where none does."""
+    """How the plans of other ranks (by global rank) differ from ``mine``, the ranks of one plan together; ``""`` where
+    none does."""
     alike: dict[str, list[int]] = {}
     for rank, plan in sorted(others.items()):
         if plan.digest != mine.digest:

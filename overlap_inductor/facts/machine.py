@@ -1,4 +1,5 @@
-"""The machine as the analytic gate sees it: a matmul rate, a link rate and the cost of one step. Shipped defaults, not measurements.
+"""The machine as the analytic gate sees it: a matmul rate, a link rate and the cost of one step. Shipped defaults, not
+measurements.
 
 They are facts that all ranks of a group share (device type only), so that every rank decides alike.
 """
@@ -16,7 +17,8 @@ class Machine:
         matmul_flops: FLOP/s by item size.
         link_bytes: B/s each way between two ranks; collective_seconds: fixed cost of a collective.
         step_seconds: fixed cost of one hop of a ring.
-        overlapped_efficiency: rate of chunk matmuls while transfers run beside them, relative to one whole matmul alone.
+        overlapped_efficiency: rate of chunk matmuls while transfers run beside them, relative to one whole matmul
+            alone.
         memory_bytes: B/s that a kernel reads and writes (sums of partial results on one H100: 2.72e12).
         least_tiles: tiles of 128 x 256 from which on a matmul is worth a schedule that cuts it inside of one op.
     """
@@ -35,15 +37,18 @@ WITHOUT_PEERS = "cuda without peer access"
 
 _MACHINES = {
     "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93),
-    # One H200: dense bf16 780 TFLOP/s in large matmuls; NCCL send and receive about 300 GB/s each way on NVLink. NCCL's kernels take
-    # SMs and memory bandwidth from the matmuls beside them: 0.75 is what the ring reached on 4 H200s (bench/results/ring_nccl.jsonl).
+    # One H200: dense bf16 780 TFLOP/s in large matmuls; NCCL send and receive about 300 GB/s each way on NVLink. NCCL's
+    # kernels take SMs and memory bandwidth from the matmuls beside them: 0.75 is what the ring reached on 4 H200s
+    # (bench/results/ring_nccl.jsonl).
     "cuda": Machine("cuda", {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15}, 3e11, 20e-6, 30e-6, 0.75),
-    # GPUs of one machine that do not reach each other's memory. Two H200s with NCCL_P2P_DISABLE=1, 4096 to 16384 tokens: 25 to 29 GB/s through the host's memory;
-    # groups of waves 1.34 to 1.54 times as fast as the plain graph, the ring 0.82 to 0.98 (bench/results/operators_without_peers.jsonl).
+    # GPUs of one machine that do not reach each other's memory. Two H200s with NCCL_P2P_DISABLE=1, 4096 to 16384
+    # tokens: 25 to 29 GB/s through the host's memory; groups of waves 1.34 to 1.54 times as fast as the plain graph,
+    # the ring 0.82 to 0.98 (bench/results/operators_without_peers.jsonl).
     WITHOUT_PEERS: Machine(WITHOUT_PEERS, {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15}, 2.8e10, 20e-6, 30e-6, 0.3),
 }
 
 
 def machine_for(device_type: str) -> Machine:
-    """The shipped profile of a device type, or of GPUs ``WITHOUT_PEERS``; an unknown accelerator is taken for a CPU, which overlaps only large sites."""
+    """The shipped profile of a device type, or of GPUs ``WITHOUT_PEERS``; an unknown accelerator is taken for a CPU,
+    which overlaps only large sites."""
     return _MACHINES.get(device_type, _MACHINES["cpu"])

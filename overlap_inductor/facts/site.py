@@ -14,8 +14,8 @@ Size = int | str
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of the graph. ``dim``: logical dim gathered or scattered; ``role``: that dim's matmul role M, N, K or B;
-    ``bytes``: bytes of the full (gathered, or not yet scattered) tensor, an int or an expression."""
+    """A collective of the graph. ``dim``: logical dim gathered or scattered; ``role``: that dim's matmul role M, N, K
+    or B; ``bytes``: bytes of the full (gathered, or not yet scattered) tensor, an int or an expression."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -47,7 +47,8 @@ class Matmul:
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """A matmul-collective site. ``id`` is the same on every rank and in every run; ``module`` is the user's name for it."""
+    """A matmul-collective site. ``id`` is the same on every rank and in every run; ``module`` is the user's name for
+    it."""
 
     id: str
     pattern: str

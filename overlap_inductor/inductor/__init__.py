@@ -1,1 +1,2 @@
-"""Where torch.compile calls this package: the pass slot, the wrapped functions of Inductor, the call of a compiled graph."""
+"""Where torch.compile calls this package: the pass slot, the wrapped functions of Inductor, the call of a compiled
+graph."""

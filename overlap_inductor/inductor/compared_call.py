@@ -1,7 +1,9 @@
-"""``ComparedCall``: a compiled graph's callable whose first act is to compare plans with the other ranks (``runtime.agreement``).
+"""``ComparedCall``: a compiled graph's callable whose first act is to compare plans with the other ranks
+(``runtime.agreement``).
 
-It stands in ``CompiledFxGraph.current_callable``, outside of CUDA graph trees, so nothing has been read, written or captured when it compares.
-Where ranks differ it calls the plain compile of the graph (``plain_program``), which it makes when it first needs it.
+It stands in ``CompiledFxGraph.current_callable``, outside of CUDA graph trees, so nothing has been read, written or
+captured when it compares. Where ranks differ it calls the plain compile of the graph (``plain_program``), which it
+makes when it first needs it.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class ComparedCall:
         overlapped: the compiled graph's own callable; of a graph without overlap the plain one.
         reports: the reports of the graph and its subgraphs, with what they exchange.
         plain: ``None`` for a graph without overlap.
-        on_accelerator: whether the graph runs on other devices than the CPU: then plans are compared at first runs only.
+        on_accelerator: whether the graph runs on other devices than the CPU: then plans are compared at first runs
+            only.
     """
 
     def __init__(
@@ -86,7 +89,8 @@ class ComparedCall:
             comparison.withdrawn = True
             outcome = agreement.Outcome(
                 False,
-                "a group's backend is fake: kernels that reach into their peers' memory have none, and the graph runs without overlap",
+                "a group's backend is fake: kernels that reach into their peers' memory have none, and the graph runs"
+                " without overlap",
             )
         if outcome.overlapped and not self.ready:
             failure = self._prepare(inputs)
@@ -110,7 +114,8 @@ class ComparedCall:
         return self.comparison
 
     def _prepare(self, inputs: Sequence[Any]) -> str:
-        """Make the workspace that the graph's sites share with their peers, all ranks of a group together. Returns why that failed, alike on all of them, or ``""``."""
+        """Make the workspace that the graph's sites share with their peers, all ranks of a group together. Returns why
+        that failed, alike on all of them, or ``""``."""
         for group in self.groups:
             for plan in self.plans:
                 agreement.accept(group, plan)
@@ -131,8 +136,9 @@ class ComparedCall:
         if self.plain is None:
             if self.program is None:
                 raise OverlapError(
-                    "the ranks differ, and this graph's plain program cannot be restored: it was loaded from a cache and holds Triton kernels of another "
-                    "process. Clear Inductor's caches, or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+                    "the ranks differ, and this graph's plain program cannot be restored: it was loaded from a cache"
+                    " and holds Triton kernels of another process. Clear Inductor's caches, or switch overlap off on"
+                    " all ranks (OVERLAP_INDUCTOR=off)."
                 )
             start = time.monotonic()
             self.plain = self.program.compile()

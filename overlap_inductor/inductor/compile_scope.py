@@ -84,7 +84,8 @@ def entered(scope: CompileScope) -> Iterator[CompileScope]:
 
 @contextmanager
 def plain(scope: CompileScope) -> Iterator[None]:
-    """What is compiled inside runs in ``scope``, which switches overlap off: the plain program of a graph whose ranks differ."""
+    """What is compiled inside runs in ``scope``, which switches overlap off: the plain program of a graph whose ranks
+    differ."""
     outer, _local.plain = _local.plain, scope
     try:
         yield

@@ -38,10 +38,19 @@ def source_hash() -> str:
 def fingerprint(config: OverlapConfig | None) -> str:
     """The pass's ``uuid`` under ``config``; one constant where the pass does nothing.
 
-    The process groups are in it because an ``all_reduce`` names its group and not the group's size: the same graph
-    text means another plan where the group has other ranks. So is what the GPUs reach, on which fused kernels rest, and what decides whether calls are replayed.
+    The process groups are in it because an ``all_reduce`` names its group and not the group's size: the same graph text
+    means another plan where the group has other ranks. So is what the GPUs reach, on which fused kernels rest, and what
+    decides whether calls are replayed.
     """
     if config is None or config.mode == "off":
         return OFF
-    facts = (overlap_inductor.__version__, torch_version(), source_hash(), config.cache_key(), group_facts(), symmetric.reach(), symmetric.one_queue())
+    facts = (
+        overlap_inductor.__version__,
+        torch_version(),
+        source_hash(),
+        config.cache_key(),
+        group_facts(),
+        symmetric.reach(),
+        symmetric.one_queue(),
+    )
     return "overlap_inductor: " + hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -1,7 +1,9 @@
-"""Calls of ``torch.distributed`` at which Dynamo broke the graph: no graph holds them, so no pass can list them; a report's notice does.
+"""Calls of ``torch.distributed`` at which Dynamo broke the graph: no graph holds them, so no pass can list them; a
+report's notice does.
 
-Dynamo appends every break to a list of its own, with its reason and the stack of the user's program, before it compiles the graph that ends there. Each is told once, in the
-report of the first graph that becomes known behind it: its own, or the next one where nothing stood before the call.
+Dynamo appends every break to a list of its own, with its reason and the stack of the user's program, before it compiles
+the graph that ends there. Each is told once, in the report of the first graph that becomes known behind it: its own, or
+the next one where nothing stood before the call.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def new_notices() -> list[str]:
     for i, reason in enumerate(reasons):
         if not hasattr(reason, _TOLD):
             setattr(reason, _TOLD, True)
-            # (A break within a function breaks its caller's graph, too, and comes once more when the function is compiled by itself.)
+            # (A break within a function breaks its caller's graph, too, and comes once more when the function is
+            # compiled by itself.)
             known = any(_ends_with(before, reason) for before in reasons[:i])
             found += [_sentence(reason)] if not known and _users_line(reason) is not None and _calls(reason) else []
     return found
@@ -51,15 +54,23 @@ def _sentence(reason: Any) -> str:
     how = "(async_op=True)" if reason.reason.startswith("async_op=True") else ""
     why = reason.reason.splitlines()[0]
     return (
-        f"torch.distributed.{_calls(reason)}{how} breaks the graph and is in no report: Dynamo does not trace it ({why}), "
-        f"at {line.filename}:{line.lineno} in {line.name}{': ' + line.line if line.line else ''}. "
-        "Only a call that Dynamo traces can be overlapped."
+        f"torch.distributed.{_calls(reason)}{how} breaks the graph and is in no report: Dynamo does not trace it"
+        f" ({why}), at {line.filename}:{line.lineno} in {line.name}{': ' + line.line if line.line else ''}. Only a call"
+        " that Dynamo traces can be overlapped."
     )
 
 
 def _users_line(reason: Any) -> FrameSummary | None:
-    """The call in the user's program; none in a wrapper of a library's, which is compiled by itself behind a break within it."""
-    return next((f for f in reversed(reason.user_stack) if not _is_torch(f) and Path(f.filename).name != "typing_extensions.py"), None)
+    """The call in the user's program; none in a wrapper of a library's, which is compiled by itself behind a break
+    within it."""
+    return next(
+        (
+            f
+            for f in reversed(reason.user_stack)
+            if not _is_torch(f) and Path(f.filename).name != "typing_extensions.py"
+        ),
+        None,
+    )
 
 
 def _is_torch(frame: FrameSummary) -> bool:

@@ -182,7 +182,10 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
         try:
             plain = plain_program.capture(args[0], args[1])
         except Exception as error:  # noqa: BLE001  (what a graph may hold is the user's; without a plain program nothing is overlapped)
-            scope.refusal = f"the graph cannot be kept for a run without overlap ({type(error).__name__}: {error}), which ranks that differ would need"
+            scope.refusal = (
+                f"the graph cannot be kept for a run without overlap ({type(error).__name__}: {error}), which ranks"
+                " that differ would need"
+            )
     try:
         output = original(*args, **kwargs)
     except Exception:
@@ -244,7 +247,9 @@ def _post_compile(original: Callable[..., Any], graph: Any, *args: Any, **kwargs
     return result
 
 
-def _compare_calls(graph: Any, reports: list[OverlapReport], example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+def _compare_calls(
+    graph: Any, reports: list[OverlapReport], example_inputs: Any, constants: Any, graph_kwargs: Any
+) -> None:
     """Make the comparison with the other ranks the first act of the graph's calls."""
     if not any(r.groups for r in reports) or graph.current_callable is None:
         return
@@ -258,22 +263,27 @@ def _compare_calls(graph: Any, reports: list[OverlapReport], example_inputs: Any
         kept = plain_program.of_this_process(kept, gm, example_inputs)
     if kept is not None:
         large = plain_program.left_out(gm, kept.left_out)
-        # (A graph out of AOTAutograd's cache is handed a few of the arguments that it was compiled with, and holds the others.)
+        # (A graph out of AOTAutograd's cache is handed a few of the arguments that it was compiled with, and holds the
+        # others.)
         keywords = plain_program.known_keywords({**graph.fx_kwargs, **graph_kwargs})
         plain = PlainProgram(kept.data, large, keywords, plain_program.inductor_settings(), graph.output_strides)
     on_accelerator = bool(set(graph.device_types) - {"cpu", "meta"})
-    graph.current_callable = ComparedCall(graph.current_callable, reports, plain, on_accelerator, config.dump if config else None)
+    graph.current_callable = ComparedCall(
+        graph.current_callable, reports, plain, on_accelerator, config.dump if config else None
+    )
 
 
 def _switched_off(groups: list[str]) -> OverlapReport:
     """What stands for a graph that was compiled with overlap switched off, where other ranks may have it on."""
     plan = ExchangePlan(__version__, "off", groups=(tuple(groups),))
-    return OverlapReport(__version__, torch.__version__, "off", "", "", 1, exchange=plan.to_json(), groups={name: [] for name in groups})
+    return OverlapReport(
+        __version__, torch.__version__, "off", "", "", 1, exchange=plan.to_json(), groups={name: [] for name in groups}
+    )
 
 
 def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
-    """Inductor evaluates the shapes of nodes that a pass has added. Our steps have theirs: they are evaluated again only where what they read has changed, and then without
-    guards, as when they were written."""
+    """Inductor evaluates the shapes of nodes that a pass has added. Our steps have theirs: they are evaluated again
+    only where what they read has changed, and then without guards, as when they were written."""
     scope = compile_scope.current()
     if scope is None or not any(s.decision.status == "overlapped" for r in scope.reports for s in r.sites):
         return original(updater, *args, **kwargs)
@@ -288,7 +298,8 @@ def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, 
 def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs: Any) -> bool:
     """Asked of the joint graph, before a forward and its backward are told apart.
 
-    Inductor is asked first: it refuses most matmuls by their device and sizes, and our own question walks far in a deep graph.
+    Inductor is asked first: it refuses most matmuls by their device and sizes, and our own question walks far in a deep
+        graph.
     """
     if not original(match, *args, **kwargs):
         return False
@@ -298,11 +309,15 @@ def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs:
 
 
 def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
-    """Inductor asks this only before it fuses. It fuses nothing that aliases into a template; a piece that is written into its place may be:
-    whoever reads the whole waits for all pieces, and nobody writes to it before.
+    """Inductor asks this only before it fuses. It fuses nothing that aliases into a template; a piece that is written
+    into its place may be: whoever reads the whole waits for all pieces, and nobody writes to it before.
     """
     outputs = node.get_outputs()
-    if compile_scope.current() is None or not outputs or not all(getattr(o.node, "overlap_piece", False) for o in outputs):
+    if (
+        compile_scope.current() is None
+        or not outputs
+        or not all(getattr(o.node, "overlap_piece", False) for o in outputs)
+    ):
         return original(node)
     return any(o.get_mutations() for o in outputs)
 

@@ -16,7 +16,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _NEEDED = "overlap_inductor.inductor.pass_slot"
-"""What our callbacks need, and what may itself be the first to import what they wait for: they wait for the end of its body, then."""
+"""What our callbacks need, and what may itself be the first to import what they wait for: they wait for the end of its
+body, then."""
 _postponed: list[Callable[[], None]] = []
 
 

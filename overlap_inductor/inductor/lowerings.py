@@ -1,8 +1,10 @@
-"""Inductor lowerings of ``take``, ``assemble``, ``narrow`` and ``after``: views and scheduling edges, without copies; and of ``packed``, which is one.
+"""Inductor lowerings of ``take``, ``assemble``, ``narrow`` and ``after``: views and scheduling edges, without copies;
+and of ``packed``, which is one.
 
-The rank is a symbol of the generated code (``u0 = torch.ops.overlap_inductor.group_rank.default('tp')``, ``rank_symbol``), made at lowering time, in front of a group's first transfer. A
-rank-rotated slice is then a ``ReinterpretView`` with a symbolic offset, which Inductor's own matmuls and pointwise kernels read in place,
-and the pieces of a result are written straight into their rank-rotated places, as ``aten.cat`` does with constant offsets.
+The rank is a symbol of the generated code (``u0 = torch.ops.overlap_inductor.group_rank.default('tp')``,
+``rank_symbol``), made at lowering time, in front of a group's first transfer. A rank-rotated slice is then a
+``ReinterpretView`` with a symbolic offset, which Inductor's own matmuls and pointwise kernels read in place, and the
+pieces of a result are written straight into their rank-rotated places, as ``aten.cat`` does with constant offsets.
 """
 
 from __future__ import annotations
@@ -44,11 +46,13 @@ def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any
 
 
 def _agree(group_name: str, *args: Any) -> Any:
-    """The op itself, behind the rank's symbol where a transfer is going to need it: made later, a kernel of the host would stand within the transfer, and cut a CUDA graph there."""
+    """The op itself, behind the rank's symbol where a transfer is going to need it: made later, a kernel of the host
+    would stand within the transfer, and cut a CUDA graph there."""
     if (node := moved(V.graph.graph)) is not None:
         raise OverlapError(
-            f"{node} is a step of a transfer in flight and does not stand where overlap_inductor wrote it: a pass behind it has moved nodes without regard to what they write "
-            "in place. Put overlap_inductor's pass last, or set OVERLAP_INDUCTOR_STEP_NODE_BUDGET=1, so that a ring is one op."
+            f"{node} is a step of a transfer in flight and does not stand where overlap_inductor wrote it: a pass"
+            " behind it has moved nodes without regard to what they write in place. Put overlap_inductor's pass last,"
+            " or set OVERLAP_INDUCTOR_STEP_NODE_BUDGET=1, so that a ring is one op."
         )
     ops = torch.ops.overlap_inductor
     starts = (ops.gather_start.default, ops.exchange_start.default)
@@ -82,8 +86,8 @@ def _packed(x: Any) -> Any:
 def _after(piece: Any, token: Any) -> Any:
     """``piece`` itself; the kernel that computes it is scheduled after the one that computes ``token``.
 
-    Why not ``control_deps``: it lowers the matmul as the output of a subgraph, whose strides Inductor then compares, and each comparison of
-    a symbolic size is a guard.
+    Why not ``control_deps``: it lowers the matmul as the output of a subgraph, whose strides Inductor then compares,
+    and each comparison of a symbolic size is a guard.
     """
     piece.realize()
     token.realize()
@@ -93,7 +97,8 @@ def _after(piece: Any, token: Any) -> Any:
 
 
 def _gather_step(*args: Any) -> Any:
-    """The op itself, scheduled after the kernels of ``computed``: those keep a flexible layout, so that ``assemble`` can place them."""
+    """The op itself, scheduled after the kernels of ``computed``: those keep a flexible layout, so that ``assemble``
+    can place them."""
     op = torch.ops.overlap_inductor.gather_step.default
     plain, computed = args[:7], args[7] if len(args) > 7 else ()
     token = lowering.fallback_handler(op, add_to_fallback_set=False)(*plain)
@@ -109,8 +114,8 @@ def _gather_step(*args: Any) -> Any:
 def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
     """Make the kernel that computes ``source`` write into ``view``; a copy only where that kernel cannot.
 
-    ``ConcatKernel.realize_into`` does so for pointwise kernels and templates with a flexible layout. An extern matmul has a fixed
-    layout, but takes ``out=``: where sizes and strides agree, its output can be the view as well.
+    ``ConcatKernel.realize_into`` does so for pointwise kernels and templates with a flexible layout. An extern matmul
+    has a fixed layout, but takes ``out=``: where sizes and strides agree, its output can be the view as well.
     """
     data = source.data if isinstance(source, ir.TensorBox) else source
     buffer = data.data if isinstance(data, ir.StorageBox) else None
@@ -119,8 +124,12 @@ def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
         same = len(buffer.get_stride()) == len(view.get_stride()) and all(
             known(a, b) for a, b in zip(buffer.get_stride(), view.get_stride(), strict=True)
         )
-        # Others may read the matmul's own buffer only before the whole is complete, which ``after`` sees to: then the whole may be freed.
-        if same and (len(node.users) == 1 or any(u.target is torch.ops.overlap_inductor.after.default for u in V.graph.current_node.users)):
+        # Others may read the matmul's own buffer only before the whole is complete, which ``after`` sees to: then the
+        # whole may be freed.
+        if same and (
+            len(node.users) == 1
+            or any(u.target is torch.ops.overlap_inductor.after.default for u in V.graph.current_node.users)
+        ):
             buffer.layout = ir.NonOwningLayout(view)
             return buffer
     written = ir.ConcatKernel.realize_into(source, view)

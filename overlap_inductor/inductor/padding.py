@@ -1,5 +1,6 @@
-"""Inductor pads a matmul to aligned sizes where a timing on the rank at hand says that it pays. Ranks that decide differently would find
-different sites, and wait for one another: a matmul beside a collective is not padded while overlap is on.
+"""Inductor pads a matmul to aligned sizes where a timing on the rank at hand says that it pays. Ranks that decide
+differently would find different sites, and wait for one another: a matmul beside a collective is not padded while
+overlap is on.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ _LIMIT = 1000
 """Nodes looked at from one matmul; where they are more, the matmul is taken to stand beside a collective."""
 _COPIES = {"clone", "lift_fresh_copy", "cat", "constant_pad_nd", "_unsafe_view", "convert_element_type", "_to_copy"}
 _ROW_WISE = {"sum", "mean", "amax", "amin", "prod", "var", "var_mean", "_softmax", "_log_softmax", "cumsum"}
-"""What may stand between a matmul and a collective in a site, beside views, copies and pointwise ops (``sites.row_wise``, a sum over experts)."""
+"""What may stand between a matmul and a collective in a site, beside views, copies and pointwise ops
+(``sites.row_wise``, a sum over experts)."""
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm"}
 _COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd"}
 
 
 def beside_collective(matmul: fx.Node) -> bool:
-    """Whether through nothing but views, copies, row-wise and pointwise ops ``matmul`` leads to a collective, an all-gather or all-to-all leads to it, or
-    one leads to another matmul whose result leads to it (an epilogue ends where its result is stored for the next matmul)."""
+    """Whether through nothing but views, copies, row-wise and pointwise ops ``matmul`` leads to a collective, an
+    all-gather or all-to-all leads to it, or one leads to another matmul whose result leads to it (an epilogue ends
+    where its result is stored for the next matmul)."""
     known: dict[fx.Node, bool] = {}
 
     def follows(node: fx.Node, through_another: bool) -> bool:
@@ -37,7 +40,9 @@ def beside_collective(matmul: fx.Node) -> bool:
 
         return _reaches(node, is_gather, forward=False)
 
-    return _reaches(matmul, lambda _, namespace, name: namespace in _COLLECTIVES and name != "wait_tensor", forward=True) or follows(matmul, True)
+    return _reaches(
+        matmul, lambda _, namespace, name: namespace in _COLLECTIVES and name != "wait_tensor", forward=True
+    ) or follows(matmul, True)
 
 
 def _reaches(matmul: fx.Node, wanted: Callable[[fx.Node, str, str], bool], forward: bool) -> bool:

@@ -1,8 +1,10 @@
-"""Inductor's partitions of a graph (``torch._inductor.config.graph_partition``): what lies between two nodes that no CUDA graph can hold is captured by itself.
+"""Inductor's partitions of a graph (``torch._inductor.config.graph_partition``): what lies between two nodes that no
+CUDA graph can hold is captured by itself.
 
-A transfer of the ring that is in flight from one partition to the next would be captured in halves: a capture cannot end with work of another stream that nobody waits for, and the
-host's state of a transfer is made while it is captured, not when it is replayed. A graph that would be cut so is therefore not captured at all, as Inductor leaves out
-one with inputs that it mutates, and its report says so.
+A transfer of the ring that is in flight from one partition to the next would be captured in halves: a capture cannot
+end with work of another stream that nobody waits for, and the host's state of a transfer is made while it is captured,
+not when it is replayed. A graph that would be cut so is therefore not captured at all, as Inductor leaves out one with
+inputs that it mutates, and its report says so.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from overlap_inductor.torch_compat.ordering import STARTS
 log = logging.getLogger("overlap_inductor")
 
 NOTICE = (
-    "Inductor cuts this graph into parts that CUDA graphs can hold, and a ring's transfer would be in flight from one part to the next: the graph runs without CUDA "
-    "graphs. Choose another schedule, or keep what no CUDA graph can hold (an .item(), an op on the CPU) away from the site."
+    "Inductor cuts this graph into parts that CUDA graphs can hold, and a ring's transfer would be in flight from one"
+    " part to the next: the graph runs without CUDA graphs. Choose another schedule, or keep what no CUDA graph can"
+    " hold (an .item(), an op on the CPU) away from the site."
 )
 _WHOLE = "_overlap_inductor_whole"
 

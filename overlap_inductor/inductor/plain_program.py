@@ -1,8 +1,10 @@
-"""The plain program of a graph: what Inductor was given before any pass of ours ran, kept so that it can be compiled without overlap later.
+"""The plain program of a graph: what Inductor was given before any pass of ours ran, kept so that it can be compiled
+without overlap later.
 
-It is kept as bytes beside the compiled graph, in the caches too, since a rank that loaded its graph from a cache may have to run without overlap
-as well. Kept are the nodes, the example inputs with their symbols, and what Inductor reads of nodes' metadata; shapes are propagated anew.
-Tensors that the graph holds (frozen weights) are kept where they are small; large ones are taken from the graph that is loaded or compiled.
+It is kept as bytes beside the compiled graph, in the caches too, since a rank that loaded its graph from a cache may
+have to run without overlap as well. Kept are the nodes, the example inputs with their symbols, and what Inductor reads
+of nodes' metadata; shapes are propagated anew. Tensors that the graph holds (frozen weights) are kept where they are
+small; large ones are taken from the graph that is loaded or compiled.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class _Elsewhere:
 
 @dataclass
 class _Program:
-    """A graph as data: ``nodes`` are ``(op, name, target, args, kwargs, meta)``, ``held`` what its ``get_attr`` nodes read."""
+    """A graph as data: ``nodes`` are ``(op, name, target, args, kwargs, meta)``, ``held`` what its ``get_attr`` nodes
+    read."""
 
     nodes: list[tuple[Any, ...]]
     held: dict[str, Any]
@@ -51,8 +54,8 @@ class _Program:
 
 @dataclass(frozen=True)
 class Captured:
-    """A plain program: ``data``, the names of the large tensors that it leaves out, and the process it holds in, where it
-    names a user's Triton kernels: those are numbers of that process's own table."""
+    """A plain program: ``data``, the names of the large tensors that it leaves out, and the process it holds in, where
+    it names a user's Triton kernels: those are numbers of that process's own table."""
 
     data: bytes
     left_out: list[str]
@@ -77,8 +80,8 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
 
 
 def of_this_process(kept: Captured, gm: fx.GraphModule | None, example_inputs: Sequence[Any]) -> Captured | None:
-    """``kept`` where it holds in this process; else that of ``gm``, the graph for which a cache had the compiled one; ``None``
-    where the cache was asked before there was a graph."""
+    """``kept`` where it holds in this process; else that of ``gm``, the graph for which a cache had the compiled one;
+    ``None`` where the cache was asked before there was a graph."""
     if kept.process in (None, _PROCESS):
         return kept
     return capture(gm, example_inputs) if gm is not None else None
@@ -119,8 +122,8 @@ def _attribute(gm: fx.GraphModule, name: str) -> Any:
 
 
 def _written(gm: fx.GraphModule, within: bool = False) -> _Program:
-    """``within``: the graph is another's subgraph, whose shapes nobody propagates anew. (Unbacked sizes keep their values, too,
-    because nothing recreates their symbols.)"""
+    """``within``: the graph is another's subgraph, whose shapes nobody propagates anew. (Unbacked sizes keep their
+    values, too, because nothing recreates their symbols.)"""
     places = {node: _Node(i) for i, node in enumerate(gm.graph.nodes)}
 
     def meta(node: fx.Node) -> dict[str, Any]:
@@ -165,8 +168,9 @@ def _rebuilt(program: _Program, large: Mapping[str, torch.Tensor]) -> fx.GraphMo
     for name, value in program.held.items():
         if isinstance(value, _Elsewhere) and value.name not in large:
             raise OverlapError(
-                f"the plain program of this graph cannot be restored: its tensor {value.name} was too large to be kept, and the graph that was loaded does not hold it. "
-                "Clear Inductor's caches, or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+                f"the plain program of this graph cannot be restored: its tensor {value.name} was too large to be kept,"
+                " and the graph that was loaded does not hold it. Clear Inductor's caches, or switch overlap off on"
+                " all ranks (OVERLAP_INDUCTOR=off)."
             )
         root[name] = (
             _rebuilt(value, {})
@@ -188,8 +192,8 @@ def inductor_settings() -> dict[str, Any]:
 def compile_plain(
     data: bytes, large: Mapping[str, torch.Tensor], keywords: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[Any, list[Any]]:
-    """``(compiled graph, example inputs)`` of a plain program, compiled by Inductor with the arguments and the configuration
-    of the overlapped graph, and without overlap.
+    """``(compiled graph, example inputs)`` of a plain program, compiled by Inductor with the arguments and the
+    configuration of the overlapped graph, and without overlap.
 
     Raises:
         OverlapError: a large tensor of the graph is not available.
@@ -230,8 +234,9 @@ def guarded(plain: Any, examples: Sequence[Any]) -> Any:
         if sizes not in passed:
             if not env.evaluate_guards_expression(expression, list(sizes)):
                 raise OverlapError(
-                    f"the ranks differ, and the plain program of this graph does not serve its sizes {list(sizes)} (expected {expression}). "
-                    "Call torch._dynamo.reset(), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+                    f"the ranks differ, and the plain program of this graph does not serve its sizes {list(sizes)}"
+                    f" (expected {expression}). Call torch._dynamo.reset(), or switch overlap off on all ranks"
+                    " (OVERLAP_INDUCTOR=off)."
                 )
             passed.add(sizes)
         return plain(inputs)
@@ -241,7 +246,8 @@ def guarded(plain: Any, examples: Sequence[Any]) -> Any:
 
 
 def restrided(plain: Any, examples: Sequence[Any], expected: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
-    """``plain`` with results in the strides of the graph whose place it takes (``CompiledFxGraph.output_strides``): a backward may be compiled for them."""
+    """``plain`` with results in the strides of the graph whose place it takes (``CompiledFxGraph.output_strides``): a
+    backward may be compiled for them."""
     have = getattr(plain, "output_strides", None)
     differing = (
         []

@@ -1,8 +1,10 @@
-"""This process's rank in a group as a symbol of the code that Inductor generates, and what tells Inductor which kernels need it.
+"""This process's rank in a group as a symbol of the code that Inductor generates, and what tells Inductor which kernels
+need it.
 
-A rank-rotated slice is a view whose offset has the symbol. Inductor orders a kernel behind what makes an unbacked symbol, and hands the symbol to the partition
-that the kernel is in, where the kernel says that it uses it. Two kinds do not say so: a template (Triton's, those of max-autotune) whose input is such
-a view, and any kernel that writes into one. They are looked up here.
+A rank-rotated slice is a view whose offset has the symbol. Inductor orders a kernel behind what makes an unbacked
+symbol, and hands the symbol to the partition that the kernel is in, where the kernel says that it uses it. Two kinds do
+not say so: a template (Triton's, those of max-autotune) whose input is such a view, and any kernel that writes into
+one. They are looked up here.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class GroupRank(ir.ExternKernel):
 
     def codegen(self, wrapper: Any) -> None:
         wrapper.writeline(f"{self.symbol} = torch.ops.overlap_inductor.group_rank.default({self.group_name!r})")
-        # A partition for a CUDA graph is given this name beside the symbol, since its kernels are ordered behind it: a number, as CUDA graph trees take tensors and numbers only.
+        # A partition for a CUDA graph is given this name beside the symbol, since its kernels are ordered behind it: a
+        # number, as CUDA graph trees take tensors and numbers only.
         wrapper.writeline(f"{self.get_name()} = 0")
 
 
@@ -84,7 +87,8 @@ def _needed(kernel: Any) -> Iterator[GroupRank]:
 
 
 def _views(kernel: Any) -> Iterator[Any]:
-    """The views that ``kernel`` reads as its inputs (a fused kernel's reads Inductor knows), and those that its results lie in."""
+    """The views that ``kernel`` reads as its inputs (a fused kernel's reads Inductor knows), and those that its results
+    lie in."""
     yield from (i for i in getattr(kernel, "inputs", ()) if isinstance(i, ir.ReinterpretView))
     layouts = [output.maybe_get_layout() for output in kernel.get_outputs()]
     yield from (layout.view for layout in layouts if isinstance(layout, ir.NonOwningLayout))

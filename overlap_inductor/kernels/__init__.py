@@ -1,1 +1,2 @@
-"""Triton kernels. Nothing here imports FX, and nothing outside ``lowerings``, ``transports`` and the tests imports this."""
+"""Triton kernels. Nothing here imports FX, and nothing outside ``lowerings``, ``transports`` and the tests imports
+this."""

@@ -1,23 +1,25 @@
 """Schedule ``fused``: ``all_gather(a) @ b`` in one persistent kernel.
 
-The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, part after part and to all peers in turn; all other blocks
-multiply the own shard, which is read in place, and then the peers' shards in the order in which their parts come. Pushers join them when
-nothing is left to send, and a block whose next rows have not come pushes while it would wait. Without ``SENDS`` copy engines send (transport
-``copy_engine``).
+The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, part after part and to all peers in
+turn; all other blocks multiply the own shard, which is read in place, and then the peers' shards in the order in which
+their parts come. Pushers join them when nothing is left to send, and a block whose next rows have not come pushes while
+it would wait. Without ``SENDS`` copy engines send (transport ``copy_engine``).
 
 Work is claimed from three queues (pieces to send, own tiles, tiles of peers), so no block has work that only it can do.
 
-Forward progress. A block waits for a peer's part only when the part is there or every outgoing piece of its own rank has been claimed (it claims
-what is left itself), and for a credit only of the call before, which does not rest on this one. So one resident block on each rank is enough, in
-whatever order blocks become resident. All waits are bounded (``signals``).
+Forward progress. A block waits for a peer's part only when the part is there or every outgoing piece of its own rank
+has been claimed (it claims what is left itself), and for a credit only of the call before, which does not rest on this
+one. So one resident block on each rank is enough, in whatever order blocks become resident. All waits are bounded
+(``signals``).
 
-Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``); the last piece of a part sets the receiver's
-flag (source, part) to the number of the call. The receiver waits for that and then ``load_fence``, because it reads by bulk loads. The workspace of this call is written again by a peer in a later
-call, after the credit that the last block gives when all blocks have finished. That block also resets the queues for the next launch on the
-stream.
+Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``); the last piece of
+a part sets the receiver's flag (source, part) to the number of the call. The receiver waits for that and then
+``load_fence``, because it reads by bulk loads. The workspace of this call is written again by a peer in a later call,
+after the credit that the last block gives when all blocks have finished. That block also resets the queues for the next
+launch on the stream.
 
-CUDA graphs. The number of the call is read from device memory (``calls``) and counted on by the last block; no argument changes from replay to
-replay.
+CUDA graphs. The number of the call is read from device memory (``calls``) and counted on by the last block; no argument
+changes from replay to replay.
 """
 
 from __future__ import annotations
@@ -51,20 +53,27 @@ def all_gather_matmul(
     COUNT: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, SENDS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr, EPILOGUE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """``c_i[WORLD * rows, columns_i] = gathered @ b_i + bias_i`` for ``COUNT`` weights, grid: any number of blocks, at best one an SM.
+    """``c_i[WORLD * rows, columns_i] = gathered @ b_i + bias_i`` for ``COUNT`` weights, grid: any number of blocks, at
+    best one an SM.
 
     Args:
-        own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; ``a``: its address, ``shard_vectors`` its 16-byte words.
-        gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; its own shard's rows are not read.
-        b0_desc, ..., bias0, ..., TRANSPOSED: see ``multiply_tile``; all weights lie alike. Everything of the weights from ``COUNT`` on is ``None``.
-            Bit ``i`` of ``BIASES``: weight ``i`` has a bias (else ``bias_i`` is any address).
-        c0, ...: row-major outputs, fp16 or bf16; c0_desc, ...: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide where ``HALVES``.
+        own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; ``a``: its address,
+            ``shard_vectors`` its 16-byte words.
+        gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; its own shard's
+            rows are not read.
+        b0_desc, ..., bias0, ..., TRANSPOSED: see ``multiply_tile``; all weights lie alike. Everything of the weights
+            from ``COUNT`` on is ``None``. Bit ``i`` of ``BIASES``: weight ``i`` has a bias (else ``bias_i`` is any
+            address).
+        c0, ...: row-major outputs, fp16 or bf16; c0_desc, ...: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide
+            where ``HALVES``.
         EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``.
-        KEEP: the workspace is to hold the whole gathered tensor, the own shard too, until ``kernels.signals.end_call`` has run.
-        peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags; ``flags``: this rank's own flags.
-            ``signal_flag(s, i)``: the call whose part ``i`` has come from rank ``s``.
-        queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + WORLD * PARTS`` words, zero between
-            calls: pieces sent, own tiles, tiles of peers, blocks that have finished, and behind ``QUEUE_WORDS`` pieces stored; one word).
+        KEEP: the workspace is to hold the whole gathered tensor, the own shard too, until ``kernels.signals.end_call``
+            has run.
+        peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags; ``flags``: this rank's
+            own flags. ``signal_flag(s, i)``: the call whose part ``i`` has come from rank ``s``.
+        queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + WORLD * PARTS`` words, zero between calls:
+            pieces sent, own tiles, tiles of peers, blocks that have finished, and behind ``QUEUE_WORDS`` pieces stored;
+            one word).
         site: number under which a fault record names the site.
         part_rows: rows of a part, a multiple of ``BLOCK_M``; ``part_vectors``: their 16-byte words.
     """
@@ -84,7 +93,26 @@ def all_gather_matmul(
     if SENDS:
         sending = tl.program_id(0) < PUSHERS
         while sending:
-            sending = push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP)
+            sending = push_piece(
+                words,
+                peer_data,
+                peer_flags,
+                flags,
+                queues,
+                call,
+                shard_words,
+                part_words,
+                rank,
+                site,
+                stop,
+                patience,
+                signals,
+                WORLD,
+                PARTS,
+                PIECES,
+                BLOCK,
+                KEEP,
+            )
 
     turn = claimed(claim(queues + 1, THREADS))
     while turn < tiles_shard * tiles_n:
@@ -92,9 +120,38 @@ def all_gather_matmul(
             if turn < tiles_shard * tiles_n:
                 m, n = grouped(turn, tiles_shard, tiles_n, GROUP_M)
                 b_desc, c_desc, c, bias, columns, biased, weight, n = _weight_of(weights, n, COUNT, BIASES, BLOCK_N)
-                total = multiply_tile(own_desc, b_desc, bias, m * BLOCK_M, n * BLOCK_N, inner, biased, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIASES > 0)
+                total = multiply_tile(
+                    own_desc,
+                    b_desc,
+                    bias,
+                    m * BLOCK_M,
+                    n * BLOCK_N,
+                    inner,
+                    biased,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    TRANSPOSED,
+                    BIASES > 0,
+                )
                 following = claim(queues + 1, THREADS)
-                _store(c_desc, c, total, extra0, extra1, weight, rank, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES, EPILOGUE)
+                _store(
+                    c_desc,
+                    c,
+                    total,
+                    extra0,
+                    extra1,
+                    weight,
+                    rank,
+                    m,
+                    n,
+                    rows,
+                    columns,
+                    BLOCK_M,
+                    BLOCK_N,
+                    HALVES,
+                    EPILOGUE,
+                )
                 turn = claimed(following)
 
     turn = claimed(claim(queues + 2, THREADS))
@@ -110,29 +167,97 @@ def all_gather_matmul(
                     if SENDS:
                         sending = not has_come(flag, call + 1)
                         while sending:
-                            sent = push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP)
+                            sent = push_piece(
+                                words,
+                                peer_data,
+                                peer_flags,
+                                flags,
+                                queues,
+                                call,
+                                shard_words,
+                                part_words,
+                                rank,
+                                site,
+                                stop,
+                                patience,
+                                signals,
+                                WORLD,
+                                PARTS,
+                                PIECES,
+                                BLOCK,
+                                KEEP,
+                            )
                             sending = sent and not has_come(flag, call + 1)
                     wait_at_least(flag, call + 1, stop, patience, site * WAIT_KINDS + WAIT_PART, shard)
                     load_fence()
                 one = unless_aborted(1.0, stop)
                 b_desc, c_desc, c, bias, columns, biased, weight, n = _weight_of(weights, n, COUNT, BIASES, BLOCK_N)
-                total = multiply_tile(gathered_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, biased, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIASES > 0)
+                total = multiply_tile(
+                    gathered_desc,
+                    b_desc,
+                    bias,
+                    shard * rows + m * BLOCK_M,
+                    n * BLOCK_N,
+                    inner,
+                    biased,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    TRANSPOSED,
+                    BIASES > 0,
+                )
                 total *= one
                 following = claim(queues + 2, THREADS)
-                _store(c_desc, c, total, extra0, extra1, weight, shard, m, n, rows, columns, BLOCK_M, BLOCK_N, HALVES, EPILOGUE)
+                _store(
+                    c_desc,
+                    c,
+                    total,
+                    extra0,
+                    extra1,
+                    weight,
+                    shard,
+                    m,
+                    n,
+                    rows,
+                    columns,
+                    BLOCK_M,
+                    BLOCK_N,
+                    HALVES,
+                    EPILOGUE,
+                )
                 turn = claimed(following)
 
     if SENDS:
         sending = True
         while sending:
-            sending = push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD, PARTS, PIECES, BLOCK, KEEP)
+            sending = push_piece(
+                words,
+                peer_data,
+                peer_flags,
+                flags,
+                queues,
+                call,
+                shard_words,
+                part_words,
+                rank,
+                site,
+                stop,
+                patience,
+                signals,
+                WORLD,
+                PARTS,
+                PIECES,
+                BLOCK,
+                KEEP,
+            )
 
     last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD, KEEP)
 
 
 @triton.jit
 def last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD: tl.constexpr, KEEP: tl.constexpr):
-    """The last block of the grid to come here clears what the kernel's blocks have claimed, and ends the call unless ``KEEP``."""
+    """The last block of the grid to come here clears what the kernel's blocks have claimed, and ends the call unless
+    ``KEEP``."""
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")
     if finished == tl.num_programs(0) - 1:
@@ -144,8 +269,8 @@ def last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD: tl.const
 
 @triton.jit
 def _weight_of(weights, n, COUNT: tl.constexpr, BIASES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What tile column ``n`` of all weights beside each other is of: ``(b_desc, c_desc, c, bias, columns, columns of the bias, number of the weight,
-    tile column of that weight)``.
+    """What tile column ``n`` of all weights beside each other is of: ``(b_desc, c_desc, c, bias, columns, columns of
+    the bias, number of the weight, tile column of that weight)``.
 
     Selected before the loop over K: two pipelined loops in the branches of an ``if`` would hold shared memory for both.
     """
@@ -165,13 +290,40 @@ def _weight_of(weights, n, COUNT: tl.constexpr, BIASES: tl.constexpr, BLOCK_N: t
 
 
 @triton.jit
-def _store(c_desc, c, total, extra0, extra1, weight, shard, m, n, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr, EPILOGUE: tl.constexpr):
+def _store(
+    c_desc,
+    c,
+    total,
+    extra0,
+    extra1,
+    weight,
+    shard,
+    m,
+    n,
+    rows,
+    columns,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HALVES: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
     """One tile of the result; a tile that reaches beyond its shard stops there (the rows behind are another shard's)."""
     at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
     tile = total.to(c.dtype.element_ty)
     if EPILOGUE is not None:
-        tile = by_quarters(EPILOGUE, tile.to(tl.float32), weight, shard * rows + at_m, at_m < rows, n * BLOCK_N, columns, extra0, extra1, c.dtype.element_ty)
+        tile = by_quarters(
+            EPILOGUE,
+            tile.to(tl.float32),
+            weight,
+            shard * rows + at_m,
+            at_m < rows,
+            n * BLOCK_N,
+            columns,
+            extra0,
+            extra1,
+            c.dtype.element_ty,
+        )
     if (m + 1) * BLOCK_M <= rows:
         store_tile(c_desc, shard * rows + m * BLOCK_M, n * BLOCK_N, tile, HALVES)
     else:

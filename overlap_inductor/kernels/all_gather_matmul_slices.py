@@ -1,17 +1,21 @@
-"""Schedule ``fused``, transport ``sm_push``, where the matmul is one wave or two: ``all_gather(a) @ b``, waiting along K.
+"""Schedule ``fused``, transport ``sm_push``, where the matmul is one wave or two: ``all_gather(a) @ b``, waiting along
+K.
 
-Where nearly every tile is of a peer's rows and there is one for each SM, a kernel that waits for whole rows (``all_gather_matmul``) idles until they have come.
-Here shards come slice after slice of their columns, and a tile goes on with each slice of K when it is there: the transfer hides under the tile itself. A
-wait drains the pipeline of loads, so that this does not pay where there are several waves.
+Where nearly every tile is of a peer's rows and there is one for each SM, a kernel that waits for whole rows
+(``all_gather_matmul``) idles until they have come. Here shards come slice after slice of their columns, and a tile goes
+on with each slice of K when it is there: the transfer hides under the tile itself. A wait drains the pipeline of loads,
+so that this does not pay where there are several waves.
 
-The ``PUSHERS`` blocks that begin first, whichever they are (each takes a ticket), store this rank's shard into the peers' workspace, the first slice to all peers before
-the second (``push.push_slice``), and then multiply.
+The ``PUSHERS`` blocks that begin first, whichever they are (each takes a ticket), store this rank's shard into the
+peers' workspace, the first slice to all peers before the second (``push.push_slice``), and then multiply.
 
-Forward progress. Where a block runs that is no pusher, all tickets of pushers are taken, by blocks that run or have ended. A pusher waits for credits
-only, which rest on the call before; it multiplies when every piece of its rank is claimed. So whatever a rank's tiles wait for, its shard
-leaves, with one resident block as with all. All waits are bounded (``signals``).
+Forward progress. Where a block runs that is no pusher, all tickets of pushers are taken, by blocks that run or have
+ended. A pusher waits for credits only, which rest on the call before; it multiplies when every piece of its rank is
+claimed. So whatever a rank's tiles wait for, its shard leaves, with one resident block as with all. All waits are
+bounded (``signals``).
 
-Memory ordering, CUDA graphs: as in ``all_gather_matmul``; a slice has a flag of its own, and each wait for one has its ``load_fence``.
+Memory ordering, CUDA graphs: as in ``all_gather_matmul``; a slice has a flag of its own, and each wait for one has its
+``load_fence``.
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ def all_gather_matmul_slices(
     """Arguments as ``all_gather_matmul``, but for
 
     Args:
-        row_vectors: 16-byte words of a row; slice_inner: columns of a slice, a multiple of ``BLOCK_K``, ``slice_vectors`` their 16-byte words.
+        row_vectors: 16-byte words of a row; slice_inner: columns of a slice, a multiple of ``BLOCK_K``,
+            ``slice_vectors`` their 16-byte words.
         flags: ``signal_flag(s, part * SLICES + i)``: the call whose slice ``i`` of a part has come from rank ``s``.
         queues: ``QUEUE_WORDS + WORLD * PARTS * SLICES`` words, of which tiles of peers have none of their own.
     """
@@ -64,12 +69,37 @@ def all_gather_matmul_slices(
     sending = tl.atomic_add(queues + 4, 1, sem="relaxed") < PUSHERS
     while sending:
         # (Products of four: so it is known that masks end between 16-byte words.)
-        sending = push_slice(words, peer_data, peer_flags, flags, queues, call, rows, row_vectors * 4, part_rows, slice_vectors * 4, rank, site, stop, patience, signals, WORLD, PARTS, SLICES, PIECES, ROWS, COLUMNS, KEEP)
+        sending = push_slice(
+            words,
+            peer_data,
+            peer_flags,
+            flags,
+            queues,
+            call,
+            rows,
+            row_vectors * 4,
+            part_rows,
+            slice_vectors * 4,
+            rank,
+            site,
+            stop,
+            patience,
+            signals,
+            WORLD,
+            PARTS,
+            SLICES,
+            PIECES,
+            ROWS,
+            COLUMNS,
+            KEEP,
+        )
 
     own = tiles_shard * tiles_n
     turn = claimed(claim(queues + 1, THREADS))
     while turn < own * WORLD:
-        shard, m, n = arriving(tl.maximum(turn - own, 0), rank, tiles_shard, part_rows // BLOCK_M, tiles_n, WORLD, GROUP_M)
+        shard, m, n = arriving(
+            tl.maximum(turn - own, 0), rank, tiles_shard, part_rows // BLOCK_M, tiles_n, WORLD, GROUP_M
+        )
         a_desc = gathered_desc
         row = shard * rows + m * BLOCK_M
         if turn < own:
@@ -82,7 +112,14 @@ def all_gather_matmul_slices(
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for i in range(SLICES):
             if shard != rank:
-                wait_at_least(signal_flag(flags, shard, index + i, signals, WORLD), call + 1, stop, patience, site * WAIT_KINDS + WAIT_PART, shard)
+                wait_at_least(
+                    signal_flag(flags, shard, index + i, signals, WORLD),
+                    call + 1,
+                    stop,
+                    patience,
+                    site * WAIT_KINDS + WAIT_PART,
+                    shard,
+                )
                 load_fence()
             for k in tl.range(i * slice_inner, tl.minimum((i + 1) * slice_inner, inner), BLOCK_K):
                 if TRANSPOSED:

@@ -1,8 +1,10 @@
-"""An epilogue of a tile, as a Triton function written for its program (``sites.epilogue_program`` says what a program is).
+"""An epilogue of a tile, as a Triton function written for its program (``sites.epilogue_program`` says what a program
+is).
 
-The function is an argument of the kernel that calls it, known when that is compiled: each program makes a kernel of its own. All values are fp32
-tiles in the layout of the accumulator; extra tensors are read by ordinary loads, which need no order with anything: they are inputs of
-the whole launch. Forward progress: it waits for nothing. CUDA graphs: it holds no address and no number but the program's.
+The function is an argument of the kernel that calls it, known when that is compiled: each program makes a kernel of its
+own. All values are fp32 tiles in the layout of the accumulator; extra tensors are read by ordinary loads, which need no
+order with anything: they are inputs of the whole launch. Forward progress: it waits for nothing. CUDA graphs: it holds
+no address and no number but the program's.
 
 A program is text of an op's argument before it is code. So ``source_of`` takes names that it knows and finite numbers
 only, and reads what it has written once more, as a syntax tree, before anything runs it.
@@ -42,7 +44,10 @@ TRITON_OPS = {
 }
 
 _LOADS = {
-    "full": "tl.load({0} + at_m[:, None].to(tl.int64) * columns + at_n[None, :], mask=inside_m[:, None] & (at_n < columns)[None, :], other=0.0)",
+    "full": (
+        "tl.load({0} + at_m[:, None].to(tl.int64) * columns + at_n[None, :], mask=inside_m[:, None] & (at_n <"
+        " columns)[None, :], other=0.0)"
+    ),
     "row": "tl.load({0} + at_n, mask=at_n < columns, other=0.0)[None, :]",
     "column": "tl.load({0} + at_m, mask=inside_m, other=0.0)[:, None]",
     "scalar": "tl.load({0})",
@@ -65,8 +70,11 @@ def _beside(left, right):
 
 
 @triton.jit
-def by_quarters(EPILOGUE: tl.constexpr, tile, weight, at_m, inside_m, column, columns, extra0, extra1, dtype: tl.constexpr):
-    """``tile`` with its epilogue, in ``dtype``. One quarter of its columns after the other: an op of a whole accumulator takes as many registers again."""
+def by_quarters(
+    EPILOGUE: tl.constexpr, tile, weight, at_m, inside_m, column, columns, extra0, extra1, dtype: tl.constexpr
+):
+    """``tile`` with its epilogue, in ``dtype``. One quarter of its columns after the other: an op of a whole
+    accumulator takes as many registers again."""
     QUARTER: tl.constexpr = tile.shape[1] // 4
     left, right = _halves(tile)
     a, b = _halves(left)
@@ -152,7 +160,10 @@ def source_of(programs: Sequence[Program | None]) -> str:
                 "and at least one op. Compile the model anew."
             )
         lines.append(f"    if weight == {i}:")
-        lines += [f"        e{first + j}_{i} = {_LOADS[kind].format(f'e{first + j}')}.to(tl.float32)" for j, kind in enumerate(kinds)]
+        lines += [
+            f"        e{first + j}_{i} = {_LOADS[kind].format(f'e{first + j}')}.to(tl.float32)"
+            for j, kind in enumerate(kinds)
+        ]
         names = {"x": "x"} | {f"e{j}": f"e{first + j}_{i}" for j in range(len(kinds))}
         for j, op in enumerate(ops):
             lines.append(f"        t{j}_{i} = {_expression(op, names)}")

@@ -1,7 +1,8 @@
 """Signals to all ranks of a group at once, and waits for many flags at once: one thread a flag.
 
-One thread that releases a flag after the other waits seven times until the far side has acknowledged what came before, and one that reads flag
-after flag waits seven times for memory: a microsecond each, which is much of a small all-reduce. Here threads of one block do it beside each other.
+One thread that releases a flag after the other waits seven times until the far side has acknowledged what came before,
+and one that reads flag after flag waits seven times for memory: a microsecond each, which is much of a small
+all-reduce. Here threads of one block do it beside each other.
 
 Memory ordering: as in ``signals``. A signal is ``bar.red`` and then each of some threads' ``st.release.sys``: the
 barrier orders the block's stores before every one of these threads. A wait is some threads' ``ld.acquire.sys``, each
@@ -46,7 +47,8 @@ mov.u32 $0, 0;
 }
 """)
 
-# As ``signals._WAIT``, for thread ``t`` at word ``(t / $4) * $5 + (t % $4) * FLAG_WORDS`` behind the first flag; the clock is read from the first look on.
+# As ``signals._WAIT``, for thread ``t`` at word ``(t / $4) * $5 + (t % $4) * FLAG_WORDS`` behind the first flag; the
+# clock is read from the first look on.
 _WAIT = tl.constexpr(f"""
 {{
 .reg .pred other, done, stopped, early, looks, first;
@@ -99,7 +101,14 @@ def _signal_ranks(peer_flags, word, value, left_out, looked, WORLD: tl.constexpr
 @triton.jit
 def _wait_for_all(first, target, sources, each, stride, left_out, stop, patience_ns, code, peer):
     count = sources * each
-    tl.inline_asm_elementwise(_WAIT, "=r,l,r,r,r,r,r,l,l,r,r", [first, target, count, each, stride, left_out, stop, patience_ns, code, peer], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        _WAIT,
+        "=r,l,r,r,r,r,r,l,l,r,r",
+        [first, target, count, each, stride, left_out, stop, patience_ns, code, peer],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
     tl.debug_barrier()
 
 
@@ -128,6 +137,7 @@ the int32 ``word`` of every rank's flags is
 (``signals.look``). ``peer_flags``: int64
 ``[WORLD]``, their addresses. The block has at least ``WORLD`` threads.
 
-``wait_for_all(first, target, sources, each, stride, left_out, stop, patience_ns, code, peer)``: until ``each`` flags one behind the other of every source
-but ``left_out`` are at least ``target``. ``first``: the first flag of source 0; ``stride``: int32 words from source to source. A fault record names source ``s``
-as ``peer + s``. The block has at least ``sources * each`` threads."""
+``wait_for_all(first, target, sources, each, stride, left_out, stop, patience_ns, code, peer)``: until ``each`` flags
+one behind the other of every source but ``left_out`` are at least ``target``. ``first``: the first flag of source 0;
+``stride``: int32 words from source to source. A fault record names source ``s`` as ``peer + s``. The block has at least
+``sources * each`` threads."""

@@ -1,16 +1,19 @@
-"""Schedule ``fused``: ``all_reduce(a @ b)`` in one persistent kernel, some of whose blocks send what the others multiply.
+"""Schedule ``fused``: ``all_reduce(a @ b)`` in one persistent kernel, some of whose blocks send what the others
+multiply.
 
-A tile that leaves from its own block's epilogue holds up that block's next loads for as long as the link takes (``matmul_reduce_scatter``): the matmul and the link take
-turns on an SM, and of two legs hardly one is hidden. Here a tile goes to this rank's ``product``, in the collective's dtype, and is sent from there. Four kinds of work,
-each with a queue of its own, in the order of bands: ::
+A tile that leaves from its own block's epilogue holds up that block's next loads for as long as the link takes
+(``matmul_reduce_scatter``): the matmul and the link take turns on an SM, and of two legs hardly one is hidden. Here a
+tile goes to this rank's ``product``, in the collective's dtype, and is sent from there. Four kinds of work, each with a
+queue of its own, in the order of bands: ::
 
     tile    multiply a tile of all ranks' rows into ``product``; of a band those of the peers' shards first, the own last
     push    copy ``UNIT`` tiles beside each other of a peer's shard from ``product`` to that peer's workspace: at any time as many to each (``departing``)
     sum     a tile of the own shard: what has come for it and the own product, in fp32, rounded once, into ``out`` and to all peers
     copy    a tile of a peer's shard that is finished: from the workspace into ``out``
 
-The first ``PUSHERS`` blocks do what is ready of ``push``, ``sum`` and ``copy``, in this order, and multiply a tile where nothing is; the others multiply, and do as
-those when all tiles are taken. Eight SMs that store to all peers at once fill a GPU's links (8 H200s, ``bench/results/turns.jsonl``). ::
+The first ``PUSHERS`` blocks do what is ready of ``push``, ``sum`` and ``copy``, in this order, and multiply a tile
+where nothing is; the others multiply, and do as those when all tiles are taken. Eight SMs that store to all peers at
+once fill a GPU's links (8 H200s, ``bench/results/turns.jsonl``). ::
 
     while there is work:
         if this block pushes, or all tiles are taken:
@@ -18,15 +21,19 @@ those when all tiles are taken. Eight SMs that store to all peers at once fill a
             if one that is held is ready: do it, and begin again
         multiply a tile; or, where all are taken, wait for the first of the three that is held, and do it
 
-Forward progress. A block waits only when all tiles are taken, so that each is finished, in progress, or claimed by a block that multiplies it before it waits for
-anything; a push waits for a tile of this rank. So all pushes are done, whatever else happens. A sum waits for pushes of the same band, of all ranks, and is held by a block that
-waits for nothing but a push before; so all sums are done, and then copies. Each claim of a kind is in the queue's order, so with one resident block a rank as with
-all. Credits rest on the call before. All waits are bounded (``signals``).
+Forward progress. A block waits only when all tiles are taken, so that each is finished, in progress, or claimed by a
+block that multiplies it before it waits for anything; a push waits for a tile of this rank. So all pushes are done,
+whatever else happens. A sum waits for pushes of the same band, of all ranks, and is held by a block that waits for
+nothing but a push before; so all sums are done, and then copies. Each claim of a kind is in the queue's order, so with
+one resident block a rank as with all. Credits rest on the call before. All waits are bounded (``signals``).
 
-Memory ordering. A tile: bulk stores, ``store_fence``, a barrier, one thread's releasing add to a word of ``ready`` at GPU scope; whoever sends or sums it acquires
-that, clears the word, and loads past L1. ``product`` may be ``out`` (shards of whole tiles): a peer's finished tile is stored there behind its flag, which the peer sets
-when it has got this rank's, so that what was sent has been read; an own tile is summed by the threads that store it. To peers: ordinary stores, ``count_and_signal``. The workspace is written again after the credits that the last block gives; ``product``
-by the next call on the stream. CUDA graphs: the number of the call, which flags are compared with, is read from device memory and counted on by the last block.
+Memory ordering. A tile: bulk stores, ``store_fence``, a barrier, one thread's releasing add to a word of ``ready`` at
+GPU scope; whoever sends or sums it acquires that, clears the word, and loads past L1. ``product`` may be ``out``
+(shards of whole tiles): a peer's finished tile is stored there behind its flag, which the peer sets when it has got
+this rank's, so that what was sent has been read; an own tile is summed by the threads that store it. To peers: ordinary
+stores, ``count_and_signal``. The workspace is written again after the credits that the last block gives; ``product`` by
+the next call on the stream. CUDA graphs: the number of the call, which flags are compared with, is read from device
+memory and counted on by the last block.
 """
 
 from __future__ import annotations
@@ -73,7 +80,15 @@ def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GRO
     band = turn // whole
     rest = turn - band * whole
     peers = band_tiles(band, tiles_shard, tiles_part, tiles_n) * (WORLD - 1)
-    shard, m, n = departing(band * tiles_part * tiles_n * (WORLD - 1) + tl.minimum(rest, peers - 1), rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
+    shard, m, n = departing(
+        band * tiles_part * tiles_n * (WORLD - 1) + tl.minimum(rest, peers - 1),
+        rank,
+        tiles_shard,
+        tiles_part,
+        tiles_n,
+        WORLD,
+        GROUP_M,
+    )
     if rest >= peers:
         shard = rank
         m, n = own_tile(band * tiles_part * tiles_n + rest - peers, tiles_shard, tiles_part, tiles_n, GROUP_M)
@@ -82,20 +97,26 @@ def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GRO
 
 @triton.jit
 def _is_there(flag, target):
-    """Whether a flag has reached ``target``, the same answer for all threads; if so, what was written before it may be loaded."""
+    """Whether a flag has reached ``target``, the same answer for all threads; if so, what was written before it may be
+    loaded."""
     there = reached(tl.atomic_add(flag, 0, sem="acquire", scope="sys"), target)
     tl.debug_barrier()
     return there
 
 
 @triton.jit
-def _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, parts, WORLD: tl.constexpr):
-    """Count a push whose stores have been started: number ``sent`` is ``shard * parts + band``. Returns that none is left to count."""
+def _flush(
+    sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, parts, WORLD: tl.constexpr
+):
+    """Count a push whose stores have been started: number ``sent`` is ``shard * parts + band``. Returns that none is
+    left to count."""
     if sent >= 0:
         shard = sent // parts
         part = sent % parts
         flag = signal_flag(tl.load(peer_flags + shard).to(tl.pointer_type(tl.int32)), rank, part, signals, WORLD)
-        count_and_signal(queues + QUEUE_WORDS + sent, band_tiles(part, tiles_shard, tiles_part, units_n), flag, call + 1, stop)
+        count_and_signal(
+            queues + QUEUE_WORDS + sent, band_tiles(part, tiles_shard, tiles_part, units_n), flag, call + 1, stop
+        )
     return -1
 
 
@@ -122,22 +143,46 @@ def _sum_tile(
         inside_m = (at_m < rows) & (rank * rows + at_m < limit)
         inside = inside_m[:, None] & inside_n[None, :]
         at = at_m[:, None].to(tl.int64) * columns + at_n[None, :]
-        total = tl.load(product + rank.to(tl.int64) * padded * columns + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        total = tl.load(
+            product + rank.to(tl.int64) * padded * columns + at, mask=inside, other=0.0, cache_modifier=".cg"
+        ).to(tl.float32)
         for step in tl.static_range(1, WORLD):
             came = staging + ((rank + step) % WORLD).to(tl.int64) * padded * columns
             total += tl.load(came + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         result = (total * scale).to(out.dtype.element_ty)
         own = result
         if EPILOGUE is not None:
-            own = EPILOGUE(result.to(tl.float32), 0, first_row + at_m, inside_m, at_n, columns, extra0, extra1).to(result.dtype)
+            own = EPILOGUE(result.to(tl.float32), 0, first_row + at_m, inside_m, at_n, columns, extra0, extra1).to(
+                result.dtype
+            )
         tl.store(out + tl.cast(first_row, tl.int64) * columns + at, own, mask=inside)
         for step in tl.static_range(1, WORLD):
             to = tl.multiple_of(tl.load(peer_data + (rank + step) % WORLD).to(out.dtype), 16)
-            tl.store(to + (WORLD + rank).to(tl.int64) * padded * columns + at, result, mask=inside_m[:, None] & allowed[None, :])
+            tl.store(
+                to + (WORLD + rank).to(tl.int64) * padded * columns + at,
+                result,
+                mask=inside_m[:, None] & allowed[None, :],
+            )
 
 
 @triton.jit
-def _copy_tile(finished, out, extra0, extra1, stop, m, n, first_row, rows, limit, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr, EPILOGUE: tl.constexpr):
+def _copy_tile(
+    finished,
+    out,
+    extra0,
+    extra1,
+    stop,
+    m,
+    n,
+    first_row,
+    rows,
+    limit,
+    columns,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SLAB: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
     """Copy tile ``(m, n)`` of a peer's finished shard, whose rows in ``out`` begin at ``first_row``."""
     one = unless_aborted(1.0, stop)
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -149,7 +194,9 @@ def _copy_tile(finished, out, extra0, extra1, stop, m, n, first_row, rows, limit
         came = tl.load(finished + at, mask=inside, cache_modifier=".cg")
         came = (came.to(tl.float32) * one).to(came.dtype)
         if EPILOGUE is not None:
-            came = EPILOGUE(came.to(tl.float32), 0, first_row + at_m, inside_m, at_n, columns, extra0, extra1).to(came.dtype)
+            came = EPILOGUE(came.to(tl.float32), 0, first_row + at_m, inside_m, at_n, columns, extra0, extra1).to(
+                came.dtype
+            )
         tl.store(out + tl.cast(first_row, tl.int64) * columns + at, came, mask=inside)
 
 
@@ -171,18 +218,24 @@ def matmul_all_reduce(
     """Grid: any number of blocks, at best one an SM.
 
     Args:
-        a_desc: ``[limit, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
-        product, product_desc: ``[WORLD * padded, columns]`` of ``out``'s dtype, ``padded`` being ``rows`` in whole tiles; blocks ``[BLOCK_M, BLOCK_N]``, half as wide
-            with ``HALVES``.
-        ready: int32, a word for each tile of ``product`` in the order of its rows, zero between calls: for the first tile of ``UNIT`` of a peer's shard, how many of these
-            are written; for a tile of the own shard, whether it is.
-        out: this rank's result, all shards ``[limit, columns]``. rows, limit: rows of a shard, and of all shards together; the last shards may be short.
-        staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, what has come from each source, and behind it the same of finished shards.
-        flags: ``signal_flag(s, i)``: the call whose band ``i`` has come from source ``s``; ``signal_flag(s, parts + i)``: the call whose finished band ``i`` has.
+        a_desc: ``[limit, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; b_desc, bias, TRANSPOSED, BIAS: see
+            ``multiply_tile``.
+        product, product_desc: ``[WORLD * padded, columns]`` of ``out``'s dtype, ``padded`` being ``rows`` in whole
+            tiles; blocks ``[BLOCK_M, BLOCK_N]``, half as wide with ``HALVES``.
+        ready: int32, a word for each tile of ``product`` in the order of its rows, zero between calls: for the first
+            tile of ``UNIT`` of a peer's shard, how many of these are written; for a tile of the own shard, whether it
+            is.
+        out: this rank's result, all shards ``[limit, columns]``. rows, limit: rows of a shard, and of all shards
+            together; the last shards may be short.
+        staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, what has come from each source,
+            and behind it the same of finished shards.
+        flags: ``signal_flag(s, i)``: the call whose band ``i`` has come from source ``s``; ``signal_flag(s, parts +
+            i)``: the call whose finished band ``i`` has.
         parts: bands of a shard. (Not compiled in: with dynamic sizes there may be any number.)
         peer_data, peer_flags, part_rows, signals, scale, EPILOGUE: as ``matmul_reduce_scatter``.
-        queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + (WORLD + 1) * parts`` words, zero between calls: words 0 to 4 are tiles claimed, blocks that
-            have finished, pushes, sums and copies claimed, 6 is ``NOTHING_QUEUE``, and behind ``QUEUE_WORDS`` tiles sent, to each rank and to all; one word).
+        queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + (WORLD + 1) * parts`` words, zero between calls:
+            words 0 to 4 are tiles claimed, blocks that have finished, pushes, sums and copies claimed, 6 is
+            ``NOTHING_QUEUE``, and behind ``QUEUE_WORDS`` tiles sent, to each rank and to all; one word).
         SLAB: rows of a tile that are summed at once.
     """
     call = tl.load(calls)
@@ -217,7 +270,20 @@ def matmul_all_reduce(
                 if _is_there(word, wanted):
                     worked = 1
                 elif tile >= tiles:
-                    sent = _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, parts, WORLD)
+                    sent = _flush(
+                        sent,
+                        queues,
+                        peer_flags,
+                        stop,
+                        call,
+                        rank,
+                        tiles_shard,
+                        tiles_part,
+                        units_n,
+                        signals,
+                        parts,
+                        WORLD,
+                    )
                     wait_at_least(word, wanted, stop, patience, site * WAIT_KINDS + WAIT_TILES, rank)
                     worked = 1
                 if worked != 0:
@@ -225,13 +291,30 @@ def matmul_all_reduce(
                     tl.store(word, 0)
                     credits = _credited(credits, shard, flags, call, stop, patience, site)
                     source = product + shard.to(tl.int64) * padded * columns
-                    to = tl.multiple_of(tl.load(peer_data + shard).to(out.dtype), 16) + rank.to(tl.int64) * padded * columns
+                    to = (
+                        tl.multiple_of(tl.load(peer_data + shard).to(out.dtype), 16)
+                        + rank.to(tl.int64) * padded * columns
+                    )
                     # (Where the credit did not come nothing is stored.)
                     end = tl.where(may_store(stop), tl.minimum((n + UNIT) * BLOCK_N, columns), 0)
                     at, inside = _places(m * BLOCK_M, n * BLOCK_N, columns, end, BLOCK_M, BLOCK_N)
                     moved = tl.load(source + at, mask=inside, cache_modifier=".cg")
-                    # (What was sent before has had the time of a claim, a look and a load to arrive: counting it waits for that.)
-                    sent = _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, parts, WORLD)
+                    # (What was sent before has had the time of a claim, a look and a load to arrive: counting it waits
+                    # for that.)
+                    sent = _flush(
+                        sent,
+                        queues,
+                        peer_flags,
+                        stop,
+                        call,
+                        rank,
+                        tiles_shard,
+                        tiles_part,
+                        units_n,
+                        signals,
+                        parts,
+                        WORLD,
+                    )
                     tl.store(to + at, moved, mask=inside)
                     for column in range((n + 1) * BLOCK_N, (n + UNIT) * BLOCK_N, BLOCK_N):
                         at, inside = _places(m * BLOCK_M, column, columns, end, BLOCK_M, BLOCK_N)
@@ -239,7 +322,9 @@ def matmul_all_reduce(
                     sent = shard * parts + m // tiles_part
                     push = claimed(following_push)
             if worked == 0:
-                sent = _flush(sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, parts, WORLD)
+                sent = _flush(
+                    sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, parts, WORLD
+                )
                 if sum_turn < 0:
                     sum_turn = tl.atomic_add(queues + SUM_QUEUE, 1, sem="relaxed")
                 if sum_turn < sums:
@@ -251,14 +336,27 @@ def matmul_all_reduce(
                         if partials < part:
                             for step in range(1, WORLD):
                                 source = (rank + step) % WORLD
-                                wait_at_least(signal_flag(flags, source, part, signals, WORLD), call + 1, stop, patience, site * WAIT_KINDS + WAIT_PARTIALS, source)
+                                wait_at_least(
+                                    signal_flag(flags, source, part, signals, WORLD),
+                                    call + 1,
+                                    stop,
+                                    patience,
+                                    site * WAIT_KINDS + WAIT_PARTIALS,
+                                    source,
+                                )
                             partials = part
                         worked = 1
                     elif _is_there(word, 1):
                         if partials < part:
                             came = 1
                             while (came > 0) & (came < WORLD):
-                                came = tl.where(_is_there(signal_flag(flags, (rank + came) % WORLD, part, signals, WORLD), call + 1), came + 1, 0)
+                                came = tl.where(
+                                    _is_there(
+                                        signal_flag(flags, (rank + came) % WORLD, part, signals, WORLD), call + 1
+                                    ),
+                                    came + 1,
+                                    0,
+                                )
                             if came != 0:
                                 partials = part
                         if partials >= part:
@@ -273,7 +371,17 @@ def matmul_all_reduce(
                             WORLD, BLOCK_M, BLOCK_N, SLAB, EPILOGUE,
                         )  # fmt: skip
                         counter = queues + QUEUE_WORDS + WORLD * parts + part
-                        count_and_signal_all(counter, band_tiles(part, tiles_shard, tiles_part, tiles_n), peer_flags, rank, parts + part, signals, call + 1, stop, WORLD)
+                        count_and_signal_all(
+                            counter,
+                            band_tiles(part, tiles_shard, tiles_part, tiles_n),
+                            peer_flags,
+                            rank,
+                            parts + part,
+                            signals,
+                            call + 1,
+                            stop,
+                            WORLD,
+                        )
             if worked == 0:
                 if copy < 0:
                     copy = tl.atomic_add(queues + COPY_QUEUE, 1, sem="relaxed")
@@ -288,16 +396,47 @@ def matmul_all_reduce(
                     if worked != 0:
                         copy = -1
                         finished = staging + (WORLD + shard).to(tl.int64) * padded * columns
-                        _copy_tile(finished, out, extra0, extra1, stop, m, n, shard * rows, rows, limit, columns, BLOCK_M, BLOCK_N, SLAB, EPILOGUE)
+                        _copy_tile(
+                            finished,
+                            out,
+                            extra0,
+                            extra1,
+                            stop,
+                            m,
+                            n,
+                            shard * rows,
+                            rows,
+                            limit,
+                            columns,
+                            BLOCK_M,
+                            BLOCK_N,
+                            SLAB,
+                            EPILOGUE,
+                        )
         if worked == 0:
             if tile < 0:
                 tile = tl.atomic_add(queues, 1, sem="relaxed")
             if tile < tiles:
                 shard, m, n = _tile(tile, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
-                total = multiply_tile(a_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
+                total = multiply_tile(
+                    a_desc,
+                    b_desc,
+                    bias,
+                    shard * rows + m * BLOCK_M,
+                    n * BLOCK_N,
+                    inner,
+                    columns,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    TRANSPOSED,
+                    BIAS,
+                )
                 # (A block that pushes claims when it has nothing to push: what it held others would wait for.)
                 following = claim(queues + tl.where(pushes_first, NOTHING_QUEUE, 0), THREADS)
-                store_tile(product_desc, shard * padded + m * BLOCK_M, n * BLOCK_N, total.to(out.dtype.element_ty), HALVES)
+                store_tile(
+                    product_desc, shard * padded + m * BLOCK_M, n * BLOCK_N, total.to(out.dtype.element_ty), HALVES
+                )
                 store_fence()
                 tl.debug_barrier()
                 unit = tl.where(shard == rank, n, n // UNIT * UNIT)

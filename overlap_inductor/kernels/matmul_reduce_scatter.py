@@ -1,20 +1,24 @@
 """Schedule ``fused``: ``reduce_scatter(a @ b)`` in one persistent kernel; every tile leaves from its epilogue.
 
-A rank's rows of the product belong to the ranks in equal shards, and a shard is cut into ``parts`` bands. A tile of another rank's shard goes
-to that rank's workspace when it is summed over K, in the collective's dtype; a tile of the own shard is summed in fp32 with what has come for
-it, and rounded once (``preserve``). All tiles of the peers' shards come first, band after band, as many to each peer at any time (``departing``); then the own ones.
+A rank's rows of the product belong to the ranks in equal shards, and a shard is cut into ``parts`` bands. A tile of
+another rank's shard goes to that rank's workspace when it is summed over K, in the collective's dtype; a tile of the
+own shard is summed in fp32 with what has come for it, and rounded once (``preserve``). All tiles of the peers' shards
+come first, band after band, as many to each peer at any time (``departing``); then the own ones.
 
-A tile leaves as a bulk store out of shared memory, which goes on under the next tile's matmul; it is counted (``_flush``) when that is done. Blocks start
-``STAGGER`` ns one after the other: tiles that end at one moment would leave at one moment, and loads wait behind stores in an SM's copy unit.
+A tile leaves as a bulk store out of shared memory, which goes on under the next tile's matmul; it is counted
+(``_flush``) when that is done. Blocks start ``STAGGER`` ns one after the other: tiles that end at one moment would
+leave at one moment, and loads wait behind stores in an SM's copy unit.
 
-Forward progress. Work is claimed from one queue, in this order on every rank; a block may hold one later turn besides its own (``claim``). A block waits for an own
-tile of band ``p`` until the peers' tiles of band ``p`` have come; in the peers' queues these stand before all own tiles. So no wait rests
-on itself, with one resident block a rank as with all. (A block that waits has counted what it has
-stored.) Credits rest on the call before. All waits are bounded (``signals``).
+Forward progress. Work is claimed from one queue, in this order on every rank; a block may hold one later turn besides
+its own (``claim``). A block waits for an own tile of band ``p`` until the peers' tiles of band ``p`` have come; in the
+peers' queues these stand before all own tiles. So no wait rests on itself, with one resident block a rank as with all.
+(A block that waits has counted what it has stored.) Credits rest on the call before. All waits are bounded
+(``signals``).
 
-Memory ordering: bulk stores, ``store_fence``, ``count_and_signal``, the last tile of a band setting the flag to the number of the call; the receiver
-waits and loads by ordinary loads that bypass L1. The workspace is written again after the credits that the last block gives. CUDA graphs: the
-number of the call is read from device memory and counted on by the last block.
+Memory ordering: bulk stores, ``store_fence``, ``count_and_signal``, the last tile of a band setting the flag to the
+number of the call; the receiver waits and loads by ordinary loads that bypass L1. The workspace is written again after
+the credits that the last block gives. CUDA graphs: the number of the call is read from device memory and counted on by
+the last block.
 """
 
 from __future__ import annotations
@@ -63,19 +67,26 @@ def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GRO
 def _stagger(nanoseconds):
     """Sleep, so that blocks that have equal tiles do not send them at one moment."""
     if SLEEPS:
-        tl.inline_asm_elementwise("nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [nanoseconds], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [nanoseconds], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
-def _flush(pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, parts, WORLD: tl.constexpr):
-    """Count a tile whose bulk stores have been started: number ``pending`` is ``shard * parts + band``. Returns that none is left to count."""
+def _flush(
+    pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, parts, WORLD: tl.constexpr
+):
+    """Count a tile whose bulk stores have been started: number ``pending`` is ``shard * parts + band``. Returns that
+    none is left to count."""
     if pending >= 0:
         store_fence()
         shard = pending // parts
         part = pending % parts
         flag = tl.load(peer_flags + shard).to(tl.pointer_type(tl.int32))
         target = band_tiles(part, tiles_shard, tiles_part, tiles_n)
-        count_and_signal(queues + QUEUE_WORDS + pending, target, signal_flag(flag, rank, part, signals, WORLD), call + 1, stop)
+        count_and_signal(
+            queues + QUEUE_WORDS + pending, target, signal_flag(flag, rank, part, signals, WORLD), call + 1, stop
+        )
     return -1
 
 
@@ -93,14 +104,17 @@ def matmul_reduce_scatter(
             ``multiply_tile``.
         out: this rank's result: its shard ``[rows, columns]``.
         rows: of a shard.
-        EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``: of the reduced result, on this rank. What is sent is without it.
-        staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, what has come from each source, where ``padded`` is
-            ``rows`` in whole tiles.
+        EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``: of the reduced
+            result, on this rank. What is sent is without it.
+        staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, what has come from each source,
+            where ``padded`` is ``rows`` in whole tiles.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
         flags: ``signal_flag(s, i)``: the call whose band ``i`` has come from source ``s``.
-        queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + WORLD * parts`` words, zero between calls: tiles claimed, blocks
-            that have finished, and behind ``QUEUE_WORDS`` tiles stored; one word). site: number under which a fault record names the site.
-        part_rows: rows of a band, a multiple of ``BLOCK_M``; parts: bands of a shard. scale: what the sum is multiplied with (1, or ``1 / WORLD`` for an average).
+        queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + WORLD * parts`` words, zero between calls: tiles
+            claimed, blocks that have finished, and behind ``QUEUE_WORDS`` tiles stored; one word). site: number under
+            which a fault record names the site.
+        part_rows: rows of a band, a multiple of ``BLOCK_M``; parts: bands of a shard. scale: what the sum is multiplied
+            with (1, or ``1 / WORLD`` for an average).
         BATCH: tiles after which a block waits for its last store to leave shared memory.
     """
     STORE_N: tl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
@@ -126,16 +140,62 @@ def matmul_reduce_scatter(
                 shard, m, n = _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
                 if shard == rank:
                     # (The last tile of a band would be counted a whole matmul later.)
-                    pending = _flush(pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, parts, WORLD)
+                    pending = _flush(
+                        pending,
+                        queues,
+                        peer_flags,
+                        stop,
+                        call,
+                        rank,
+                        tiles_part,
+                        tiles_n,
+                        tiles_shard,
+                        signals,
+                        parts,
+                        WORLD,
+                    )
                 part = m // tiles_part
-                total = multiply_tile(a_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
+                total = multiply_tile(
+                    a_desc,
+                    b_desc,
+                    bias,
+                    shard * rows + m * BLOCK_M,
+                    n * BLOCK_N,
+                    inner,
+                    columns,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    TRANSPOSED,
+                    BIAS,
+                )
                 following = claim(queues, THREADS)
-                pending = _flush(pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, parts, WORLD)
+                pending = _flush(
+                    pending,
+                    queues,
+                    peer_flags,
+                    stop,
+                    call,
+                    rank,
+                    tiles_part,
+                    tiles_n,
+                    tiles_shard,
+                    signals,
+                    parts,
+                    WORLD,
+                )
                 if shard == rank:
                     if seen != part:
                         for step in range(1, WORLD):
                             source = (rank + step) % WORLD
-                            wait_at_least(signal_flag(flags, source, part, signals, WORLD), call + 1, stop, patience, site * WAIT_KINDS + WAIT_PARTIALS, source)
+                            wait_at_least(
+                                signal_flag(flags, source, part, signals, WORLD),
+                                call + 1,
+                                stop,
+                                patience,
+                                site * WAIT_KINDS + WAIT_PARTIALS,
+                                source,
+                            )
                         seen = part
                     at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
                     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -146,11 +206,24 @@ def matmul_reduce_scatter(
                         total += tl.load(came + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
                     result = (total * unless_aborted(scale, stop)).to(out.dtype.element_ty)
                     if EPILOGUE is not None:
-                        result = by_quarters(EPILOGUE, result.to(tl.float32), 0, at_m, at_m < rows, n * BLOCK_N, columns, extra0, extra1, result.dtype)
+                        result = by_quarters(
+                            EPILOGUE,
+                            result.to(tl.float32),
+                            0,
+                            at_m,
+                            at_m < rows,
+                            n * BLOCK_N,
+                            columns,
+                            extra0,
+                            extra1,
+                            result.dtype,
+                        )
                     tl.store(out + offsets, result, mask=inside)
                 else:
                     if ((credits >> shard) & 1) == 0:
-                        wait_at_least(credit_flag(flags, shard), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, shard)
+                        wait_at_least(
+                            credit_flag(flags, shard), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, shard
+                        )
                         credits = credits | (tl.cast(1, tl.int64) << shard)
                         row = tl.where(may_store(stop), rank * padded, NOWHERE)
                     partial = total.to(out.dtype.element_ty)

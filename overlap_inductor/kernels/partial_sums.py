@@ -1,8 +1,10 @@
-"""Schedule ``chunked``: the partial sums that have come are added up in fp32 and rounded once; finished rows go on to all peers and come from them.
+"""Schedule ``chunked``: the partial sums that have come are added up in fp32 and rounded once; finished rows go on to
+all peers and come from them.
 
-Memory ordering, forward progress, CUDA graphs: as in ``transfer``. ``sum_partials`` stands behind the waits for what it reads. What it stores to peers, it
-signals when its last block is done: each block's stores, a barrier, an acquire-release add, and the last one's releases are cumulative over all of them.
-``receive_rows`` stands behind the wait for what it copies: it fills the GPU, and what a peer waits for may not have started on this rank's other stream.
+Memory ordering, forward progress, CUDA graphs: as in ``transfer``. ``sum_partials`` stands behind the waits for what it
+reads. What it stores to peers, it signals when its last block is done: each block's stores, a barrier, an
+acquire-release add, and the last one's releases are cumulative over all of them. ``receive_rows`` stands behind the
+wait for what it copies: it fills the GPU, and what a peer waits for may not have started on this rank's other stream.
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ def sum_partials(
     own, out, staging, peer_data, peer_flags, queues, calls, stop, rank, index, signals, vectors, gathered, scale,
     WORLD: tl.constexpr, VECTOR: tl.constexpr, BROADCAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``out = scale * (own + sum of staging[source] over all other sources)``, in fp32, rounded once. Grid: any number of blocks.
+    """``out = scale * (own + sum of staging[source] over all other sources)``, in fp32, rounded once. Grid: any number
+    of blocks.
 
     Sources are added in the order ``rank + 1, rank + 2, ...``, so that a rank's result is the same in every run.
 
     Args:
-        own, out: ``[vectors * VECTOR]`` elements of one dtype, a vector being 16 bytes; staging: ``[WORLD, vectors * VECTOR]``; all at 16 bytes.
-        BROADCAST: ``out`` goes to vector ``gathered + rank * vectors`` of every peer's workspace too, and flag ``index`` is set there. ``queues``: word 0
-            counts the blocks that are done; zero before and after.
+        own, out: ``[vectors * VECTOR]`` elements of one dtype, a vector being 16 bytes; staging: ``[WORLD, vectors *
+            VECTOR]``; all at 16 bytes.
+        BROADCAST: ``out`` goes to vector ``gathered + rank * vectors`` of every peer's workspace too, and flag
+            ``index`` is set there. ``queues``: word 0 counts the blocks that are done; zero before and after.
     """
     elements = vectors * VECTOR
     for start in range(tl.program_id(0) * BLOCK, elements, tl.num_programs(0) * BLOCK):
@@ -42,10 +46,15 @@ def sum_partials(
             # (Where the credits before this on the stream did not come nothing is stored.)
             allowed = inside & may_store(stop)
             for step in tl.static_range(1, WORLD):
-                to = tl.multiple_of(tl.load(peer_data + (rank + step) % WORLD).to(out.dtype), 16) + (tl.cast(rank, tl.int64) * vectors + gathered) * VECTOR
+                to = (
+                    tl.multiple_of(tl.load(peer_data + (rank + step) % WORLD).to(out.dtype), 16)
+                    + (tl.cast(rank, tl.int64) * vectors + gathered) * VECTOR
+                )
                 tl.store(to + at, result, mask=allowed)
     if BROADCAST:
-        count_and_signal_all(queues, tl.num_programs(0), peer_flags, rank, index, signals, tl.load(calls) + 1, stop, WORLD)
+        count_and_signal_all(
+            queues, tl.num_programs(0), peer_flags, rank, index, signals, tl.load(calls) + 1, stop, WORLD
+        )
 
 
 @triton.jit(do_not_specialize=["rank", "vectors"])
@@ -53,7 +62,8 @@ def receive_rows(
     out, finished, rank, vectors,
     WORLD: tl.constexpr, STRIPES: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy every peer's finished shard from ``finished [WORLD, vectors * VECTOR]`` in the workspace to ``out``, likewise. Grid: ``(WORLD - 1) * STRIPES``.
+    """Copy every peer's finished shard from ``finished [WORLD, vectors * VECTOR]`` in the workspace to ``out``,
+    likewise. Grid: ``(WORLD - 1) * STRIPES``.
 
     Stripes of one shard lie in turn, and so do shards: ``rank + 1`` first, which no other rank begins with.
     """
@@ -62,4 +72,8 @@ def receive_rows(
     skipped = tl.cast(source, tl.int64) * vectors * VECTOR
     for start in range(tl.program_id(0) // (WORLD - 1) * BLOCK, elements, STRIPES * BLOCK):
         at = start + tl.arange(0, BLOCK)
-        tl.store(out + skipped + at, tl.load(finished + skipped + at, mask=at < elements, cache_modifier=".cg"), mask=at < elements)
+        tl.store(
+            out + skipped + at,
+            tl.load(finished + skipped + at, mask=at < elements, cache_modifier=".cg"),
+            mask=at < elements,
+        )

@@ -1,10 +1,11 @@
 """Transport ``sm_push``: SMs store a shard into every peer's workspace.
 
-Stores, not loads: a thread block gets several times the bytes through NVLink by storing to a peer than by loading from it. The shard is cut
-into parts, a part into pieces, which blocks claim from a queue; a part is signalled when its last piece is stored.
+Stores, not loads: a thread block gets several times the bytes through NVLink by storing to a peer than by loading from
+it. The shard is cut into parts, a part into pieces, which blocks claim from a queue; a part is signalled when its last
+piece is stored.
 
-Memory ordering: ordinary stores, then ``count_and_signal``. Forward progress: a piece waits only for the peer's credit, which rests on the call
-before. CUDA graphs: ``call`` is read from device memory by the kernel that pushes.
+Memory ordering: ordinary stores, then ``count_and_signal``. Forward progress: a piece waits only for the peer's credit,
+which rests on the call before. CUDA graphs: ``call`` is read from device memory by the kernel that pushes.
 """
 
 from __future__ import annotations
@@ -23,12 +24,32 @@ from overlap_inductor.kernels.signals import wait_at_least
 
 
 @triton.jit
-def push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, part_words, rank, site, stop, patience, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr):
+def push_piece(
+    words,
+    peer_data,
+    peer_flags,
+    flags,
+    queues,
+    call,
+    shard_words,
+    part_words,
+    rank,
+    site,
+    stop,
+    patience,
+    signals,
+    WORLD: tl.constexpr,
+    PARTS: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEEP: tl.constexpr,
+):
     """Claim one piece of this rank's shard and send it. Returns whether there was one.
 
-    ``words``: the shard as int32 ``[shard_words]``, at 16 bytes; it goes to word ``rank * shard_words`` of every peer's workspace (``peer_data``, int64 ``[WORLD]``
-    addresses). A part is ``part_words`` words in ``PIECES`` pieces, stored ``BLOCK`` words at a time. ``queues``: word 0 counts claimed pieces,
-    words ``QUEUE_WORDS + peer * PARTS + part`` pieces stored. ``flags``, ``peer_flags``: this rank's flags, and the peers' addresses.
+    ``words``: the shard as int32 ``[shard_words]``, at 16 bytes; it goes to word ``rank * shard_words`` of every peer's
+    workspace (``peer_data``, int64 ``[WORLD]`` addresses). A part is ``part_words`` words in ``PIECES`` pieces, stored
+    ``BLOCK`` words at a time. ``queues``: word 0 counts claimed pieces, words ``QUEUE_WORDS + peer * PARTS + part``
+    pieces stored. ``flags``, ``peer_flags``: this rank's flags, and the peers' addresses.
     """
     i = tl.atomic_add(queues, 1, sem="relaxed")
     # (With KEEP the last of the receivers is this rank itself.)
@@ -37,7 +58,8 @@ def push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, p
     if there:
         part = i // (PIECES * RECEIVERS)
         rest = i % (PIECES * RECEIVERS)
-        # One peer after the other, so that the first part is there soon; further back first: those of ranks further on arrive first (``tile_order.arriving``).
+        # One peer after the other, so that the first part is there soon; further back first: those of ranks further on
+        # arrive first (``tile_order.arriving``).
         peer = (rank + WORLD - 1 - rest // PIECES) % WORLD
         piece = rest % PIECES
         if peer != rank:
@@ -46,23 +68,56 @@ def push_piece(words, peer_data, peer_flags, flags, queues, call, shard_words, p
         size = tl.cdiv(tl.cdiv(part_words, PIECES), BLOCK) * BLOCK
         first = part * part_words + piece * size
         last = tl.minimum(first + size, end)
-        to = tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16) + tl.cast(rank, tl.int64) * shard_words
+        to = (
+            tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16)
+            + tl.cast(rank, tl.int64) * shard_words
+        )
         # (Where the credit did not come nothing is stored.)
         limit = tl.where(may_store(stop), last, first)
         for start in range(first, last, BLOCK):
             at = start + tl.arange(0, BLOCK)
             tl.store(to + at, tl.load(words + at, mask=at < limit), mask=at < limit)
         flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
-        count_and_signal(queues + QUEUE_WORDS + peer * PARTS + part, PIECES, signal_flag(flag, rank, part, signals, WORLD), call + 1, stop)
+        count_and_signal(
+            queues + QUEUE_WORDS + peer * PARTS + part,
+            PIECES,
+            signal_flag(flag, rank, part, signals, WORLD),
+            call + 1,
+            stop,
+        )
     return there
 
 
 @triton.jit
-def push_slice(words, peer_data, peer_flags, flags, queues, call, rows, row_words, part_rows, slice_words, rank, site, stop, patience, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEEP: tl.constexpr):
-    """As ``push_piece``, of some of the columns at a time: slice after slice of a part to all peers, so that a matmul can begin with the first columns of all shards.
+def push_slice(
+    words,
+    peer_data,
+    peer_flags,
+    flags,
+    queues,
+    call,
+    rows,
+    row_words,
+    part_rows,
+    slice_words,
+    rank,
+    site,
+    stop,
+    patience,
+    signals,
+    WORLD: tl.constexpr,
+    PARTS: tl.constexpr,
+    SLICES: tl.constexpr,
+    PIECES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """As ``push_piece``, of some of the columns at a time: slice after slice of a part to all peers, so that a matmul
+    can begin with the first columns of all shards.
 
-    The shard is ``[rows, row_words]``; a slice of a part is ``part_rows`` rows of ``slice_words`` words, in ``PIECES`` pieces of rows, stored ``[ROWS, COLUMNS]`` words at a
-    time. Signal ``part * SLICES + slice``: that slice has come.
+    The shard is ``[rows, row_words]``; a slice of a part is ``part_rows`` rows of ``slice_words`` words, in ``PIECES``
+    pieces of rows, stored ``[ROWS, COLUMNS]`` words at a time. Signal ``part * SLICES + slice``: that slice has come.
     """
     i = tl.atomic_add(queues, 1, sem="relaxed")
     RECEIVERS: tl.constexpr = WORLD if KEEP else WORLD - 1
@@ -79,7 +134,10 @@ def push_slice(words, peer_data, peer_flags, flags, queues, call, rows, row_word
         last = tl.minimum(first + size, tl.minimum(begin + part_rows, rows))
         left = index % SLICES * slice_words
         right = tl.minimum(left + slice_words, row_words)
-        to = tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16) + tl.cast(rank, tl.int64) * rows * row_words
+        to = (
+            tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16)
+            + tl.cast(rank, tl.int64) * rows * row_words
+        )
         # (Where the credit did not come nothing is stored.)
         limit = tl.where(may_store(stop), last, first)
         for row in range(first, last, ROWS):

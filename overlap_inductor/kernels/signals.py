@@ -5,16 +5,19 @@ a value, so that a signal that runs ahead is not lost. A peer is at most a call 
 less than ``WINDOW`` ahead (``reached``), so that one which was last touched 2**31 calls ago is not taken for one that
 has come.
 
-Memory ordering (PTX memory model, section 8). A signal is ``bar.sync`` and then one thread's ``st.release.sys`` or ``red.release.sys``:
-the barrier orders the block's stores before that thread's release, and release is cumulative, so whoever acquires the value sees them all.
-A wait is one thread's ``ld.acquire.sys`` until the value is there and then ``bar.sync``: the block's later loads come after it. Both barriers
-are written out, because Triton 3.6 puts none around atomics. This covers ordinary loads and stores. Loads and stores by the bulk copy unit
-belong to another proxy: ``store_fence`` goes between bulk stores and their signal, ``load_fence`` between a wait and bulk loads.
+Memory ordering (PTX memory model, section 8). A signal is ``bar.sync`` and then one thread's ``st.release.sys`` or
+``red.release.sys``: the barrier orders the block's stores before that thread's release, and release is cumulative, so
+whoever acquires the value sees them all. A wait is one thread's ``ld.acquire.sys`` until the value is there and then
+``bar.sync``: the block's later loads come after it. Both barriers are written out, because Triton 3.6 puts none around
+atomics. This covers ordinary loads and stores. Loads and stores by the bulk copy unit belong to another proxy:
+``store_fence`` goes between bulk stores and their signal, ``load_fence`` between a wait and bulk loads.
 
-What Triton makes of a descriptor's store, compiled for this GPU: the tile to shared memory, ``fence.proxy.async.shared::cta``, a barrier, one thread's bulk store,
-``commit_group`` and, in 3.6 and 3.7, ``wait_group.read 0``: that shared memory has been read, not that anything is written. (3.8 and 3.9 wait for that, too.) No version puts
-a fence of the proxies behind it, so that a release that follows orders none of it: ``store_fence`` waits for the group and has that fence. 3.9 makes a ``red`` of an atomic whose
-result nobody reads, and puts a barrier of its own before every atomic.
+What Triton makes of a descriptor's store, compiled for this GPU: the tile to shared memory,
+``fence.proxy.async.shared::cta``, a barrier, one thread's bulk store, ``commit_group`` and, in 3.6 and 3.7,
+``wait_group.read 0``: that shared memory has been read, not that anything is written. (3.8 and 3.9 wait for that, too.)
+No version puts a fence of the proxies behind it, so that a release that follows orders none of it: ``store_fence``
+waits for the group and has that fence. 3.9 makes a ``red`` of an atomic whose result nobody reads, and puts a barrier
+of its own before every atomic.
 
 Forward progress. A wait ends: with the value; with the rank's abort word set; or when its patience is over. Then it
 sets the abort word itself, by compare-and-swap: of all threads whose patience ends, one finds zero there. That one
@@ -36,10 +39,11 @@ every 64th turn made a matmul on the other 24 take 3700 us instead of 75, and th
 memory, however often, cost it nothing. So the look costs a wait that does not spin nothing, and a kernel one load of
 its own memory beside others.
 
-CUDA graphs. Nothing here holds a value of the host: flags, targets and patience are arguments or memory that the kernel reads.
+CUDA graphs. Nothing here holds a value of the host: flags, targets and patience are arguments or memory that the kernel
+reads.
 
-``TRITON_INTERPRET=1`` has no inline assembly and runs the blocks of a kernel one after the other: the twins at the end do the same with
-atomics, and count turns for want of a clock: one for 1000 ns of patience.
+``TRITON_INTERPRET=1`` has no inline assembly and runs the blocks of a kernel one after the other: the twins at the end
+do the same with atomics, and count turns for want of a clock: one for 1000 ns of patience.
 """
 
 from __future__ import annotations
@@ -60,7 +64,6 @@ WAIT_PARTIALS = tl.constexpr(layout.WAIT_PARTIALS)
 WAIT_RESULT = tl.constexpr(layout.WAIT_RESULT)
 WAIT_TURN = tl.constexpr(layout.WAIT_TURN)
 WAIT_TILES = tl.constexpr(layout.WAIT_TILES)
-
 
 
 def give_up(stop: str, code: str, peer: str, target: str) -> str:
@@ -145,7 +148,9 @@ _ADD = tl.constexpr(_BY_ONE_THREAD % "red.release.sys.global.add.s32")
 
 @triton.jit
 def _wait_at_least(flag, target, stop, patience_ns, code, peer):
-    tl.inline_asm_elementwise(_WAIT, "=r,l,r,l,l,r,r", [flag, target, stop, patience_ns, code, peer], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        _WAIT, "=r,l,r,l,l,r,r", [flag, target, stop, patience_ns, code, peer], dtype=tl.int32, is_pure=False, pack=1
+    )
     tl.debug_barrier()
 
 
@@ -181,7 +186,9 @@ def _store_fence():
 
 @triton.jit
 def _load_fence():
-    tl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -248,8 +255,9 @@ def signal_flag(flags, source, index, signals, WORLD: tl.constexpr):
 
 @triton.jit
 def has_come(flag, target):
-    """Whether a flag has reached ``target``, the same answer for all threads of the block: an atomic's result is handed round, while a load is each
-    thread's own, and threads that read it at different moments would part before a barrier. No ordering: whoever uses the data waits for the flag."""
+    """Whether a flag has reached ``target``, the same answer for all threads of the block: an atomic's result is handed
+    round, while a load is each thread's own, and threads that read it at different moments would part before a barrier.
+    No ordering: whoever uses the data waits for the flag."""
     return reached(tl.atomic_add(flag, 0, sem="relaxed", scope="sys"), target)
 
 
@@ -290,8 +298,9 @@ peer's flag, unless the one thread that sets it has
 
 @triton.jit
 def count_and_signal(counter, target, flag, value, stop):
-    """One of ``target`` pieces is stored: the last one to be counted sets the peer's ``flag`` and clears ``counter`` (this GPU's own memory). Nothing is signalled
-    once the group's abort word is set: what was to be stored may not have been.
+    """One of ``target`` pieces is stored: the last one to be counted sets the peer's ``flag`` and clears ``counter``
+    (this GPU's own memory). Nothing is signalled once the group's abort word is set: what was to be stored may not have
+    been.
 
     Ordering: the block's stores, a barrier, one thread's acquire-release add at GPU scope; whoever adds last has
     acquired all adds before, and its release at system scope is cumulative over them. It looks at the abort word behind
@@ -305,7 +314,8 @@ def count_and_signal(counter, target, flag, value, stop):
 
 @triton.jit
 def count_and_signal_all(counter, target, peer_flags, rank, index, signals, value, stop, WORLD: tl.constexpr):
-    """As ``count_and_signal``, of flag ``index`` of this rank at every peer (``signal_flag``); ``peer_flags``: int64 ``[WORLD]``, the addresses of their flags."""
+    """As ``count_and_signal``, of flag ``index`` of this rank at every peer (``signal_flag``); ``peer_flags``: int64
+    ``[WORLD]``, the addresses of their flags."""
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
         tl.store(counter, 0)
@@ -328,5 +338,6 @@ def finish_call(calls, peer_flags, call, rank, stop, WORLD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def end_call(calls, peer_flags, rank, stop, WORLD: tl.constexpr):
-    """``finish_call`` as a launch of its own, on the stream behind everything that reads the workspace of a call. Grid: one block."""
+    """``finish_call`` as a launch of its own, on the stream behind everything that reads the workspace of a call. Grid:
+    one block."""
     finish_call(calls, peer_flags, tl.load(calls), rank, stop, WORLD)

@@ -1,34 +1,41 @@
-"""Schedule ``small_message``, transport ``sm_push``: the all-reduce of a small matmul's result, and the residual add and RMSNorm behind it, in one kernel.
+"""Schedule ``small_message``, transport ``sm_push``: the all-reduce of a small matmul's result, and the residual add
+and RMSNorm behind it, in one kernel.
 
-One-shot: every rank stores its rows into every peer's workspace, and sums all of them. Two-shot: row ``m`` belongs to rank ``m % WORLD``, which gets all
-partial rows, sums them and stores the sum into everybody's workspace. (The sum, not what the norm makes of it: a normed row and a new residual would
-be twice the bytes, and every rank adds its own residual, whatever that holds.) Sums are in fp32, in the order of the ranks, rounded once: all ranks get the
-same bits. No barrier: a block waits for the flags of its own columns or rows.
+One-shot: every rank stores its rows into every peer's workspace, and sums all of them. Two-shot: row ``m`` belongs to
+rank ``m % WORLD``, which gets all partial rows, sums them and stores the sum into everybody's workspace. (The sum, not
+what the norm makes of it: a normed row and a new residual would be twice the bytes, and every rank adds its own
+residual, whatever that holds.) Sums are in fp32, in the order of the ranks, rounded once: all ranks get the same bits.
+No barrier: a block waits for the flags of its own columns or rows.
 
-A block has one *unit*: a segment of columns of one row (one-shot), or of a group of ``WORLD`` rows, one of each owner (two-shot). A norm needs whole rows: the
-last block of a row does it (one-shot), or the blocks of the next group do (two-shot, with one more group of blocks at the end).
+A block has one *unit*: a segment of columns of one row (one-shot), or of a group of ``WORLD`` rows, one of each owner
+(two-shot). A norm needs whole rows: the last block of a row does it (one-shot), or the blocks of the next group do
+(two-shot, with one more group of blocks at the end).
 
-Forward progress. A block stores what its peers wait for before it waits itself, and waits for units of blocks with its own number or lower ones, in
-two-shot for sums that wait for partial rows of no higher ones. Take the lowest number whose block has not ended on some rank: blocks start in the order of their
-numbers, so it runs or has ended on every rank, has stored its partial rows, then sums, and ends. So one resident block on each rank is enough. (CUDA does not
-promise that order, GPUs keep it, and scans rest on it as this does: Merrill and Garland, decoupled look-back, 2016. Where all blocks are resident at once, as in decode,
-nothing rests on it. A ticket would cost a round trip to L2 in a kernel of 5 us.) All waits are bounded (``signals``).
+Forward progress. A block stores what its peers wait for before it waits itself, and waits for units of blocks with its
+own number or lower ones, in two-shot for sums that wait for partial rows of no higher ones. Take the lowest number
+whose block has not ended on some rank: blocks start in the order of their numbers, so it runs or has ended on every
+rank, has stored its partial rows, then sums, and ends. So one resident block on each rank is enough. (CUDA does not
+promise that order, GPUs keep it, and scans rest on it as this does: Merrill and Garland, decoupled look-back, 2016.
+Where all blocks are resident at once, as in decode, nothing rests on it. A ticket would cost a round trip to L2 in a
+kernel of 5 us.) All waits are bounded (``signals``).
 
-Why two halves of the workspace suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half ``n % 2``. Rank ``r`` begins call ``n`` when its
-call ``n - 1`` has ended, kernels of a slot running one after the other; in that call a block of ``r`` has waited for a signal of each peer (in two-shot
-for its partial rows, which are signalled also where they are none). So each peer had begun its call ``n - 1``, and had therefore ended call ``n - 2``, the
-last one to read that half. This holds for any number of blocks or rows in each call, since halves are the slot's and not the call's, and
-whether blocks are resident together or not, since it rests on whole kernels. A peer may be one call ahead: its flags are then larger than what is
-waited for, and its data lie in the other half. Calls with credits in the same slot would break it; the arena gives them other slots.
+Why two halves of the workspace suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half ``n %
+2``. Rank ``r`` begins call ``n`` when its call ``n - 1`` has ended, kernels of a slot running one after the other; in
+that call a block of ``r`` has waited for a signal of each peer (in two-shot for its partial rows, which are signalled
+also where they are none). So each peer had begun its call ``n - 1``, and had therefore ended call ``n - 2``, the last
+one to read that half. This holds for any number of blocks or rows in each call, since halves are the slot's and not the
+call's, and whether blocks are resident together or not, since it rests on whole kernels. A peer may be one call ahead:
+its flags are then larger than what is waited for, and its data lie in the other half. Calls with credits in the same
+slot would break it; the arena gives them other slots.
 
 Aborts (``signals``). A block looks at the abort word beside the call and, in two-shot, beside the partial rows behind
 its wait for them. Where it is set nothing is stored to peers or signalled, in this call and all later ones: the
 argument above rests on calls whose waits have succeeded. A result that was summed behind a wait that was given up, or
 in a call after it, is NaN: a CUDA graph's replays have nobody to raise an error to.
 
-Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1; between calls, the end of a kernel
-before the start of the next one on the stream. CUDA graphs: the number of the call is read from device memory; the last block to have read it counts it on,
-while it would wait anyway.
+Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1;
+between calls, the end of a kernel before the start of the next one on the stream. CUDA graphs: the number of the call
+is read from device memory; the last block to have read it counts it on, while it would wait anyway.
 """
 
 from __future__ import annotations
@@ -62,9 +69,11 @@ def _flag_word(source, index, signals, WORLD: tl.constexpr):
 
 @triton.jit
 def _count_call(calls, queues, call, SEM: tl.constexpr):
-    """All threads of this block have read ``calls``, before a barrier; whoever is last of all blocks counts the call on.
+    """All threads of this block have read ``calls``, before a barrier; whoever is last of all blocks counts the call
+    on.
 
-    ``relaxed`` where the block has sent data to places that the number says: then it has the number, and need not wait until they are there.
+    ``relaxed`` where the block has sent data to places that the number says: then it has the number, and need not wait
+    until they are there.
     """
     if tl.atomic_add(queues, 1, sem=SEM, scope="gpu") == tl.num_programs(0) - 1:
         tl.store(queues, 0)
@@ -96,7 +105,8 @@ def _finished(sums, at, inside, looked):
 
 @triton.jit
 def _add_and_normalise(summed, kept, gain, normed, residual_out, offset, at, inside, columns, eps):
-    """One row: ``residual_out = summed + kept`` and its RMSNorm times ``gain``, each rounded where a model that computes them op by op rounds."""
+    """One row: ``residual_out = summed + kept`` and its RMSNorm times ``gain``, each rounded where a model that
+    computes them op by op rounds."""
     added = (summed.to(tl.float32) + kept.to(tl.float32)).to(summed.dtype)
     tl.store(residual_out + offset + at, added, mask=inside)
     x = added.to(tl.float32)
@@ -113,15 +123,18 @@ def one_shot(
     """Grid: ``rows * SEGMENTS`` blocks of at least ``WORLD * SEGMENTS`` threads.
 
     Args:
-        product: this rank's partial result ``[rows, columns]``, fp16 or bf16, row-major at 16 bytes, as all tensors here. ``columns`` is ``8 * eights``:
-            so the compiler sees that rows are whole 16-byte words.
-        out: the sum over ranks ``[rows, columns]``; with ``NORM`` the normed rows, and residual, residual_out ``[rows, columns]``, weight ``[columns]`` are read
-            and written; without they are not touched.
-        staging: this rank's workspace, two halves of ``half`` elements: ``[WORLD, rows, columns]``, what has come from each source.
+        product: this rank's partial result ``[rows, columns]``, fp16 or bf16, row-major at 16 bytes, as all tensors
+            here. ``columns`` is ``8 * eights``: so the compiler sees that rows are whole 16-byte words.
+        out: the sum over ranks ``[rows, columns]``; with ``NORM`` the normed rows, and residual, residual_out ``[rows,
+            columns]``, weight ``[columns]`` are read and written; without they are not touched.
+        staging: this rank's workspace, two halves of ``half`` elements: ``[WORLD, rows, columns]``, what has come from
+            each source.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the ranks' workspace and flags.
         flags: ``signal_flag(s, u)``: the call whose unit ``u`` has come from source ``s``, of ``signals`` a source.
-        queues, calls: int32 in this rank's own memory (one word, zero between calls: blocks that have read ``calls``; one word).
-        scale: what the sum is multiplied with (1, or ``1 / WORLD`` for an average). SEGMENT: columns of a segment; ROW: a power of two, at least ``columns``.
+        queues, calls: int32 in this rank's own memory (one word, zero between calls: blocks that have read ``calls``;
+            one word).
+        scale: what the sum is multiplied with (1, or ``1 / WORLD`` for an average). SEGMENT: columns of a segment; ROW:
+            a power of two, at least ``columns``.
     """
     columns = eights * 8
     call = tl.load(calls)
@@ -149,11 +162,33 @@ def one_shot(
             all_inside = all_at < columns
             kept = tl.load(residual + offset + all_at, mask=all_inside, other=0.0)
             gain = tl.load(weight + all_at, mask=all_inside, other=0.0)
-            wait_for_all(signal_flag(flags, 0, row * SEGMENTS, signals, WORLD), call + 1, WORLD, SEGMENTS, signals * FLAG_WORDS, rank, stop, patience, code, 0)
+            wait_for_all(
+                signal_flag(flags, 0, row * SEGMENTS, signals, WORLD),
+                call + 1,
+                WORLD,
+                SEGMENTS,
+                signals * FLAG_WORDS,
+                rank,
+                stop,
+                patience,
+                code,
+                0,
+            )
             summed = _sum_of(product + offset, came, stride, all_at, all_inside, rank, scale, look(stop), WORLD)
             _add_and_normalise(summed, kept, gain, out, residual_out, offset, all_at, all_inside, columns, eps)
     else:
-        wait_for_all(signal_flag(flags, 0, unit, signals, WORLD), call + 1, WORLD, 1, signals * FLAG_WORDS, rank, stop, patience, code, 0)
+        wait_for_all(
+            signal_flag(flags, 0, unit, signals, WORLD),
+            call + 1,
+            WORLD,
+            1,
+            signals * FLAG_WORDS,
+            rank,
+            stop,
+            patience,
+            code,
+            0,
+        )
         summed = _sum_of(product + offset, came, stride, at, inside, rank, scale, look(stop), WORLD)
         tl.store(out + offset + at, summed, mask=inside)
 
@@ -164,13 +199,14 @@ def two_shot(
     site, rank, rows, eights, half, signals, scale, eps,
     WORLD: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, ROW: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``cdiv(rows, WORLD) * SEGMENTS`` blocks of at least ``max(WORLD, SEGMENTS)`` threads, and with ``NORM`` ``SEGMENTS`` more.
+    """Grid: ``cdiv(rows, WORLD) * SEGMENTS`` blocks of at least ``max(WORLD, SEGMENTS)`` threads, and with ``NORM``
+    ``SEGMENTS`` more.
 
-    Args: as ``one_shot``, but for
-        staging: a half is ``[WORLD, groups, columns]``, partial rows of this rank's row in each group of ``WORLD`` rows, by source; behind them the sums
+    Args: as ``one_shot``, but for staging: a half is ``[WORLD, groups, columns]``, partial rows of this rank's row in
+        each group of ``WORLD`` rows, by source; behind them the sums
             ``[rows, columns]``.
-        flags: with ``units`` segments in all groups, ``signal_flag(s, u)``: the call whose partial segment ``u`` has come from source ``s``;
-            ``signal_flag(s, units + u)``: the call whose sum has come from owner ``s``.
+        flags: with ``units`` segments in all groups, ``signal_flag(s, u)``: the call whose partial segment ``u`` has
+            come from source ``s``; ``signal_flag(s, units + u)``: the call whose sum has come from owner ``s``.
     """
     columns = eights * 8
     call = tl.load(calls)
@@ -196,9 +232,24 @@ def two_shot(
             pieces = pieces + (tl.load(product + row.to(tl.int64) * columns + at, mask=inside & (row < rows)),)  # type: ignore[assignment]
         for step in tl.static_range(1, WORLD):
             there = inside & (group * WORLD + (rank + step) % WORLD < rows) & (looked == 0)
-            tl.store(to[step] + mine + rank.to(tl.int64) * stride + group.to(tl.int64) * columns + at, pieces[step - 1], mask=there)
+            tl.store(
+                to[step] + mine + rank.to(tl.int64) * stride + group.to(tl.int64) * columns + at,
+                pieces[step - 1],
+                mask=there,
+            )
         signal_ranks(peer_flags, _flag_word(rank, unit, signals, WORLD), call + 1, rank, looked, WORLD)
-        wait_for_all(signal_flag(flags, 0, unit, signals, WORLD), call + 1, WORLD, 1, signals * FLAG_WORDS, rank, stop, patience, site * WAIT_KINDS + WAIT_PARTIALS, 0)
+        wait_for_all(
+            signal_flag(flags, 0, unit, signals, WORLD),
+            call + 1,
+            WORLD,
+            1,
+            signals * FLAG_WORDS,
+            rank,
+            stop,
+            patience,
+            site * WAIT_KINDS + WAIT_PARTIALS,
+            0,
+        )
         came = staging + mine + group.to(tl.int64) * columns
         looked = look(stop)
         summed = _sum_of(product + offset, came, stride, at, own_inside, rank, scale, looked, WORLD)
@@ -225,11 +276,33 @@ def two_shot(
                 if row < rows:
                     offset = row.to(tl.int64) * columns
                     kept = tl.load(residual + offset + all_at, mask=all_inside, other=0.0)
-                    wait_for_all(signal_flag(flags, owner, units + (group - 1) * SEGMENTS, signals, WORLD), call + 1, 1, SEGMENTS, 0, -1, stop, patience, code, owner)
+                    wait_for_all(
+                        signal_flag(flags, owner, units + (group - 1) * SEGMENTS, signals, WORLD),
+                        call + 1,
+                        1,
+                        SEGMENTS,
+                        0,
+                        -1,
+                        stop,
+                        patience,
+                        code,
+                        owner,
+                    )
                     summed = _finished(staging + sums + offset, all_at, all_inside, look(stop))
                     _add_and_normalise(summed, kept, gain, out, residual_out, offset, all_at, all_inside, columns, eps)
     else:
-        wait_for_all(signal_flag(flags, 0, units + unit, signals, WORLD), call + 1, WORLD, 1, signals * FLAG_WORDS, rank, stop, patience, code, 0)
+        wait_for_all(
+            signal_flag(flags, 0, units + unit, signals, WORLD),
+            call + 1,
+            WORLD,
+            1,
+            signals * FLAG_WORDS,
+            rank,
+            stop,
+            patience,
+            code,
+            0,
+        )
         looked = look(stop)
         for step in tl.static_range(1, WORLD):
             row = group * WORLD + (rank + step) % WORLD

@@ -19,7 +19,9 @@ mov.u32 $0, 0;
 
 @triton.jit
 def _claim(queue, THREADS: tl.constexpr):
-    return tl.inline_asm_elementwise(CLAIM, "=r,l", [queue + tl.zeros((THREADS,), tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
+    return tl.inline_asm_elementwise(
+        CLAIM, "=r,l", [queue + tl.zeros((THREADS,), tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -41,14 +43,16 @@ if triton.knobs.runtime.interpret:
     claim, claimed = _claim_twin, _claimed_twin
 else:
     claim, claimed = _claim, _claimed
-"""``claimed(claim(queue, THREADS))``: the next turn of a queue. A block claims when it has multiplied and asks for the answer when it has stored: ``tl.atomic_add``
-would stop all its threads until memory has answered, a microsecond for each tile. (Not before it multiplies: with two tiles a block, some
-blocks then hold two that others wait to take.) ``THREADS``: of the block."""
+"""``claimed(claim(queue, THREADS))``: the next turn of a queue. A block claims when it has multiplied and asks for the
+answer when it has stored: ``tl.atomic_add`` would stop all its threads until memory has answered, a microsecond for
+each tile. (Not before it multiplies: with two tiles a block, some blocks then hold two that others wait to take.)
+``THREADS``: of the block."""
 
 
 @triton.jit
 def grouped(turn, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Tile ``(m, n)`` of turn ``turn`` in a matrix of tiles: columns of ``GROUP_M`` rows one after the other, so that neighbours share operands in L2."""
+    """Tile ``(m, n)`` of turn ``turn`` in a matrix of tiles: columns of ``GROUP_M`` rows one after the other, so that
+    neighbours share operands in L2."""
     in_group = GROUP_M * tiles_n
     first = (turn // in_group) * GROUP_M
     rows = tl.minimum(tiles_m - first, GROUP_M)
@@ -58,7 +62,8 @@ def grouped(turn, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def band_tiles(band, tiles_shard, tiles_part, tiles_n):
-    """Tiles of a band of a shard of ``tiles_shard`` rows of ``tiles_n`` tiles: ``tiles_part`` rows, or what is left of them."""
+    """Tiles of a band of a shard of ``tiles_shard`` rows of ``tiles_n`` tiles: ``tiles_part`` rows, or what is left of
+    them."""
     return tl.maximum(tl.minimum(tiles_shard - band * tiles_part, tiles_part), 0) * tiles_n
 
 
@@ -66,16 +71,20 @@ def band_tiles(band, tiles_shard, tiles_part, tiles_n):
 def own_tile(turn, tiles_shard, tiles_part, tiles_n, GROUP_M: tl.constexpr):
     """``(m, n)`` of turn ``turn`` of the own shard's tiles, band after band."""
     band = turn // (tiles_part * tiles_n)
-    m, n = grouped(turn - band * tiles_part * tiles_n, tl.minimum(tiles_shard - band * tiles_part, tiles_part), tiles_n, GROUP_M)
+    m, n = grouped(
+        turn - band * tiles_part * tiles_n, tl.minimum(tiles_shard - band * tiles_part, tiles_part), tiles_n, GROUP_M
+    )
     return band * tiles_part + m, n
 
 
 @triton.jit
 def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
-    """``(shard, m, n)`` of turn ``turn`` among the tiles of the other ranks' shards, in the order in which their rows come.
+    """``(shard, m, n)`` of turn ``turn`` among the tiles of the other ranks' shards, in the order in which their rows
+    come.
 
-    All ranks send at once, part after part: so part 0 of shard ``rank + 1``, ``rank + 2``, ..., then part 1, .... ``tiles_shard`` rows of tiles a
-    shard, ``tiles_part`` a part (the last part may have fewer); ``m`` counts inside the shard.
+    All ranks send at once, part after part: so part 0 of shard ``rank + 1``, ``rank + 2``, ..., then part 1, ....
+    ``tiles_shard`` rows of tiles a shard, ``tiles_part`` a part (the last part may have fewer); ``m`` counts inside the
+    shard.
     """
     whole = tiles_part * tiles_n * (WORLD - 1)
     part = turn // whole
@@ -88,9 +97,11 @@ def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, 
 
 @triton.jit
 def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
-    """As ``arriving``, of tiles that are sent: at any time there are as many under way to each rank, since two that send all they have to one rank get half a link each.
+    """As ``arriving``, of tiles that are sent: at any time there are as many under way to each rank, since two that
+    send all they have to one rank get half a link each.
 
-    In a part, columns of the same rows of all shards one after the other; some ``GROUP_M`` rows together, at least one a shard.
+    In a part, columns of the same rows of all shards one after the other; some ``GROUP_M`` rows together, at least one
+    a shard.
     """
     GROUP: tl.constexpr = GROUP_M // (WORLD - 1) if GROUP_M >= WORLD else 1
     whole = tiles_part * tiles_n * (WORLD - 1)
@@ -107,7 +118,8 @@ def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr,
 
 @triton.jit
 def store_tile(desc, row, column, tile, HALVES: tl.constexpr):
-    """Start the bulk store of a tile, as a whole or in two halves of its columns (``desc`` has blocks of that size), which takes half the shared memory."""
+    """Start the bulk store of a tile, as a whole or in two halves of its columns (``desc`` has blocks of that size),
+    which takes half the shared memory."""
     if HALVES:
         BLOCK_M: tl.constexpr = tile.shape[0]
         HALF: tl.constexpr = tile.shape[1] // 2
@@ -119,9 +131,23 @@ def store_tile(desc, row, column, tile, HALVES: tl.constexpr):
 
 
 @triton.jit
-def multiply_tile(a_desc, b_desc, bias, row, column, inner, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr):
-    """``a[row :, :inner] @ b[:, column :]`` in fp32, plus ``bias`` ``[columns]`` where ``BIAS``. ``b_desc``: blocks ``[BLOCK_N, BLOCK_K]`` of the
-    transposed right operand where ``TRANSPOSED``, else blocks ``[BLOCK_K, BLOCK_N]`` of the right operand."""
+def multiply_tile(
+    a_desc,
+    b_desc,
+    bias,
+    row,
+    column,
+    inner,
+    columns,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """``a[row :, :inner] @ b[:, column :]`` in fp32, plus ``bias`` ``[columns]`` where ``BIAS``. ``b_desc``: blocks
+    ``[BLOCK_N, BLOCK_K]`` of the transposed right operand where ``TRANSPOSED``, else blocks ``[BLOCK_K, BLOCK_N]`` of
+    the right operand."""
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in tl.range(0, inner, BLOCK_K):
         if TRANSPOSED:

@@ -1,23 +1,30 @@
 """What schedule ``chunked`` launches on its streams beside matmuls and copies: waits, signals, and SMs that push.
 
-A *part* is a band of rows of one shard. Part number ``u`` belongs to the rank ``u // PARTS + 1`` steps away and is number ``u % PARTS`` of its shard; it has
-a flag of its own, ``signal_flag(flags, source, index + u % PARTS)``. Each kernel handles ``count`` parts from number ``first`` on.
+A *part* is a band of rows of one shard. Part number ``u`` belongs to the rank ``u // PARTS + 1`` steps away and is
+number ``u % PARTS`` of its shard; it has a flag of its own, ``signal_flag(flags, source, index + u % PARTS)``. Each
+kernel handles ``count`` parts from number ``first`` on.
 
-Memory ordering. What is signalled was written by work before it on the same stream (a copy engine, or SMs), or by the pushing block itself. Work on a stream
-begins when what stands before it is complete and visible; a block's release at system scope is cumulative over that, so whoever acquires the flag sees
-the data (``signals``). Behind a wait the same in the other direction: acquire, end of the kernel, and whatever is next on the stream sees the
-data, by whatever unit it reads: the boundary between kernels orders their proxies. So a vendor's matmul may read what a wait before it waited for.
+Memory ordering. What is signalled was written by work before it on the same stream (a copy engine, or SMs), or by the
+pushing block itself. Work on a stream begins when what stands before it is complete and visible; a block's release at
+system scope is cumulative over that, so whoever acquires the flag sees the data (``signals``). Behind a wait the same
+in the other direction: acquire, end of the kernel, and whatever is next on the stream sees the data, by whatever unit
+it reads: the boundary between kernels orders their proxies. So a vendor's matmul may read what a wait before it waited
+for.
 
-Forward progress. Every schedule launches its sends of a step before its waits of that step, on every rank in one order of steps, and a wait is for what peers
-send in this step or before; credits rest on the call before. So the earliest step that is unfinished anywhere never waits for a later one, also where all
-streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). Within a send, a part waits for its turn
-only: for a part of lower number, of the same send of another rank. A waiting block has one warp, and there is one a part: the GPU is never filled by them.
-And what waits takes no shared memory: an SM's is divided anew only when nothing runs there, so that a kernel that wants
-some may not start on an SM where one waits that wants none. So what a wait rests on finds room. All waits are bounded (``signals``).
+Forward progress. Every schedule launches its sends of a step before its waits of that step, on every rank in one order
+of steps, and a wait is for what peers send in this step or before; credits rest on the call before. So the earliest
+step that is unfinished anywhere never waits for a later one, also where all streams share one hardware queue
+(``CUDA_DEVICE_MAX_CONNECTIONS=1``). Within a send, a part waits for its turn only: for a part of lower number, of the
+same send of another rank. A waiting block has one warp, and there is one a part: the GPU is never filled by them. And
+what waits takes no shared memory: an SM's is divided anew only when nothing runs there, so that a kernel that wants
+some may not start on an SM where one waits that wants none. So what a wait rests on finds room. All waits are bounded
+(``signals``).
 
-CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes; no argument changes from replay to replay.
-In a graph sends, waits for peers and waits for turns are branches without an order between them: they need as many hardware queues
-(``runtime.replay``, ``transports.copy_engine``). Where a user captures, that is the user's to see to; with one queue no such graph has hung (``tests.gpu.check_stress``, scenario ``graphs``).
+CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes;
+no argument changes from replay to replay. In a graph sends, waits for peers and waits for turns are branches without an
+order between them: they need as many hardware queues (``runtime.replay``, ``transports.copy_engine``). Where a user
+captures, that is the user's to see to; with one queue no such graph has hung (``tests.gpu.check_stress``, scenario
+``graphs``).
 """
 
 from __future__ import annotations
@@ -50,16 +57,18 @@ NOBODY = tl.constexpr(-(2**30))
 
 @triton.jit
 def announce(calls, announced, stop):
-    """``announced`` becomes the number of the call: what copy engines copy into flags from here on. Where a wait of the group was given up it becomes one that nobody
-    waits for, whatever call he is in: a rank that gave up may have calls queued, whose numbers are those that a peer waits for. Grid: one block."""
+    """``announced`` becomes the number of the call: what copy engines copy into flags from here on. Where a wait of the
+    group was given up it becomes one that nobody waits for, whatever call he is in: a rank that gave up may have calls
+    queued, whose numbers are those that a peer waits for. Grid: one block."""
     tl.store(announced, tl.load(calls) + tl.where(may_store(stop), 1, NOBODY))
 
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD: tl.constexpr):
-    """Until every peer has finished the calls before this one. Grid: one block. Launched on the stream of the matmuls: beside
-    a vendor's kernel that keeps an SM for all its tiles it would begin when that ends, or keep one of
-    its blocks from beginning (4 H200s, a gather of 8192 tokens: begun 240 us late in every other call of a row, and copies with it).
+    """Until every peer has finished the calls before this one. Grid: one block. Launched on the stream of the matmuls:
+    beside a vendor's kernel that keeps an SM for all its tiles it would begin when that ends, or keep one of its blocks
+    from beginning (4 H200s, a gather of 8192 tokens: begun 240 us late in every other call of a row, and copies with
+    it).
 
     ``announced`` (one word): see ``announce``.
 
@@ -133,8 +142,23 @@ def end_call_and_spoil(
 
 
 @triton.jit(do_not_specialize=["rank", "site", "index", "first", "signals"])
-def wait_for_parts(flags, calls, stop, patience, site, rank, index, first, signals, WORLD: tl.constexpr, PARTS: tl.constexpr, DIRECTION: tl.constexpr, KIND: tl.constexpr):
-    """Until parts ``first, first + 1, ...`` of this call have come from ranks ``DIRECTION`` times so many steps away. Grid: one block a part.
+def wait_for_parts(
+    flags,
+    calls,
+    stop,
+    patience,
+    site,
+    rank,
+    index,
+    first,
+    signals,
+    WORLD: tl.constexpr,
+    PARTS: tl.constexpr,
+    DIRECTION: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Until parts ``first, first + 1, ...`` of this call have come from ranks ``DIRECTION`` times so many steps away.
+    Grid: one block a part.
 
     ``flags``: this rank's; ``KIND``: of wait, for the fault record.
     """
@@ -146,29 +170,43 @@ def wait_for_parts(flags, calls, stop, patience, site, rank, index, first, signa
 
 @triton.jit(do_not_specialize=["site", "receiver", "sender", "index", "signals"])
 def wait_for_turn(peer_flags, calls, stop, patience, site, receiver, sender, index, signals, WORLD: tl.constexpr):
-    """Until ``receiver`` has got part ``index`` of this call from ``sender``, which it is told in its own memory, and read there. Grid: one block.
+    """Until ``receiver`` has got part ``index`` of this call from ``sender``, which it is told in its own memory, and
+    read there. Grid: one block.
 
     Nothing is read behind this wait: it keeps two ranks from sending to one at a time (``transports.copy_engine``).
     """
     flag = tl.load(peer_flags + receiver).to(tl.pointer_type(tl.int32))
-    wait_at_least(signal_flag(flag, sender, index, signals, WORLD), tl.load(calls) + 1, stop, patience, site * WAIT_KINDS + WAIT_TURN, sender)
+    wait_at_least(
+        signal_flag(flag, sender, index, signals, WORLD),
+        tl.load(calls) + 1,
+        stop,
+        patience,
+        site * WAIT_KINDS + WAIT_TURN,
+        sender,
+    )
 
 
-@triton.jit(do_not_specialize=["rank", "index", "first", "count", "signals", "shard_vectors", "part_vectors", "origin", "base"])
+@triton.jit(
+    do_not_specialize=["rank", "index", "first", "count", "signals", "shard_vectors", "part_vectors", "origin", "base"]
+)
 def push_parts(
     source, peer_data, peer_flags, queues, calls, stop, rank, index, first, count, signals, shard_vectors, part_vectors, origin, base,
     WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, DIRECTION: tl.constexpr, SCATTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store parts ``first .. first + count - 1`` into the peers' workspace, one after the other, and signal each when it is there. Grid: any number of blocks.
+    """Store parts ``first .. first + count - 1`` into the peers' workspace, one after the other, and signal each when
+    it is there. Grid: any number of blocks.
 
-    Stores, not loads: a block gets several times the bytes through NVLink by storing to a peer than by loading from it. A part is cut into ``PIECES``, so that
-    all blocks work at one part and it is there soon; pieces fall to blocks in turn, and no block waits for anything.
+    Stores, not loads: a block gets several times the bytes through NVLink by storing to a peer than by loading from it.
+    A part is cut into ``PIECES``, so that all blocks work at one part and it is there soon; pieces fall to blocks in
+    turn, and no block waits for anything.
 
     Args:
-        source: any 16-byte aligned tensor, read as int32 words: from ``origin`` on the shard that goes to every rank, or with ``SCATTERED`` a shard for
-            each rank, in the order of ranks.
-        shard_vectors, part_vectors, origin, base: in vectors of 16 bytes. The shard goes to ``base + rank * shard_vectors`` of the receiver's workspace.
-        queues: words ``QUEUE_WORDS + peer * signals + index + part`` count pieces that are stored; zero before and after.
+        source: any 16-byte aligned tensor, read as int32 words: from ``origin`` on the shard that goes to every rank,
+            or with ``SCATTERED`` a shard for each rank, in the order of ranks.
+        shard_vectors, part_vectors, origin, base: in vectors of 16 bytes. The shard goes to ``base + rank *
+            shard_vectors`` of the receiver's workspace.
+        queues: words ``QUEUE_WORDS + peer * signals + index + part`` count pieces that are stored; zero before and
+            after.
     """
     call = tl.load(calls)
     words = source.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -183,11 +221,20 @@ def push_parts(
         begin = part * part_words + (turn % PIECES) * size
         end = tl.minimum(begin + size, tl.minimum((part + 1) * part_words, shard_words))
         start = words + (tl.cast(origin, tl.int64) + (tl.cast(peer, tl.int64) * shard_vectors if SCATTERED else 0)) * 4
-        to = tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16) + (tl.cast(rank, tl.int64) * shard_vectors + base) * 4
+        to = (
+            tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16)
+            + (tl.cast(rank, tl.int64) * shard_vectors + base) * 4
+        )
         # (Where the credits before this on the stream did not come nothing is stored.)
         limit = tl.where(may_store(stop), end, begin)
         for chunk in range(begin, end, BLOCK):
             at = chunk + tl.arange(0, BLOCK)
             tl.store(to + at, tl.load(start + at, mask=at < limit), mask=at < limit)
         flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
-        count_and_signal(queues + QUEUE_WORDS + peer * signals + index + part, PIECES, signal_flag(flag, rank, index + part, signals, WORLD), call + 1, stop)
+        count_and_signal(
+            queues + QUEUE_WORDS + peer * signals + index + part,
+            PIECES,
+            signal_flag(flag, rank, index + part, signals, WORLD),
+            call + 1,
+            stop,
+        )

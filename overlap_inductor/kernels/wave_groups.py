@@ -1,25 +1,30 @@
-"""Schedule ``wave_groups``: a persistent matmul that says which groups of its rows are stored, and the kernel that waits for one (FlashOverlap, arXiv
-2504.19519). Behind each waiting kernel stands an ordinary collective (``lowerings.wave_groups.launch``).
+"""Schedule ``wave_groups``: a persistent matmul that says which groups of its rows are stored, and the kernel that
+waits for one (FlashOverlap, arXiv 2504.19519). Behind each waiting kernel stands an ordinary collective
+(``lowerings.wave_groups.launch``).
 
-The paper lets the tiles of a vendor's matmul end in whatever order they do and stores them permuted. Here the order is chosen: a group is some
-neighbouring bands of ``BLOCK_M`` rows of each shard, groups are multiplied one after the other, and the rows of a group lie together: ::
+The paper lets the tiles of a vendor's matmul end in whatever order they do and stores them permuted. Here the order is
+chosen: a group is some neighbouring bands of ``BLOCK_M`` rows of each shard, groups are multiplied one after the other,
+and the rows of a group lie together: ::
 
     one shard (all-reduce), groups of 2 and 1 bands:     | band 0  band 1 | band 2 |                                the result itself
     two shards (reduce-scatter):    | shard 0: bands 0, 1   shard 1: bands 0, 1 | shard 0: band 2   shard 1: band 2 |       staging
 
-so that a collective reads one contiguous piece, and what it leaves are rows where they belong. Inside a group tiles go by columns of ``GROUP_M`` bands.
+so that a collective reads one contiguous piece, and what it leaves are rows where they belong. Inside a group tiles go
+by columns of ``GROUP_M`` bands.
 
-Counting. A block counts its tiles of a group in one addition, when the next tile that it has claimed is of a later group: until then its bulk stores go
-on under the next tile's matmul. Whoever waits for a group sets its counter back to zero; it has ended before the next call begins, as both
-streams are joined.
+Counting. A block counts its tiles of a group in one addition, when the next tile that it has claimed is of a later
+group: until then its bulk stores go on under the next tile's matmul. Whoever waits for a group sets its counter back to
+zero; it has ended before the next call begins, as both streams are joined.
 
-Forward progress. The matmul waits for nothing, so it ends wherever it was started, on however few SMs. The waiting kernel is launched behind it (also where
-``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts both into one hardware queue) and needs a place for one warp, which the SMs left free have; without them
-it would run when the matmul's blocks end. Its wait is bounded (``signals``). A collective stands behind its rank's waiting kernel on one stream and
-waits for peers whose matmuls end likewise.
+Forward progress. The matmul waits for nothing, so it ends wherever it was started, on however few SMs. The waiting
+kernel is launched behind it (also where ``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts both into one hardware queue) and needs
+a place for one warp, which the SMs left free have; without them it would run when the matmul's blocks end. Its wait is
+bounded (``signals``). A collective stands behind its rank's waiting kernel on one stream and waits for peers whose
+matmuls end likewise.
 
-Memory ordering. Tiles leave by bulk stores, ``store_fence``, or by ordinary ones; then ``add_flag`` (barrier, release). The waiting kernel acquires the
-last addition, and with it all before: additions to a counter are one release sequence. The collective's kernel starts when that kernel has ended.
+Memory ordering. Tiles leave by bulk stores, ``store_fence``, or by ordinary ones; then ``add_flag`` (barrier, release).
+The waiting kernel acquires the last addition, and with it all before: additions to a counter are one release sequence.
+The collective's kernel starts when that kernel has ended.
 
 Aborts (``signals``). The collective is not ours: it cannot be kept from sending what lies there. So behind a wait that
 was given up, and in all calls after it, the waiting kernel overwrites the group's rows with NaN, which the collective's
@@ -28,7 +33,8 @@ the collective's kernel starts, and so before any rank has its result. A tile th
 the collective should have read; in the result of an all-reduce it leaves this rank's own part, and this rank has been
 told. Counters may stay as they are: nothing that they say is believed any more.
 
-CUDA graphs. Counters and queue are zero between calls and a group's number of tiles belongs to the shapes: no argument changes from replay to replay.
+CUDA graphs. Counters and queue are zero between calls and a group's number of tiles belongs to the shapes: no argument
+changes from replay to replay.
 """
 
 from __future__ import annotations
@@ -56,12 +62,14 @@ def matmul_in_groups(
     rows, columns, inner, shards, groups, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """``c = (a @ b + bias) * scale``, its rows by groups. Grid: any number of blocks; SMs beyond them are the collectives'.
+    """``c = (a @ b + bias) * scale``, its rows by groups. Grid: any number of blocks; SMs beyond them are the
+    collectives'.
 
     Args:
         a_desc: ``[shards * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
         b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
-        c: ``[shards * rows, columns]``, fp16 or bf16; c_desc: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide where ``HALVES``.
+        c: ``[shards * rows, columns]``, fp16 or bf16; c_desc: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide
+            where ``HALVES``.
         partition: int32 ``[groups + 1]``: first band of each group, and the number of bands of a shard.
         counters: int32, ``FLAG_WORDS`` apart: tiles stored of each group, zero before the call.
         queue: int32 ``[2]``, zero between calls: tiles claimed, blocks that have finished.
@@ -89,7 +97,20 @@ def matmul_in_groups(
                 band, n = grouped(turn - first * tiles_band, shards * bands, tiles_n, GROUP_M)
                 shard = band // bands
                 m = first + band % bands
-                total = multiply_tile(a_desc, b_desc, bias, shard * rows + m * BLOCK_M, n * BLOCK_N, inner, columns, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, BIAS)
+                total = multiply_tile(
+                    a_desc,
+                    b_desc,
+                    bias,
+                    shard * rows + m * BLOCK_M,
+                    n * BLOCK_N,
+                    inner,
+                    columns,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    TRANSPOSED,
+                    BIAS,
+                )
                 following = claim(queue, THREADS)
                 tile = (total * scale).to(c.dtype.element_ty)
                 rows_group = tl.minimum((first + bands) * BLOCK_M, rows) - first * BLOCK_M

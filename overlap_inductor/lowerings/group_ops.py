@@ -28,7 +28,9 @@ library.define("group_rank(str group_name) -> int")
 library.impl("group_rank", _group_rank, "CompositeExplicitAutograd")
 
 
-def _agree(group_name: str, plan: str, like: torch.Tensor, workspace: str | None = None, limit: int = 0) -> torch.Tensor:
+def _agree(
+    group_name: str, plan: str, like: torch.Tensor, workspace: str | None = None, limit: int = 0
+) -> torch.Tensor:
     group = resolve_group(group_name)
     agreement.require(group, plan)
     if workspace is not None:
@@ -42,12 +44,20 @@ def _agree(group_name: str, plan: str, like: torch.Tensor, workspace: str | None
     return torch.empty(1, dtype=torch.uint8, device=like.device)
 
 
-def _agree_fake(group_name: str, plan: str, like: torch.Tensor, workspace: str | None = None, limit: int = 0) -> torch.Tensor:
+def _agree_fake(
+    group_name: str, plan: str, like: torch.Tensor, workspace: str | None = None, limit: int = 0
+) -> torch.Tensor:
     return torch.empty(1, dtype=torch.uint8, device=like.device)
 
 
-# ``like`` is on the device of the group's sites. ``workspace``: JSON text, ``[[site, bytes, signals]]`` of the group's fused sites, and the limit of their workspace in MiB.
-define("agree(str group_name, str plan, Tensor like, str? workspace=None, int limit=0) -> Tensor", _agree, _agree_fake, FLEXIBLE)
+# ``like`` is on the device of the group's sites. ``workspace``: JSON text, ``[[site, bytes, signals]]`` of the group's
+# fused sites, and the limit of their workspace in MiB.
+define(
+    "agree(str group_name, str plan, Tensor like, str? workspace=None, int limit=0) -> Tensor",
+    _agree,
+    _agree_fake,
+    FLEXIBLE,
+)
 
 
 def _follow(chain: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

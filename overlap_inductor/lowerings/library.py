@@ -10,9 +10,11 @@ NAMESPACE = "overlap_inductor"
 library = torch.library.Library(NAMESPACE, "DEF")
 
 
-def define(schema: str, implementation: object, fake: object, layout: torch.Tag = torch.Tag.needs_fixed_stride_order) -> None:
-    """Define one op with its only implementation (all devices) and its fake function; ``layout`` is what its inputs are held to. An op with an argument ``site`` shows it in
-    profiler traces."""
+def define(
+    schema: str, implementation: object, fake: object, layout: torch.Tag = torch.Tag.needs_fixed_stride_order
+) -> None:
+    """Define one op with its only implementation (all devices) and its fake function; ``layout`` is what its inputs are
+    held to. An op with an argument ``site`` shows it in profiler traces."""
     name, arguments = schema.split(" ->")[0].rstrip(")").split("(", 1)
     names = [argument.split(" ")[-1].split("=")[0] for argument in arguments.split(", ")]
     if "site" in names:
@@ -23,4 +25,5 @@ def define(schema: str, implementation: object, fake: object, layout: torch.Tag 
 
 
 FLEXIBLE = torch.Tag.flexible_layout
-"""Of ops whose lowerings read any layout: what their inputs are held to would be compared, and a comparison of symbolic strides is a guard."""
+"""Of ops whose lowerings read any layout: what their inputs are held to would be compared, and a comparison of symbolic
+strides is a guard."""

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 
-def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+def product(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """``a [M, K] @ b [K, N] + bias`` by the vendor's matmul, into ``out [M, N]`` where it is given."""
     return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
 
@@ -31,7 +33,8 @@ def _average(tensor: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> 
 
 
 def reduced(pattern: str, partial: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """``partial [M, N]`` of all ranks summed: this rank's rows ``[M / W, N]``, or in an all-reduce all of them, in the place of ``partial``."""
+    """``partial [M, N]`` of all ranks summed: this rank's rows ``[M / W, N]``, or in an all-reduce all of them, in the
+    place of ``partial``."""
     if pattern == "matmul_all_reduce":
         dist.all_reduce(partial, group=group)
         return _average(partial, reduce_op, group)

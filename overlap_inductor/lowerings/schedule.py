@@ -1,4 +1,5 @@
-"""``SiteSchedule``: what the planner and the rewriter know of a schedule. One implementation a schedule, all of them in ``lowerings.registry``."""
+"""``SiteSchedule``: what the planner and the rewriter know of a schedule. One implementation a schedule, all of them in
+``lowerings.registry``."""
 
 from __future__ import annotations
 
@@ -59,12 +60,16 @@ class SiteSchedule(Protocol):
         ...
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
-        """What it runs for which token counts where that is estimated to pay; else why it cannot be chosen, or ``None`` where it is just too slow."""
+        """What it runs for which token counts where that is estimated to pay; else why it cannot be chosen, or ``None``
+        where it is just too slow."""
         ...
 
-    def joined(self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]) -> list[PlanPiece] | None:
+    def joined(
+        self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]
+    ) -> list[PlanPiece] | None:
         """A plan for a dynamic token count in which this schedule serves those counts that it is made for, and the
-        first of ``others`` (plans of schedules that are ``called_by_others``) the rest. ``None`` where it joins none."""
+        first of ``others`` (plans of schedules that are ``called_by_others``) the rest. ``None`` where it joins none.
+        """
         ...
 
     def fit(self, sites: list[OverlapSite], config: OverlapConfig) -> None:
@@ -76,9 +81,11 @@ class SiteSchedule(Protocol):
         ...
 
     def anchor(self, site: OverlapSite) -> fx.Node | None:
-        """The node before which a reducing site decided for this schedule is written where that is not its collective, or ``None``."""
+        """The node before which a reducing site decided for this schedule is written where that is not its collective,
+        or ``None``."""
         ...
 
     def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
-        """Write a site decided for this schedule into the graph: ``(next token of the group's chain, what replaces which node)``."""
+        """Write a site decided for this schedule into the graph: ``(next token of the group's chain, what replaces
+        which node)``."""
         ...

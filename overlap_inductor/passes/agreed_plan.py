@@ -1,13 +1,15 @@
-"""Write down what a graph exchanges: one line for each transfer, equal on all ranks that move the same bytes in the same way.
+"""Write down what a graph exchanges: one line for each transfer, equal on all ranks that move the same bytes in the
+same way.
 
-A line names the group, the collective, the dtype and shape that move, and for an overlapped site its pattern, schedule, transport and the
-parameters that both ends must share::
+A line names the group, the collective, the dtype and shape that move, and for an overlapped site its pattern, schedule,
+transport and the parameters that both ends must share::
 
     g0: all_gather bfloat16 [2048, 8192] in all_gather_matmul by ring/p2p (route=ring, sub_chunks=4)
     g0: all_reduce bfloat16 kept
 
-Sizes are those of the collective, equal on all ranks. Symbols are named in their order of appearance (``d0``), since two ranks may have named
-the same size differently. Groups are named likewise (``g0``), since ranks of one mesh are in different groups of the same kind.
+Sizes are those of the collective, equal on all ranks. Symbols are named in their order of appearance (``d0``), since
+two ranks may have named the same size differently. Groups are named likewise (``g0``), since ranks of one mesh are in
+different groups of the same kind.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from overlap_inductor.torch_compat.distributed import group_ranks
 from overlap_inductor.version import __version__
 
 _OWN = {"epilogue", "matmuls", "unrolled"}
-"""Parameters of what a rank computes for itself. (Where unrolled steps cut otherwise than the looping op, ``_cut`` says so.)"""
+"""Parameters of what a rank computes for itself. (Where unrolled steps cut otherwise than the looping op, ``_cut`` says
+so.)"""
 
 
 class _Names:
@@ -65,7 +68,8 @@ class _Names:
 
 
 class SiteFootprint:
-    """What one overlapped site moves, read before the rewrite erases its nodes; ``lines`` writes it once its place in the order is known."""
+    """What one overlapped site moves, read before the rewrite erases its nodes; ``lines`` writes it once its place in
+    the order is known."""
 
     def __init__(self, site: OverlapSite, config: OverlapConfig) -> None:
         first = site.collectives[0]
@@ -86,7 +90,8 @@ class SiteFootprint:
         self.order: list[tuple[int, Any]] = []
         if isinstance(nodes, ReduceNodes):
             self.order = _order(nodes.leaf_layout, nodes.layouts[nodes.computed[0]])
-        # A one-op schedule holds workspace under the site's id, and its tiles follow the sharded dim's role in the matmul.
+        # A one-op schedule holds workspace under the site's id, and its tiles follow the sharded dim's role in the
+        # matmul.
         needs = planner.workspace([site]).get(self.group) if one_op else None
         self.held = f" as {facts.id} {facts.matmuls[0].role} {needs} of {config.workspace_limit} MiB" if needs else ""
 
@@ -99,7 +104,10 @@ class SiteFootprint:
         if self.order:
             cut += f" in order {[place for place, _ in self.order]} of {names.shape([size for _, size in self.order])}"
         how = "; ".join(_how(piece, parameters) for piece, parameters in self.pieces)
-        return f"{names.group(self.group)}: {self.what} {names.shape(self.shape)}{cut}{self.sent} in {self.pattern} by {how}{self.held}"
+        return (
+            f"{names.group(self.group)}: {self.what} {names.shape(self.shape)}{cut}{self.sent} in {self.pattern} by"
+            f" {how}{self.held}"
+        )
 
 
 def _how(piece: PlanPiece, parameters: Mapping[str, Any]) -> str:
@@ -117,11 +125,12 @@ def _shared_parameters(site: OverlapSite, piece: PlanPiece) -> dict[str, Any]:
 
 
 def _sent(nodes: GatherNodes, plan: list[PlanPiece]) -> str:
-    """What is computed of a shard before it is sent: by unrolled steps nothing, by an op all that stands before the matmul."""
+    """What is computed of a shard before it is sent: by unrolled steps nothing, by an op all that stands before the
+    matmul."""
     if all(p.parameters.get("unrolled", p.schedule == "keep") for p in plan):
         return ""
-    # (In the graph's order, and without nodes' names, which depend on what else a rank's graph holds. A cat of pieces is seen through,
-    # and its pieces with it.)
+    # (In the graph's order, and without nodes' names, which depend on what else a rank's graph holds. A cat of pieces
+    # is seen through, and its pieces with it.)
     computed = sorted(
         n for n in between(nodes) if n not in nodes.through and (tools.is_pointwise(n) or n in nodes.layouts)
     )
@@ -142,8 +151,8 @@ def _sent(nodes: GatherNodes, plan: list[PlanPiece]) -> str:
 def _cut(site: OverlapSite, plan: list[PlanPiece]) -> tuple[list[Any], str] | None:
     """What sub-chunks are made of: ``(sizes, words)``.
 
-    Of a gather the rows of a shard that are cut; of an output that is gathered all its rows; of a reduction the outer and
-    the chunk size of the dim that is cut.
+    Of a gather the rows of a shard that are cut; of an output that is gathered all its rows; of a reduction the outer
+    and the chunk size of the dim that is cut.
     """
     nodes, looping = site.nodes, any(not p.parameters.get("unrolled", True) for p in plan)
     if isinstance(nodes, GatherNodes):
@@ -196,7 +205,8 @@ def footprints(sites: list[OverlapSite], config: OverlapConfig) -> dict[str, Sit
 def plan_of(
     graph: fx.Graph, config: OverlapConfig, sites: Mapping[str, SiteFootprint], first_op: Mapping[fx.Node, str]
 ) -> tuple[ExchangePlan, list[str]]:
-    """``(what the graph exchanges, its groups' names in the order g0, g1, ...)``. ``first_op``: the first op of each rewritten site, and its id."""
+    """``(what the graph exchanges, its groups' names in the order g0, g1, ...)``. ``first_op``: the first op of each
+    rewritten site, and its id."""
     names = _Names()
     steps = []
     for node in graph.nodes:

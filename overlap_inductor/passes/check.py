@@ -1,4 +1,5 @@
-"""Legality: may a site be touched? An ordered list of small checks, each a reason code and a sentence with values in it."""
+"""Legality: may a site be touched? An ordered list of small checks, each a reason code and a sentence with values in
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ from overlap_inductor.sites.placement import places
 from overlap_inductor.torch_compat import operators
 
 _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-_FP8 = {getattr(torch, n) for n in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz") if hasattr(torch, n)} | {torch.uint8}
+_FP8 = {
+    getattr(torch, n)
+    for n in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    if hasattr(torch, n)
+} | {torch.uint8}
 
 
 @dataclass
@@ -30,7 +35,8 @@ class Context:
 
     Attributes:
         taken: accepted matmuls, and the site of each.
-        needed: what must stand before the steps of accepted gathers (operands, what is moved up for them and what that reads), with where those are.
+        needed: what must stand before the steps of accepted gathers (operands, what is moved up for them and what that
+            reads), with where those are.
         sunk: nodes of accepted sites that run later than they stand, with where.
     """
 
@@ -161,7 +167,8 @@ def _streams(site: OverlapSite, context: Context) -> str | None:
 
 @check("mutation")
 def _mutation(site: OverlapSite, context: Context) -> str | None:
-    """A tensor that the site reads is written in place between the site's first and last node: moving reads would see other data."""
+    """A tensor that the site reads is written in place between the site's first and last node: moving reads would see
+    other data."""
     members = _members(site)
     if isinstance(site.nodes, GatherNodes):
         members += [*site.nodes.epilogue.nodes, *between(site.nodes), *place(site.nodes).hoisted]
@@ -179,7 +186,8 @@ def _mutation(site: OverlapSite, context: Context) -> str | None:
 
 @check("hoist")
 def _hoist(site: OverlapSite, context: Context) -> str | None:
-    """The operands of a gather's matmuls must be computable where its steps are written, without moving what may not be moved."""
+    """The operands of a gather's matmuls must be computable where its steps are written, without moving what may not be
+    moved."""
     if not isinstance(site.nodes, GatherNodes):
         return None
     placement = place(site.nodes)
@@ -191,7 +199,8 @@ def _hoist(site: OverlapSite, context: Context) -> str | None:
 
 
 def _crossing(site: OverlapSite, placement: Placement, context: Context) -> str | None:
-    """Two sites that each wait for the other's results where they now stand: decided by the order in which they are found, which is the order in which they are moved."""
+    """Two sites that each wait for the other's results where they now stand: decided by the order in which they are
+    found, which is the order in which they are moved."""
     late = {n for n in _read(placement) if n in context.sunk and placement.anchor < context.sunk[n]}
     if late:
         return f"{_names(late)} would have to run earlier than the site it belongs to"

@@ -29,8 +29,9 @@ aten = tools.aten
 
 
 class SiteFinder:
-    """One walk over a graph's collectives. ``sites`` and ``near_misses`` are in graph order. ``left``: matmuls that a reduction adds up as they are, because they are another
-    site's; none is left to the site of a collective whose name is in ``idle``."""
+    """One walk over a graph's collectives. ``sites`` and ``near_misses`` are in graph order. ``left``: matmuls that a
+    reduction adds up as they are, because they are another site's; none is left to the site of a collective whose name
+    is in ``idle``."""
 
     def __init__(self, graph: fx.Graph, phase: str, idle: Collection[str] = ()) -> None:
         self.graph, self.phase, self.idle = graph, phase, idle
@@ -63,7 +64,11 @@ class SiteFinder:
             partners = self._added_later(collective) if collective.kind == "all_reduce" else None
             self._reduce([collective], collective.wait) if partners is None else self._reduce(*partners)
         else:
-            self._miss(collective.node, collective.kind, Reason("pattern_not_available", "all-to-all sites are not overlapped in this version"))
+            self._miss(
+                collective.node,
+                collective.kind,
+                Reason("pattern_not_available", "all-to-all sites are not overlapped in this version"),
+            )
 
     def _gather(self, collective: CollectiveNode) -> None:
         if not tools.shape(collective.input):
@@ -72,7 +77,10 @@ class SiteFinder:
         nodes, obstacles = self._gathered(collective)
         if nodes is not None:
             if is_weight_gather(nodes, self.phase):
-                reason = Reason("fsdp_weight_gather", f"{collective.input.name} is a weight gathered for use (FSDP): left to bucketing and prefetching")
+                reason = Reason(
+                    "fsdp_weight_gather",
+                    f"{collective.input.name} is a weight gathered for use (FSDP): left to bucketing and prefetching",
+                )
                 self._miss(collective.node, "all_gather", reason, nodes.consumers[0].matmul.node)
                 return
             first = nodes.consumers[0]
@@ -108,17 +116,28 @@ class SiteFinder:
     def _sum_of_like(self, collective: CollectiveNode, term: fx.Node) -> tuple[list[CollectiveNode], fx.Node] | None:
         """``(all-reduces in the other term, sum)`` where ``term`` is only added to all-reduces of the same kind."""
         total = next(iter(term.users)) if len(term.users) == 1 else None
-        if total is None or total.target is not aten.add.Tensor or total.kwargs or not all(isinstance(a, fx.Node) for a in total.args):
+        if (
+            total is None
+            or total.target is not aten.add.Tensor
+            or total.kwargs
+            or not all(isinstance(a, fx.Node) for a in total.args)
+        ):
             return None
         others = [a for a in total.args if a is not term]
         same_shape = [str(s) for s in tools.shape(term)] == [str(s) for s in tools.shape(total)]
-        if len(others) != 1 or not same_shape or tools.dtype(total) != tools.dtype(term) or collective.reduce_op not in ("sum", "avg"):
+        if (
+            len(others) != 1
+            or not same_shape
+            or tools.dtype(total) != tools.dtype(term)
+            or collective.reduce_op not in ("sum", "avg")
+        ):
             return None
         found = self._all_reduces_in(others[0], collective)  # type: ignore[arg-type]
         return (found, total) if found is not None else None
 
     def _all_reduces_in(self, term: fx.Node, like: CollectiveNode) -> list[CollectiveNode] | None:
-        """The all-reduces that ``term`` is a sum of, all of the group, op, shape and dtype of ``like``; ``None`` where it is anything else."""
+        """The all-reduces that ``term`` is a sum of, all of the group, op, shape and dtype of ``like``; ``None`` where
+        it is anything else."""
         found, pending = [], [term]
         while pending:
             node = pending.pop()
@@ -142,15 +161,31 @@ class SiteFinder:
         return found if kind == "all_reduce" and isinstance(found, CollectiveNode) else None
 
     def _owned(self) -> set[fx.Node]:
-        """Matmuls of sites found before, and of all gathers: added up all-reduces are found at the first one, which a gather may stand behind."""
-        gathered = {c.matmul.node for node, nodes in self._gather_sites.items() if node.name not in self.idle for c in nodes.consumers}
-        return gathered | {m.node for site in self.sites if site.collectives[0].node.name not in self.idle for m in site.matmuls}
+        """Matmuls of sites found before, and of all gathers: added up all-reduces are found at the first one, which a
+        gather may stand behind."""
+        gathered = {
+            c.matmul.node
+            for node, nodes in self._gather_sites.items()
+            if node.name not in self.idle
+            for c in nodes.consumers
+        }
+        return gathered | {
+            m.node for site in self.sites if site.collectives[0].node.name not in self.idle for m in site.matmuls
+        }
 
     @functools.cached_property
     def _gather_sites(self) -> dict[fx.Node, GatherNodes]:
-        gathers = [f for _, kind, f in self._collectives.values() if kind == "all_gather" and isinstance(f, CollectiveNode) and tools.shape(f.input)]
+        gathers = [
+            f
+            for _, kind, f in self._collectives.values()
+            if kind == "all_gather" and isinstance(f, CollectiveNode) and tools.shape(f.input)
+        ]
         found = {c.node: self._gathered(c)[0] for c in gathers}
-        return {node: nodes for node, nodes in found.items() if nodes is not None and not is_weight_gather(nodes, self.phase)}
+        return {
+            node: nodes
+            for node, nodes in found.items()
+            if nodes is not None and not is_weight_gather(nodes, self.phase)
+        }
 
     def _gathered(self, collective: CollectiveNode) -> tuple[GatherNodes | None, list[Reason]]:
         if collective.node not in self._found:
@@ -193,7 +228,11 @@ class SiteFinder:
         ordinal = self._ordinals[collective.node]
         moves = f"{facts.reduce_op}:{facts.dtype}:{tools.size_text(tools.shape(collective.input)[-1])}"
         identity = naming.site_id(pattern, module, self.phase, ordinal, moves)
-        self.sites.append(OverlapSite(SiteFacts(identity, pattern, module or anchor.name, facts, tuple(matmuls)), nodes, obstacle=obstacle))
+        self.sites.append(
+            OverlapSite(
+                SiteFacts(identity, pattern, module or anchor.name, facts, tuple(matmuls)), nodes, obstacle=obstacle
+            )
+        )
 
     def _miss(self, node: fx.Node, kind: str, reason: Reason, anchor: fx.Node | None = None) -> None:
         module = naming.module_of(anchor or node)

@@ -45,7 +45,8 @@ def _pieces(cat: fx.Node) -> tuple[fx.Node, list[tuple[Any, Any]]] | None:
 def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason | None:
     """For ``cat`` of the rank shards of one gathered tensor: ``(tensor, rows kept of the last shards or None)``.
 
-    A ``Reason`` where the pieces are no plain gather (wrong order, overlap, gaps); ``None`` where it is another kind of cat.
+    A ``Reason`` where the pieces are no plain gather (wrong order, overlap, gaps); ``None`` where it is another kind of
+    cat.
     """
     found = _pieces(cat)
     if found is None:
@@ -60,8 +61,15 @@ def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason 
     kept: Any = 0
     for i, (start, length) in enumerate(spans):
         full = same_size(length, shard)
-        if short or not same_size(start, i * shard) or not (full or (target == 0 and isinstance(length, int) and length < shard)):
-            return Reason("not_plain_gather", f"piece {i} is rows {start} to {start + length}, expected {i * shard} to {(i + 1) * shard}")
+        if (
+            short
+            or not same_size(start, i * shard)
+            or not (full or (target == 0 and isinstance(length, int) and length < shard))
+        ):
+            return Reason(
+                "not_plain_gather",
+                f"piece {i} is rows {start} to {start + length}, expected {i * shard} to {(i + 1) * shard}",
+            )
         short = not full
         kept = kept + length
     if len(spans) < world_size and target != 0:
@@ -88,8 +96,11 @@ class _Follower:
         tools.walk([self.collective.wait], self._goes_on)
 
     def _goes_on(self, node: fx.Node) -> bool:
-        """Whether what reads ``node`` may read the gathered tensor: ``node`` is one, or a piece of one that a cat may join with others."""
-        if node.op == "call_function" and (node.target is aten.cat.default or any(s in self.layouts for s in node.all_input_nodes)):
+        """Whether what reads ``node`` may read the gathered tensor: ``node`` is one, or a piece of one that a cat may
+        join with others."""
+        if node.op == "call_function" and (
+            node.target is aten.cat.default or any(s in self.layouts for s in node.all_input_nodes)
+        ):
             try:
                 self._visit(node)
             except LayoutError as error:
@@ -148,7 +159,8 @@ class _Follower:
             self._pass_on(node, source, layout.cut_short(dim, kept))
 
     def _is_element_wise(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether every input has the result's shape, the gathered ones the same elements in the same places, or is a scalar."""
+        """Whether every input has the result's shape, the gathered ones the same elements in the same places, or is a
+        scalar."""
         layout = self.layouts[source]
         if [str(s) for s in tools.shape(node)] != [str(s) for s in tools.shape(source)]:
             return False
@@ -160,7 +172,14 @@ class _Follower:
 
     def _needy(self, node: fx.Node) -> fx.Node | None:
         """An input that is known only when all of the gathered tensor is here."""
-        return next((n for n in node.all_input_nodes if n not in self.layouts and tools.depends_on(n, self.collective.wait, self.known)), None)
+        return next(
+            (
+                n
+                for n in node.all_input_nodes
+                if n not in self.layouts and tools.depends_on(n, self.collective.wait, self.known)
+            ),
+            None,
+        )
 
     def _pass_on_computed(self, node: fx.Node, source: fx.Node, layout: Layout) -> None:
         self.layouts[node] = layout
@@ -168,7 +187,12 @@ class _Follower:
     def _visit_row_wise(self, node: fx.Node, source: fx.Node) -> None:
         if not row_wise.may_be(node):
             if _is_operand(node):
-                self.obstacles.append(Reason("op_between", f"{node.target} stands between the all-gather and a matmul and is not computed in pieces"))
+                self.obstacles.append(
+                    Reason(
+                        "op_between",
+                        f"{node.target} stands between the all-gather and a matmul and is not computed in pieces",
+                    )
+                )
             return
         needy = self._needy(node)
         if needy is not None:
@@ -179,11 +203,19 @@ class _Follower:
             return
         try:
             found = row_wise.result(node, self.layouts)
-            if found.rows_of and any(ShardedDim.of(self.layouts[n]).short for n in node.all_input_nodes if n in self.layouts):
+            if found.rows_of and any(
+                ShardedDim.of(self.layouts[n]).short for n in node.all_input_nodes if n in self.layouts
+            ):
                 raise LayoutError("the padding of uneven shards was cut off before")
         except LayoutError as error:
             if _is_operand(node):
-                self.obstacles.append(Reason("op_between", f"{node.name} ({node.target}) stands between the all-gather and a matmul and is not computed in pieces: {error}"))
+                self.obstacles.append(
+                    Reason(
+                        "op_between",
+                        f"{node.name} ({node.target}) stands between the all-gather and a matmul and is not computed in"
+                        f" pieces: {error}",
+                    )
+                )
             return
         self.row_wise[node] = found.whole
         self._pass_on_computed(node, source, found.layout)
@@ -193,7 +225,9 @@ class _Follower:
             if node not in self.layouts:
                 continue
             if other in self.layouts or matmul.bias in self.layouts:
-                self.obstacles.append(Reason("weight_depends_on_collective", f"both operands of {matmul.node.name} are gathered by it"))
+                self.obstacles.append(
+                    Reason("weight_depends_on_collective", f"both operands of {matmul.node.name} are gathered by it")
+                )
                 return
             refusal = matmul.refusal()
             if refusal is not None:
@@ -207,12 +241,20 @@ class _Follower:
                 self.obstacles.append(Reason("split_contraction", text))
                 return
             if role == "B" and sharded.short:
-                self.obstacles.append(Reason("layout", f"{matmul.node.name} is batched over the gathered dim and its padding was cut off"))
+                self.obstacles.append(
+                    Reason("layout", f"{matmul.node.name} is batched over the gathered dim and its padding was cut off")
+                )
                 return
             self.consumers.append(GatherConsumer(matmul, operand, role, layout, sharded))
             return
         if any(scale in self.layouts for scale in matmul.scales()):
-            self.obstacles.append(Reason("no_matmul", f"it gathers a scale of {matmul.node.name}, none of its operands: there is nothing to hide it behind"))
+            self.obstacles.append(
+                Reason(
+                    "no_matmul",
+                    f"it gathers a scale of {matmul.node.name}, none of its operands: there is nothing to hide it"
+                    " behind",
+                )
+            )
 
 
 def _is_operand(node: fx.Node) -> bool:
@@ -233,11 +275,20 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
             # (What reads the gathered tensor elsewhere was followed later.)
             follower.obstacles.append(Reason("layout", f"{consumer.operand_node.name}: {error}"))
             continue
-        outside = zip(("other operand", "bias", "scale", "scale"), (consumer.other_node, consumer.matmul.bias, *consumer.matmul.scales()), strict=True)
-        needy = next((what for what, n in outside if n is not None and tools.depends_on(n, collective.wait, known)), None)
+        outside = zip(
+            ("other operand", "bias", "scale", "scale"),
+            (consumer.other_node, consumer.matmul.bias, *consumer.matmul.scales()),
+            strict=True,
+        )
+        needy = next(
+            (what for what, n in outside if n is not None and tools.depends_on(n, collective.wait, known)), None
+        )
         if needy is not None:
             follower.obstacles.append(
-                Reason("weight_depends_on_collective", f"the {needy} of {consumer.matmul.node.name} is computed from the gathered tensor")
+                Reason(
+                    "weight_depends_on_collective",
+                    f"the {needy} of {consumer.matmul.node.name} is computed from the gathered tensor",
+                )
             )
         else:
             consumers.append(consumer)
@@ -246,16 +297,26 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
     nodes = GatherNodes(collective, follower.raw, consumers, follower.through, find_epilogue(collective, consumers))
     inside = between(nodes)
     if any(node in follower.row_wise for node in inside):
-        nodes.layouts = {node: follower.layouts[node] for node in (collective.wait, *sorted(inside)) if node in follower.layouts}
+        nodes.layouts = {
+            node: follower.layouts[node] for node in (collective.wait, *sorted(inside)) if node in follower.layouts
+        }
         nodes.whole = [atom for node, whole in follower.row_wise.items() if node in inside for atom in whole]
     return nodes, follower.obstacles
 
 
 def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
-    """FSDP: a parameter (a graph input behind casts and views) is gathered and used as the right-hand operand. Where it is not known which inputs are parameters, all may be."""
+    """FSDP: a parameter (a graph input behind casts and views) is gathered and used as the right-hand operand. Where it
+    is not known which inputs are parameters, all may be."""
     source = nodes.collective.input
-    while source.op == "call_function" and len(source.all_input_nodes) == 1 and (
-        tools.is_cast(source) or tools.is_reshape(source) or tools.permutation(source) is not None or source.target is aten.constant_pad_nd.default
+    while (
+        source.op == "call_function"
+        and len(source.all_input_nodes) == 1
+        and (
+            tools.is_cast(source)
+            or tools.is_reshape(source)
+            or tools.permutation(source) is not None
+            or source.target is aten.constant_pad_nd.default
+        )
     ):
         source = source.all_input_nodes[0]
     if source.op not in ("placeholder", "get_attr") or source.name.startswith("tangents"):

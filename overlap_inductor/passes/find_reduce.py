@@ -1,8 +1,9 @@
-"""Find ``matmul -> collective`` (reduce-scatter, all-reduce, all-gather of an output): follow the collective's input backward.
+"""Find ``matmul -> collective`` (reduce-scatter, all-reduce, all-gather of an output): follow the collective's input
+backward.
 
-A region of views and pointwise ops may stand between: each slice of the collective's input is computed from the same slice of the
-matmuls' outputs, whatever the pointwise ops are, because cutting commutes with them exactly. What does not (a softmax, a sum over
-rows, a broadcast along the cut dim) is refused.
+A region of views and pointwise ops may stand between: each slice of the collective's input is computed from the same
+slice of the matmuls' outputs, whatever the pointwise ops are, because cutting commutes with them exactly. What does not
+(a softmax, a sum over rows, a broadcast along the cut dim) is refused.
 """
 
 from __future__ import annotations
@@ -44,21 +45,32 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
             return None
         size, shard = tools.shape(piece.base)[piece.dim], piece.length
         if piece.step != 1:
-            return Reason("not_plain_scatter", f"piece {i} takes every {piece.step}th row on dim {piece.dim}; expected consecutive rows")
+            return Reason(
+                "not_plain_scatter",
+                f"piece {i} takes every {piece.step}th row on dim {piece.dim}; expected consecutive rows",
+            )
         # Symbolic pieces are equal because ``cat`` joins them on another dim.
         equal = piece.dim != 0 if isinstance(size, torch.SymInt) else shard * world_size == size
         same = source is None or (piece.base is source and piece.dim == dim)
         if not same or not (equal or same_size(shard * world_size, size)):
-            return Reason("not_plain_scatter", f"piece {i} holds {shard} of {size} rows on dim {piece.dim}; expected equal pieces of one tensor")
+            return Reason(
+                "not_plain_scatter",
+                f"piece {i} holds {shard} of {size} rows on dim {piece.dim}; expected equal pieces of one tensor",
+            )
         if not same_size(piece.start, i * shard):
-            return Reason("not_plain_scatter", f"piece {i} begins at {piece.start}, expected {i * shard}: the slices are out of order")
+            return Reason(
+                "not_plain_scatter",
+                f"piece {i} begins at {piece.start}, expected {i * shard}: the slices are out of order",
+            )
         source, dim = piece.base, piece.dim
     return source, dim
 
 
 def like(a: fx.Node, b: fx.Node) -> bool:
     """Whether both have one shape."""
-    return len(tools.shape(a)) == len(tools.shape(b)) and all(same_size(x, y) for x, y in zip(tools.shape(a), tools.shape(b), strict=True))
+    return len(tools.shape(a)) == len(tools.shape(b)) and all(
+        same_size(x, y) for x, y in zip(tools.shape(a), tools.shape(b), strict=True)
+    )
 
 
 def _is_matmul_result(node: fx.Node) -> bool:
@@ -86,8 +98,9 @@ def _summands(node: fx.Node) -> list[fx.Node]:
 
 
 class Tracer:
-    """Walks backward from the collective's input, assigning every region node its layout. ``unfolds``: whether a matmul may be added up with others that are its
-    bias; those in ``owned`` may not, and are in ``left`` then. ``read``: matmuls that are read like any other tensor."""
+    """Walks backward from the collective's input, assigning every region node its layout. ``unfolds``: whether a matmul
+    may be added up with others that are its bias; those in ``owned`` may not, and are in ``left`` then. ``read``:
+    matmuls that are read like any other tensor."""
 
     def __init__(self, world_size: int, unfolds: bool, owned: Collection[fx.Node], read: Collection[fx.Node]) -> None:
         self.world_size, self.unfolds, self.owned, self.read = world_size, unfolds, owned, read
@@ -136,7 +149,9 @@ class Tracer:
                 rank_first = layout.refined().dims[0]
                 if not rank_first or not rank_first[0].rank:
                     raise LayoutError("a cat of slices that is not the scatter's own")
-                self._through(node, source, layout.move_rank(0, dim, tools.shape(source)[dim]) if dim else layout, pending)
+                self._through(
+                    node, source, layout.move_rank(0, dim, tools.shape(source)[dim]) if dim else layout, pending
+                )
             elif node.target is aten.cat.default and isinstance(found, Reason):
                 self.obstacle = found
             elif tools.is_reshape(node):
@@ -170,7 +185,12 @@ class Tracer:
             self.externals.append(node)
 
 
-def traced(collectives: list[CollectiveNode], owned: Collection[fx.Node], read: Collection[fx.Node], tracer_type: type[Tracer] = Tracer) -> Tracer:
+def traced(
+    collectives: list[CollectiveNode],
+    owned: Collection[fx.Node],
+    read: Collection[fx.Node],
+    tracer_type: type[Tracer] = Tracer,
+) -> Tracer:
     """What the collectives' inputs are made of. Raises ``LayoutError``."""
     first = collectives[0]
     tracer = tracer_type(first.world_size, first.kind != "all_gather", owned, read)
@@ -186,8 +206,9 @@ def traced(collectives: list[CollectiveNode], owned: Collection[fx.Node], read: 
 def find_reduce(
     collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node] = ()
 ) -> tuple[ReduceNodes | None, Reason | None, list[fx.Node]]:
-    """The site at one or several collectives whose results are added: ``(nodes, obstacle, left)``. ``owned``: matmuls of other sites, of which none is taken where it
-    need not be: as a term of a sum with another one it is added like any other tensor, and is one of ``left``."""
+    """The site at one or several collectives whose results are added: ``(nodes, obstacle, left)``. ``owned``: matmuls
+    of other sites, of which none is taken where it need not be: as a term of a sum with another one it is added like
+    any other tensor, and is one of ``left``."""
     left: list[fx.Node] = []
     try:
         tracer = traced(collectives, owned, ())
@@ -205,7 +226,9 @@ def find_reduce(
     return nodes, obstacle, left
 
 
-def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: Tracer) -> tuple[ReduceNodes | None, Reason | None]:
+def _site(
+    collectives: list[CollectiveNode], result: fx.Node, tracer: Tracer
+) -> tuple[ReduceNodes | None, Reason | None]:
     first = collectives[0]
     world_size = first.world_size
     if tracer.obstacle is not None:
@@ -220,8 +243,14 @@ def _site(collectives: list[CollectiveNode], result: fx.Node, tracer: Tracer) ->
     for other in tracer.leaves[1:]:
         theirs = tracer.layouts[other.node].refined()
         # (Dims of one element are no part of a layout, but of what pieces are added to.)
-        alike = len(theirs.dims) == len(layout.dims) and all(map(same_size, tools.shape(other.node), tools.shape(leaf.node)))
-        if not alike or [len(d) for d in theirs.dims] != [len(d) for d in layout.dims] or not theirs.same_elements(layout):
+        alike = len(theirs.dims) == len(layout.dims) and all(
+            map(same_size, tools.shape(other.node), tools.shape(leaf.node))
+        )
+        if (
+            not alike
+            or [len(d) for d in theirs.dims] != [len(d) for d in layout.dims]
+            or not theirs.same_elements(layout)
+        ):
             return None, Reason("layout", f"{other.node.name} and {leaf.node.name} are summed in different layouts")
     if (reason := reads_a_result(tracer)) is not None:
         return None, reason
@@ -259,7 +288,9 @@ def used_elsewhere(collectives: list[CollectiveNode], tracer: Tracer) -> Reason 
     if not outside:
         return None
     node, user = outside[0]
-    return Reason("other_users", f"{node.name} is also used by {user.name}, which needs the whole result before the collective")
+    return Reason(
+        "other_users", f"{node.name} is also used by {user.name}, which needs the whole result before the collective"
+    )
 
 
 def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
@@ -267,7 +298,10 @@ def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
     for matmul in tracer.leaves:
         biased = matmul.bias is not None and matmul.bias not in tracer.unfolded
         if matmul.kind == "scaled_mm" or role == "B" or biased:
-            return Reason("not_plain_scatter", f"the result of {matmul.node.name} ({matmul.kind}) is padded, which its operands cannot stand for")
+            return Reason(
+                "not_plain_scatter",
+                f"the result of {matmul.node.name} ({matmul.kind}) is padded, which its operands cannot stand for",
+            )
     if not same_size(sharded.size, tools.shape(tracer.leaves[0].node)[sharded.dim]):
         return Reason("layout", f"rows of {tracer.leaves[0].node.name} are appended to in a dim that is cut further")
     for node in tracer.region:
@@ -308,7 +342,11 @@ def _check_externals(tracer: Tracer, layout: Layout) -> None:
             text = f"{node.name} of shape {shape} is read between matmul and collective and cannot be cut along"
             raise LayoutError(text)
         for user in node.users:
-            if user in tracer.region and not tracer.layouts[node].same_elements(layout) and not _same_columns(tracer.layouts[user], layout):
+            if (
+                user in tracer.region
+                and not tracer.layouts[node].same_elements(layout)
+                and not _same_columns(tracer.layouts[user], layout)
+            ):
                 raise LayoutError(f"{node.name} of shape {shape} lies along another dim than the matmul's columns")
 
 

@@ -1,11 +1,13 @@
-"""Find ``matmuls -> sum over a dim of theirs, or cat of several -> collective``: what commutes with cutting rows, but changes the matmuls' shape.
+"""Find ``matmuls -> sum over a dim of theirs, or cat of several -> collective``: what commutes with cutting rows, but
+changes the matmuls' shape.
 
 A piece of every node is computed over the dims of the matmuls, with one index where a dim was summed over::
 
     bmm [E] [R t] [h] -> mul by share [E, t, 1] -> sum(0) -> [R t] [h]         pieces [E, part of t, h] -> [1, part of t, h]
     mm [R t] [a], mm [R t] [b] -> cat(dim=1)              -> [R t] [a + b]     pieces [part of t, a], [part of t, b] -> [part of t, a + b]
 
-What is cut must be neither summed over nor joined. Tried only where ``reduce_finder`` finds no site, so that a sum which it adds like any other tensor stays one.
+What is cut must be neither summed over nor joined. Tried only where ``reduce_finder`` finds no site, so that a sum
+which it adds like any other tensor stays one.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ STEPS = 16
 
 
 class _RegionTracer(Tracer):
-    """Goes on through sums and ``cat`` behind which a matmul stands. ``reduced``: the dims that each sum has taken away; ``parts``: the joined dim of each part of a ``cat``."""
+    """Goes on through sums and ``cat`` behind which a matmul stands. ``reduced``: the dims that each sum has taken
+    away; ``parts``: the joined dim of each part of a ``cat``."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
@@ -82,7 +85,9 @@ class _RegionTracer(Tracer):
             if len(shape) > len(dims):
                 raise LayoutError(f"{source.name} of shape {shape} is broadcast in {node.name} to more dims")
             aligned = dims[len(dims) - len(shape) :]
-            mine = Layout(tuple(() if isinstance(s, int) and s == 1 else dim for s, dim in zip(shape, aligned, strict=True)))
+            mine = Layout(
+                tuple(() if isinstance(s, int) and s == 1 else dim for s, dim in zip(shape, aligned, strict=True))
+            )
             if source in self.layouts and not self.layouts[source].same_elements(mine):
                 raise LayoutError(f"{source.name} is used in two layouts")
             if _has_matmul(source):
@@ -98,21 +103,31 @@ def _has_matmul(node: fx.Node) -> bool:
         if matmuls.parse(current) is not None:
             return True
         known = current.target in REDUCTIONS or current.target is aten.cat.default
-        if depth < STEPS and (known or tools.is_reshape(current) or tools.permutation(current) is not None or tools.is_pointwise(current)):
+        if depth < STEPS and (
+            known or tools.is_reshape(current) or tools.permutation(current) is not None or tools.is_pointwise(current)
+        ):
             following = [n for n in tools.tensor_inputs(current) if n not in seen]
             seen.update(following)
             pending += [(n, depth + 1) for n in following]
     return False
 
 
-def find(collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node], before: Reason | None) -> tuple[ReduceNodes | None, Reason | None]:
+def find(
+    collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node], before: Reason | None
+) -> tuple[ReduceNodes | None, Reason | None]:
     """As ``reduce_finder.find_reduce``; ``before``: the reason that it had, which stays where there is no such region."""
     if before is not None and before.code not in ("layout", "op_between"):
         return None, before
     try:
         tracer = traced(collectives, owned, (), _RegionTracer)
         assert isinstance(tracer, _RegionTracer)
-        if not (tracer.reduced or tracer.parts) or not tracer.leaves or tracer.obstacle is not None or any(m.node in owned for m in tracer.leaves) or tracer.padding is not None:
+        if (
+            not (tracer.reduced or tracer.parts)
+            or not tracer.leaves
+            or tracer.obstacle is not None
+            or any(m.node in owned for m in tracer.leaves)
+            or tracer.padding is not None
+        ):
             return None, before
         refusal = next((r for r in (m.refusal() for m in tracer.leaves) if r), None)
         if refusal is not None:
@@ -125,12 +140,24 @@ def find(collectives: list[CollectiveNode], result: fx.Node, owned: Collection[f
     role = tracer.leaves[0].output_role(region.cut)
     # (What was read before it was seen to lead to a matmul.)
     externals = [n for n in tracer.externals if n not in tracer.region]
-    nodes = ReduceNodes(collectives, result, tracer.leaves, tracer.layouts, tracer.through, externals, sharded, role, tracer.unfolded, region=region)
+    nodes = ReduceNodes(
+        collectives,
+        result,
+        tracer.leaves,
+        tracer.layouts,
+        tracer.through,
+        externals,
+        sharded,
+        role,
+        tracer.unfolded,
+        region=region,
+    )
     return nodes, used_elsewhere(collectives, tracer)
 
 
 class _Dims:
-    """Which dim of the matmuls each atom belongs to, and the runs of atoms that a dim is made of: the matmuls' own, and those of each ``cat``."""
+    """Which dim of the matmuls each atom belongs to, and the runs of atoms that a dim is made of: the matmuls' own, and
+    those of each ``cat``."""
 
     def __init__(self, tracer: _RegionTracer) -> None:
         first, *others = tracer.leaves
@@ -166,7 +193,10 @@ class _Dims:
             atoms -= set(map(_key, mine))
             dims.append(tuple(mine))
         if atoms:
-            raise LayoutError(f"{node.name} of shape {tools.shape(node)} is read between matmul and collective and cannot be cut along")
+            raise LayoutError(
+                f"{node.name} of shape {tools.shape(node)} is read between matmul and collective and cannot be cut"
+                " along"
+            )
         return Layout(tuple(dims))
 
 

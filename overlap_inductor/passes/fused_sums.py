@@ -1,8 +1,10 @@
-"""Sums of two matmuls that Inductor has made one kernel of (``mm_plus_mm``, where it autotunes; a matmul whose bias is another one): taken apart while sites are looked for,
-put back where none took them.
+"""Sums of two matmuls that Inductor has made one kernel of (``mm_plus_mm``, where it autotunes; a matmul whose bias is
+another one): taken apart while sites are looked for, put back where none took them.
 
-Contract: between ``take_apart`` or ``unfold`` and ``put_back`` such a node is ``add(mm, mm)`` or ``add(mm, bias)``; behind them the graph has it again, unless a site's rewrite has
-replaced a part of it. Nodes are known by a mark in their ``meta`` and by their name, so that one that a rewrite copies is no such node, and one that a failed rewrite has put back is.
+Contract: between ``take_apart`` or ``unfold`` and ``put_back`` such a node is ``add(mm, mm)`` or ``add(mm, bias)``;
+behind them the graph has it again, unless a site's rewrite has replaced a part of it. Nodes are known by a mark in
+their ``meta`` and by their name, so that one that a rewrite copies is no such node, and one that a failed rewrite has
+put back is.
 """
 
 from __future__ import annotations
@@ -40,8 +42,11 @@ def take_apart(graph: fx.Graph) -> None:
 
 
 def unfold(nodes: Iterable[fx.Node]) -> bool:
-    """Each of ``nodes`` whose bias is a sum of matmuls as a matmul without, and the bias added to it. Returns whether there was any."""
-    found = sorted(n for n in nodes if (matmul := matmuls.parse(n)) is not None and matmuls.folded(matmul) and not n.kwargs)
+    """Each of ``nodes`` whose bias is a sum of matmuls as a matmul without, and the bias added to it. Returns whether
+    there was any."""
+    found = sorted(
+        n for n in nodes if (matmul := matmuls.parse(n)) is not None and matmuls.folded(matmul) and not n.kwargs
+    )
     for node in found:
         bias, *operands = node.args
         product_value = _computed(aten.mm.default, *(n.meta["val"] for n in operands))
@@ -56,11 +61,16 @@ def unfold(nodes: Iterable[fx.Node]) -> bool:
 
 
 def put_back(graph: fx.Graph, unfolded_only: bool = False) -> None:
-    """One node again where all of them still stand, and nothing else reads the products; ``unfolded_only``: of those that ``unfold`` has made."""
+    """One node again where all of them still stand, and nothing else reads the products; ``unfolded_only``: of those
+    that ``unfold`` has made."""
     for node in list(graph.nodes):
         name, before, target, names = node.meta.get(MARK, (None, None, None, ()))
         products = node.args if names else node.args[:1]
-        if name != node.name or (names and unfolded_only) or any(n.target is not aten.mm.default or set(n.users) != {node} for n in products):
+        if (
+            name != node.name
+            or (names and unfolded_only)
+            or any(n.target is not aten.mm.default or set(n.users) != {node} for n in products)
+        ):
             continue
         operands = [a for product in products for a in product.args]
         with graph.inserting_before(node):

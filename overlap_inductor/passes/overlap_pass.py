@@ -1,9 +1,9 @@
 """The pass: find matmuls beside collectives, check them, plan, rewrite, report.
 
-Contract: ``graph`` is a post-grad graph (functional, views normalised or not); it is changed in place only where a site was found,
-may be touched and pays. A site whose rewrite fails is left out and reported, the graph is put back and the others are tried again; where the
-pass itself fails the graph is as before. Nothing here communicates; every
-decision rests on facts that all ranks of a group share, so all ranks write the same text.
+Contract: ``graph`` is a post-grad graph (functional, views normalised or not); it is changed in place only where a site
+was found, may be touched and pays. A site whose rewrite fails is left out and reported, the graph is put back and the
+others are tried again; where the pass itself fails the graph is as before. Nothing here communicates; every decision
+rests on facts that all ranks of a group share, so all ranks write the same text.
 
 Pseudo-code::
 
@@ -57,7 +57,8 @@ def run_overlap_pass(
         refusal: a sentence why this compile cannot hold overlap ops at all (AOTInductor, cpp_wrapper), or ``None``.
 
     Raises:
-        StrictError: in ``strict`` mode, where the pass itself failed; else the graph stays as it was and the report says so.
+        StrictError: in ``strict`` mode, where the pass itself failed; else the graph stays as it was and the report
+            says so.
     """
     phase = graph_phase(graph, is_inference)
     try:
@@ -70,14 +71,24 @@ def run_overlap_pass(
         text = f"the pass failed and the graph is left as it was: {type(error).__name__}: {error}"
         if config.mode == "strict":
             raise StrictError(text) from error
-        report = {"overlap_inductor": __version__, "torch": torch.__version__, "mode": config.mode, "phase": phase, "graph": graph_id}
+        report = {
+            "overlap_inductor": __version__,
+            "torch": torch.__version__,
+            "mode": config.mode,
+            "phase": phase,
+            "graph": graph_id,
+        }
         # (Other ranks may overlap theirs, and must hear that this one does not.)
         plan, groups = exchange_steps.plan_of(graph, config, {}, {})
         exchange, needs = plan.to_json() if groups else "", {name: list[Any]() for name in groups}
-        return OverlapReport(**report, world_size=1, config=dict(config.cache_key()), exchange=exchange, groups=needs, notices=[text])
+        return OverlapReport(
+            **report, world_size=1, config=dict(config.cache_key()), exchange=exchange, groups=needs, notices=[text]
+        )
 
 
-def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, graph_id: str, refusal: str | None) -> OverlapReport:
+def _find_and_rewrite(
+    graph: fx.Graph, config: OverlapConfig, phase: str, graph_id: str, refusal: str | None
+) -> OverlapReport:
     failed: dict[str, Reason] = {}
     before = readable(graph) if any(True for _ in find_collectives(graph)) else ""
     if before:
@@ -131,8 +142,9 @@ def _find_and_choose(
 ) -> tuple[SiteFinder, list[OverlapSite]]:
     """Sites, and those to overlap.
 
-    A term of a sum that belongs to another site is left to that one. Where that comes to nothing sites are found once more without it, and where the rest of the sum stands
-    within its matmul, once more with that taken apart: each only if more is overlapped so.
+    A term of a sum that belongs to another site is left to that one. Where that comes to nothing sites are found once
+    more without it, and where the rest of the sum stands within its matmul, once more with that taken apart: each only
+    if more is overlapped so.
     """
 
     def chosen_without(idle: set[str]) -> tuple[SiteFinder, list[OverlapSite]]:
@@ -162,7 +174,11 @@ def _find_and_choose(
 def _idle_owners(found: SiteFinder, chosen: list[OverlapSite]) -> set[str]:
     """Collectives of the sites that have a matmul which a reduction left to them, and are not overlapped."""
     taken = {s.facts.id for s in chosen}
-    return {s.collectives[0].node.name for s in found.sites if s.facts.id not in taken and not found.left.isdisjoint(m.node for m in s.matmuls)}
+    return {
+        s.collectives[0].node.name
+        for s in found.sites
+        if s.facts.id not in taken and not found.left.isdisjoint(m.node for m in s.matmuls)
+    }
 
 
 def _served(chosen: list[OverlapSite]) -> tuple[int, int]:
@@ -170,7 +186,9 @@ def _served(chosen: list[OverlapSite]) -> tuple[int, int]:
     return len(chosen), sum(len(s.matmuls) for s in chosen)
 
 
-def choose(sites: list[OverlapSite], config: OverlapConfig, refusal: str | None, failed: dict[str, Reason]) -> list[OverlapSite]:
+def choose(
+    sites: list[OverlapSite], config: OverlapConfig, refusal: str | None, failed: dict[str, Reason]
+) -> list[OverlapSite]:
     """Decide every site; returns those to overlap. ``failed`` are those whose rewrite has failed already, by id."""
     context = legality.Context(config, refusal)
     for site in sites:
@@ -180,7 +198,9 @@ def choose(sites: list[OverlapSite], config: OverlapConfig, refusal: str | None,
         reason = legality.refuse(site, context)
         if reason is not None:
             status = "kept" if reason.code in _NOT_A_FAILURE else "refused"
-            site.decision = Decision(status, "forced" if reason.code == "switched_off" else "analytic", [PlanPiece("keep")], [reason])
+            site.decision = Decision(
+                status, "forced" if reason.code == "switched_off" else "analytic", [PlanPiece("keep")], [reason]
+            )
             continue
         site.decision = planner.plan(site, config)
         if site.decision.status == "overlapped":
@@ -201,7 +221,8 @@ _NOT_A_FAILURE = {"switched_off", "world_size_one"}
 
 
 def rewrite_or_restore(graph: fx.Graph, chosen: list[OverlapSite], rewriter: Rewriter) -> dict[str, Reason]:
-    """Rewrite; if that fails put the graph back as it was. Returns the reason of the site that failed, or of all where none can be blamed."""
+    """Rewrite; if that fails put the graph back as it was. Returns the reason of the site that failed, or of all where
+    none can be blamed."""
     snapshot = fx.Graph()
     _copy(graph, snapshot)
     try:
@@ -209,7 +230,8 @@ def rewrite_or_restore(graph: fx.Graph, chosen: list[OverlapSite], rewriter: Rew
     except Exception as error:  # noqa: BLE001  (whatever went wrong, the model must still compile; the report and strict mode say so)
         blamed = [rewriter.current] if rewriter.current is not None else chosen
         log.warning("overlap_inductor: the rewrite failed and is taken back: %s", error, exc_info=True)
-        # The order may be broken too, so that no order of erasing would do; nodes that read this graph's may stand before one that was erased.
+        # The order may be broken too, so that no order of erasing would do; nodes that read this graph's may stand
+        # before one that was erased.
         for node in {*graph.nodes, *(user for n in graph.nodes for user in n.users)}:
             node.args, node.kwargs = (), {}
         for node in list(graph.nodes):
@@ -246,7 +268,9 @@ def readable(graph: fx.Graph) -> str:
         if isinstance(value, torch.Tensor):
             kind = f": {str(value.dtype).removeprefix('torch.')}[{', '.join(str(s) for s in value.shape)}]"
         target = operators.lowering_name(node) or str(node.target).removeprefix("torch.ops.")
-        arguments = ", ".join([*(_argument(a) for a in node.args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())])
+        arguments = ", ".join(
+            [*(_argument(a) for a in node.args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())]
+        )
         if node.op == "placeholder":
             lines.append(f"{node.name}{kind} = input")
         elif node.op == "output":

@@ -37,7 +37,9 @@ def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
     refusals = {s.name: _why_not(s, site, config) for s in asked}
     able = [s for s in asked if refusals[s.name] is None]
     if not able:
-        variable, value = ("SCHEDULE", config.schedule) if config.schedule != "auto" else ("TRANSPORT", config.transport)
+        variable, value = (
+            ("SCHEDULE", config.schedule) if config.schedule != "auto" else ("TRANSPORT", config.transport)
+        )
         text = f"OVERLAP_INDUCTOR_{variable}={value}: {'; '.join(filter(None, dict.fromkeys(refusals.values())))}"
         return Decision("refused", "forced", [PlanPiece("keep")], [Reason("schedule_not_available", text)])
     estimate = _estimate_us(site, config, able)
@@ -51,7 +53,12 @@ def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
         elif found is not None:
             plans[schedule.name] = found
     if not plans:
-        return Decision("kept", "analytic", [PlanPiece("keep", None, (0, None), {}, estimate)], reasons or [_too_small(able, estimate)])
+        return Decision(
+            "kept",
+            "analytic",
+            [PlanPiece("keep", None, (0, None), {}, estimate)],
+            reasons or [_too_small(able, estimate)],
+        )
     first = next(iter(plans.values()))
     if not isinstance(tokens(site), int):
         called = [plans[s.name] for s in SCHEDULES if s.called_by_others and s.name in plans]
@@ -75,7 +82,12 @@ def _estimate_us(site: OverlapSite, config: OverlapConfig, able: list[SiteSchedu
     """Microseconds of ``keep``, of the matmul and the collective alone, and of every schedule that computes the site."""
     sizes, machine = sizes_at(site), machine_of(site)
     matmul, collective = cost_model.matmul_seconds(sizes, machine), cost_model.collective_seconds(sizes, machine)
-    seconds = {"keep": matmul + collective, "matmul": matmul, "collective": collective, **{s.name: s.seconds(site, config) for s in able}}
+    seconds = {
+        "keep": matmul + collective,
+        "matmul": matmul,
+        "collective": collective,
+        **{s.name: s.seconds(site, config) for s in able},
+    }
     return {name: round(value * 1e6, 1) for name, value in seconds.items()}
 
 
@@ -106,19 +118,26 @@ def fit_workspace(sites: list[OverlapSite], config: OverlapConfig) -> None:
         while members and (total := planned_bytes([r for _, r in members], SLOTS, world_size)) > limit:
             member = max(members, key=lambda m: m[1].nbytes)
             members[:] = [m for m in members if m[0] is not member[0]]
-            text = f"the group's kernels would hold {total >> 20} MiB of workspace, and OVERLAP_INDUCTOR_WORKSPACE_LIMIT is {config.workspace_limit} MiB"
+            text = (
+                f"the group's kernels would hold {total >> 20} MiB of workspace, and OVERLAP_INDUCTOR_WORKSPACE_LIMIT"
+                f" is {config.workspace_limit} MiB"
+            )
             source = member[0].decision.source  # type: ignore[union-attr]
-            member[0].decision = Decision("refused" if source == "forced" else "kept", source, [PlanPiece("keep")], [Reason("workspace", text)])
+            member[0].decision = Decision(
+                "refused" if source == "forced" else "kept", source, [PlanPiece("keep")], [Reason("workspace", text)]
+            )
 
 
 def workspace_bytes(sites: list[OverlapSite]) -> list[dict[str, Any]]:
-    """What ``sites`` hold together of symmetric memory on each rank: ``{"ranks", "bytes"}`` of each group with any, in graph order."""
+    """What ``sites`` hold together of symmetric memory on each rank: ``{"ranks", "bytes"}`` of each group with any, in
+    graph order."""
     members = ((m[0][0].facts.collective, [r for _, r in m]) for m in _requests(sites).values())
     return [{"ranks": list(c.ranks), "bytes": planned_bytes(requests, SLOTS, c.world_size)} for c, requests in members]
 
 
 def workspace(sites: list[OverlapSite]) -> dict[str, list[list[Any]]]:
-    """``{group: [[site, bytes, signals]]}`` of the sites that need some, in graph order; a protocol other than credits stands behind them."""
+    """``{group: [[site, bytes, signals]]}`` of the sites that need some, in graph order; a protocol other than credits
+    stands behind them."""
     return {group: [_numbers(r) for _, r in members] for group, members in _requests(sites).items()}
 
 

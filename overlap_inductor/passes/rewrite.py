@@ -35,7 +35,8 @@ _STACK = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
 
 class Rewriter:
-    """Rewrites the sites of one graph in graph order. ``plan`` and ``groups``: what the ranks compare before data moves, once ``apply`` has succeeded."""
+    """Rewrites the sites of one graph in graph order. ``plan`` and ``groups``: what the ranks compare before data
+    moves, once ``apply`` has succeeded."""
 
     def __init__(self, graph: fx.Graph, config: OverlapConfig) -> None:
         self.graph, self.config = graph, config
@@ -73,7 +74,9 @@ class Rewriter:
             if left := [c.node.name for c in site.collectives if c.node in live]:
                 self.current = site
                 raise RuntimeError(f"{', '.join(left)} is still there beside its replacement")
-        self.plan, self.groups = exchange_steps.plan_of(self.graph, self.config, moved, {n: s for n, s in self.first.items() if n in live})
+        self.plan, self.groups = exchange_steps.plan_of(
+            self.graph, self.config, moved, {n: s for n, s in self.first.items() if n in live}
+        )
         text = self.plan.to_json()
         for agree in self.agreements:
             agree.args = (agree.args[0], text, *agree.args[2:])
@@ -86,8 +89,8 @@ class Rewriter:
     def _agree(self, placed: list[tuple[OverlapSite, fx.Node]]) -> None:
         """One agreement a group, all of them before the first step of any: no data moves while ranks may still differ.
 
-        Each asks for the workspace of its own group's sites: what other groups need is not the same on all ranks of this one. A tensor says which
-        device that is on: its number would differ between the ranks' graphs.
+        Each asks for the workspace of its own group's sites: what other groups need is not the same on all ranks of
+        this one. A tensor says which device that is on: its number would differ between the ranks' graphs.
         """
         needs = planner.workspace([site for site, _ in placed])
         first = placed[0][1]
@@ -98,7 +101,9 @@ class Rewriter:
                     source = tools.value(site.collectives[0].input)
                     terms = (json.dumps(needs[name]), self.config.workspace_limit) if name in needs else ()
                     # (What moves in which order is known once all is written; ``apply`` puts it in.)
-                    node = self.graph.call_function(overlap.agree.default, (name, "", _first_on(source.device, first), *terms))
+                    node = self.graph.call_function(
+                        overlap.agree.default, (name, "", _first_on(source.device, first), *terms)
+                    )
                     self.agreements.append(node)
                     with source.fake_mode:
                         node.meta["val"] = torch.empty(1, dtype=torch.uint8, device=source.device)
@@ -110,7 +115,8 @@ class Rewriter:
                         follow.meta["val"] = tools.value(chain)
 
     def _placed(self, sites: list[OverlapSite]) -> list[tuple[OverlapSite, fx.Node]]:
-        """Sites with the node before which each is written, in graph order (their chain runs in that order); moves what must be moved."""
+        """Sites with the node before which each is written, in graph order (their chain runs in that order); moves what
+        must be moved."""
         anchors: list[tuple[fx.Node, OverlapSite]] = []
         behind: set[fx.Node] = set()
         for site in sites:
@@ -133,7 +139,10 @@ class Rewriter:
                 chosen = schedule_named(site.decision.moving.schedule).anchor(site)  # type: ignore[union-attr]
                 anchors.append((chosen or max(c.node for c in site.collectives), site))
         self.current = None
-        return [(site, anchor.next if anchor in behind else anchor) for anchor, site in sorted(anchors, key=lambda pair: pair[0])]
+        return [
+            (site, anchor.next if anchor in behind else anchor)
+            for anchor, site in sorted(anchors, key=lambda pair: pair[0])
+        ]
 
     def _site(self, site: OverlapSite, anchor: fx.Node) -> dict[fx.Node, fx.Node]:
         """Write one site's steps; returns what they replace."""
@@ -141,11 +150,24 @@ class Rewriter:
         piece = site.decision.moving  # type: ignore[union-attr]
         with self.graph.inserting_before(anchor):
             group = site.facts.collective
-            emit = StepEmitter(self.graph, group.group_name, group.world_size, site.facts.id, self.chains[group.group_name], module, self.values)
-            self.chains[group.group_name], replaced = schedule_named(piece.schedule).rewrite(emit, site, piece.parameters)
+            emit = StepEmitter(
+                self.graph,
+                group.group_name,
+                group.world_size,
+                site.facts.id,
+                self.chains[group.group_name],
+                module,
+                self.values,
+            )
+            self.chains[group.group_name], replaced = schedule_named(piece.schedule).rewrite(
+                emit, site, piece.parameters
+            )
         for old, new in replaced.items():
             if not _alike(old, new):
-                raise RuntimeError(f"{old.name} {tools.shape(old)} {tools.dtype(old)} would become {tools.shape(new)} {tools.dtype(new)}")
+                raise RuntimeError(
+                    f"{old.name} {tools.shape(old)} {tools.dtype(old)} would become {tools.shape(new)}"
+                    f" {tools.dtype(new)}"
+                )
             for reader in old.replace_all_uses_with(new):
                 self.values.keep(reader)
         ends = {n for c in site.collectives for n in (c.wait, c.node)}
@@ -158,18 +180,25 @@ class Rewriter:
         return replaced
 
     def _erase_unused(self, pending: list[fx.Node], ends: set[fx.Node]) -> None:
-        """Erase what led from the site's collectives to its result: a wait counts as having effects, so it would outlive its collective."""
+        """Erase what led from the site's collectives to its result: a wait counts as having effects, so it would
+        outlive its collective."""
         erased: set[fx.Node] = set()
         while pending:
             node = pending.pop()
-            if node not in erased and not node.users and node.op == "call_function" and (node in ends or not node.is_impure()):
+            if (
+                node not in erased
+                and not node.users
+                and node.op == "call_function"
+                and (node in ends or not node.is_impure())
+            ):
                 sources = node.all_input_nodes
                 self.graph.erase_node(node)
                 erased.add(node)
                 pending += sources
 
     def _chain_kept_collectives(self) -> None:
-        """Collectives of our groups that were left in place take their turn in the group's order, on every rank the same."""
+        """Collectives of our groups that were left in place take their turn in the group's order, on every rank the
+        same."""
         ours = {n: g for g, nodes in self.emitted.items() for n in nodes}
         newest: dict[str, fx.Node] = {}
         pending: dict[str, list[fx.Node]] = {}
@@ -179,19 +208,28 @@ class Rewriter:
                 if pending.get(group):
                     with self.graph.inserting_before(node):
                         for other in pending.pop(group):
-                            follow = self.graph.call_function(overlap.follow.default, (node.args[0], _tensor_of(self.graph, other)))
+                            follow = self.graph.call_function(
+                                overlap.follow.default, (node.args[0], _tensor_of(self.graph, other))
+                            )
                             follow.meta["val"] = tools.value(node.args[0])
                 newest[group] = node
-            elif node.op == "call_function" and (group := collectives.group_of(node) or "") in self.emitted and node.users:
+            elif (
+                node.op == "call_function"
+                and (group := collectives.group_of(node) or "") in self.emitted
+                and node.users
+            ):
                 if group in newest:
                     self.order.setdefault(node, set()).add(_tensor_of(self.graph, newest[group]))
                 pending.setdefault(group, []).append(node)
 
 
 def _alike(old: fx.Node, new: fx.Node) -> bool:
-    """Whether both have one shape and dtype. (Symbols that a guard makes equal, and sums of pieces, are written in more than one way.)"""
+    """Whether both have one shape and dtype. (Symbols that a guard makes equal, and sums of pieces, are written in more
+    than one way.)"""
     shapes = tools.shape(old), tools.shape(new)
-    same = len(shapes[0]) == len(shapes[1]) and all(same_size(a, b) or same_expression(a, b) for a, b in zip(*shapes, strict=True))
+    same = len(shapes[0]) == len(shapes[1]) and all(
+        same_size(a, b) or same_expression(a, b) for a, b in zip(*shapes, strict=True)
+    )
     return same and tools.dtype(old) == tools.dtype(new)
 
 

@@ -29,8 +29,8 @@ def write_dump(report: OverlapReport, folder: str | os.PathLike[str], rank: int)
     """Write one graph's report below ``folder`` and return where; ``None`` where the folder cannot be written.
 
     The same report again overwrites its files with the same content. Another report of the same name in one process
-    gets the suffix ``_2``, ``_3``, ... in the order of the compiles, which a second run repeats. A folder that cannot be
-    written is logged once as a warning, and never an error: a report is not worth a failed compile.
+    gets the suffix ``_2``, ``_3``, ... in the order of the compiles, which a second run repeats. A folder that cannot
+    be written is logged once as a warning, and never an error: a report is not worth a failed compile.
     """
     digest = hashlib.sha256(report.to_json(graphs=True).encode()).hexdigest()
     place = _place(Path(folder) / f"rank_{rank}" / f"{_safe(report.graph)}_{_safe(report.phase)}", digest)

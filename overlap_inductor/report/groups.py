@@ -21,7 +21,8 @@ from overlap_inductor.report.report import NearMiss
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.report.report import SiteReport
 
-# A number is a layer's only when it is a whole component ("layers.3.", "layers[3]"), so that "fc1" and "fc2" stay apart.
+# A number is a layer's only when it is a whole component ("layers.3.", "layers[3]"), so that "fc1" and "fc2" stay
+# apart.
 _INDEX = re.compile(r"(?<=[.\[/])\d+(?=[.\]/]|$)|^\d+(?=[.\]/])")
 # FX numbers its nodes: mm, mm_1, mm_2. A reason that names one is the same reason in every layer.
 _NODE_NUMBER = re.compile(r"(?<=[A-Za-z])_\d+\b")

@@ -62,7 +62,8 @@ def activate(report: OverlapReport, from_cache: bool = False, dump: str | None =
 
 
 def fell_back(reports: Sequence[OverlapReport], text: str, dump: str | None = None) -> None:
-    """Say in the reports of a graph, in the counters and in the dump that it runs without overlap, because ranks differ."""
+    """Say in the reports of a graph, in the counters and in the dump that it runs without overlap, because ranks
+    differ."""
     for report in reports:
         report.notices.append(text)
         overlapped = report.counters()["sites_overlapped"]

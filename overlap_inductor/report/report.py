@@ -50,10 +50,12 @@ class OverlapReport:
         phase: ``forward`` | ``backward`` | ``inference``.
         before / after: the FX graph's readable code before and after the pass.
         plan_hash: identity of the plan; ranks compare it before they move data. Empty where nothing is overlapped.
-        exchange: JSON text of the ``ExchangePlan`` that the ranks compare at each first run; empty in a graph without collectives.
-        groups: process groups of the graph's collectives, in the plan's order, each with the workspace that its sites need (JSON text) and its limit in
-            MiB, or nothing.
-        workspaces: symmetric memory that the graph's sites hold on each rank: ``{"ranks", "bytes"}`` of each group with any.
+        exchange: JSON text of the ``ExchangePlan`` that the ranks compare at each first run; empty in a graph without
+            collectives.
+        groups: process groups of the graph's collectives, in the plan's order, each with the workspace that its sites
+            need (JSON text) and its limit in MiB, or nothing.
+        workspaces: symmetric memory that the graph's sites hold on each rank: ``{"ranks", "bytes"}`` of each group with
+            any.
         notices: things the user should know that belong to no site (another pass took the sites, a limit was hit...).
     """
 

@@ -88,7 +88,8 @@ def _plans(groups: Sequence[SiteGroup]) -> list[str]:
         source = words.SOURCES.get(decision.source, decision.source)
         lines.append(f"  {words.collective(members[0].facts.collective)}; decided by: {source}")
         rows = [
-            (f"  tokens {words.tokens(piece)}", words.schedule(piece), words.parameters(piece)) for piece in decision.plan
+            (f"  tokens {words.tokens(piece)}", words.schedule(piece), words.parameters(piece))
+            for piece in decision.plan
         ]
         for row, piece in zip(_aligned(rows), decision.plan, strict=True):
             lines.append(row)

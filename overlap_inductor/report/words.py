@@ -76,7 +76,11 @@ def size_in_bytes(value: int | str) -> str:
 def memory(report: OverlapReport) -> list[str]:
     """``symmetric memory: 96.0 MiB on each of 8 ranks, of at most 4.0 GiB a group``, a line for each group."""
     most = size_in_bytes(report.config["workspace_limit"] << 20) if report.workspaces else ""
-    return [f"symmetric memory: {size_in_bytes(held['bytes'])} on each of {count(len(held['ranks']), 'rank')}, of at most {most} a group" for held in report.workspaces]
+    return [
+        f"symmetric memory: {size_in_bytes(held['bytes'])} on each of {count(len(held['ranks']), 'rank')}, of at most"
+        f" {most} a group"
+        for held in report.workspaces
+    ]
 
 
 def collective(value: Collective) -> str:
@@ -133,7 +137,8 @@ PARTS = ("matmul", "collective")
 
 
 def estimates(piece: PlanPiece) -> str:
-    """``ring 902 us, keep 1342 us (matmul 644 us, collective 698 us)``, cheapest first; empty where nothing was estimated."""
+    """``ring 902 us, keep 1342 us (matmul 644 us, collective 698 us)``, cheapest first; empty where nothing was
+    estimated."""
     ordered = sorted(piece.estimate_us.items(), key=lambda item: (item[1], item[0]))
     schedules = ", ".join(f"{name} {microseconds(value)}" for name, value in ordered if name not in PARTS)
     parts = ", ".join(f"{name} {microseconds(piece.estimate_us[name])}" for name in PARTS if name in piece.estimate_us)

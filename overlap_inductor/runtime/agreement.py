@@ -9,9 +9,9 @@ of the call (calls of graphs with a collective of that group are counted), and r
               for each round: publish equal; equal = all ranks with my digest say equal
               equal -> overlap ops; else the plain compile of the graph, from then on
 
-Each round passes a rejection on to the other groups of a rank: one round for each dim of a mesh, and one in which a rank
-that came too late finds the verdict of those that gave up waiting. So all ranks that groups of the graph connect take
-the same way. A rank that runs the plain program without comparing publishes a refusal, for which nobody waits.
+Each round passes a rejection on to the other groups of a rank: one round for each dim of a mesh, and one in which a
+rank that came too late finds the verdict of those that gave up waiting. So all ranks that groups of the graph connect
+take the same way. A rank that runs the plain program without comparing publishes a refusal, for which nobody waits.
 
 Where ranks do not even hold the same collectives in a graph, or have held other numbers of them before this call, or
 one publishes nothing (overlap is off there, or it runs uncompiled), their calls cannot be counted alike: overlap is
@@ -109,8 +109,8 @@ class Comparison:
         except dist.DistError as error:
             names = ", ".join(repr(g.group_name) for g in self.groups)
             raise AgreementError(
-                f"rank {dist.get_rank()} cannot read the plans of group {names}: {error}. A rank probably died; see its "
-                "own log first."
+                f"rank {dist.get_rank()} cannot read the plans of group {names}: {error}. A rank probably died; see its"
+                " own log first."
             ) from error
 
     def _call(self) -> Outcome:
@@ -174,9 +174,7 @@ class Comparison:
         return [s for s in states if first or self.every_call or s.page is not None]
 
     def _settle(self, states: Sequence[GroupState], tied: bool) -> None:
-        self.settled = [
-            (s, call_board.constant(s, self.plan), self.plan.count_in(s.group.group_name)) for s in states
-        ]
+        self.settled = [(s, call_board.constant(s, self.plan), self.plan.count_in(s.group.group_name)) for s in states]
         self.tied = tied
 
     def also(self, failure: str) -> Outcome:
@@ -227,9 +225,9 @@ def require(group: dist.ProcessGroup, text: str) -> None:
     if not outcome.overlapped:
         why = outcome.difference or state.rejected.get(plan.digest, "") or state.apart
         raise AgreementError(
-            f"rank {dist.get_rank()} and other ranks of group {group.group_name!r} do not run the same overlap plan, so no data was moved: {why}. "
-            "This graph does not run in Inductor's own callable, so its plain program cannot take its place. Start every rank with the same "
-            "OVERLAP_INDUCTOR* variables and the same model."
+            f"rank {dist.get_rank()} and other ranks of group {group.group_name!r} do not run the same overlap plan, so"
+            f" no data was moved: {why}. This graph does not run in Inductor's own callable, so its plain program"
+            " cannot take its place. Start every rank with the same OVERLAP_INDUCTOR* variables and the same model."
         )
 
 
@@ -239,7 +237,8 @@ def accept(group: dist.ProcessGroup, plan: ExchangePlan) -> None:
 
 
 def plans_waiting(group: dist.ProcessGroup) -> str:
-    """Peers that wait with a plan which this rank does not run, for the error of a transfer that found no partner; or ``""``.
+    """Peers that wait with a plan which this rank does not run, for the error of a transfer that found no partner; or
+    ``""``.
 
     A rank that alone compiles again, to another exchange, stops at its comparison, while the others go on with the plan
     that all had agreed upon.
@@ -248,7 +247,8 @@ def plans_waiting(group: dist.ProcessGroup) -> str:
     if state.newest is None:
         return ""
     try:
-        # (This rank has counted the call that found no partner, or, in a graph outside of Inductor's callable, has not.)
+        # (This rank has counted the call that found no partner, or, in a graph outside of Inductor's callable, has
+        # not.)
         plans = call_board.plans_now(state, state.newest, (state.calls, state.calls + 1))
     except RuntimeError:
         # The store may have died with its rank.

@@ -1,14 +1,17 @@
-"""``WorkspaceArena``: who holds which bytes of a group's symmetric memory, until when. The only place that allocates it.
+"""``WorkspaceArena``: who holds which bytes of a group's symmetric memory, until when. The only place that allocates
+it.
 
-A group has a few *slots*. A call of a site holds one slot from its start to its end. The sites of a graph take the slots in turn, in the order of
-the plan that all ranks have agreed upon; sites of other graphs may share them, since calls of a rank run one after the other
-(``runtime.workspace``). What keeps a rank from writing into a slot that a peer still reads is a credit, which the peer gives when its call
-ends (``kernels.signals.credit_flag``), or halves of the slot that are used in turn (``kernels.small_message``); kernels of one slot all do the same.
-Calls are counted in device memory (``Slot.calls``), never by the host: a CUDA graph that is replayed, or mixed with eager calls, counts on.
+A group has a few *slots*. A call of a site holds one slot from its start to its end. The sites of a graph take the
+slots in turn, in the order of the plan that all ranks have agreed upon; sites of other graphs may share them, since
+calls of a rank run one after the other (``runtime.workspace``). What keeps a rank from writing into a slot that a peer
+still reads is a credit, which the peer gives when its call ends (``kernels.signals.credit_flag``), or halves of the
+slot that are used in turn (``kernels.small_message``); kernels of one slot all do the same. Calls are counted in device
+memory (``Slot.calls``), never by the host: a CUDA graph that is replayed, or mixed with eager calls, counts on.
 
-Sizes are planned before anything runs (``slots_for``; a site of dynamic sizes asks for a planned maximum, and runs as it stood beyond it), so that
-``prepare`` happens at the graph's first run, outside any capture. Slots are never moved, grown or freed while the group lives: graphs captured before hold their
-addresses. A later graph that needs more gets slots of its own.
+Sizes are planned before anything runs (``slots_for``; a site of dynamic sizes asks for a planned maximum, and runs as
+it stood beyond it), so that ``prepare`` happens at the graph's first run, outside any capture. Slots are never moved,
+grown or freed while the group lives: graphs captured before hold their addresses. A later graph that needs more gets
+slots of its own.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ class Buffer(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """One site's need: ``nbytes`` that peers write into, ``signals`` that each peer sends in a call, and what keeps its calls apart."""
+    """One site's need: ``nbytes`` that peers write into, ``signals`` that each peer sends in a call, and what keeps its
+    calls apart."""
 
     site: str
     nbytes: int
@@ -66,8 +70,10 @@ class Slot:
             behind them on a rank is its own: ``calls``, ``queues`` and ``tiles``, which no peer touches. (One
             allocation, since each may fail on one rank alone, and must then on all.)
         calls: int32 ``[1]`` on the device: calls of this rank that have used the slot.
-        queues: int32 on the device, zero between calls: what a kernel's blocks claim and count (``QUEUE_WORDS`` and one a peer and signal).
-        tiles: int32 on the device, zero between calls: what blocks tell each other of tiles, of which there are at most as many as in ``nbytes``.
+        queues: int32 on the device, zero between calls: what a kernel's blocks claim and count (``QUEUE_WORDS`` and one
+            a peer and signal).
+        tiles: int32 on the device, zero between calls: what blocks tell each other of tiles, of which there are at most
+            as many as in ``nbytes``.
     """
 
     nbytes: int
@@ -81,10 +87,12 @@ class Slot:
 
 
 def slots_for(requests: Sequence[Request], count: int) -> list[tuple[int, int]]:
-    """``(nbytes, signals)`` of each of at most ``count`` slots, taken in turn by the sites, all of one protocol, in their order."""
+    """``(nbytes, signals)`` of each of at most ``count`` slots, taken in turn by the sites, all of one protocol, in
+    their order."""
     used = min(count, len(requests))
     return [
-        (max(_aligned(r.nbytes) for r in requests[i::used]), max(r.signals for r in requests[i::used])) for i in range(used)
+        (max(_aligned(r.nbytes) for r in requests[i::used]), max(r.signals for r in requests[i::used]))
+        for i in range(used)
     ]
 
 
@@ -115,7 +123,12 @@ def _slot_bytes(world_size: int, nbytes: int, signals: int) -> int:
 
 
 def _suffices(slot: Slot | None, request: Request) -> bool:
-    return slot is not None and slot.nbytes >= request.nbytes and slot.signals >= request.signals and slot.protocol == request.protocol
+    return (
+        slot is not None
+        and slot.nbytes >= request.nbytes
+        and slot.signals >= request.signals
+        and slot.protocol == request.protocol
+    )
 
 
 @dataclass
@@ -143,7 +156,8 @@ class WorkspaceArena:
         return sum(_slot_bytes(self.world_size, s.nbytes, s.signals) for s in self.slots)
 
     def prepare(self, requests: Sequence[Request], count: int = SLOTS) -> None:
-        """Give every site a slot: slots that are there where they suffice, in turn; else new ones. All ranks call this with equal arguments.
+        """Give every site a slot: slots that are there where they suffice, in turn; else new ones. All ranks call this
+        with equal arguments.
 
         Raises:
             OverlapError: something would have to be allocated while a graph is captured, or beyond the limit.
@@ -176,9 +190,11 @@ class WorkspaceArena:
         pairs = [pair for alike in _by_protocol(requests) for pair in zip(*self._choose(alike, count)[1:], strict=True)]
         return sum(_slot_bytes(self.world_size, *sizes) for sizes, slot in pairs if slot is None)
 
-    def _choose(self, requests: Sequence[Request], count: int) -> tuple[list[Request], list[tuple[int, int]], list[Slot | None]]:
-        """For requests of one protocol: ``(those without a slot of their size, sizes of the slots that they take in turn, the slot that is there for
-        each of these, or None)``."""
+    def _choose(
+        self, requests: Sequence[Request], count: int
+    ) -> tuple[list[Request], list[tuple[int, int]], list[Slot | None]]:
+        """For requests of one protocol: ``(those without a slot of their size, sizes of the slots that they take in
+        turn, the slot that is there for each of these, or None)``."""
         unknown = [self._at_least_as_before(r) for r in requests if not self.holds(r)]
         wanted = slots_for(unknown, count)
         free = [s for s in self.slots if unknown and s.protocol == unknown[0].protocol]
@@ -193,7 +209,11 @@ class WorkspaceArena:
     def _at_least_as_before(self, request: Request) -> Request:
         """``request`` no smaller than the site's slot: graphs before rest on that."""
         slot = self._of_site.get((request.site, request.protocol))
-        return request if slot is None else replace(request, nbytes=max(request.nbytes, slot.nbytes), signals=max(request.signals, slot.signals))
+        return (
+            request
+            if slot is None
+            else replace(request, nbytes=max(request.nbytes, slot.nbytes), signals=max(request.signals, slot.signals))
+        )
 
     def _check(self, missing: list[tuple[int, int]], requests: list[Request]) -> None:
         names = ", ".join(r.site for r in requests[:4]) + (", ..." if len(requests) > 4 else "")
@@ -205,8 +225,8 @@ class WorkspaceArena:
         more = sum(_slot_bytes(self.world_size, *sizes) for sizes in missing)
         if self.nbytes + more > self.limit:
             raise OverlapError(
-                f"sites {names} need {more} bytes of workspace beyond the {self.nbytes} that their group holds; the limit is {self.limit}. "
-                "Raise the limit, or keep the largest sites."
+                f"sites {names} need {more} bytes of workspace beyond the {self.nbytes} that their group holds; the"
+                f" limit is {self.limit}. Raise the limit, or keep the largest sites."
             )
 
     def _new(self, nbytes: int, signals: int, protocol: str) -> Slot:

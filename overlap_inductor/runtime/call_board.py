@@ -368,7 +368,8 @@ def part(state: GroupState, why: str) -> None:
 
 
 def announce() -> None:
-    """Tell the other ranks, once, that this one compiles with overlap on: they wait longer for its plans than for a silent rank's."""
+    """Tell the other ranks, once, that this one compiles with overlap on: they wait longer for its plans than for a
+    silent rank's."""
     if not dist.is_available() or not dist.is_initialized() or moves_nothing(dist.group.WORLD):  # type: ignore[arg-type]
         return
     world = state_of(dist.group.WORLD)  # type: ignore[arg-type]

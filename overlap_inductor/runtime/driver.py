@@ -1,10 +1,13 @@
-"""What is asked of CUDA's driver itself, by its documented calls: copies by address, what an address belongs to, a stream that is nobody else's, and graphs.
+"""What is asked of CUDA's driver itself, by its documented calls: copies by address, what an address belongs to, a
+stream that is nobody else's, and graphs.
 
-A copy takes some 7 us of a slow host, where a slice and its ``copy_`` take 13; a call of eight ranks has fourteen and more. No extent is checked: whoever prepares a
-transfer has compared it with the slot. A copy on a stream that is being captured becomes a node of the graph, as ``copy_``'s does.
+A copy takes some 7 us of a slow host, where a slice and its ``copy_`` take 13; a call of eight ranks has fourteen and
+more. No extent is checked: whoever prepares a transfer has compared it with the slot. A copy on a stream that is being
+captured becomes a node of the graph, as ``copy_``'s does.
 
-Graphs are not captured by ``torch.cuda.CUDAGraph``: where such a capture fails, torch's random numbers and its allocator go on as if it lasted, and the process ends
-(torch 2.11). A capture by the driver that fails leaves nothing behind.
+Graphs are not captured by ``torch.cuda.CUDAGraph``: where such a capture fails, torch's random numbers and its
+allocator go on as if it lasted, and the process ends (torch 2.11). A capture by the driver that fails leaves nothing
+behind.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ import torch
 from overlap_inductor.errors import UnsupportedError
 
 Copy = Callable[[int, int, int, int], None]
-"""``(to, from, bytes, stream)``: addresses, and a stream's number, behind whose work the copy runs. Raises ``RuntimeError`` where the driver starts none."""
+"""``(to, from, bytes, stream)``: addresses, and a stream's number, behind whose work the copy runs. Raises
+``RuntimeError`` where the driver starts none."""
 NON_BLOCKING = 1
 """Of a stream: it does not wait for the default one."""
 THREAD_LOCAL = 1
@@ -59,7 +63,10 @@ def copier(device_type: str) -> Copy:
     if device_type == "cpu":
         return _copy_at_once
     if device_type != "cuda" or torch.version.hip is not None:
-        raise UnsupportedError(f"transport copy_engine starts copies by CUDA's driver, not on {device_type!r}; set OVERLAP_INDUCTOR_TRANSPORT=sm_push")
+        raise UnsupportedError(
+            f"transport copy_engine starts copies by CUDA's driver, not on {device_type!r}; set"
+            " OVERLAP_INDUCTOR_TRANSPORT=sm_push"
+        )
     return _function("cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
 
 
@@ -91,19 +98,25 @@ BUFFER_ID = 7
 
 
 def allocation(address: int) -> int:
-    """The number of the allocation that ``address`` of a GPU's memory lies in. Raises ``RuntimeError`` where it lies in none."""
+    """The number of the allocation that ``address`` of a GPU's memory lies in. Raises ``RuntimeError`` where it lies in
+    none."""
     found = ctypes.c_ulonglong()
-    _function("cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)(ctypes.byref(found), BUFFER_ID, address)
+    _function("cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)(
+        ctypes.byref(found), BUFFER_ID, address
+    )
     return found.value
 
 
 def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """A new stream of the current ``device``, which is never given back; ``priority``: -1 is higher. (``torch.cuda.Stream`` hands out 32 in turn: whoever is given the
-    same one has his launches captured, or held up.) Raises ``RuntimeError``."""
+    """A new stream of the current ``device``, which is never given back; ``priority``: -1 is higher.
+    (``torch.cuda.Stream`` hands out 32 in turn: whoever is given the same one has his launches captured, or held up.)
+    Raises ``RuntimeError``."""
     # (The device's context must be this thread's; unlike others this call may stand in a capture.)
     torch.cuda.is_current_stream_capturing()
     made = ctypes.c_void_p()
-    _function("cuStreamCreateWithPriority", ctypes.c_void_p, ctypes.c_uint, ctypes.c_int)(ctypes.byref(made), NON_BLOCKING, priority)
+    _function("cuStreamCreateWithPriority", ctypes.c_void_p, ctypes.c_uint, ctypes.c_int)(
+        ctypes.byref(made), NON_BLOCKING, priority
+    )
     return torch.cuda.ExternalStream(made.value, device=device)
 
 
@@ -142,7 +155,8 @@ class Graph:
     """What ``start`` launches on the current stream, captured."""
 
     def __init__(self, start: Callable[[], None], stream: int) -> None:
-        """``stream``: number of the current one, which is no default stream. Raises ``RuntimeError``, and whatever ``start`` raises."""
+        """``stream``: number of the current one, which is no default stream. Raises ``RuntimeError``, and whatever
+        ``start`` raises."""
         graph, made = ctypes.c_void_p(), ctypes.c_void_p()
         _function("cuStreamBeginCapture_v2", ctypes.c_void_p, ctypes.c_int)(stream, THREAD_LOCAL)
         try:

@@ -73,7 +73,8 @@ class FaultRecord:
         stop: int32 ``[STOP_WORDS]`` on the device, what kernels are given: the abort word, and ``stop_words``.
         table: int64 on the device, the addresses of all ranks' abort words; ``reachable``: the same numbers.
         sites: names of sites by the numbers under which kernels record them, the same on all ranks.
-        told: whether the program knows that results of the group are not valid: ``check`` has raised, or the program called ``abort``.
+        told: whether the program knows that results of the group are not valid: ``check`` has raised, or the program
+            called ``abort``.
         memory: what ``stop`` and the peers' abort words lie in, kept alive.
     """
 

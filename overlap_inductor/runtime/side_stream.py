@@ -18,10 +18,12 @@ from overlap_inductor.torch_compat import symmetric
 
 
 class SideStream:
-    """``with side:`` what is launched runs behind all that the current stream holds by then, beside what it is given later; ``join`` makes it wait.
+    """``with side:`` what is launched runs behind all that the current stream holds by then, beside what it is given
+    later; ``join`` makes it wait.
 
-    Every use ends with ``join`` before the op returns: so tensors that were used here may be freed on the current stream, and a CUDA graph that is captured
-    there holds what ran here. (An event recorded anew is a new one to whoever waits from then on: two are enough.)
+    Every use ends with ``join`` before the op returns: so tensors that were used here may be freed on the current
+    stream, and a CUDA graph that is captured there holds what ran here. (An event recorded anew is a new one to whoever
+    waits from then on: two are enough.)
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +45,8 @@ class SideStream:
         torch.cuda.set_stream(self._current)
 
     def join(self) -> None:
-        """The current stream goes on when all that was launched here is done. (Nothing, where it has not been entered since: in a capture this stream would be foreign.)"""
+        """The current stream goes on when all that was launched here is done. (Nothing, where it has not been entered
+        since: in a capture this stream would be foreign.)"""
         if not self._used:
             return
         self._used = False
@@ -59,8 +62,9 @@ class InOrder(nullcontext[None]):
 
 
 class WaitingStream:
-    """A stream for kernels that wait, so that what goes on behind them does so as soon as they end: a copy behind a kernel of its own stream begins 12 us after it, one
-    behind an event that has long been reached at once. ``follow`` it, then put a wait ``before`` what the current stream is given next."""
+    """A stream for kernels that wait, so that what goes on behind them does so as soon as they end: a copy behind a
+    kernel of its own stream begins 12 us after it, one behind an event that has long been reached at once. ``follow``
+    it, then put a wait ``before`` what the current stream is given next."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = own_stream(device, priority=-1)
@@ -107,8 +111,8 @@ def waiting_stream(device: torch.device) -> WaitingStream | WaitingInOrder:
 
 @contextlib.contextmanager
 def one_call(launch: Launch, side: SideStream | InOrder) -> Iterator[None]:
-    """The launches of one call. Its streams are one again behind it; where a launch fails the group is aborted, since its peers wait for what was not sent.
-    (Not in a capture, in which nothing runs.)"""
+    """The launches of one call. Its streams are one again behind it; where a launch fails the group is aborted, since
+    its peers wait for what was not sent. (Not in a capture, in which nothing runs.)"""
     try:
         yield
     except BaseException:

@@ -120,8 +120,8 @@ def _check_reachable(
     odd = {global_rank(group, r): p for r, p in plans.items() if p.version != plan.version}
     if odd:
         raise AgreementError(
-            f"rank {mine} and other ranks of group {group.group_name!r} do not run the same version: {difference(plan, odd)}. No data was moved. "
-            "Install the same version of overlap_inductor on every rank."
+            f"rank {mine} and other ranks of group {group.group_name!r} do not run the same version:"
+            f" {difference(plan, odd)}. No data was moved. Install the same version of overlap_inductor on every rank."
         )
     inside = {
         global_rank(group, r): p
@@ -139,9 +139,10 @@ def _check_reachable(
     if missing and state.newest is not None:
         ranks = ", ".join(str(global_rank(group, r)) for r in missing)
         raise AgreementError(
-            f"rank {mine} runs a graph of group {group.group_name!r} for which rank {ranks} published no plan. An earlier plan was agreed upon. "
-            "That rank may be inside its transfers, so this rank cannot continue. This rank probably compiled again alone: make its guards like the "
-            "other ranks' (TORCH_LOGS=recompiles names them), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+            f"rank {mine} runs a graph of group {group.group_name!r} for which rank {ranks} published no plan. An"
+            " earlier plan was agreed upon. That rank may be inside its transfers, so this rank cannot continue. This"
+            " rank probably compiled again alone: make its guards like the other ranks' (TORCH_LOGS=recompiles names"
+            " them), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
         )
 
 
@@ -156,7 +157,8 @@ def _difference(
     if missing:
         ranks = ", ".join(str(global_rank(state.group, r)) for r in missing)
         parts.append(
-            f"rank {ranks} published no plan (is overlap_inductor switched off there, does it run uncompiled, or did it die?)"
+            f"rank {ranks} published no plan (is overlap_inductor switched off there, does it run uncompiled, or did it"
+            " die?)"
         )
     parts += [
         f"rank {global_rank(state.group, r)} has run graphs with {there} collectives of group "
@@ -190,8 +192,8 @@ def one_round(
     limit: float,
     kind: str = "",
 ) -> tuple[str, str]:
-    """The worst verdict, with its reason, of this rank and of all that run the same plan in its groups: ``verdict``, one
-    group further. ``kind`` keeps the rounds of one call apart."""
+    """The worst verdict, with its reason, of this rank and of all that run the same plan in its groups: ``verdict``,
+    one group further. ``kind`` keeps the rounds of one call apart."""
     for state in states:
         call_board.say(state, number, "".join(verdict), kind)
     said = [verdict]
@@ -229,9 +231,13 @@ def _rejected(
             call_board.part(state, why)
     if plan.mode == "strict":
         raise StrictError(
-            f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} and other ranks do not exchange the same: {why}. Make their models and switches alike."
+            f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} and other ranks do not exchange the same: {why}. Make"
+            " their models and switches alike."
         )
-    text = f"rank {dist.get_rank()} and other ranks do not exchange the same, so all of them run this graph without overlap: {why}"
+    text = (
+        f"rank {dist.get_rank()} and other ranks do not exchange the same, so all of them run this graph without"
+        f" overlap: {why}"
+    )
     pair = (plan.digest, *sorted({p.digest for plans in texts for p in plans.values()}))
     if any(pair in s.reported for s in states):
         return NO
@@ -245,8 +251,8 @@ def _rejected(
 
 
 def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, strict: bool) -> None:
-    """A graph without overlap: raise where others overlap theirs and ``strict`` asks for it, or where they are inside an
-    exchange that was agreed upon, in which this rank would be missed."""
+    """A graph without overlap: raise where others overlap theirs and ``strict`` asks for it, or where they are inside
+    an exchange that was agreed upon, in which this rank would be missed."""
     for state in states:
         try:
             values = call_board.values(state, plan, time.monotonic() + seconds_to_wait(state.group, plan, known=False))
@@ -257,7 +263,8 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
         others = {global_rank(state.group, r): p for r, p in plans.items() if p.overlaps}
         if strict and others:
             raise StrictError(
-                f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} overlaps nothing in a graph that others overlap: {difference(plan, others)}"
+                f"OVERLAP_INDUCTOR=strict: rank {dist.get_rank()} overlaps nothing in a graph that others overlap:"
+                f" {difference(plan, others)}"
             )
         if not strict:
             missing = [r for r in call_board.peers(state.group) if r not in values]
@@ -265,6 +272,7 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
 
 
 def seconds_to_wait(group: dist.ProcessGroup, plan: ExchangePlan, known: bool) -> float:
-    """Seconds to wait: of a known plan the group's timeout; else the switch's, and less than that, within which the peers' collectives still wait."""
+    """Seconds to wait: of a known plan the group's timeout; else the switch's, and less than that, within which the
+    peers' collectives still wait."""
     longest = call_board.timeout(group)
     return longest if known else min(float(plan.config.get("agreement_timeout", DEFAULT_TIMEOUT)), longest / 2)

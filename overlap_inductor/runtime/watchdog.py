@@ -1,20 +1,23 @@
-"""The watchdog: one daemon thread a process that looks at the fault records of its groups, so that no fault goes unsaid where no overlap op follows.
+"""The watchdog: one daemon thread a process that looks at the fault records of its groups, so that no fault goes unsaid
+where no overlap op follows.
 
-The next overlap call raises a fault by itself (``FaultRecord.check``). But a CUDA graph's replays never come there, nor does a program stuck elsewhere
-(in a collective of a peer that is gone, in a stream wait), nor one whose last call it was. What happens about a fault, in this order:
+The next overlap call raises a fault by itself (``FaultRecord.check``). But a CUDA graph's replays never come there, nor
+does a program stuck elsewhere (in a collective of a peer that is gone, in a stream wait), nor one whose last call it
+was. What happens about a fault, in this order:
 
 1. Within ``POLL_SECONDS``, on every rank of the group, the log names site, group and peer. The group's waits on this
    GPU are stopped, where whoever gave up could not reach them. (There are no stream waits to free: every wait is a
    kernel's, which a clock bounds.)
-2. A program that is *told* goes on as it likes: ``check`` has raised the error to it, or it has aborted the group itself. So does one that has destroyed
-   the group, which can start nothing more of it. What it had started goes on: a destroyed group is watched until its
-   calls have ended.
-3. Any other is ended ``GRACE_SECONDS`` after the fault was seen, by SIGABRT, with the error and the stacks of all threads on standard error: as
-   ProcessGroupNCCL's watchdog ends a process on a timeout (``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``, its default).
-4. A program that comes to its end without having been told, its group destroyed or not, ends with exit status 1: it may have handed out what a
-   kernel left behind that gave up. (Exit hooks that were registered before this module's do not run then.) A fault may
-   come as late as that: calls that are in flight at the end have ``EXIT_SECONDS`` to end; where they go on waiting for
-   their peers the program ends in the same way.
+2. A program that is *told* goes on as it likes: ``check`` has raised the error to it, or it has aborted the group
+   itself. So does one that has destroyed the group, which can start nothing more of it. What it had started goes on: a
+   destroyed group is watched until its calls have ended.
+3. Any other is ended ``GRACE_SECONDS`` after the fault was seen, by SIGABRT, with the error and the stacks of all
+   threads on standard error: as ProcessGroupNCCL's watchdog ends a process on a timeout
+   (``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``, its default).
+4. A program that comes to its end without having been told, its group destroyed or not, ends with exit status 1: it may
+   have handed out what a kernel left behind that gave up. (Exit hooks that were registered before this module's do not
+   run then.) A fault may come as late as that: calls that are in flight at the end have ``EXIT_SECONDS`` to end; where
+   they go on waiting for their peers the program ends in the same way.
 
 While all is well a look reads one word of the host's memory a group, and calls nothing of CUDA, but for an event's
 query where a group has been destroyed (``runtime.driver.beside_captures``). After a fork the child watches nothing:
@@ -37,7 +40,8 @@ from typing import Protocol
 log = logging.getLogger("overlap_inductor")
 
 GRACE_SECONDS = 60.0
-"""Seconds that a program has, after a fault, to be told or to destroy the group. ``math.inf``: it is never ended while it runs."""
+"""Seconds that a program has, after a fault, to be told or to destroy the group. ``math.inf``: it is never ended while
+it runs."""
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 10.0
 """That a program's end waits for calls that are in flight."""
@@ -121,15 +125,17 @@ class Watchdog:
                 self._left(watch, error)
             elif watch.seen is not None and not watch.faults.told and self._clock() - watch.seen >= GRACE_SECONDS:
                 self._end(
-                    f"overlap_inductor: {error} In {GRACE_SECONDS:g} s no call has raised this error to the program, and the group still stands: "
-                    "the process is ended."
+                    f"overlap_inductor: {error} In {GRACE_SECONDS:g} s no call has raised this error to the program,"
+                    " and the group still stands: the process is ended."
                 )
 
     def close(self) -> list[str]:
-        """Stop watching. Returns the errors of all faults that the program has not been told of, those of destroyed groups included."""
+        """Stop watching. Returns the errors of all faults that the program has not been told of, those of destroyed
+        groups included."""
         self._closed.set()
         if self._thread is not None:
-            # (Not for long: it may be looking just now, and a thread in the middle of a look must not meet the interpreter's end.)
+            # (Not for long: it may be looking just now, and a thread in the middle of a look must not meet the
+            # interpreter's end.)
             self._thread.join(5.0)
         # (Its clock is the program's, whatever this one is given.)
         deadline = time.monotonic() + EXIT_SECONDS
@@ -155,7 +161,11 @@ class Watchdog:
         watch.seen = self._clock()
         watch.faults.stop_waits()
         if not watch.faults.told and alive:
-            log.error("overlap_inductor: %s The process is ended in %g s, unless a call raises this error before.", error, GRACE_SECONDS)
+            log.error(
+                "overlap_inductor: %s The process is ended in %g s, unless a call raises this error before.",
+                error,
+                GRACE_SECONDS,
+            )
         elif not watch.faults.told:
             log.error(
                 "overlap_inductor: %s The group has been destroyed, so that no call can raise this error: the "
@@ -193,7 +203,9 @@ def _at_exit() -> None:
     if not errors:
         return
     for error in errors:
-        os.write(2, f"overlap_inductor: {error} The program ends without having been told: its exit status is 1.\n".encode())
+        os.write(
+            2, f"overlap_inductor: {error} The program ends without having been told: its exit status is 1.\n".encode()
+        )
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:

@@ -1,8 +1,9 @@
-"""``GroupWorkspace``: what the sites of one process group share on this rank: its arena, its fault record, its patience.
+"""``GroupWorkspace``: what the sites of one process group share on this rank: its arena, its fault record, its
+patience.
 
-Made at the first run of a graph that needs it, behind the agreement of the ranks, by all of them together: allocating symmetric memory is a
-collective. It lives as long as the group; a destroyed group whose name is used again gets a new one. Calls of a rank run one after the
-other on its GPU, whatever their streams and threads (``runtime.call_order``).
+Made at the first run of a graph that needs it, behind the agreement of the ranks, by all of them together: allocating
+symmetric memory is a collective. It lives as long as the group; a destroyed group whose name is used again gets a new
+one. Calls of a rank run one after the other on its GPU, whatever their streams and threads (``runtime.call_order``).
 """
 
 from __future__ import annotations
@@ -41,14 +42,16 @@ log = logging.getLogger("overlap_inductor")
 MOST_PREPARED = 64
 """Kernels that a site keeps ready."""
 MOST_KNOWN = 2**14
-"""Calls that a group remembers, of all its sites: a step of a large model has hundreds, with each token count anew. (Half a KiB each.)"""
+"""Calls that a group remembers, of all its sites: a step of a large model has hundreds, with each token count anew.
+(Half a KiB each.)"""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Where a site's kernel runs: this rank of a group, its slot, the group's fault record and the site's number in it, the patience of waits in ns, and
-    kernels that are ready to be launched there; whole calls, too (``runtime.replay``): those seen once, and whether they may be captured, and what launches those
-    seen twice, each with the allocations that its copies read and write."""
+    """Where a site's kernel runs: this rank of a group, its slot, the group's fault record and the site's number in it,
+    the patience of waits in ns, and kernels that are ready to be launched there; whole calls, too (``runtime.replay``):
+    those seen once, and whether they may be captured, and what launches those seen twice, each with the allocations
+    that its copies read and write."""
 
     rank: int
     world_size: int
@@ -118,7 +121,9 @@ class GroupWorkspace:
             return None
         slot, made = self.arena.slot(*key), self._launches.get(key)
         if made is None or made.slot is not slot:
-            made = Launch(self.group.rank(), self.group.size(), slot, self.faults, self.faults.number(site), self.patience_ns)
+            made = Launch(
+                self.group.rank(), self.group.size(), slot, self.faults, self.faults.number(site), self.patience_ns
+            )
             self._launches[key] = made
         return made
 
@@ -221,7 +226,9 @@ def _fault_record(group: dist.ProcessGroup, device: torch.device, together: symm
     """One that all ranks share where their GPUs reach each other."""
     ranks = dist.get_process_group_ranks(group)
     if group.size() == 1 or symmetric.why_no_symmetric_memory(tuple(ranks), device) is not None:
-        found: FaultRecord = together("make its fault record", lambda: FaultRecord.of(group.group_name, ranks, device, group.rank()))
+        found: FaultRecord = together(
+            "make its fault record", lambda: FaultRecord.of(group.group_name, ranks, device, group.rank())
+        )
         return found
     if symmetric.capturing():
         raise OverlapError(
@@ -232,10 +239,11 @@ def _fault_record(group: dist.ProcessGroup, device: torch.device, together: symm
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> str | None:
-    """Give every site of a plan its slot, once. ``requests``: JSON text, ``[[site, bytes, signals]]`` in the plan's order, equal on all ranks; a
-    protocol stands behind them where it is not credits. All ranks of the group together.
+    """Give every site of a plan its slot, once. ``requests``: JSON text, ``[[site, bytes, signals]]`` in the plan's
+    order, equal on all ranks; a protocol stands behind them where it is not credits. All ranks of the group together.
 
-    Where they do not fit under ``limit`` bytes all sites of the plan run as they stood (on all ranks alike), and the log says so.
+    Where they do not fit under ``limit`` bytes all sites of the plan run as they stood (on all ranks alike), and the
+    log says so.
 
     Returns:
         ``None``; or why no site of the plan has a slot, because a rank of the group has no memory left: the same text

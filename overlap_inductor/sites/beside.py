@@ -1,8 +1,9 @@
-"""Why a collective beside a matmul leads to no site, where the finders found nothing to say: the nearest matmul, and what stands before it.
+"""Why a collective beside a matmul leads to no site, where the finders found nothing to say: the nearest matmul, and
+what stands before it.
 
-A reason names what is there: a kind of matmul that is not cut (grouped ones, ``mv``, a product with a vector that Inductor has written as ``mul`` and ``sum``), or the first op on the
-way to a matmul that is not computed in pieces. "No matmul stands beside it" is said only where there is none, on either
-side.
+A reason names what is there: a kind of matmul that is not cut (grouped ones, ``mv``, a product with a vector that
+Inductor has written as ``mul`` and ``sum``), or the first op on the way to a matmul that is not computed in pieces. "No
+matmul stands beside it" is said only where there is none, on either side.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from overlap_inductor.torch_compat import operators
 aten = tools.aten
 NO_MATMUL = "no matmul stands beside it: there is nothing to hide it behind"
 STEPS = 12
-"""Nodes from the collective to the matmul, at most: weighting, reordering and summing what experts return takes six to nine."""
+"""Nodes from the collective to the matmul, at most: weighting, reordering and summing what experts return takes six to
+nine."""
 _VECTORS = ("mv", "addmv", "dot", "vdot")
 _Way = tuple[fx.Node, fx.Node | None, fx.Node | None]
 
@@ -42,17 +44,29 @@ def _told(found: _Way, collective: CollectiveNode, gather: str) -> Reason:
     kind = _other_matmul(node)
     if kind == "grouped":
         return Reason(
-            "grouped_matmul", f"{node.name} ({node.target}) stands beside it, a matmul of groups of rows whose sizes are only known when it runs: it is not cut in this version"
+            "grouped_matmul",
+            f"{node.name} ({node.target}) stands beside it, a matmul of groups of rows whose sizes are only known when"
+            " it runs: it is not cut in this version",
         )
     if kind == "vector":
-        return Reason("matmul_form", f"{node.name} ({node.target}) stands beside it, a product with a vector: only matmuls of matrices are cut")
+        return Reason(
+            "matmul_form",
+            f"{node.name} ({node.target}) stands beside it, a product with a vector: only matmuls of matrices are cut",
+        )
     if kind is not None:
-        return Reason("matmul_form", f"{node.name} ({node.target}) stands beside it, a kind of matmul that is not cut in this version")
+        return Reason(
+            "matmul_form",
+            f"{node.name} ({node.target}) stands beside it, a kind of matmul that is not cut in this version",
+        )
     between = computed or moved
     place = f"between {gather}{node.name}" if gather else f"between {node.name} and the collective"
     if between is None:
-        return Reason("layout", f"{node.name} stands beside it, but no cut of its rows was found that is one of the collective's")
-    return Reason("op_between", f"{between.name} ({between.target}) stands {place} and is not computed in pieces{_why(between)}")
+        return Reason(
+            "layout", f"{node.name} stands beside it, but no cut of its rows was found that is one of the collective's"
+        )
+    return Reason(
+        "op_between", f"{between.name} ({between.target}) stands {place} and is not computed in pieces{_why(between)}"
+    )
 
 
 def _why(node: fx.Node) -> str:
@@ -72,7 +86,11 @@ def _other_matmul(node: fx.Node) -> str | None:
         return "grouped"
     if name in _VECTORS or _is_product_with_vector(node):
         return "vector"
-    return "other" if name.rstrip("_").endswith(("mm", "mm_v2", "matmul", "convolution")) and matmuls.parse(node) is None else None
+    return (
+        "other"
+        if name.rstrip("_").endswith(("mm", "mm_v2", "matmul", "convolution")) and matmuls.parse(node) is None
+        else None
+    )
 
 
 def _is_product_with_vector(node: fx.Node) -> bool:
@@ -88,12 +106,16 @@ def _is_product_with_vector(node: fx.Node) -> bool:
     if len(terms) != 2 or [d % rank for d in dims] != [rank - 1]:
         return False
     vector = min(terms, key=lambda n: len(tools.shape(n)))
-    return len(tools.shape(vector)) == 1 and same_size(tools.shape(vector)[0], tools.shape(product)[-1]) and all(len(tools.shape(t)) in (1, rank) for t in terms)
+    return (
+        len(tools.shape(vector)) == 1
+        and same_size(tools.shape(vector)[0], tools.shape(product)[-1])
+        and all(len(tools.shape(t)) in (1, rank) for t in terms)
+    )
 
 
 def _nearest(start: fx.Node, forward: bool) -> _Way | None:
-    """The matmul nearest to ``start`` on ways without another collective (a grouped one before others), with the first op on such a way that computes, and the first that takes or
-    joins parts."""
+    """The matmul nearest to ``start`` on ways without another collective (a grouped one before others), with the first
+    op on such a way that computes, and the first that takes or joins parts."""
     frontier: list[_Way] = [(start, None, None)]
     seen, found = {(start, True)}, []
     for _ in range(STEPS):
@@ -105,7 +127,10 @@ def _nearest(start: fx.Node, forward: bool) -> _Way | None:
                 if matmuls.parse(node) is not None or _other_matmul(node) is not None:
                     found.append((node, computed, moved))
                     continue
-                computed, moved = computed or (None if _moves(node) else node), moved or (node if _takes(node) else None)
+                computed, moved = (
+                    computed or (None if _moves(node) else node),
+                    moved or (node if _takes(node) else None),
+                )
             following = node.users if forward else node.all_input_nodes
             for other in following:
                 if other.op == "call_function" and (other, computed is None) not in seen:

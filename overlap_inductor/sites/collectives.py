@@ -23,34 +23,66 @@ _NAMES = {
 }
 
 
-_NOT_MOVING = {"wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group", "get_remote_tensors", "_rendezvous", "memset32_", "check_for_nan"}
+_NOT_MOVING = {
+    "wait_tensor",
+    "_wrap_tensor_autograd",
+    "mesh_get_process_group",
+    "get_remote_tensors",
+    "_rendezvous",
+    "memset32_",
+    "check_for_nan",
+}
 """Operators of those namespaces that move no data between ranks."""
-_POINT_TO_POINT = {"isend", "irecv", "batch_p2p_ops", "nccl_put", "nccl_get", "nvshmem_put", "nvshmem_get", "nccl_put_with_signal", "nvshmem_put_with_signal"}
+_POINT_TO_POINT = {
+    "isend",
+    "irecv",
+    "batch_p2p_ops",
+    "nccl_put",
+    "nccl_get",
+    "nvshmem_put",
+    "nvshmem_get",
+    "nccl_put_with_signal",
+    "nvshmem_put_with_signal",
+}
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem")
 
 
 def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
-    """``(kind, reason it can be no site)`` of a collective node; ``None`` for another node. Whatever moves data between ranks has one, known here or not."""
+    """``(kind, reason it can be no site)`` of a collective node; ``None`` for another node. Whatever moves data between
+    ranks has one, known here or not."""
     namespace, name = operators.qualified_name(node)
     if namespace not in _NAMESPACES or name in _NOT_MOVING:
         return None
     if namespace == "symm_mem" and name.startswith("fused_"):
-        return "fused", Reason("taken_by_async_tp", f"Inductor's own async TP has replaced this site by {name} before this pass ran")
+        return "fused", Reason(
+            "taken_by_async_tp", f"Inductor's own async TP has replaced this site by {name} before this pass ran"
+        )
     if (namespace, name) == ("_dtensor", "shard_dim_alltoall"):
-        return "all_to_all", Reason("pattern_not_available", "an exchange of shard dims is not overlapped in this version")
+        return "all_to_all", Reason(
+            "pattern_not_available", "an exchange of shard dims is not overlapped in this version"
+        )
     base = name.removesuffix("_")
     if namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
-        return base, Reason("pattern_not_available", f"{namespace}::{name} is no functional collective and is not overlapped in this version")
+        return base, Reason(
+            "pattern_not_available",
+            f"{namespace}::{name} is no functional collective and is not overlapped in this version",
+        )
     if base in _NAMES:
         if base != name:
-            return _NAMES[base], Reason("out_variant", f"{name} works in place; only the functional form is taken apart")
+            return _NAMES[base], Reason(
+                "out_variant", f"{name} works in place; only the functional form is taken apart"
+            )
         return _NAMES[base], None
     if base.endswith("_coalesced"):
         kind = base.removesuffix("_coalesced")
-        return _NAMES.get(kind, kind), Reason("coalesced", f"{name} moves several tensors at once and is not taken apart")
+        return _NAMES.get(kind, kind), Reason(
+            "coalesced", f"{name} moves several tensors at once and is not taken apart"
+        )
     if name.endswith("_out"):
         kind = name.removesuffix("_out")
-        return _NAMES.get(kind, kind), Reason("out_variant", f"{name} writes to a buffer of the caller's and is not taken apart")
+        return _NAMES.get(kind, kind), Reason(
+            "out_variant", f"{name} writes to a buffer of the caller's and is not taken apart"
+        )
     return base, Reason("pattern_not_available", f"{name} is not overlapped in this version")
 
 
@@ -72,7 +104,8 @@ def group_of(node: fx.Node) -> str | None:
 
 
 def kept_kind(node: fx.Node) -> str | None:
-    """``"all_reduce bfloat16"`` where ``node`` is a collective that all ranks of its group call, else ``None`` (one rank sends what another one receives)."""
+    """``"all_reduce bfloat16"`` where ``node`` is a collective that all ranks of its group call, else ``None`` (one
+    rank sends what another one receives)."""
     found = _kind(node)
     if found is None or found[0] in _POINT_TO_POINT or operators.qualified_name(node)[0] in ("c10d", "c10d_functional"):
         return None
@@ -131,7 +164,14 @@ def find_collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Collective
         waits = [u for u in node.users if u.target is torch.ops._c10d_functional.wait_tensor.default]
         others = [u for u in node.users if u not in waits and u.op != "output"]
         if len(waits) != 1 or others:
-            yield node, kind, Reason("no_wait", f"its result has {len(waits)} waits and {len(others)} users without a wait; expected one wait")
+            yield (
+                node,
+                kind,
+                Reason(
+                    "no_wait",
+                    f"its result has {len(waits)} waits and {len(others)} users without a wait; expected one wait",
+                ),
+            )
             continue
         wait = waits[0]
         while len(wait.users) == 1 and next(iter(wait.users)).target is torch.ops._c10d_functional.wait_tensor.default:
@@ -142,4 +182,8 @@ def find_collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Collective
             yield node, kind, Reason("group_not_resolved", f"its process group {name!r} does not exist in this process")
             continue
         reduce_op = operators.argument(node, "reduce_op")
-        yield node, kind, CollectiveNode(node, wait, kind, name, ranks, str(reduce_op).lower() if reduce_op is not None else None)
+        yield (
+            node,
+            kind,
+            CollectiveNode(node, wait, kind, name, ranks, str(reduce_op).lower() if reduce_op is not None else None),
+        )

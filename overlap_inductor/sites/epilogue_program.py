@@ -1,11 +1,13 @@
-"""Pointwise epilogues as text: what a pass has found behind a matmul or a reduction, a kernel computes on each tile, and ``applied`` computes by torch's ops.
+"""Pointwise epilogues as text: what a pass has found behind a matmul or a reduction, a kernel computes on each tile,
+and ``applied`` computes by torch's ops.
 
 One epilogue: the kinds of its extra tensors, and a program in single assignment, whose last value is the result::
 
     {"extras": ["full"], "ops": [["neg", "x"], ["exp", "t0"], ["add", "t1", 1.0], ["div", "x", "t2"], ["mul", "t3", "e0"]]}        # silu(x) * e0
 
-An argument is ``x`` (the matmul's or the reduction's result, rounded to its dtype), ``e0``, ``e1``, ... (extras), ``t0``, ``t1``, ... (results of ops) or a number. All
-is computed in fp32, and rounded where op ``to`` says so and at the end: as Inductor computes a fused chain. No Triton and no FX here.
+An argument is ``x`` (the matmul's or the reduction's result, rounded to its dtype), ``e0``, ``e1``, ... (extras),
+``t0``, ``t1``, ... (results of ops) or a number. All is computed in fp32, and rounded where op ``to`` says so and at
+the end: as Inductor computes a fused chain. No Triton and no FX here.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ TORCH_OPS: dict[str, Callable[..., torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Epilogue:
-    """``extras``: the kind of each extra tensor of a result ``[M, N]``: ``full [M, N]``, ``row [N]``, ``column [M]`` or ``scalar [1]``."""
+    """``extras``: the kind of each extra tensor of a result ``[M, N]``: ``full [M, N]``, ``row [N]``, ``column [M]`` or
+    ``scalar [1]``."""
 
     extras: tuple[str, ...]
     ops: tuple[tuple[Argument, ...], ...]
@@ -61,7 +64,9 @@ def to_text(epilogues: Sequence[Epilogue | None]) -> str:
 @functools.cache
 def from_text(text: str) -> tuple[Epilogue | None, ...]:
     """What ``to_text`` has written."""
-    return tuple(None if e is None else Epilogue(tuple(e["extras"]), tuple(map(tuple, e["ops"]))) for e in json.loads(text))
+    return tuple(
+        None if e is None else Epilogue(tuple(e["extras"]), tuple(map(tuple, e["ops"]))) for e in json.loads(text)
+    )
 
 
 def extras_of(epilogues: Sequence[Epilogue | None], extras: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

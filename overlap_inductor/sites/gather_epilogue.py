@@ -1,8 +1,9 @@
 """Pointwise nodes behind a gather's matmuls that are computed on each piece, so that they run under the transfers too.
 
-Contract: a region closed under its inputs. It reads the outputs of the site's matmuls (cut along their rows), scalars and rows of a bias;
-its results are read by what needs them in memory anyway (matmuls, collectives, the graph's output). Where a pointwise op or a reduction
-reads them, Inductor fuses them into that for nothing, and they are left to it. ``silu(gate) * up`` before a down-projection is the usual one.
+Contract: a region closed under its inputs. It reads the outputs of the site's matmuls (cut along their rows), scalars
+and rows of a bias; its results are read by what needs them in memory anyway (matmuls, collectives, the graph's output).
+Where a pointwise op or a reduction reads them, Inductor fuses them into that for nothing, and they are left to it.
+``silu(gate) * up`` before a down-projection is the usual one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def find_epilogue(collective: CollectiveNode, consumers: list[GatherConsumer]) -
     first = next((c for c in consumers if c.role == "M" and c.matmul.kind in ("mm", "addmm")), None)
     if first is None:
         return Epilogue()
-    base = [c.matmul.node for c in consumers if c.role == "M" and c.matmul.kind in ("mm", "addmm") and _cut_alike(c, first)]
+    base = [
+        c.matmul.node for c in consumers if c.role == "M" and c.matmul.kind in ("mm", "addmm") and _cut_alike(c, first)
+    ]
     region = _Region(collective.wait, base)
     region.grow()
     region.shrink()
@@ -79,7 +82,8 @@ class _Region:
         return all(isinstance(s, int) and s == 1 for s in leading) and not tools.depends_on(node, self.wait, self.known)
 
     def shrink(self) -> None:
-        """Leave out what would be fused elsewhere or is a mere view at the end; then what read it, until nothing changes."""
+        """Leave out what would be fused elsewhere or is a mere view at the end; then what read it, until nothing
+        changes."""
         changed = True
         while changed:
             changed = False
@@ -87,7 +91,10 @@ class _Region:
                 outside = [u for u in node.users if u not in self.nodes]
                 dangling = tools.is_reshape(node) and len(outside) == len(node.users)
                 orphaned = not any(self._inside(n) for n in tools.tensor_inputs(node))
-                partly = any(n not in self.nodes and n not in self.base and tools.depends_on(n, self.wait, self.known) for n in tools.tensor_inputs(node))
+                partly = any(
+                    n not in self.nodes and n not in self.base and tools.depends_on(n, self.wait, self.known)
+                    for n in tools.tensor_inputs(node)
+                )
                 if dangling or orphaned or partly or any(not _stored_for(u) for u in outside):
                     del self.nodes[node]
                     changed = True

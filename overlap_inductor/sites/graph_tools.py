@@ -25,7 +25,13 @@ RESHAPES = {
     aten.unsqueeze.default,
     aten.expand.default,
 }
-SAME = {aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.lift_fresh_copy.default}
+SAME = {
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.contiguous.default,
+    aten.lift_fresh_copy.default,
+}
 SPLITS = {aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default}
 
 
@@ -76,9 +82,13 @@ def is_reshape(node: fx.Node) -> bool:
     """A view that keeps elements and their order (an ``expand`` counts only where it expands nothing)."""
     if node.target not in RESHAPES:
         return False
-    return node.target is not aten.expand.default or len(shape(node)) == len(shape(node.args[0])) and all(  # type: ignore[arg-type]
-        a is b or a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
-        for a, b in zip(shape(node), shape(node.args[0]), strict=True)  # type: ignore[arg-type]
+    return (
+        node.target is not aten.expand.default
+        or len(shape(node)) == len(shape(node.args[0]))
+        and all(  # type: ignore[arg-type]
+            a is b or a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
+            for a, b in zip(shape(node), shape(node.args[0]), strict=True)  # type: ignore[arg-type]
+        )
     )
 
 
@@ -104,7 +114,8 @@ def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def depends_on(node: fx.Node, target: fx.Node, known: dict[fx.Node, bool]) -> bool:
-    """Whether ``node`` is computed from ``target`` (iterative; graphs are deep). Looks at nothing that stands before ``target``."""
+    """Whether ``node`` is computed from ``target`` (iterative; graphs are deep). Looks at nothing that stands before
+    ``target``."""
     stack = [node]
     while stack:
         current = stack[-1]
@@ -158,7 +169,8 @@ def has_unbacked(sizes: list[Any]) -> bool:
 
 
 def written_between(first: fx.Node, last: fx.Node, read: list[fx.Node]) -> bool:
-    """Whether one of ``read`` is written in place behind ``first`` and before ``last``: what reads it may not move from one to the other."""
+    """Whether one of ``read`` is written in place behind ``first`` and before ``last``: what reads it may not move from
+    one to the other."""
     node = first.next
     while node is not last:
         if any(argument in read for argument in operators.written(node)):

@@ -1,8 +1,9 @@
 """Layouts: which elements of a tensor lie where, as index maps, so that a spelling does not matter.
 
-A tensor is a list of dims, each dim an ordered list of *atoms*. An all-gather's result has the dims ``[R s0] [s1] ...`` with the rank
-atom R in front. A reshape regroups atoms, a permute reorders dims, ``cat(split(x))`` moves R in front of another dim. Two tensors with
-the same atoms hold the same elements; where R stands in a matmul's operand says which of M, N, K is gathered::
+A tensor is a list of dims, each dim an ordered list of *atoms*. An all-gather's result has the dims ``[R s0] [s1] ...``
+with the rank atom R in front. A reshape regroups atoms, a permute reorders dims, ``cat(split(x))`` moves R in front of
+another dim. Two tensors with the same atoms hold the same elements; where R stands in a matmul's operand says which of
+M, N, K is gathered::
 
     all_gather(x [b, s, h]) -> [R b] [s] [h] -> split/cat(dim=1) -> [b] [R s] [h] -> reshape -> [b R s] [h]   rows = outer b, R, chunk s
 
@@ -32,9 +33,9 @@ def same_size(a: Size, b: Size) -> bool:
 
 @dataclass(eq=False)
 class Atom:
-    """A run of consecutive indices. ``rank`` marks the rank atom; ``total`` is its dim's full size where that is no known
-    multiple of the world size (``D`` for ``R * (D // R)``: collectives demand divisibility, symbols do not show it), or
-    where the last shards of ``chunk`` are short or empty (``Layout.cut_short``)."""
+    """A run of consecutive indices. ``rank`` marks the rank atom; ``total`` is its dim's full size where that is no
+    known multiple of the world size (``D`` for ``R * (D // R)``: collectives demand divisibility, symbols do not show
+    it), or where the last shards of ``chunk`` are short or empty (``Layout.cut_short``)."""
 
     size: Size
     rank: bool = False
@@ -110,14 +111,17 @@ class Layout:
         return Layout(tuple(self.dims[i] for i in order))
 
     def reshape(self, shape: Sequence[Size]) -> Layout:
-        """Regroup into ``shape``. Raises ``LayoutError`` where a dim boundary falls inside the rank atom or an unknown factor."""
+        """Regroup into ``shape``. Raises ``LayoutError`` where a dim boundary falls inside the rank atom or an unknown
+        factor."""
         queue = self.flat()
         dims: list[tuple[Atom, ...]] = []
         for size in shape:
             taken: list[Atom] = []
             while not same_size(product(taken), size):
                 if not queue:
-                    raise LayoutError(f"a reshape to {list(shape)} has no boundary where the collective's dims have one")
+                    raise LayoutError(
+                        f"a reshape to {list(shape)} has no boundary where the collective's dims have one"
+                    )
                 atom = queue.pop(0)
                 closes = atom.total is not None and queue and same_size(product([*taken, atom, queue[0]]), size)
                 if closes or (atom.short and queue):
@@ -139,14 +143,15 @@ class Layout:
         return Layout(tuple(dims))
 
     def move_rank(self, source: int, target: int, size: Size | None = None) -> Layout:
-        """``cat(split(x, dim=source), dim=target)``: the rank atom leads ``source`` and then leads ``target``, whose full size is
-        ``size`` (needed where symbols do not show that the world size divides it)."""
+        """``cat(split(x, dim=source), dim=target)``: the rank atom leads ``source`` and then leads ``target``, whose
+        full size is ``size`` (needed where symbols do not show that the world size divides it)."""
         dims = [list(d) for d in self.refined().dims]
         if not dims[source] or not dims[source][0].rank:
             raise LayoutError("the pieces that are concatenated are not the ranks' shards")
         rank = dims[source].pop(0)
         if source != target:
-            # A known equality does not help inside a larger product, so a symbolic size is always kept beside the factors.
+            # A known equality does not help inside a larger product, so a symbolic size is always kept beside the
+            # factors.
             rank = Atom(rank.size, rank=True, total=None if size is None or isinstance(size, int) else size)
         dims[target].insert(0, rank)
         return Layout(tuple(tuple(d) for d in dims))
@@ -187,8 +192,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class ShardedDim:
-    """A dim that holds the rank atom: index = (outer, rank, chunk). ``size`` is the dim's full size; of each outer index ``missing`` rows
-    are not there that would make the last ranks' chunks as long as the others' (``Layout.cut_short``)."""
+    """A dim that holds the rank atom: index = (outer, rank, chunk). ``size`` is the dim's full size; of each outer
+    index ``missing`` rows are not there that would make the last ranks' chunks as long as the others'
+    (``Layout.cut_short``)."""
 
     dim: int
     outer: Size

@@ -88,8 +88,14 @@ class MatmulNode:
 
     def refusal(self) -> str | None:
         """Why this matmul cannot be cut at all, or ``None``."""
-        if self.kind in ("addmm", "baddbmm") and (self.node.kwargs.get("beta", 1), self.node.kwargs.get("alpha", 1)) != (1, 1):
-            return f"{self.kind} scales its terms (alpha={self.node.kwargs.get('alpha', 1)}, beta={self.node.kwargs.get('beta', 1)})"
+        if self.kind in ("addmm", "baddbmm") and (
+            self.node.kwargs.get("beta", 1),
+            self.node.kwargs.get("alpha", 1),
+        ) != (1, 1):
+            return (
+                f"{self.kind} scales its terms (alpha={self.node.kwargs.get('alpha', 1)},"
+                f" beta={self.node.kwargs.get('beta', 1)})"
+            )
         if self.kind == "scaled_mm" and operators.argument(self.node, "scale_result") is not None:
             return "_scaled_mm scales its result"
         for scale, one_a_row in ((self.scales()[0], 0), (self.scales()[1], 1)):
@@ -102,7 +108,12 @@ def _is_plain_scale(scale: fx.Node, matmul: fx.Node, dim: int) -> bool:
     shape = tools.shape(scale)
     if tools.is_scalar_like(scale):
         return True
-    return len(shape) == 2 and str(shape[dim]) == str(tools.shape(matmul)[dim]) and isinstance(shape[1 - dim], int) and shape[1 - dim] == 1
+    return (
+        len(shape) == 2
+        and str(shape[dim]) == str(tools.shape(matmul)[dim])
+        and isinstance(shape[1 - dim], int)
+        and shape[1 - dim] == 1
+    )
 
 
 def parse(node: fx.Node) -> MatmulNode | None:
@@ -114,21 +125,26 @@ def parse(node: fx.Node) -> MatmulNode | None:
 
 
 def folded(matmul: MatmulNode) -> list[fx.Node]:
-    """The other matmuls of a sum that Inductor has written as one matmul with the others as its bias, ``addmm(x @ a, y, b)``; none where the bias is anything else, or one
-    of them has other users, too."""
+    """The other matmuls of a sum that Inductor has written as one matmul with the others as its bias, ``addmm(x @ a, y,
+    b)``; none where the bias is anything else, or one of them has other users, too."""
     bias = matmul.bias
     return (bias is not None and matmul.kind == "addmm" and _summed(bias, matmul.node)) or []
 
 
 def _summed(node: fx.Node, user: fx.Node) -> list[fx.Node] | None:
-    """The plain matmuls whose sum ``node`` is, and nothing else, for ``user`` alone, which reads it once, and of its shape; or ``None``."""
+    """The plain matmuls whose sum ``node`` is, and nothing else, for ``user`` alone, which reads it once, and of its
+    shape; or ``None``."""
     if set(node.users) != {user} or user.args.count(node) != 1 or not tools.is_tensor(node):
         return None
     if [str(s) for s in tools.shape(node)] != [str(s) for s in tools.shape(user)]:
         return None
     matmul = parse(node)
     if matmul is not None:
-        plain = matmul.kind in ("mm", "addmm") and matmul.refusal() is None and not any(tools.has_unbacked(tools.shape(n)) for n in (matmul.lhs, matmul.rhs))
+        plain = (
+            matmul.kind in ("mm", "addmm")
+            and matmul.refusal() is None
+            and not any(tools.has_unbacked(tools.shape(n)) for n in (matmul.lhs, matmul.rhs))
+        )
         return [node] if plain else None
     if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
         return None
@@ -149,8 +165,8 @@ def emit(
     with_bias: bool = True,
     bias_slice: fx.Node | None = None,
 ) -> fx.Node:
-    """The same matmul on slices. ``slicers[role](tensor, dim)`` cuts what else is indexed by a sliced role (bias, row-wise scales); ``bias_slice`` is the bias where it
-    has been cut already."""
+    """The same matmul on slices. ``slicers[role](tensor, dim)`` cuts what else is indexed by a sliced role (bias,
+    row-wise scales); ``bias_slice`` is the bias where it has been cut already."""
 
     def cut(tensor: fx.Node, role_of_dim: dict[int, str]) -> fx.Node:
         for dim, role in role_of_dim.items():
@@ -180,7 +196,8 @@ def emit(
 
 
 def emit_partial(graph: fx.Graph, matmul: MatmulNode, lhs: fx.Node, rhs: fx.Node, total: fx.Node | None) -> fx.Node:
-    """``total + lhs @ rhs`` without bias, accumulated in fp32 (fp64 stays fp64, int32 is exact), for a split contraction."""
+    """``total + lhs @ rhs`` without bias, accumulated in fp32 (fp64 stays fp64, int32 is exact), for a split
+    contraction."""
     call = graph.call_function
     if matmul.kind == "int_mm":
         partial = call(aten._int_mm.default, (lhs, rhs))

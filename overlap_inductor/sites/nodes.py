@@ -1,4 +1,5 @@
-"""The FX side of a site: ``GatherNodes`` and ``ReduceNodes``. The JSON-able side is ``overlap_inductor.facts.site.SiteFacts``."""
+"""The FX side of a site: ``GatherNodes`` and ``ReduceNodes``. The JSON-able side is
+``overlap_inductor.facts.site.SiteFacts``."""
 
 from __future__ import annotations
 
@@ -59,9 +60,11 @@ class GatherConsumer:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Pointwise ``nodes`` (and views among them, in graph order) behind the matmuls ``base``, to be computed piece by piece.
+    """Pointwise ``nodes`` (and views among them, in graph order) behind the matmuls ``base``, to be computed piece by
+    piece.
 
-    ``outputs`` are the nodes and matmuls that others read, ``externals`` the rows and scalars that the nodes read besides.
+    ``outputs`` are the nodes and matmuls that others read, ``externals`` the rows and scalars that the nodes read
+    besides.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -72,10 +75,12 @@ class Epilogue:
 
 @dataclass
 class GatherNodes:
-    """all-gather -> views and pointwise ops -> matmuls -> epilogue. ``through[n]`` is the source of a view-like node ``n``.
+    """all-gather -> views and pointwise ops -> matmuls -> epilogue. ``through[n]`` is the source of a view-like node
+    ``n``.
 
-    Where a row-wise op other than an element-wise one stands between (``row_wise``), ``layouts`` holds the layout of the gathered tensor and of all nodes between, and ``whole``
-    the dims that such an op needs whole; else both are empty.
+    Where a row-wise op other than an element-wise one stands between (``row_wise``), ``layouts`` holds the layout of
+    the gathered tensor and of all nodes between, and ``whole`` the dims that such an op needs whole; else both are
+    empty.
     """
 
     collective: CollectiveNode
@@ -89,10 +94,12 @@ class GatherNodes:
 
 @dataclass(frozen=True)
 class Region:
-    """Sums over a dim of the matmuls and ``cat`` of several, between matmuls and collective (``passes.find_region``); pieces are computed over the dims of a matmul.
+    """Sums over a dim of the matmuls and ``cat`` of several, between matmuls and collective (``passes.find_region``);
+    pieces are computed over the dims of a matmul.
 
-    ``reduced``: dims that a node sums over; ``joined``: the dim along which a ``cat`` joins; ``places``: layouts over those dims of what is read from elsewhere; ``cut``: the dim
-    that is cut; ``layout``: of what the collective is given, over those dims but for the ones that are summed over.
+    ``reduced``: dims that a node sums over; ``joined``: the dim along which a ``cat`` joins; ``places``: layouts over
+    those dims of what is read from elsewhere; ``cut``: the dim that is cut; ``layout``: of what the collective is
+    given, over those dims but for the ones that are summed over.
     """
 
     reduced: dict[fx.Node, list[int]]
@@ -117,9 +124,9 @@ class Padding:
 
 @dataclass
 class ReduceNodes:
-    """matmuls -> views and pointwise ops -> collective(s). ``collectives`` are several where all-reduces are added afterwards;
-    ``layouts`` holds every region node's layout in the atoms of the collective's input, ``sharded`` the matmuls' output dim to cut, ``unfolded`` biases of
-    matmuls that are sums of other ones (``matmuls.folded``)."""
+    """matmuls -> views and pointwise ops -> collective(s). ``collectives`` are several where all-reduces are added
+    afterwards; ``layouts`` holds every region node's layout in the atoms of the collective's input, ``sharded`` the
+    matmuls' output dim to cut, ``unfolded`` biases of matmuls that are sums of other ones (``matmuls.folded``)."""
 
     collectives: list[CollectiveNode]
     result: fx.Node

@@ -1,15 +1,18 @@
-"""The residual add and RMSNorm behind an all-reduce, which schedule ``small_message`` computes in the all-reduce's own kernel.
+"""The residual add and RMSNorm behind an all-reduce, which schedule ``small_message`` computes in the all-reduce's own
+kernel.
 
-What is recognised is what Llama's and its relatives' norm computes, in the rounding that it has there (``x`` in fp16 or bf16, ``wide`` in fp32)::
+What is recognised is what Llama's and its relatives' norm computes, in the rounding that it has there (``x`` in fp16 or
+bf16, ``wide`` in fp32)::
 
     added  = residual + all_reduce(...)                 # in either order; kept, it is the next residual
     wide   = added.to(fp32)
     scaled = wide * rsqrt(mean(wide ** 2, last dim) + eps)
     normed = weight * scaled.to(x)                      # in either order
 
-Inductor's post-grad graphs spell it ``aten.add.Tensor``, ``prims.convert_element_type``, ``aten.pow.Tensor_Scalar``, ``aten.mean.dim``, ``aten.add.Tensor`` with a
-number, ``aten.rsqrt``, ``aten.mul.Tensor``, ``prims.convert_element_type``, ``aten.mul.Tensor``; ``aten.reshape`` to and from rows may stand between. A norm
-that multiplies with its weight before it rounds (``torch.nn.RMSNorm``) gives other bits and is left alone.
+Inductor's post-grad graphs spell it ``aten.add.Tensor``, ``prims.convert_element_type``, ``aten.pow.Tensor_Scalar``,
+``aten.mean.dim``, ``aten.add.Tensor`` with a number, ``aten.rsqrt``, ``aten.mul.Tensor``,
+``prims.convert_element_type``, ``aten.mul.Tensor``; ``aten.reshape`` to and from rows may stand between. A norm that
+multiplies with its weight before it rounds (``torch.nn.RMSNorm``) gives other bits and is left alone.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ aten = tools.aten
 
 @dataclass(frozen=True)
 class NormEpilogue:
-    """What the op reads besides the matmul (``residual`` of the all-reduce's shape, ``weight`` one row), and the nodes that it replaces.
+    """What the op reads besides the matmul (``residual`` of the all-reduce's shape, ``weight`` one row), and the nodes
+    that it replaces.
 
     The op may stand just before ``residual_out``: what it reads comes before that in the graph.
     """
@@ -43,11 +47,17 @@ class NormEpilogue:
 
 
 def find_norm(result: fx.Node) -> NormEpilogue | None:
-    """The residual add and norm behind ``result``, an all-reduce's; ``None`` where something else is computed, or ``result`` is read by others too."""
+    """The residual add and norm behind ``result``, an all-reduce's; ``None`` where something else is computed, or
+    ``result`` is read by others too."""
     while len(result.users) == 1 and _keeps_rows(user := next(iter(result.users))):
         result = user
     added = next(iter(result.users), None)
-    if len(result.users) != 1 or added is None or added.target is not aten.add.Tensor or operators.argument(added, "alpha") != 1:
+    if (
+        len(result.users) != 1
+        or added is None
+        or added.target is not aten.add.Tensor
+        or operators.argument(added, "alpha") != 1
+    ):
         return None
     a, b = operators.argument(added, "self"), operators.argument(added, "other")
     residual = b if a is result else a
@@ -64,12 +74,23 @@ def _norm(normed: fx.Node, added: fx.Node) -> tuple[fx.Node, float, fx.Node] | N
     """``(weight, eps, normed)`` where ``normed`` is the norm of ``added``, and nothing between them is read by others."""
     for rounded, weight in _factors(normed):
         rounded = _rows(rounded)
-        if not _is_row(weight, normed) or tools.dtype(weight) != tools.dtype(added) or not _casts(rounded, tools.dtype(added)) or len(rounded.users) != 1:
+        if (
+            not _is_row(weight, normed)
+            or tools.dtype(weight) != tools.dtype(added)
+            or not _casts(rounded, tools.dtype(added))
+            or len(rounded.users) != 1
+        ):
             continue
         scaled = _rows(rounded.args[0])
         for wide, inverse in _factors(scaled):
             eps = _eps_of(inverse, wide)
-            if eps is not None and _casts(wide, torch.float32) and _rows(wide.args[0]) is added and len(scaled.users) == 1 and len(wide.users) == 2:
+            if (
+                eps is not None
+                and _casts(wide, torch.float32)
+                and _rows(wide.args[0]) is added
+                and len(scaled.users) == 1
+                and len(wide.users) == 2
+            ):
                 return weight, eps, normed
     return None
 
@@ -84,7 +105,11 @@ def _eps_of(inverse: fx.Node, wide: fx.Node) -> float | None:
     _, shifted, mean, squares = chain
     eps = operators.argument(shifted, "other")
     dims, last = operators.argument(mean, "dim"), len(tools.shape(wide)) - 1
-    if not isinstance(eps, (int, float)) or operators.argument(shifted, "alpha") != 1 or not operators.argument(mean, "keepdim"):
+    if (
+        not isinstance(eps, (int, float))
+        or operators.argument(shifted, "alpha") != 1
+        or not operators.argument(mean, "keepdim")
+    ):
         return None
     if [d % (last + 1) for d in dims or ()] != [last] or tools.dtype(mean) != torch.float32 or len(squares.users) != 1:
         return None
@@ -122,7 +147,12 @@ def _rows(node: Any) -> fx.Node:
 
 
 def _casts(node: fx.Node, dtype: torch.dtype) -> bool:
-    return tools.is_cast(node) and tools.dtype(node) == dtype and tools.is_tensor(node.args[0]) and tools.dtype(node.args[0]) != dtype  # type: ignore[arg-type]
+    return (
+        tools.is_cast(node)
+        and tools.dtype(node) == dtype
+        and tools.is_tensor(node.args[0])
+        and tools.dtype(node.args[0]) != dtype
+    )  # type: ignore[arg-type]
 
 
 def _alike(a: Any, b: fx.Node) -> bool:
@@ -134,4 +164,8 @@ def _alike(a: Any, b: fx.Node) -> bool:
 def _is_row(weight: fx.Node, normed: fx.Node) -> bool:
     """One row that all rows of ``normed`` share."""
     *leading, columns = tools.shape(weight) or [0]
-    return same_size(columns, tools.shape(normed)[-1]) and all(same_size(s, 1) for s in leading) and len(leading) < len(tools.shape(normed))
+    return (
+        same_size(columns, tools.shape(normed)[-1])
+        and all(same_size(s, 1) for s in leading)
+        and len(leading) < len(tools.shape(normed))
+    )

@@ -35,7 +35,11 @@ def piece_of(node: Any) -> Piece | None:
         start = operators.argument(node, "start") or 0
         start = start.meta["val"] if isinstance(start, fx.Node) else start
         return Piece(base, dim, start, tools.shape(node)[dim], operators.argument(node, "step"))  # type: ignore[arg-type]
-    if getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node) and node.args[0].target in tools.SPLITS:
+    if (
+        getattr(node.target, "__name__", "") == "getitem"
+        and isinstance(node.args[0], fx.Node)
+        and node.args[0].target in tools.SPLITS
+    ):
         split, index = node.args
         dim = operators.argument(split, "dim")  # type: ignore[arg-type]
         lengths = [v.shape[dim] for v in split.meta["val"]]  # type: ignore[union-attr]
@@ -46,7 +50,13 @@ def piece_of(node: Any) -> Piece | None:
 def may_be_a_piece(node: fx.Node) -> bool:
     """Whether ``node`` is what ``piece_of`` and ``behind_copies`` look through."""
     is_element = getattr(node.target, "__name__", "") == "getitem"
-    return is_element or node.target is aten.slice.Tensor or node.target in tools.SPLITS or node.target in tools.SAME or tools.is_bitcast(node)
+    return (
+        is_element
+        or node.target is aten.slice.Tensor
+        or node.target in tools.SPLITS
+        or node.target in tools.SAME
+        or tools.is_bitcast(node)
+    )
 
 
 def behind_copies(node: Any) -> Any:
@@ -57,8 +67,9 @@ def behind_copies(node: Any) -> Any:
 
 
 def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """``(x, dim)`` where ``node`` is ``x`` with zeros appended along ``dim``, in one piece or as ``cat`` of pieces of which the last ones
-    are padded (how DTensor makes uneven shards even); else ``None``. Sizes must be known: which ranks are short rests on them."""
+    """``(x, dim)`` where ``node`` is ``x`` with zeros appended along ``dim``, in one piece or as ``cat`` of pieces of
+    which the last ones are padded (how DTensor makes uneven shards even); else ``None``. Sizes must be known: which
+    ranks are short rests on them."""
     if node.target is aten.constant_pad_nd.default:
         found = padded(node)
         return found if found is not None and isinstance(tools.shape(found[0])[found[1]], int) else None
@@ -79,7 +90,13 @@ def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
         piece = piece_of(behind_copies(inner)) or Piece(inner, dim, 0, tools.shape(inner)[dim])
         if not all(isinstance(n, int) for n in (piece.start, piece.length, tools.shape(piece.base)[piece.dim])):
             return None
-        if ended or piece.step != 1 or piece.dim != dim or not same_size(piece.start, rows) or (source or piece.base) is not piece.base:
+        if (
+            ended
+            or piece.step != 1
+            or piece.dim != dim
+            or not same_size(piece.start, rows)
+            or (source or piece.base) is not piece.base
+        ):
             return None
         source, rows, ended = piece.base, rows + piece.length, short
     if source is None or tools.shape(source)[dim] != rows or tools.shape(node)[dim] == rows:

@@ -1,7 +1,9 @@
-"""Where a gather's steps are written: all operands of its matmuls must be there, and none of their results may be wanted before.
+"""Where a gather's steps are written: all operands of its matmuls must be there, and none of their results may be
+wanted before.
 
-By default at the gather, with what the other operands need moved up to it. Where that cannot be moved (activation checkpointing: a
-weight's gradient needs activations that are gathered once more first), the whole site sinks to the first use of its results.
+By default at the gather, with what the other operands need moved up to it. Where that cannot be moved (activation
+checkpointing: a weight's gradient needs activations that are gathered once more first), the whole site sinks to the
+first use of its results.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from overlap_inductor.sites.nodes import GatherNodes
 
 @dataclass(frozen=True)
 class Placement:
-    """Before ``anchor`` stand ``hoisted`` nodes, moved up, then ``sunk`` ones, moved down (both in graph order), then the steps. ``operands``: what the steps read."""
+    """Before ``anchor`` stand ``hoisted`` nodes, moved up, then ``sunk`` ones, moved down (both in graph order), then
+    the steps. ``operands``: what the steps read."""
 
     anchor: fx.Node
     sunk: list[fx.Node]
@@ -36,7 +39,8 @@ class Placement:
 
 
 def places(nodes: GatherNodes) -> list[Placement]:
-    """The placements in the graph as it is now, the better one first: at the gather, and at the first use of what the site makes."""
+    """The placements in the graph as it is now, the better one first: at the gather, and at the first use of what the
+    site makes."""
     gather = nodes.collective.node
     members = {gather, nodes.collective.wait, *between(nodes), *(c.matmul.node for c in nodes.consumers)}
     users = {user for member in members for user in member.users} - members
@@ -44,7 +48,9 @@ def places(nodes: GatherNodes) -> list[Placement]:
     operands = _operands(nodes)
     return [
         Placement(gather, [], _needed_behind(operands, gather), operands),
-        Placement(first_use, sorted(n for n in members if n < first_use), _needed_behind(operands, first_use), operands),
+        Placement(
+            first_use, sorted(n for n in members if n < first_use), _needed_behind(operands, first_use), operands
+        ),
     ]
 
 
@@ -62,7 +68,8 @@ def _operands(nodes: GatherNodes) -> list[fx.Node]:
     """What the steps read besides the gathered shards."""
     found = [n for c in nodes.consumers for n in (c.other_node, c.matmul.bias, *c.matmul.scales()) if n is not None]
     found += nodes.epilogue.externals
-    # (Views are written anew for the pieces; the sizes that they were given are not needed, nor is what a cat's pieces are elements of.)
+    # (Views are written anew for the pieces; the sizes that they were given are not needed, nor is what a cat's pieces
+    # are elements of.)
     inside = between(nodes)
     copied = [n for n in sorted(inside) if n not in nodes.through]
     read = [(i, n) for n in copied for i in n.all_input_nodes if i not in inside and i is not nodes.collective.wait]

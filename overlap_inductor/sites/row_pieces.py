@@ -1,7 +1,9 @@
-"""A piece of each node of a row-wise region behind a gather, in the node's own layout, computed from one rank's shard or a part of it.
+"""A piece of each node of a row-wise region behind a gather, in the node's own layout, computed from one rank's shard
+or a part of it.
 
-Contract: nodes are written at the emitter's insertion point. A view is written anew for the piece's shape; another op of the region is copied, its dims are those of the
-original. Tensors from elsewhere are cut along with the gathered dim, and along with the part::
+Contract: nodes are written at the emitter's insertion point. A view is written anew for the piece's shape; another op
+of the region is copied, its dims are those of the original. Tensors from elsewhere are cut along with the gathered dim,
+and along with the part::
 
     raw   = rows of rank r + shift, part p, of the gathered buffer
     piece = op(piece of gathered input, rows of the other input that belong to rank r + shift and part p)
@@ -28,7 +30,8 @@ aten = tools.aten
 
 
 def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
-    """Where ``lead``, along which shards are cut, stands in a dim: ``(chunk | outer | cross, rows that one of its indices spans)``; ``None`` where a part of it is no run of rows."""
+    """Where ``lead``, along which shards are cut, stands in a dim: ``(chunk | outer | cross, rows that one of its
+    indices spans)``; ``None`` where a part of it is no run of rows."""
     present = [a for a in atoms if a.rank or not (isinstance(a.size, int) and a.size == 1)]
     rank = next((i for i, a in enumerate(present) if a.rank), None)
     if rank is None:
@@ -42,13 +45,21 @@ def can_cut(nodes: GatherNodes, lead: Atom) -> bool:
     """Whether every op of the region can be computed on a part of a shard that is cut along ``lead``."""
     if any(leaf is lead for atom in nodes.whole for leaf in atom.leaves()):
         return False
-    dims = (nodes.layouts[user].refined().dims[d] for node, user in _externals(nodes) for d in _aligned(node, user).values())
+    dims = (
+        nodes.layouts[user].refined().dims[d] for node, user in _externals(nodes) for d in _aligned(node, user).values()
+    )
     return all(position(dim, lead) is not None for dim in dims if any(a is lead for a in dim))
 
 
 def _externals(nodes: GatherNodes) -> list[tuple[fx.Node, fx.Node]]:
     """``(tensor from elsewhere, region node that reads it)``."""
-    return [(n, user) for user in nodes.layouts if user not in nodes.through for n in tools.tensor_inputs(user) if user is not nodes.collective.wait and n not in nodes.layouts]
+    return [
+        (n, user)
+        for user in nodes.layouts
+        if user not in nodes.through
+        for n in tools.tensor_inputs(user)
+        if user is not nodes.collective.wait and n not in nodes.layouts
+    ]
 
 
 def _aligned(node: fx.Node, user: fx.Node) -> dict[int, int]:
@@ -60,14 +71,27 @@ def _aligned(node: fx.Node, user: fx.Node) -> dict[int, int]:
 
 
 class RowPieces:
-    """Pieces of the shard of rank ``r + shift``, of which ``raw`` (in layout ``order``) holds ``length`` indices of ``lead`` from ``start`` on; the whole shard without ``lead``."""
+    """Pieces of the shard of rank ``r + shift``, of which ``raw`` (in layout ``order``) holds ``length`` indices of
+    ``lead`` from ``start`` on; the whole shard without ``lead``."""
 
-    def __init__(self, emit: StepEmitter, nodes: GatherNodes, raw: fx.Node, order: Layout, shift: int, lead: Atom | None = None, start: Size = 0, length: Size = 0) -> None:
+    def __init__(
+        self,
+        emit: StepEmitter,
+        nodes: GatherNodes,
+        raw: fx.Node,
+        order: Layout,
+        shift: int,
+        lead: Atom | None = None,
+        start: Size = 0,
+        length: Size = 0,
+    ) -> None:
         self.emit, self.nodes, self.shift = emit, nodes, shift
         self.lead, self.start, self.length = lead, start, length
         self.sizes = {id(lead): length} if lead is not None else {}
         wait = nodes.collective.wait
-        self.done: dict[fx.Node, fx.Node] = {wait: emit.convert(raw, order, nodes.layouts[wait].without_rank(), self.sizes)}
+        self.done: dict[fx.Node, fx.Node] = {
+            wait: emit.convert(raw, order, nodes.layouts[wait].without_rank(), self.sizes)
+        }
 
     def of(self, node: fx.Node) -> fx.Node:
         """The piece of ``node``, in its layout without the rank."""
@@ -75,9 +99,13 @@ class RowPieces:
             layouts, through = self.nodes.layouts, self.nodes.through
             if node in through:
                 source = layouts[through[node]].without_rank()
-                self.done[node] = self.emit.convert(self.of(through[node]), source, layouts[node].without_rank(), self.sizes)
+                self.done[node] = self.emit.convert(
+                    self.of(through[node]), source, layouts[node].without_rank(), self.sizes
+                )
             else:
-                copied = self.emit.graph.node_copy(node, lambda n: self.of(n) if n in layouts else self._external(n, node))
+                copied = self.emit.graph.node_copy(
+                    node, lambda n: self.of(n) if n in layouts else self._external(n, node)
+                )
                 self.done[node] = self.emit.annotate(copied)
         return self.done[node]
 

@@ -1,6 +1,8 @@
-"""Row-wise ops behind a gather: what a norm, a scale, a mask, a slice of columns or a ``cat`` of columns makes of the gathered tensor's layout.
+"""Row-wise ops behind a gather: what a norm, a scale, a mask, a slice of columns or a ``cat`` of columns makes of the
+gathered tensor's layout.
 
-An op is row-wise where each index of the gathered dim is computed from that index alone. It can then be computed on one rank's shard, or a part of one, as well as on the whole::
+An op is row-wise where each index of the gathered dim is computed from that index alone. It can then be computed on one
+rank's shard, or a part of one, as well as on the whole::
 
     gathered [R s] [h] -> pow, mean(-1), rsqrt, mul -> [R s] [h]      mean: [R s] [], of all of h
     gathered [R s] [h] * share [rows, 1]                              share is cut with the rows
@@ -44,7 +46,8 @@ ALONG = {aten._softmax.default, aten._log_softmax.default, aten.cumsum.default}
 
 @dataclass
 class RowWise:
-    """The result of an op: its layout, and the dims that it needs whole. ``rows_of``: tensors from elsewhere that have a gathered dim of their own, which is cut with it."""
+    """The result of an op: its layout, and the dims that it needs whole. ``rows_of``: tensors from elsewhere that have
+    a gathered dim of their own, which is cut with it."""
 
     layout: Layout
     whole: list[Atom] = field(default_factory=list)
@@ -59,7 +62,8 @@ def may_be(node: fx.Node) -> bool:
 
 
 def result(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
-    """What ``node`` makes of the gathered tensors among its inputs. Raises ``LayoutError`` with the reason where it is not row-wise."""
+    """What ``node`` makes of the gathered tensors among its inputs. Raises ``LayoutError`` with the reason where it is
+    not row-wise."""
     if operators.has_tag(node, torch.Tag.nondeterministic_seeded):
         raise LayoutError(f"{node.target} draws random numbers for the whole tensor")
     if getattr(node.target, "__name__", "") == "getitem":
@@ -143,9 +147,12 @@ def _pointwise(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     return RowWise(Layout(dims), whole, rows_of)
 
 
-def _dim(node: fx.Node, dim: int, inputs: list[fx.Node], layouts: Mapping[fx.Node, Layout], rank: int, whole: list[Atom]) -> Dim:
-    """Dim ``dim`` of a result of ``inputs`` that are broadcast against each other from the right (with ``rank`` 0: that all have the result's dims). Where they hold different
-    indices there (two halves of the columns), they are added to ``whole``."""
+def _dim(
+    node: fx.Node, dim: int, inputs: list[fx.Node], layouts: Mapping[fx.Node, Layout], rank: int, whole: list[Atom]
+) -> Dim:
+    """Dim ``dim`` of a result of ``inputs`` that are broadcast against each other from the right (with ``rank`` 0: that
+    all have the result's dims). Where they hold different indices there (two halves of the columns), they are added to
+    ``whole``."""
     size, found = tools.shape(node)[dim], list[Dim]()
     for source in inputs:
         at = dim - (rank and rank - len(tools.shape(source)))

@@ -39,7 +39,8 @@ def hint(size: Any) -> int:
 
 
 def _scaled(sizes: list[Any], scale: float) -> list[int]:
-    """``sizes`` at their hints, the first symbolic one times ``scale``: where tokens are counted by several, the others stay."""
+    """``sizes`` at their hints, the first symbolic one times ``scale``: where tokens are counted by several, the others
+    stay."""
     symbolic = next((i for i, size in enumerate(sizes) if isinstance(size, torch.SymInt)), None)
     return [math.ceil(hint(size) * scale) if i == symbolic else hint(size) for i, size in enumerate(sizes)]
 
@@ -68,7 +69,8 @@ def _matmul_sizes(site: OverlapSite) -> list[tuple[list[Any], Any, Any, Any]]:
 
 
 def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
-    """FLOPs and bytes of the site at its example token count, times ``scale``. (What adding up a sum of matmuls takes is in no schedule's time, nor in ``keep``'s.)"""
+    """FLOPs and bytes of the site at its example token count, times ``scale``. (What adding up a sum of matmuls takes
+    is in no schedule's time, nor in ``keep``'s.)"""
     flops, tiles = 0.0, 0
     for batch, m, n, k in _matmul_sizes(site):
         flops += 2.0 * math.prod(map(hint, (*batch, m, k, n)))
@@ -87,7 +89,9 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     itemsize = tools.dtype(site.matmuls[0].lhs).itemsize
     used = isinstance(site.nodes, GatherNodes) and gathered_used(site.nodes)
     handed_out = local * world_size if used else 0.0
-    return cost_model.SiteSizes(flops * scale, sent * scale, itemsize, world_size, legs, tiles, gathers, handed_out=handed_out * scale)
+    return cost_model.SiteSizes(
+        flops * scale, sent * scale, itemsize, world_size, legs, tiles, gathers, handed_out=handed_out * scale
+    )
 
 
 def machine_of(site: OverlapSite) -> Machine:

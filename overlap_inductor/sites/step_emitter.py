@@ -24,7 +24,8 @@ overlap = torch.ops.overlap_inductor
 
 @dataclass
 class StepEmitter:
-    """Emits nodes at the graph's insertion point; every node gets its ``meta["val"]`` at once, so that sizes can be read.
+    """Emits nodes at the graph's insertion point; every node gets its ``meta["val"]`` at once, so that sizes can be
+    read.
 
     Attributes:
         chain: the token of this group's ops.
@@ -66,7 +67,11 @@ class StepEmitter:
 
     def contiguous(self, x: fx.Node) -> fx.Node:
         """The result of a collective or a matmul is contiguous, and what follows may rest on it."""
-        return x if tools.value(x).is_contiguous() else self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+        return (
+            x
+            if tools.value(x).is_contiguous()
+            else self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+        )
 
     def narrow(self, x: fx.Node, dim: int, start: Size, length: Size) -> fx.Node:
         if same_size(length, tools.shape(x)[dim]):
@@ -120,7 +125,8 @@ class StepEmitter:
         return self.reshape(self.call(overlap.rows_below.default, split, *where), shape)
 
     def convert(self, x: fx.Node, source: Layout, target: Layout, sizes: dict[int, Size] | None = None) -> fx.Node:
-        """``x`` in layout ``source`` brought into layout ``target`` (same atoms in another order), views wherever they can be."""
+        """``x`` in layout ``source`` brought into layout ``target`` (same atoms in another order), views wherever they
+        can be."""
         source, target = source.refined(), target.refined()
         if source.same_elements(target):
             return self.reshape(x, target.shape(sizes))
@@ -132,7 +138,8 @@ class StepEmitter:
 
 @dataclass(frozen=True)
 class Block:
-    """A sub-chunk of one rank's shard along a sharded dim: rows ``start .. start + length`` of each of some outer indices."""
+    """A sub-chunk of one rank's shard along a sharded dim: rows ``start .. start + length`` of each of some outer
+    indices."""
 
     start: Size
     length: Size
@@ -145,7 +152,8 @@ class Block:
 
 
 def _slice_with_gaps(x: fx.Node) -> bool:
-    """Whether ``x`` is a slice of ours, or a slice of one, that may have gaps: what would be asked of symbolic sizes to reshape it must not become a guard."""
+    """Whether ``x`` is a slice of ours, or a slice of one, that may have gaps: what would be asked of symbolic sizes to
+    reshape it must not become a guard."""
     ours = (overlap.take.default, overlap.narrow.default)
     cut, gaps = False, False
     while x.target in (*ours, aten.slice.Tensor):

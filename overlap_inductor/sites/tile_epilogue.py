@@ -1,13 +1,15 @@
-"""Pointwise nodes behind a result of a fused site that its kernel computes on each tile (``sites.epilogue_program`` says what it can).
+"""Pointwise nodes behind a result of a fused site that its kernel computes on each tile (``sites.epilogue_program``
+says what it can).
 
-A tail begins at a matmul of a gathered tensor, or at a reduction's result, and ends at one node, the only one of it that others read. It reads besides at most
-``MOST_EXTRAS`` tensors: of the result's shape, a row, a column or one element. What Inductor computes for nothing in a kernel of its own is left to it: the end
-must be in memory anyway, because a matmul, a collective or the graph's caller reads it, or something that a matmul stands before (a residual stream).
-Of a longer chain the longest such part is taken. ``erf`` and ``tanh`` are left to it, too: on tiles, with the tensor cores idle, a GELU took 3 % of a
-matmul longer than in a kernel behind it (2 H200s, K = 8192).
+A tail begins at a matmul of a gathered tensor, or at a reduction's result, and ends at one node, the only one of it
+that others read. It reads besides at most ``MOST_EXTRAS`` tensors: of the result's shape, a row, a column or one
+element. What Inductor computes for nothing in a kernel of its own is left to it: the end must be in memory anyway,
+because a matmul, a collective or the graph's caller reads it, or something that a matmul stands before (a residual
+stream). Of a longer chain the longest such part is taken. ``erf`` and ``tanh`` are left to it, too: on tiles, with the
+tensor cores idle, a GELU took 3 % of a matmul longer than in a kernel behind it (2 H200s, K = 8192).
 
-A node falls to one site at most: what a tail reads besides stands before its own collective and is no other collective's result, behind which that one's site may take the
-same nodes (a norm, ``sites.norm_epilogue``).
+A node falls to one site at most: what a tail reads besides stands before its own collective and is no other
+collective's result, behind which that one's site may take the same nodes (a norm, ``sites.norm_epilogue``).
 """
 
 from __future__ import annotations
@@ -52,19 +54,26 @@ _OPS = {
 
 @dataclass(frozen=True)
 class Tail:
-    """``end`` is what the kernel computes instead of the result; ``extras`` in the order of the epilogue's, with the shapes in which it reads them."""
+    """``end`` is what the kernel computes instead of the result; ``extras`` in the order of the epilogue's, with the
+    shapes in which it reads them."""
 
     end: fx.Node
     extras: list[tuple[fx.Node, list[int]]]
     epilogue: Epilogue
 
 
-def find_tail(result: fx.Node, collective: fx.Node, most_extras: int = MOST_EXTRAS, planned: str | None = None) -> Tail | None:
-    """The tail behind ``result``; ``None`` where there is none. Its extras stand before ``collective``, where the kernel will be written.
+def find_tail(
+    result: fx.Node, collective: fx.Node, most_extras: int = MOST_EXTRAS, planned: str | None = None
+) -> Tail | None:
+    """The tail behind ``result``; ``None`` where there is none. Its extras stand before ``collective``, where the
+    kernel will be written.
 
-    ``planned``: the epilogue that it must be, where one was planned before other sites were written; what could be read then still can be, and more besides.
+    ``planned``: the epilogue that it must be, where one was planned before other sites were written; what could be read
+        then still can be, and more besides.
     """
-    if tools.dtype(result) not in (torch.float16, torch.bfloat16) or any(not isinstance(s, int) for s in tools.shape(result)):
+    if tools.dtype(result) not in (torch.float16, torch.bfloat16) or any(
+        not isinstance(s, int) for s in tools.shape(result)
+    ):
         return None
     region = _Region(result, collective)
     region.grow()
@@ -74,14 +83,19 @@ def find_tail(result: fx.Node, collective: fx.Node, most_extras: int = MOST_EXTR
             tail = region.tail(end, members)
             if planned not in (None, str(tail.epilogue)):
                 continue
-            if tail.epilogue.ops and len(tail.extras) <= most_extras and not tools.written_between(collective, end, [e for e, _ in tail.extras]):
+            if (
+                tail.epilogue.ops
+                and len(tail.extras) <= most_extras
+                and not tools.written_between(collective, end, [e for e, _ in tail.extras])
+            ):
                 return tail
     return None
 
 
 @dataclass
 class _Region:
-    """All that could be computed on a tile behind ``result``: ``nodes`` in graph order. What they read besides stands before ``collective``."""
+    """All that could be computed on a tile behind ``result``: ``nodes`` in graph order. What they read besides stands
+    before ``collective``."""
 
     result: fx.Node
     collective: fx.Node
@@ -109,12 +123,20 @@ class _Region:
             return False
         if not all(tools.is_tensor(a) or type(a) in (int, float) and math.isfinite(a) for a in _arguments(node)):
             return False
-        return all(tools.shape(n) == shape if n in inside else self._kind(n, shape) is not None for n in tools.tensor_inputs(node))
+        return all(
+            tools.shape(n) == shape if n in inside else self._kind(n, shape) is not None
+            for n in tools.tensor_inputs(node)
+        )
 
     def _kind(self, extra: fx.Node, shape: list[Any]) -> tuple[str, list[int]] | None:
         """How the kernel can read ``extra`` beside a node of ``shape``, and in which shape."""
         value = tools.value(extra)
-        if not extra < self.collective or collectives.is_a_wait(extra) or value.dtype not in _FLOATS or value.device != tools.value(self.result).device:
+        if (
+            not extra < self.collective
+            or collectives.is_a_wait(extra)
+            or value.dtype not in _FLOATS
+            or value.device != tools.value(self.result).device
+        ):
             return None
         have = list(value.shape)
         rows, columns = math.prod(shape[:-1]), shape[-1]
@@ -185,7 +207,11 @@ class _Region:
         # (The kernel rounds at its end anyway, to the same dtype.)
         if ops and ops[-1][0] == "to":
             ops.pop()
-        return Tail(end, [(n, shape) for n, (_, shape) in extras.items()], Epilogue(tuple(kind for kind, _ in extras.values()), tuple(ops)))
+        return Tail(
+            end,
+            [(n, shape) for n, (_, shape) in extras.items()],
+            Epilogue(tuple(kind for kind, _ in extras.values()), tuple(ops)),
+        )
 
 
 def _arguments(node: fx.Node) -> list[Any]:
@@ -204,7 +230,11 @@ def _squares(node: fx.Node) -> bool:
 
 
 def _needs_memory(node: fx.Node) -> bool:
-    return matmuls.parse(node) is not None or "_c10d_functional" in str(node.target) or "overlap_inductor" in str(node.target)
+    return (
+        matmuls.parse(node) is not None
+        or "_c10d_functional" in str(node.target)
+        or "overlap_inductor" in str(node.target)
+    )
 
 
 def _stored_for(user: fx.Node) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 OFF = ("", "0", "off")
 
+
 def autoload() -> None:
     """Switch on what ``OVERLAP_INDUCTOR`` asks for. Never raises."""
     if os.environ.get("OVERLAP_INDUCTOR", "") not in OFF:

@@ -20,5 +20,6 @@ _GETTERS = tuple(
 
 
 def switches() -> tuple[object, ...]:
-    """The process-wide settings of ``torch.backends.cuda`` that a program may change between two calls. Read at every call, so past their slow public names."""
+    """The process-wide settings of ``torch.backends.cuda`` that a program may change between two calls. Read at every
+    call, so past their slow public names."""
     return tuple(getter() for getter in _GETTERS)

@@ -22,8 +22,8 @@ def resolve_group(group_name: str) -> dist.ProcessGroup:
         return _resolve_process_group(group_name)
     except (RuntimeError, ValueError) as error:
         raise OverlapError(
-            f"process group {group_name!r} does not exist on this rank: {error}. The compiled graph was made for another "
-            "set of groups; create the same groups again, or recompile (torch._dynamo.reset())."
+            f"process group {group_name!r} does not exist on this rank: {error}. The compiled graph was made for"
+            " another set of groups; create the same groups again, or recompile (torch._dynamo.reset())."
         ) from error
 
 

@@ -8,10 +8,11 @@ from torch import fx
 
 
 def is_parameter(node: fx.Node) -> bool | None:
-    """Whether a placeholder of the graph that is compiled now is a parameter or buffer of a module, or part of one (a tensor of a tensor subclass); ``None`` where nobody can tell
-    (a graph that was not traced by Dynamo).
+    """Whether a placeholder of the graph that is compiled now is a parameter or buffer of a module, or part of one (a
+    tensor of a tensor subclass); ``None`` where nobody can tell (a graph that was not traced by Dynamo).
 
-    AOTAutograd calls them static inputs, by their position among the forward's inputs; a backward graph's inputs are named after that position.
+    AOTAutograd calls them static inputs, by their position among the forward's inputs; a backward graph's inputs are
+    named after that position.
     """
     from torch._guards import TracingContext
 

@@ -13,8 +13,8 @@ import torch
 def without_guards(shape_env: Any | None) -> Iterator[None]:
     """What fake functions ask inside is answered as for sizes of which nothing is known, and adds no guard.
 
-    Suppressing guards alone would not do: a chunk of ``s // 8`` rows is one row at the first call with 8 tokens, and a fake function that
-    hears "yes, one" writes a 1 into the shape that all later calls then have.
+    Suppressing guards alone would not do: a chunk of ``s // 8`` rows is one row at the first call with 8 tokens, and a
+    fake function that hears "yes, one" writes a 1 into the shape that all later calls then have.
     """
     if shape_env is None:
         yield
@@ -26,7 +26,8 @@ def without_guards(shape_env: Any | None) -> Iterator[None]:
 
 
 def same_expression(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Whether two sizes are the same when products are multiplied out, as those of pieces that are joined are; no question is asked of the shapes."""
+    """Whether two sizes are the same when products are multiplied out, as those of pieces that are joined are; no
+    question is asked of the shapes."""
     import sympy
 
     one, other = (n.node.expr if isinstance(n, torch.SymInt) else n for n in (a, b))

@@ -1,4 +1,5 @@
-"""Memory for an op's results with little of the host's time: 1.3 us of a host that takes 2.4 for ``new_empty``; a call has two results and more."""
+"""Memory for an op's results with little of the host's time: 1.3 us of a host that takes 2.4 for ``new_empty``; a call
+has two results and more."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _current_gpu: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def rows_like(tensor: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of any value on the device of ``tensor``: ``[rows, columns]`` in rows. (Nothing fills it where deterministic algorithms are asked for: an op writes all of it.)"""
+    """Memory of any value on the device of ``tensor``: ``[rows, columns]`` in rows. (Nothing fills it where
+    deterministic algorithms are asked for: an op writes all of it.)"""
     if tensor.is_cuda and tensor.get_device() == _current_gpu():
         return _on_gpu((rows, columns), (columns, 1), dtype)
     return tensor.new_empty(rows, columns, dtype=dtype)

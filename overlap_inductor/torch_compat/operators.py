@@ -47,7 +47,11 @@ def is_mutable(node: fx.Node) -> bool:
 def written(node: fx.Node) -> list[fx.Node]:
     """The arguments that the operator writes in place."""
     op = operator(node)
-    names = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write] if op is not None else []
+    names = (
+        [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        if op is not None
+        else []
+    )
     return [value for value in (argument(node, name) for name in names) if isinstance(value, fx.Node)]
 
 
@@ -62,11 +66,13 @@ def fake_mode(values: Any) -> Any:
 
 
 def lowering_name(node: fx.Node) -> str | None:
-    """The name of a kernel that one of Inductor's patterns has put in place of several nodes; ``None`` for any other node."""
+    """The name of a kernel that one of Inductor's patterns has put in place of several nodes; ``None`` for any other
+    node."""
     return node.target.__name__ if getattr(node.target, "_inductor_lowering_function", False) else None  # type: ignore[union-attr]
 
 
 def summed_matmuls(node: fx.Node) -> tuple[fx.Node, ...] | None:
-    """The four operands of the kernel that Inductor has made of ``mat1 @ mat2 + mat3 @ mat4``; ``None`` for any other node."""
+    """The four operands of the kernel that Inductor has made of ``mat1 @ mat2 + mat3 @ mat4``; ``None`` for any other
+    node."""
     known = lowering_name(node) == "mm_plus_mm" and tuple(node.kwargs) == ("mat1", "mat2", "mat3", "mat4")
     return tuple(node.kwargs.values()) if known else None  # type: ignore[return-value]

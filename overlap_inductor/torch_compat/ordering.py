@@ -1,8 +1,10 @@
-"""The order of nodes that no data ties together: edges that keep it (Inductor's ``control_deps``), what in Inductor does not keep it, and whether it was kept.
+"""The order of nodes that no data ties together: edges that keep it (Inductor's ``control_deps``), what in Inductor
+does not keep it, and whether it was kept.
 
-A ring's unrolled steps write into a buffer that is in flight and read it: they stand in the order of the graph, as functional passes leave it. Inductor's own passes
-behind ours that move nodes look at data alone. So rings are not unrolled where one is on; and where somebody else's pass has moved a step, the compile ends with an error, since a run would
-read what has not arrived.
+A ring's unrolled steps write into a buffer that is in flight and read it: they stand in the order of the graph, as
+functional passes leave it. Inductor's own passes behind ours that move nodes look at data alone. So rings are not
+unrolled where one is on; and where somebody else's pass has moved a step, the compile ends with an error, since a run
+would read what has not arrived.
 """
 
 from __future__ import annotations
@@ -23,14 +25,19 @@ _NOTED = "overlap_inductor_order"
 
 
 def moving_pass() -> str | None:
-    """A setting of Inductor by which it moves nodes behind our pass without regard to what they write in place; ``None`` where there is none."""
+    """A setting of Inductor by which it moves nodes behind our pass without regard to what they write in place;
+    ``None`` where there is none."""
     from torch._inductor import config
 
     for name in ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx", "bucket_all_reduces_fx"):
         if getattr(config, name, "none") != "none":
             return name
     distributed: Any = getattr(config, "aten_distributed_optimizations", None)
-    return "aten_distributed_optimizations.enable_overlap_scheduling" if getattr(distributed, "enable_overlap_scheduling", False) else None
+    return (
+        "aten_distributed_optimizations.enable_overlap_scheduling"
+        if getattr(distributed, "enable_overlap_scheduling", False)
+        else None
+    )
 
 
 def note_order(graph: fx.Graph) -> None:
@@ -39,9 +46,12 @@ def note_order(graph: fx.Graph) -> None:
 
 
 def moved(graph: fx.Graph) -> str | None:
-    """The name of a node that does not stand where ``note_order`` found it, or ``None``. (Nodes that a pass has made anew know nothing of it.)"""
+    """The name of a node that does not stand where ``note_order`` found it, or ``None``. (Nodes that a pass has made
+    anew know nothing of it.)"""
     found: list[str] = []
-    _each_access(graph, lambda node, counts: found.append(node.name) if node.meta.get(_NOTED, counts) != counts else None)
+    _each_access(
+        graph, lambda node, counts: found.append(node.name) if node.meta.get(_NOTED, counts) != counts else None
+    )
     return found[0] if found else None
 
 

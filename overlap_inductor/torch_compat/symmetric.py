@@ -20,8 +20,8 @@ raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 @dataclass(frozen=True)
 class SymmetricBuffer:
-    """One allocation a rank. ``peers[r]`` is rank ``r``'s, as a tensor of this process (its own at its own rank); ``pointers`` is an int64
-    tensor on the device with their addresses. The memory lives as long as this object."""
+    """One allocation a rank. ``peers[r]`` is rank ``r``'s, as a tensor of this process (its own at its own rank);
+    ``pointers`` is an int64 tensor on the device with their addresses. The memory lives as long as this object."""
 
     local: torch.Tensor
     peers: tuple[torch.Tensor, ...]
@@ -48,8 +48,8 @@ def allocate(
     What may fail on one rank alone is tried ``together``: taking the memory, before any rank waits for another one's
     handle, and mapping the peers'. Where it fails nothing is left.
     """
-    # On a thread of its own: the rendezvous takes a little memory from the caching allocator for as long as the buffer lives, and a first run under CUDA
-    # graph trees takes what its thread allocates for the graph's own.
+    # On a thread of its own: the rendezvous takes a little memory from the caching allocator for as long as the buffer
+    # lives, and a first run under CUDA graph trees takes what its thread allocates for the graph's own.
     with ThreadPoolExecutor(1, "overlap_inductor allocates") as thread:
         return thread.submit(_allocate, elements, dtype, device, group, together).result()
 
@@ -83,8 +83,8 @@ def _allocate(
 
 
 def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``values`` on the device, in memory of symmetric memory's own pool: what is allocated during a graph's first run must not count as that
-    graph's own (CUDA graph trees take the run's allocations for theirs)."""
+    """``values`` on the device, in memory of symmetric memory's own pool: what is allocated during a graph's first run
+    must not count as that graph's own (CUDA graph trees take the run's allocations for theirs)."""
     if device.type != "cuda":
         return values.to(device)
     from torch.distributed import _symmetric_memory
@@ -139,7 +139,8 @@ def ranks_share_gpus() -> bool:
 
 
 def reach() -> tuple[object, ...]:
-    """What decides whether kernels may reach other GPUs of this machine: capability, GPUs and ranks of the machine, GPUs out of reach. For the cache key, too."""
+    """What decides whether kernels may reach other GPUs of this machine: capability, GPUs and ranks of the machine,
+    GPUs out of reach. For the cache key, too."""
     if not torch.cuda.is_initialized():
         return ()
     return _reach(torch.cuda.current_device(), int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())))
@@ -147,12 +148,15 @@ def reach() -> tuple[object, ...]:
 
 @functools.cache
 def _reach(here: int, local: int) -> tuple[object, ...]:
-    cut_off = tuple(d for d in range(torch.cuda.device_count()) if d != here and not torch.cuda.can_device_access_peer(here, d))
+    cut_off = tuple(
+        d for d in range(torch.cuda.device_count()) if d != here and not torch.cuda.can_device_access_peer(here, d)
+    )
     return torch.cuda.get_device_capability(here), torch.cuda.device_count(), local, cut_off
 
 
 def why_no_kernels(device: torch.device) -> str | None:
-    """Why this project's kernels cannot run on the GPUs of a group, from what every rank of it knows alike; or ``None``."""
+    """Why this project's kernels cannot run on the GPUs of a group, from what every rank of it knows alike; or
+    ``None``."""
     facts = reach()
     if device.type != "cuda" or not facts:
         return f"its tensors lie on {device.type}; it needs NVIDIA GPUs"
@@ -168,7 +172,8 @@ def _machines(ranks: tuple[int, ...]) -> int:
 
 
 def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str | None:
-    """Why kernels of this group cannot reach the peers' memory, from what every rank of the group knows alike; or ``None``."""
+    """Why kernels of this group cannot reach the peers' memory, from what every rank of the group knows alike; or
+    ``None``."""
     reason = why_no_kernels(device)
     if reason is not None:
         return f"{reason} of one machine" if device.type != "cuda" else reason
@@ -181,8 +186,8 @@ def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str
 
 
 def without_peers(ranks: tuple[int, ...], device: torch.device) -> bool:
-    """Whether the group's GPUs lie in one machine and none reaches another's memory, so that collectives go through the host's. The same on every rank: rank ``r`` is taken
-    to have the GPU of its place in the machine."""
+    """Whether the group's GPUs lie in one machine and none reaches another's memory, so that collectives go through the
+    host's. The same on every rank: rank ``r`` is taken to have the GPU of its place in the machine."""
     facts = reach()
     if why_no_kernels(device) is not None or not facts or _machines(ranks) != 1:
         return False
@@ -197,5 +202,6 @@ def _all_cut_off(gpus: tuple[int, ...]) -> bool:
 
 
 def write_value_on_stream(flags: torch.Tensor, index: int, value: int) -> None:
-    """The current stream writes ``flags[index] = value`` (int32, maybe a peer's) after all work before it; not while a graph is captured."""
+    """The current stream writes ``flags[index] = value`` (int32, maybe a peer's) after all work before it; not while a
+    graph is captured."""
     torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(flags.view(torch.uint32), index, value)

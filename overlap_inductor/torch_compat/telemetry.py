@@ -52,8 +52,9 @@ def global_rank() -> int:
 
 
 def in_range(name: str, site_at: int, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """``implementation`` of op ``name`` inside a range that carries the site's id, its argument number ``site_at``, wherever a profiler looks on: so that a trace's ops and
-    kernels can be joined with the report. It costs nothing else."""
+    """``implementation`` of op ``name`` inside a range that carries the site's id, its argument number ``site_at``,
+    wherever a profiler looks on: so that a trace's ops and kernels can be joined with the report. It costs nothing
+    else."""
 
     import torch
 

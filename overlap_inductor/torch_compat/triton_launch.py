@@ -1,12 +1,14 @@
-"""Launching one Triton kernel again and again with little of the host's time. What is private of Triton is touched here only.
+"""Launching one Triton kernel again and again with little of the host's time. What is private of Triton is touched here
+only.
 
-``kernel[grid](...)`` looks at every argument anew and encodes every tensor map anew: 75 us for 50 arguments with four tensor maps (Triton 3.6).
-A ``PreparedKernel`` is compiled and loaded once, for arguments of which only addresses change from launch to launch, and remembers a tensor map by
-its address: 8 us. It goes past Triton's launcher for that, whose inside differs from version to version, so other versions than those of
-``_DIRECT`` are launched by the documented way, ``compiled[grid](...)``: 32 us.
+``kernel[grid](...)`` looks at every argument anew and encodes every tensor map anew: 75 us for 50 arguments with four
+tensor maps (Triton 3.6). A ``PreparedKernel`` is compiled and loaded once, for arguments of which only addresses change
+from launch to launch, and remembers a tensor map by its address: 8 us. It goes past Triton's launcher for that, whose
+inside differs from version to version, so other versions than those of ``_DIRECT`` are launched by the documented way,
+``compiled[grid](...)``: 32 us.
 
-Compiling and loading happen before the first launch, not in it: loading a module waits for the device, and a kernel of the same op may already be
-waiting there for what is to be loaded.
+Compiling and loading happen before the first launch, not in it: loading a module waits for the device, and a kernel of
+the same op may already be waiting there for what is to be loaded.
 """
 
 from __future__ import annotations
@@ -31,14 +33,24 @@ class PreparedKernel:
     """``kernel[(grid,)](*varying, *fixed, **options)``, compiled and loaded.
 
     Args:
-        varying: examples of the arguments that a launch is given anew: tensors, or tensor descriptors. Shapes, strides, dtypes and the alignment to 16 bytes
-            stay.
+        varying: examples of the arguments that a launch is given anew: tensors, or tensor descriptors. Shapes, strides,
+            dtypes and the alignment to 16 bytes stay.
         fixed: all other arguments in order, constants too; kept alive.
         scratch: device on which the kernel needs memory for tensor maps of its own, or ``None``.
     """
 
-    def __init__(self, kernel: Any, grid: int, varying: Sequence[Any], fixed: Sequence[Any], scratch: torch.device | None = None, **options: Any) -> None:
-        self._descriptors = [(v.shape, v.strides, v.block_shape) if isinstance(v, TensorDescriptor) else None for v in varying]
+    def __init__(
+        self,
+        kernel: Any,
+        grid: int,
+        varying: Sequence[Any],
+        fixed: Sequence[Any],
+        scratch: torch.device | None = None,
+        **options: Any,
+    ) -> None:
+        self._descriptors = [
+            (v.shape, v.strides, v.block_shape) if isinstance(v, TensorDescriptor) else None for v in varying
+        ]
         self._fixed = list(fixed)
         arguments = [*varying, *fixed]
         if triton.knobs.runtime.interpret:
@@ -59,7 +71,9 @@ class PreparedKernel:
         self._launch(*varying)
 
     def _by_triton(self, *varying: torch.Tensor | None) -> None:
-        described = [v if d is None else TensorDescriptor(v, *d) for v, d in zip(varying, self._descriptors, strict=True)]
+        described = [
+            v if d is None else TensorDescriptor(v, *d) for v, d in zip(varying, self._descriptors, strict=True)
+        ]
         self._run(*described, *self._fixed)
 
 
@@ -83,7 +97,8 @@ _SMALLEST_SCRATCH = 1 << 20
 
 
 def _scratch(size: int, device: torch.device) -> torch.Tensor:
-    """Memory of a device that all kernels share, which run one after the other there. It is never given back: CUDA graphs hold its address."""
+    """Memory of a device that all kernels share, which run one after the other there. It is never given back: CUDA
+    graphs hold its address."""
     known = _SCRATCH.setdefault(device, [])
     if not known or known[-1].numel() < size:
         known.append(lasting_bytes(max(size, _SMALLEST_SCRATCH), device))
@@ -94,7 +109,13 @@ class _Direct:
     """Triton 3.6: the C launcher below ``CudaLauncher``, with tensor maps that are already encoded."""
 
     def __init__(
-        self, compiled: Any, grid: int, arguments: Sequence[Any], varying: int, scratch: torch.device | None, documented: Callable[..., None]
+        self,
+        compiled: Any,
+        grid: int,
+        arguments: Sequence[Any],
+        varying: int,
+        scratch: torch.device | None,
+        documented: Callable[..., None],
     ) -> None:
         from triton.backends.nvidia import driver
 
@@ -108,12 +129,26 @@ class _Direct:
         size = run.global_scratch_size * run.num_ctas * grid
         scratch_memory = _scratch(size, scratch) if size and scratch is not None else None
         self._grid = (grid, 1, 1)
-        self._head = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, scratch_memory, None, compiled.packed_metadata, None, None, None)
+        self._head = (
+            compiled.function,
+            run.launch_cooperative_grid,
+            run.launch_pdl,
+            scratch_memory,
+            None,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+        )
         maps = iter(compiled.metadata.tensordesc_meta or ())
         self._varying: list[_Maps | None] = []
         self._tail: list[Any] = []
         for i, argument in enumerate(arguments):
-            known = _Maps(argument, next(maps), self._encode, driver.TMA_DTYPE_DEVICE_TO_HOST) if isinstance(argument, TensorDescriptor) else None
+            known = (
+                _Maps(argument, next(maps), self._encode, driver.TMA_DTYPE_DEVICE_TO_HOST)
+                if isinstance(argument, TensorDescriptor)
+                else None
+            )
             if i < varying:
                 self._varying.append(known)
             else:
@@ -140,9 +175,19 @@ class _Direct:
 class _Maps:
     """Tensor maps of one descriptor argument, by the address of its tensor, flattened as the C launcher wants them."""
 
-    def __init__(self, example: TensorDescriptor, meta: dict[str, Any], encode: Callable[..., Any], dtypes: dict[int, int]) -> None:
+    def __init__(
+        self, example: TensorDescriptor, meta: dict[str, Any], encode: Callable[..., Any], dtypes: dict[int, int]
+    ) -> None:
         self._shape, self._strides = list(example.shape), list(example.strides)
-        self._meta = (meta["swizzle"], meta["elem_size"], dtypes[meta["elem_type"]], meta["block_size"], self._shape, self._strides, 0)
+        self._meta = (
+            meta["swizzle"],
+            meta["elem_size"],
+            dtypes[meta["elem_type"]],
+            meta["block_size"],
+            self._shape,
+            self._strides,
+            0,
+        )
         self._encode = encode
         self._known: dict[int, list[Any]] = {}
 

@@ -1,4 +1,5 @@
-"""Waiting for what peers send, as launches of their own: until rows have come, and until they have and are copied into a result."""
+"""Waiting for what peers send, as launches of their own: until rows have come, and until they have and are copied into
+a result."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ BLOCK, BLOCKS_AN_SM = 2048, 4
 
 
 def wait_kernel(launch: Launch, transfer: Transfer, first: int, last: int, kind: int) -> PreparedKernel:
-    """Lets the stream go on when parts ``first .. last - 1`` of the peers' transfers have come; ``kind`` of wait, for the fault record."""
+    """Lets the stream go on when parts ``first .. last - 1`` of the peers' transfers have come; ``kind`` of wait, for
+    the fault record."""
     slot = launch.slot
     fixed = (
         slot.flags.local, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, launch.rank, transfer.index, first, slot.signals,
@@ -27,8 +29,11 @@ def wait_kernel(launch: Launch, transfer: Transfer, first: int, last: int, kind:
     return PreparedKernel(wait_for_parts, last - first, (), fixed, num_warps=1)
 
 
-def receive_kernel(launch: Launch, everyone: torch.Tensor, finished: torch.Tensor, transfer: Transfer, sms: int) -> Callable[[torch.Tensor], None]:
-    """Copies every peer's finished rows, parts of ``transfer``, from the workspace to a result when they have come. Both lie in the order of ranks.
+def receive_kernel(
+    launch: Launch, everyone: torch.Tensor, finished: torch.Tensor, transfer: Transfer, sms: int
+) -> Callable[[torch.Tensor], None]:
+    """Copies every peer's finished rows, parts of ``transfer``, from the workspace to a result when they have come.
+    Both lie in the order of ranks.
 
     Args:
         everyone: an example of the result, ``[world_size * rows, width]``; finished: the workspace from these rows on.

@@ -1,11 +1,13 @@
-"""Transport ``copy_engine``: copies to peers' memory on a stream, which copy engines do; and flags are copied behind the rows.
+"""Transport ``copy_engine``: copies to peers' memory on a stream, which copy engines do; and flags are copied behind
+the rows.
 
-No SM works at the copies, and one goes at 379 GB/s on an H200 with 3 us between two, on one stream as on several. A flag is one more copy, of a word that says
-which call it is (2 us; a kernel that signals keeps the next copy waiting for 12, a value written by the stream itself for 15 to 20): nothing is baked into a
-CUDA graph. ``transports.credits.credit_kernel`` has written the word before, where all peers gave leave.
+No SM works at the copies, and one goes at 379 GB/s on an H200 with 3 us between two, on one stream as on several. A
+flag is one more copy, of a word that says which call it is (2 us; a kernel that signals keeps the next copy waiting for
+12, a value written by the stream itself for 15 to 20): nothing is baked into a CUDA graph.
+``transports.credits.credit_kernel`` has written the word before, where all peers gave leave.
 
-Ordering: copies of a stream run one after the other, and the next begins when what the one before has written is visible; a reader that acquires the
-flag sees it (``tests.gpu.check_litmus``, "copy engine, copied flag").
+Ordering: copies of a stream run one after the other, and the next begins when what the one before has written is
+visible; a reader that acquires the flag sees it (``tests.gpu.check_litmus``, "copy engine, copied flag").
 
 No leave. A kernel that stores looks whether it may (``kernels.signals.may_store``); a copy that is queued cannot. Where
 the wait for leave before it ends without leave (its patience is over, or the group was aborted, after which every wait
@@ -26,15 +28,19 @@ that never ends without leave would keep every copy back, but also every later k
 that was told of the fault could not even save its weights before it is ended; conditional nodes of CUDA graphs would
 serve graphs alone; and a second region for each call in turn does not help, since more than one call may be queued.
 
-What rests on later waits (``guarded``) has the word written anew behind them; where one was given up, to a number that nobody waits for, as after the wait for leave.
+What rests on later waits (``guarded``) has the word written anew behind them; where one was given up, to a number that
+nobody waits for, as after the wait for leave.
 
-Turns. Ranks send to the one next to them, then to the one behind that, and so on: so no two send to one at a time, as long as all are in step. Two that do get half a
-link each. Whoever was late is so twice as much then, and meets the next one, until ranks send as if they chose at random and waited for whom they have chosen, which is
-58.6 % of a link (Karol, Hluchyj and Morgan, IEEE Trans. Comm. 35, 1987, section III): in 21 rounds eight H200s delivered 186 GB/s each in pieces of 4 MiB, 226 in ones of 8
-and 250 of 16, some 200 on several streams at once; only 14 rounds of 32 MiB were over before (343). So each large piece of a send but the first waits until its
-receiver has got what comes before it in the order of all ranks (``kernels.transfer.wait_for_turn``): who is late stays as late as he was (bench/results/turns.jsonl).
-A wait costs some 5 us, by which small pieces lose more than they gain. It takes room on an SM, for one warp and no shared memory: never where a kernel that has
-them all waits for the copies (schedule ``fused``); and with one hardware queue it would hold back the matmuls.
+Turns. Ranks send to the one next to them, then to the one behind that, and so on: so no two send to one at a time, as
+long as all are in step. Two that do get half a link each. Whoever was late is so twice as much then, and meets the next
+one, until ranks send as if they chose at random and waited for whom they have chosen, which is 58.6 % of a link (Karol,
+Hluchyj and Morgan, IEEE Trans. Comm. 35, 1987, section III): in 21 rounds eight H200s delivered 186 GB/s each in pieces
+of 4 MiB, 226 in ones of 8 and 250 of 16, some 200 on several streams at once; only 14 rounds of 32 MiB were over before
+(343). So each large piece of a send but the first waits until its receiver has got what comes before it in the order of
+all ranks (``kernels.transfer.wait_for_turn``): who is late stays as late as he was (bench/results/turns.jsonl). A wait
+costs some 5 us, by which small pieces lose more than they gain. It takes room on an SM, for one warp and no shared
+memory: never where a kernel that has them all waits for the copies (schedule ``fused``); and with one hardware queue it
+would hold back the matmuls.
 """
 
 from __future__ import annotations
@@ -58,12 +64,14 @@ from overlap_inductor.transports.transfer import Send
 from overlap_inductor.transports.transfer import Transfer
 
 QUEUES_FOR_TURNS = 3
-"""Of the device: for copies, for what waits for turns, and for what waits for peers. In a CUDA graph nothing but its edges orders these, and one that waits may hold up its queue."""
+"""Of the device: for copies, for what waits for turns, and for what waits for peers. In a CUDA graph nothing but its
+edges orders these, and one that waits may hold up its queue."""
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """From byte ``source`` of what is sent to address ``target``; ``flag``: the receiver's, by address. ``memory``: what lies at both."""
+    """From byte ``source`` of what is sent to address ``target``; ``flag``: the receiver's, by address. ``memory``:
+    what lies at both."""
 
     target: int
     source: int
@@ -79,7 +87,13 @@ def _copy(launch: Launch, transfer: Transfer, number: int, itemsize: int) -> _Co
     at = launch.world_size + launch.rank * slot.signals + transfer.index + number % transfer.parts
     data, flags = slot.data.peers[piece.peer], slot.flags.peers[piece.peer]
     flag = flags.data_ptr() + at * FLAG_WORDS * flags.element_size()
-    return _Copy(data.data_ptr() + piece.target * row_bytes, piece.source * row_bytes, piece.rows * row_bytes, flag, (data, flags))
+    return _Copy(
+        data.data_ptr() + piece.target * row_bytes,
+        piece.source * row_bytes,
+        piece.rows * row_bytes,
+        flag,
+        (data, flags),
+    )
 
 
 @dataclass(frozen=True)
@@ -88,12 +102,16 @@ class CopyEngine:
 
     turns_from: int | None
 
-    def prepare(self, launch: Launch, transfer: Transfer, numbers: range, source: torch.Tensor, guarded: bool = False) -> Send:
+    def prepare(
+        self, launch: Launch, transfer: Transfer, numbers: range, source: torch.Tensor, guarded: bool = False
+    ) -> Send:
         """As ``Transport.prepare``. Receivers are told of every part."""
         send = copies_with_flags(launch, transfer, numbers, source, self.turns_from)
         if not guarded:
             return send
-        announces = PreparedKernel(announce, 1, (), (launch.slot.calls, announced(launch), launch.faults.stop), num_warps=1)
+        announces = PreparedKernel(
+            announce, 1, (), (launch.slot.calls, announced(launch), launch.faults.stop), num_warps=1
+        )
 
         def announced_send(source: torch.Tensor) -> None:
             announces()
@@ -102,12 +120,18 @@ class CopyEngine:
         return announced_send
 
 
-def copies_with_flags(launch: Launch, transfer: Transfer, numbers: Sequence[int], source: torch.Tensor, turns_from: int | None = None) -> Send:
-    """As ``Transport.prepare``, of parts ``numbers`` in that order. Without turns (``CopyEngine``) nothing here needs room on an SM, which a kernel that waits for a
-    peer's copies may not leave."""
+def copies_with_flags(
+    launch: Launch, transfer: Transfer, numbers: Sequence[int], source: torch.Tensor, turns_from: int | None = None
+) -> Send:
+    """As ``Transport.prepare``, of parts ``numbers`` in that order. Without turns (``CopyEngine``) nothing here needs
+    room on an SM, which a kernel that waits for a peer's copies may not leave."""
     word, start = announced(launch), copier(source.device.type)
     copies = [_copy(launch, transfer, number, source.element_size()) for number in numbers]
-    takes_turns = turns_from is not None and symmetric.hardware_queues() >= QUEUES_FOR_TURNS and min(copy.nbytes for copy in copies) >= turns_from
+    takes_turns = (
+        turns_from is not None
+        and symmetric.hardware_queues() >= QUEUES_FOR_TURNS
+        and min(copy.nbytes for copy in copies) >= turns_from
+    )
     turns = [_turn(launch, transfer, *pair) if takes_turns else None for pair in pairwise(numbers)]
     number_of_call, word_bytes = word.data_ptr(), word.element_size()
     waiting = waiting_stream(source.device) if any(turns) else None
@@ -126,12 +150,24 @@ def copies_with_flags(launch: Launch, transfer: Transfer, numbers: Sequence[int]
 
 
 def _turn(launch: Launch, transfer: Transfer, before: int, number: int) -> PreparedKernel | None:
-    """Waits until the receiver of part ``number`` has got what part ``before`` is on another rank; ``None`` where it is this rank's own."""
+    """Waits until the receiver of part ``number`` has got what part ``before`` is on another rank; ``None`` where it is
+    this rank's own."""
     slot, world_size = launch.slot, launch.world_size
     receiver = transfer.piece(number, launch.rank, world_size).peer
     sender = (launch.rank + receiver - transfer.piece(before, launch.rank, world_size).peer) % world_size
     if sender == launch.rank:
         return None
     index = transfer.index + before % transfer.parts
-    fixed = (slot.flags.pointers, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, receiver, sender, index, slot.signals, world_size)
+    fixed = (
+        slot.flags.pointers,
+        slot.calls,
+        launch.faults.stop,
+        launch.patience_ns,
+        launch.site,
+        receiver,
+        sender,
+        index,
+        slot.signals,
+        world_size,
+    )
     return PreparedKernel(wait_for_turn, 1, (), fixed, num_warps=1)

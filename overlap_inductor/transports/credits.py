@@ -42,7 +42,8 @@ def credit_kernel(launch: Launch) -> PreparedKernel:
 
 
 def end_kernel(launch: Launch) -> PreparedKernel:
-    """Ends the call, behind everything on the stream that sends, or reads the workspace: counts it, and lets peers write again."""
+    """Ends the call, behind everything on the stream that sends, or reads the workspace: counts it, and lets peers
+    write again."""
     kernel = launch.prepared.get("end")
     if kernel is None:
         slot = launch.slot

@@ -1,7 +1,8 @@
-"""Transport ``nccl``: whole collectives on a stream of their own, beside the kernel that makes what they send; and how long they take.
+"""Transport ``nccl``: whole collectives on a stream of their own, beside the kernel that makes what they send; and how
+long they take.
 
-A call of a collective runs on the stream that is current (``torch.distributed`` with ``async_op=False``), so that what it waits for is what was queued there.
-On CPUs (gloo) there are no streams, and the same steps run one after the other.
+A call of a collective runs on the stream that is current (``torch.distributed`` with ``async_op=False``), so that what
+it waits for is what was queued there. On CPUs (gloo) there are no streams, and the same steps run one after the other.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ REPEATS = 3
 
 @functools.cache
 def communication_stream(device: torch.device) -> torch.cuda.Stream:
-    """The device's one stream for collectives, of the highest priority: a collective takes the next free SM before blocks of a later matmul do."""
+    """The device's one stream for collectives, of the highest priority: a collective takes the next free SM before
+    blocks of a later matmul do."""
     # (The highest that any GPU has; what lies beyond a GPU's range is its highest.)
     return torch.cuda.Stream(device, priority=-5)
 
 
 @contextlib.contextmanager
 def forked(device: torch.device) -> Iterator[contextlib.AbstractContextManager[Any]]:
-    """The communication stream goes on from here beside the current one, and is joined at the end, also where something failed: memory that it uses is
-    not reused before, and a CUDA graph's capture is whole. Yields a context in which the communication stream is the current one."""
+    """The communication stream goes on from here beside the current one, and is joined at the end, also where something
+    failed: memory that it uses is not reused before, and a CUDA graph's capture is whole. Yields a context in which the
+    communication stream is the current one."""
     if device.type != "cuda":
         yield contextlib.nullcontext()
         return
@@ -46,7 +49,8 @@ def forked(device: torch.device) -> Iterator[contextlib.AbstractContextManager[A
 
 
 def reduce_rows(result: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum ``source`` over the ranks on the current stream: in place where it is ``result``, else rank ``r`` gets the ``r``-th equal share of it."""
+    """Sum ``source`` over the ranks on the current stream: in place where it is ``result``, else rank ``r`` gets the
+    ``r``-th equal share of it."""
     if result is source:
         dist.all_reduce(source, group=group)
     else:
@@ -54,8 +58,9 @@ def reduce_rows(result: torch.Tensor, source: torch.Tensor, group: dist.ProcessG
 
 
 def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Seconds of each call on this rank: one call of the first to warm up, then all in turn, the median of ``REPEATS``. All ranks of whatever the calls
-    communicate with do this together. Put the longest first: the host then runs ahead of the GPU and does not count."""
+    """Seconds of each call on this rank: one call of the first to warm up, then all in turn, the median of ``REPEATS``.
+    All ranks of whatever the calls communicate with do this together. Put the longest first: the host then runs ahead
+    of the GPU and does not count."""
     calls[0]()
     if device.type != "cuda":
         samples = []
@@ -84,8 +89,8 @@ def of_first_rank(values: list[float], group: dist.ProcessGroup, device: torch.d
 
 
 def measured_curve(scatters: bool, like: torch.Tensor, group: dist.ProcessGroup) -> tuple[tuple[float, float], ...]:
-    """``((bytes, seconds), ...)`` of a reduce-scatter or an all-reduce by the bytes that a rank gives to it, rising. All ranks together; not while a CUDA
-    graph is captured."""
+    """``((bytes, seconds), ...)`` of a reduce-scatter or an all-reduce by the bytes that a rank gives to it, rising.
+    All ranks together; not while a CUDA graph is captured."""
     per_row, device = group.size() * like.element_size(), like.device
     source = torch.zeros(max(SIZES) // per_row * group.size(), dtype=like.dtype, device=device)
     shares = source.new_empty(source.numel() // group.size())

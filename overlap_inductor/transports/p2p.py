@@ -1,11 +1,11 @@
 """Transport ``p2p``: pieces move by ``torch.distributed`` send and receive on the group's own backend (gloo, NCCL).
 
-An ``Exchange`` is one buffer with its hops in flight. The buffer's receives are posted as early as the route allows, each into its
-final place, so that nothing is copied afterwards. Between two calls the exchange is found by its buffer's address, because a
-compiled graph passes tensors only.
+An ``Exchange`` is one buffer with its hops in flight. The buffer's receives are posted as early as the route allows,
+each into its final place, so that nothing is copied afterwards. Between two calls the exchange is found by its buffer's
+address, because a compiled graph passes tensors only.
 
-On NCCL, sends and receives of a hop are one coalesced batch (the communicator needs one order on all ranks); on gloo every
-receive is posted before any send, which keeps both directions of a link busy.
+On NCCL, sends and receives of a hop are one coalesced batch (the communicator needs one order on all ranks); on gloo
+every receive is posted before any send, which keeps both directions of a link busy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class _Hop:
 
 @dataclass
 class Exchange:
-    """One buffer in flight. ``flat`` is ``[slots, elements of a shard]``; ``bounds`` cuts a shard into parts (elements)."""
+    """One buffer in flight. ``flat`` is ``[slots, elements of a shard]``; ``bounds`` cuts a shard into parts
+    (elements)."""
 
     flat: torch.Tensor
     bounds: Sequence[int]
@@ -71,9 +72,9 @@ class Exchange:
         _IN_FLIGHT.pop(_key(self.group, self.flat), None)
         ranks = ", ".join(str(self._global(p)) for p in peers)
         return TransferError(
-            f"site {self.site}: {what} with rank {ranks} of group {self.group.group_name!r} failed on rank "
-            f"{dist.get_rank()}: {error}. {agreement.plans_waiting(self.group)}A peer probably died, or runs another program; see its own "
-            "log first."
+            f"site {self.site}: {what} with rank {ranks} of group {self.group.group_name!r} failed on rank"
+            f" {dist.get_rank()}: {error}. {agreement.plans_waiting(self.group)}A peer probably died, or runs another"
+            " program; see its own log first."
         )
 
     def post_receives(self) -> None:
@@ -93,12 +94,21 @@ class Exchange:
         state = self.hops.setdefault(index, _Hop())
         # Two exchanges may be in flight with interleaved hops: the sequence number, equal on all ranks because the
         # graph chains the ops of a group, keeps their messages apart.
-        tag = _TAG_BASE + self.sequence % _EXCHANGES_IN_FLIGHT * _HOPS_PER_EXCHANGE + index % (_HOPS_PER_EXCHANGE // 2) * 2
+        tag = (
+            _TAG_BASE
+            + self.sequence % _EXCHANGES_IN_FLIGHT * _HOPS_PER_EXCHANGE
+            + index % (_HOPS_PER_EXCHANGE // 2) * 2
+        )
         try:
             if self.batched:
-                ops = [dist.P2POp(dist.irecv, self.piece(m.slot, m.part), self._global(m.peer), self.group) for m in moves.receives]
+                ops = [
+                    dist.P2POp(dist.irecv, self.piece(m.slot, m.part), self._global(m.peer), self.group)
+                    for m in moves.receives
+                ]
                 source = [self.piece(m.slot, m.part) if piece is None else piece for m in moves.sends]
-                ops += [dist.P2POp(dist.isend, s, self._global(m.peer), self.group) for s, m in zip(source, moves.sends)]
+                ops += [
+                    dist.P2POp(dist.isend, s, self._global(m.peer), self.group) for s, m in zip(source, moves.sends)
+                ]
                 state.works += dist.batch_isend_irecv(ops)
             elif receives:
                 state.works += [
@@ -118,7 +128,9 @@ class Exchange:
                     for lane, m in enumerate(moves.sends)
                 ]
         except RuntimeError as error:
-            raise self._fail(f"starting hop {index}", [m.peer for m in (*moves.sends, *moves.receives)], error) from error
+            raise self._fail(
+                f"starting hop {index}", [m.peer for m in (*moves.sends, *moves.receives)], error
+            ) from error
 
     def wait(self, index: int) -> None:
         """Wait until hop ``index`` is complete: what was to arrive is here, what was sent may be overwritten."""
@@ -126,13 +138,17 @@ class Exchange:
         if state is None:
             if self._is_empty(index):
                 return
-            raise TransferError(f"site {self.site}: hop {index} was waited for but never started; this is a bug of the pass")
+            raise TransferError(
+                f"site {self.site}: hop {index} was waited for but never started; this is a bug of the pass"
+            )
         for work in state.works:
             try:
                 work.wait()
             except RuntimeError as error:
                 moves = self._moves(index)
-                raise self._fail(f"hop {index}", sorted({m.peer for m in (*moves.sends, *moves.receives)}), error) from error
+                raise self._fail(
+                    f"hop {index}", sorted({m.peer for m in (*moves.sends, *moves.receives)}), error
+                ) from error
 
 
 def _work(work: dist.Work | None) -> dist.Work:
@@ -160,7 +176,8 @@ def _key(group: dist.ProcessGroup, buffer: torch.Tensor) -> tuple[str, int]:
 def open_exchange(
     buffer: torch.Tensor, bounds: Sequence[int], route: str, group: dist.ProcessGroup, site: str
 ) -> Exchange | None:
-    """Register ``buffer`` (contiguous, ``slots * bounds[-1]`` elements or more) as in flight. ``None`` where nothing moves."""
+    """Register ``buffer`` (contiguous, ``slots * bounds[-1]`` elements or more) as in flight. ``None`` where nothing
+    moves."""
     elements = bounds[-1]
     if elements == 0:
         return None
@@ -178,8 +195,8 @@ def find_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> 
         return _IN_FLIGHT[_key(group, buffer)]
     except KeyError:
         raise TransferError(
-            f"site {site}: no transfer is in flight for this buffer. Expected the op that starts it to have run just before "
-            "in the same graph; an earlier error may have stopped it."
+            f"site {site}: no transfer is in flight for this buffer. Expected the op that starts it to have run just"
+            " before in the same graph; an earlier error may have stopped it."
         ) from None
 
 

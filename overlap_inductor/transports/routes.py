@@ -42,7 +42,8 @@ def slots(route: str, world_size: int) -> int:
 
 
 def distances(route: str, world_size: int) -> list[tuple[int, ...]]:
-    """For gathers: after step i (one step is ``parts`` hops), the shards of ranks ``r + d`` for d in ``distances[i]`` are here."""
+    """For gathers: after step i (one step is ``parts`` hops), the shards of ranks ``r + d`` for d in ``distances[i]``
+    are here."""
     if route == "ring":
         return [(-(i + 1),) for i in range(world_size - 1)]
     if route == "bidirectional":

@@ -1,4 +1,5 @@
-"""Transport ``sm_push``: the blocks of one kernel store to the peers and signal part by part. Where pieces are small, and copy engines' fixed costs show."""
+"""Transport ``sm_push``: the blocks of one kernel store to the peers and signal part by part. Where pieces are small,
+and copy engines' fixed costs show."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ class SmPush:
 
     blocks: int
 
-    def prepare(self, launch: Launch, transfer: Transfer, numbers: range, source: torch.Tensor, guarded: bool = False) -> Send:
+    def prepare(
+        self, launch: Launch, transfer: Transfer, numbers: range, source: torch.Tensor, guarded: bool = False
+    ) -> Send:
         """As ``Transport.prepare``; receivers are told after each part. Rows are whole 16-byte words."""
         slot, row_vectors = launch.slot, transfer.width * source.element_size() // 16
         fixed = (

@@ -1,7 +1,8 @@
-"""``Transport``: one interface for what moves a schedule's pieces between GPUs. ``copy_engine`` and ``sm_push`` implement it.
+"""``Transport``: one interface for what moves a schedule's pieces between GPUs. ``copy_engine`` and ``sm_push``
+implement it.
 
-``Transfer`` says what goes where, in rows; a transport prepares a part of it once (kernels compiled and loaded, addresses of peers looked up) and then starts
-it with one call on the current stream.
+``Transfer`` says what goes where, in rows; a transport prepares a part of it once (kernels compiled and loaded,
+addresses of peers looked up) and then starts it with one call on the current stream.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from overlap_inductor.runtime.workspace import Launch
 TRANSPORTS = ("copy_engine", "sm_push")
 
 Send = Callable[[torch.Tensor], None]
-"""Start the transfer of a source ``[any rows, width]`` on the current stream, behind what stands there; the receivers' flags are set when it has come."""
+"""Start the transfer of a source ``[any rows, width]`` on the current stream, behind what stands there; the receivers'
+flags are set when it has come."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,16 @@ class Piece:
 class Transfer:
     """A shard of ``rows`` rows of ``width`` elements to every peer, in parts of ``part_rows`` rows.
 
-    Parts are numbered: ``u // parts + 1`` is how many ranks away the receiver of part ``u`` is, ``u % parts`` the part of its shard. One flag a part:
-    ``index + u % parts`` of this source.
+    Parts are numbered: ``u // parts + 1`` is how many ranks away the receiver of part ``u`` is, ``u % parts`` the part
+    of its shard. One flag a part: ``index + u % parts`` of this source.
 
     Attributes:
-        scattered: the source holds a shard for every rank, and ranks further on come first, so that their matmuls can be in the order of rows. Else one shard goes
-            to all, ranks further back first: so the shards of ranks further on arrive first, and the receiver's matmuls can be in the order of rows.
+        scattered: the source holds a shard for every rank, and ranks further on come first, so that their matmuls can
+            be in the order of rows. Else one shard goes to all, ranks further back first: so the shards of ranks
+            further on arrive first, and the receiver's matmuls can be in the order of rows.
         origin: first row in the source of what is sent (where ``scattered``: of rank 0's shard).
-        base: row of every workspace where the shard from rank 0 goes; that from rank ``r`` goes ``r * rows`` rows behind.
+        base: row of every workspace where the shard from rank 0 goes; that from rank ``r`` goes ``r * rows`` rows
+            behind.
     """
 
     rows: int
@@ -72,10 +76,14 @@ class Transfer:
 class Transport(Protocol):
     """What moves parts of a transfer, one after the other."""
 
-    def prepare(self, launch: Launch, transfer: Transfer, numbers: range, source: torch.Tensor, guarded: bool = False) -> Send:
-        """Make parts ``numbers`` ready for launching; ``source``: an example of what will be sent, contiguous at 16 bytes.
+    def prepare(
+        self, launch: Launch, transfer: Transfer, numbers: range, source: torch.Tensor, guarded: bool = False
+    ) -> Send:
+        """Make parts ``numbers`` ready for launching; ``source``: an example of what will be sent, contiguous at 16
+        bytes.
 
-        Receivers are told of each part when it has come. Their credits have been awaited on the stream before a send is started.
-        ``guarded``: what is sent rests on other waits of this call, too; where one was given up nobody is told.
+        Receivers are told of each part when it has come. Their credits have been awaited on the stream before a send is
+        started. ``guarded``: what is sent rests on other waits of this call, too; where one was given up nobody is
+        told.
         """
         ...

@@ -15,7 +15,8 @@ from tests.fake_group import report_of
 def summary(report: OverlapReport) -> list[tuple[str, int | None, list[str], str]]:
     """``(pattern, logical dim, kind and role of every matmul, status)`` of every site."""
     return [
-        (s.facts.pattern, s.facts.collective.dim, [f"{m.kind} {m.role}" for m in s.facts.matmuls], s.decision.status) for s in report.sites
+        (s.facts.pattern, s.facts.collective.dim, [f"{m.kind} {m.role}" for m in s.facts.matmuls], s.decision.status)
+        for s in report.sites
     ]
 
 

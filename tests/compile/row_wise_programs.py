@@ -1,4 +1,5 @@
-"""Programs in which something between a matmul and a collective commutes with cutting rows, as functions of fp64 tensors."""
+"""Programs in which something between a matmul and a collective commutes with cutting rows, as functions of fp64
+tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +57,11 @@ def trained_norm(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor, v: torch.Ten
 # {name: (function, shapes of its inputs by the world size, (pattern, kind and role of every matmul))}
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expected]] = {
     "rms norm": (lambda x, g, w: rms(gather(x), g) @ w, lambda n: [(4, 16), (16,), (16, 6)], (GATHER, ["mm M"])),
-    "rms norm of a sequence": (lambda x, g, w: rms(gather(x, 1), g) @ w, lambda n: [(2, 3, 16), (16,), (16, 6)], (GATHER, ["mm M"])),
+    "rms norm of a sequence": (
+        lambda x, g, w: rms(gather(x, 1), g) @ w,
+        lambda n: [(2, 3, 16), (16,), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
     "rms norm, and the gathered tensor": (
         lambda x, g, w, v: (rms((y := gather(x, 1)), g) @ w, y @ v, y),
         lambda n: [(2, 3, 16), (16,), (16, 6), (16, 4)],
@@ -78,13 +83,37 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expe
         (GATHER, ["mm M"]),
     ),
     "norm of one row": (lambda x, g, w: rms(gather(x), g) @ w, lambda n: [(1, 16), (16,), (16, 6)], (GATHER, ["mm M"])),
-    "norm without a weight": (lambda x, w: F.layer_norm(gather(x, 1), (16,)) @ w, lambda n: [(2, 3, 16), (16, 6)], (GATHER, ["mm M"])),
-    "a scale of more dims": (lambda x, s, w: (gather(x) * s).mT @ w, lambda n: [(4, 8), (1, 1, 1), (1, 4 * n, 6)], (GATHER, ["bmm K"])),
+    "norm without a weight": (
+        lambda x, w: F.layer_norm(gather(x, 1), (16,)) @ w,
+        lambda n: [(2, 3, 16), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "a scale of more dims": (
+        lambda x, s, w: (gather(x) * s).mT @ w,
+        lambda n: [(4, 8), (1, 1, 1), (1, 4 * n, 6)],
+        (GATHER, ["bmm K"]),
+    ),
     "softmax": (lambda x, w: gather(x).softmax(-1) @ w, lambda n: [(4, 16), (16, 6)], (GATHER, ["mm M"])),
-    "norm, contracted": (lambda x, g, y: y @ rms(gather(x), g), lambda n: [(4, 16), (16,), (6, 4 * n)], (GATHER, ["mm K"])),
-    "norm, columns": (lambda x, g, y: y @ rms(gather(x), g).t(), lambda n: [(4, 16), (16,), (6, 16)], (GATHER, ["mm N"])),
-    "one scale of the rank's own": (lambda x, s, w: (gather(x) * s) @ w, lambda n: [(4, 16), (1,), (16, 6)], (GATHER, ["mm M"])),
-    "a scale of rows": (lambda x, s, w: (gather(x) * s) @ w, lambda n: [(4, 16), (4 * n, 1), (16, 6)], (GATHER, ["mm M"])),
+    "norm, contracted": (
+        lambda x, g, y: y @ rms(gather(x), g),
+        lambda n: [(4, 16), (16,), (6, 4 * n)],
+        (GATHER, ["mm K"]),
+    ),
+    "norm, columns": (
+        lambda x, g, y: y @ rms(gather(x), g).t(),
+        lambda n: [(4, 16), (16,), (6, 16)],
+        (GATHER, ["mm N"]),
+    ),
+    "one scale of the rank's own": (
+        lambda x, s, w: (gather(x) * s) @ w,
+        lambda n: [(4, 16), (1,), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "a scale of rows": (
+        lambda x, s, w: (gather(x) * s) @ w,
+        lambda n: [(4, 16), (4 * n, 1), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
     "a scale of rows of a sequence": (
         lambda x, s, w: (gather(x, 1) * s[..., None]) @ w,
         lambda n: [(2, 3, 16), (2, 3 * n), (16, 6)],
@@ -95,7 +124,11 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expe
         lambda n: [(2, 3, 16), (3 * n,), (16, 6)],
         (GATHER, ["mm M"]),
     ),
-    "a scale of batches": (lambda x, s, w: (gather(x, 1) * s) @ w, lambda n: [(4, 3, 16), (4, 1, 1), (16, 6)], (GATHER, ["mm M"])),
+    "a scale of batches": (
+        lambda x, s, w: (gather(x, 1) * s) @ w,
+        lambda n: [(4, 3, 16), (4, 1, 1), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
     "a mask": (
         lambda x, m, w: gather(x).masked_fill((m > 0)[:, None], 0.0) @ w,
         lambda n: [(4, 16), (4 * n,), (16, 6)],
@@ -107,26 +140,62 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expe
         lambda n: [(4, 16), (8, 6)],
         (GATHER, ["mm M"]),
     ),
-    "other columns beside": (lambda x, y, w: torch.cat([gather(x), y], 1) @ w, lambda n: [(4, 16), (4 * n, 3), (19, 6)], (GATHER, ["mm M"])),
-    "a residual of all rows": (lambda x, y, g, w: rms(gather(x) + y, g) @ w, lambda n: [(4, 16), (4 * n, 16), (16,), (16, 6)], (GATHER, ["mm M"])),
-    "a batch that is gathered": (lambda x, w: gather(x) @ w, lambda n: [(2, 4, 16), (2 * n, 16, 6)], (GATHER, ["bmm B"])),
+    "other columns beside": (
+        lambda x, y, w: torch.cat([gather(x), y], 1) @ w,
+        lambda n: [(4, 16), (4 * n, 3), (19, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "a residual of all rows": (
+        lambda x, y, g, w: rms(gather(x) + y, g) @ w,
+        lambda n: [(4, 16), (4 * n, 16), (16,), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "a batch that is gathered": (
+        lambda x, w: gather(x) @ w,
+        lambda n: [(2, 4, 16), (2 * n, 16, 6)],
+        (GATHER, ["bmm B"]),
+    ),
     "a batch that is gathered, with a bias": (
         lambda x, w, b: torch.baddbmm(b, gather(x), w),
         lambda n: [(2, 4, 16), (2 * n, 16, 6), (2 * n, 4, 6)],
         (GATHER, ["baddbmm B"]),
     ),
-    "a batch that is gathered on the right": (lambda x, w: w @ gather(x), lambda n: [(2, 4, 16), (2 * n, 5, 4)], (GATHER, ["bmm B"])),
-    "int8, gathered": (lambda x, w: torch._int_mm(gather(int8(x)), int8(w)), lambda n: [(4, 16), (16, 8)], (GATHER, ["int_mm M"])),
-    "int8, contracted": (lambda x, w: torch._int_mm(int8(w), gather(int8(x))), lambda n: [(4, 16), (5, 4 * n)], (GATHER, ["int_mm K"])),
-    "int8, reduced": (lambda x, w: reduce(torch._int_mm(int8(x), int8(w))), lambda n: [(9, 16), (16, 8)], (REDUCE, ["int_mm M"])),
+    "a batch that is gathered on the right": (
+        lambda x, w: w @ gather(x),
+        lambda n: [(2, 4, 16), (2 * n, 5, 4)],
+        (GATHER, ["bmm B"]),
+    ),
+    "int8, gathered": (
+        lambda x, w: torch._int_mm(gather(int8(x)), int8(w)),
+        lambda n: [(4, 16), (16, 8)],
+        (GATHER, ["int_mm M"]),
+    ),
+    "int8, contracted": (
+        lambda x, w: torch._int_mm(int8(w), gather(int8(x))),
+        lambda n: [(4, 16), (5, 4 * n)],
+        (GATHER, ["int_mm K"]),
+    ),
+    "int8, reduced": (
+        lambda x, w: reduce(torch._int_mm(int8(x), int8(w))),
+        lambda n: [(9, 16), (16, 8)],
+        (REDUCE, ["int_mm M"]),
+    ),
     "int8, scaled and scattered": (
         lambda x, w, s: scatter(torch._int_mm(int8(x), int8(w)).double() * s),
         lambda n: [(4 * n, 16), (16, 8), (8,)],
         (SCATTER, ["int_mm M"]),
     ),
-    "int8, scattered": (lambda x, w: scatter(torch._int_mm(int8(x), int8(w))), lambda n: [(4 * n, 16), (16, 8)], (SCATTER, ["int_mm M"])),
+    "int8, scattered": (
+        lambda x, w: scatter(torch._int_mm(int8(x), int8(w))),
+        lambda n: [(4 * n, 16), (16, 8)],
+        (SCATTER, ["int_mm M"]),
+    ),
     "experts, reduced": (lambda x, w: reduce((x @ w).sum(0)), lambda n: [(3, 7, 16), (3, 16, 8)], (REDUCE, ["bmm M"])),
-    "experts, scattered": (lambda x, w: scatter((x @ w).sum(0)), lambda n: [(3, 4 * n, 16), (3, 16, 8)], (SCATTER, ["bmm M"])),
+    "experts, scattered": (
+        lambda x, w: scatter((x @ w).sum(0)),
+        lambda n: [(3, 4 * n, 16), (3, 16, 8)],
+        (SCATTER, ["bmm M"]),
+    ),
     "experts, weighted": (
         lambda x, w, s: reduce((x @ w * s).sum(0)),
         lambda n: [(3, 7, 16), (3, 16, 8), (3, 7, 1)],

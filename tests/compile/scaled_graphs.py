@@ -12,7 +12,9 @@ FP8, FP8_WIDE, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 convert = torch.ops.prims.convert_element_type.default
 
 
-def fp8(made: HandGraph, *shape: int, name: str = "x", dtype: torch.dtype = FP8, dynamic: tuple[int, ...] = ()) -> fx.Node:
+def fp8(
+    made: HandGraph, *shape: int, name: str = "x", dtype: torch.dtype = FP8, dynamic: tuple[int, ...] = ()
+) -> fx.Node:
     return made.input(*shape, name=name, dtype=dtype, dynamic=dynamic)
 
 
@@ -22,11 +24,21 @@ def weight(made: HandGraph, inner: int = 32, columns: int = 48, name: str = "w")
 
 
 def multiply(
-    made: HandGraph, x: fx.Node, w: fx.Node, row_wise: bool = False, out: torch.dtype = BF16, scales: tuple[fx.Node, ...] = (), bias: fx.Node | None = None, of: str = ""
+    made: HandGraph,
+    x: fx.Node,
+    w: fx.Node,
+    row_wise: bool = False,
+    out: torch.dtype = BF16,
+    scales: tuple[fx.Node, ...] = (),
+    bias: fx.Node | None = None,
+    of: str = "",
 ) -> fx.Node:
     rows, columns = x.meta["val"].shape[0], w.meta["val"].shape[1]
     if not scales:
-        scales = tuple(made.input(*(shape if row_wise else ()), name=name + of) for name, shape in (("scale_a", (rows, 1)), ("scale_b", (1, columns))))
+        scales = tuple(
+            made.input(*(shape if row_wise else ()), name=name + of)
+            for name, shape in (("scale_a", (rows, 1)), ("scale_b", (1, columns)))
+        )
     return made.call(aten._scaled_mm.default, x, w, *scales, bias, None, out)
 
 
@@ -44,7 +56,10 @@ def two_weights(used: bool = False) -> HandGraph:
     made = HandGraph()
     gathered = as_bytes(made, fp8(made, 32, 32))
     bias = made.input(16, name="bias", dtype=BF16)
-    results = [multiply(made, gathered, weight(made), True), multiply(made, gathered, weight(made, 32, 16, "v"), bias=bias, of="_of_v")]
+    results = [
+        multiply(made, gathered, weight(made), True),
+        multiply(made, gathered, weight(made, 32, 16, "v"), bias=bias, of="_of_v"),
+    ]
     return made.output(*results, *([made.call(convert, gathered, BF16)] if used else []))
 
 
@@ -69,4 +84,6 @@ def gathered_scales(tokens: int = 32, dynamic: tuple[int, ...] = ()) -> HandGrap
     made = HandGraph()
     x, scale = quantised(made, made.input(tokens, 4096, name="x", dtype=BF16, dynamic=dynamic))
     gathered, scales = made.gather(x), made.gather(scale)
-    return made.output(multiply(made, gathered, weight(made, 4096, 4096), scales=(scales, made.input(1, 4096, name="scale_b"))))
+    return made.output(
+        multiply(made, gathered, weight(made, 4096, 4096), scales=(scales, made.input(1, 4096, name="scale_b")))
+    )

@@ -165,10 +165,22 @@ SPELLINGS: dict[str, tuple[Function, tuple[Make, ...], tuple[str, int | None, li
         (SCATTER, 0, ["scaled_mm M"]),
     ),
     "G": (lambda x, w: reduce_scatter(x @ w, "sum", 0, world()), (x2, weight), (SCATTER, 0, ["mm M"])),
-    "G of three dims": (lambda x, w: reduce_scatter(x @ w, "sum", 0, world()), (lambda ranks=2: torch.randn(ranks, 4, 16), weight), (SCATTER, 0, ["mm M"])),
-    "G flattened": (lambda x, w: reduce_scatter((x @ w).flatten(0, 1), "sum", 0, world()), (x3, weight), (SCATTER, 0, ["mm M"])),
+    "G of three dims": (
+        lambda x, w: reduce_scatter(x @ w, "sum", 0, world()),
+        (lambda ranks=2: torch.randn(ranks, 4, 16), weight),
+        (SCATTER, 0, ["mm M"]),
+    ),
+    "G flattened": (
+        lambda x, w: reduce_scatter((x @ w).flatten(0, 1), "sum", 0, world()),
+        (x3, weight),
+        (SCATTER, 0, ["mm M"]),
+    ),
     "H": (lambda x, w: reduce_scatter(x @ w, "sum", 1, world()), (x3, weight), (SCATTER, 0, ["mm M"])),
-    "H on the hidden dim": (lambda x, w: reduce_scatter(x @ w, "sum", 2, world()), (x3, weight), (SCATTER, 1, ["mm N"])),
+    "H on the hidden dim": (
+        lambda x, w: reduce_scatter(x @ w, "sum", 2, world()),
+        (x3, weight),
+        (SCATTER, 1, ["mm N"]),
+    ),
     "H of batch 1": (
         lambda x, w: reduce_scatter(x @ w, "sum", 1, world()),
         (batch_of_one, weight),
@@ -211,8 +223,14 @@ SPELLINGS: dict[str, tuple[Function, tuple[Make, ...], tuple[str, int | None, li
 
 # Found, or at least reported, and left as they stood.
 KEPT: dict[str, tuple[Function, tuple[Make, ...]]] = {
-    "D of unbacked sizes": (lambda x, w: all_gather(x, 0, world()) @ w, (lambda ranks=2: unbacked(x2(ranks), 0), weight)),
-    "D of unbacked sizes on dim 1": (lambda x, w: all_gather(x, 1, world()) @ w, (lambda ranks=2: unbacked(x3(ranks), 0), weight)),
+    "D of unbacked sizes": (
+        lambda x, w: all_gather(x, 0, world()) @ w,
+        (lambda ranks=2: unbacked(x2(ranks), 0), weight),
+    ),
+    "D of unbacked sizes on dim 1": (
+        lambda x, w: all_gather(x, 1, world()) @ w,
+        (lambda ranks=2: unbacked(x3(ranks), 0), weight),
+    ),
     "K": (lambda x, w: torch.ops._dtensor.shard_dim_alltoall(x @ w, 0, 1, world().group_name), (x2, weight)),
 }
 
@@ -282,17 +300,32 @@ STRUCTURES: dict[str, tuple[Function, tuple[Make, ...]]] = {
     "gathered tensor used elsewhere": (used_elsewhere, (x2, weight)),
     "input of the gather is an output": (lambda x, w: ((y := x.relu()), all_gather(y, 0, world()) @ w), (x2, weight)),
     "input of the reduction is an output": (lambda x, w: ((y := x @ w), all_reduce(y, "sum", world())), (x2, weight)),
-    "gathered on the right, computed, contracted": (lambda x, v, a: a @ all_gather(x @ v, 0, world()), (x2, narrow_weight, lambda w: torch.randn(5, 2 * w * w))),
-    "gathered on the right, computed, kept": (lambda x, v, q: q @ all_gather(x @ v, 0, world()).t(), (x2, narrow_weight, lambda w: torch.randn(5, 6))),
-    "gathered on the right, contracted": (lambda x, a: a @ all_gather(x, 0, world()), (x2, lambda w: torch.randn(5, 2 * w * w))),
+    "gathered on the right, computed, contracted": (
+        lambda x, v, a: a @ all_gather(x @ v, 0, world()),
+        (x2, narrow_weight, lambda w: torch.randn(5, 2 * w * w)),
+    ),
+    "gathered on the right, computed, kept": (
+        lambda x, v, q: q @ all_gather(x @ v, 0, world()).t(),
+        (x2, narrow_weight, lambda w: torch.randn(5, 6)),
+    ),
+    "gathered on the right, contracted": (
+        lambda x, a: a @ all_gather(x, 0, world()),
+        (x2, lambda w: torch.randn(5, 2 * w * w)),
+    ),
     "gathered on the right, kept": (lambda x, a: a @ all_gather(x, 0, world()).t(), (x2, lambda w: torch.randn(5, 16))),
     "a sum of matmuls into one scatter": (
         lambda x, w, v: reduce_scatter(x @ w + x.relu() @ v, "sum", 0, world()),
         (x2, weight, weight),
     ),
-    "two all-reduces added": (lambda x, w, v: all_reduce(x @ w, "sum", world()) + all_reduce(x @ v, "sum", world()), (x2, weight, weight)),
+    "two all-reduces added": (
+        lambda x, w, v: all_reduce(x @ w, "sum", world()) + all_reduce(x @ v, "sum", world()),
+        (x2, weight, weight),
+    ),
     "gathered output": (lambda x, w: all_gather(x @ w, 1, world()), (x2, weight)),
-    "cast, scale and activation behind a gather": (lambda x, w: (all_gather(x, 0, world()) * 3).relu().double() @ w.double(), (x2, weight)),
+    "cast, scale and activation behind a gather": (
+        lambda x, w: (all_gather(x, 0, world()) * 3).relu().double() @ w.double(),
+        (x2, weight),
+    ),
     "bias, scale, activation and cast before a reduction": (
         lambda x, w, b: all_reduce(((x @ w + b) * 3).relu().double(), "sum", world()),
         (x2, weight, bias),
@@ -309,11 +342,15 @@ STRUCTURES: dict[str, tuple[Function, tuple[Make, ...]]] = {
     "column-wise layer, trained": (lambda x, w: (GatherTokens.apply(x) @ w).relu(), (x2, weight)),
     "row-wise layer, trained": (lambda x, w: ScatterTokens.apply(x.relu() @ w).relu(), (x2, weight)),
     "row-wise layer, matmuls saved, trained": (
-        lambda x, w: checkpoint(lambda x, w: ScatterTokens.apply(x.relu() @ w).sin(), x, w, use_reentrant=False, context_fn=matmuls_saved),
+        lambda x, w: checkpoint(
+            lambda x, w: ScatterTokens.apply(x.relu() @ w).sin(), x, w, use_reentrant=False, context_fn=matmuls_saved
+        ),
         (x2, weight),
     ),
     "column-wise layer, matmuls saved, trained": (
-        lambda x, w: checkpoint(lambda x, w: (GatherTokens.apply(x.relu()) @ w).sin(), x, w, use_reentrant=False, context_fn=matmuls_saved),
+        lambda x, w: checkpoint(
+            lambda x, w: (GatherTokens.apply(x.relu()) @ w).sin(), x, w, use_reentrant=False, context_fn=matmuls_saved
+        ),
         (x2, weight),
     ),
 }

@@ -105,7 +105,9 @@ def test_every_step_has_a_value_of_its_own(dynamic: bool) -> None:
         with made.mode:
             anew = node.target(*args, **kwargs)  # type: ignore[operator]
         # (The stride of a dim of size 1 says nothing, and torch 2.15 gives it more than one.)
-        found, expected = ([(str(n), n == 1 or str(s)) for n, s in zip(v.shape, v.stride(), strict=True)] for v in (value, anew))
+        found, expected = (
+            [(str(n), n == 1 or str(s)) for n, s in zip(v.shape, v.stride(), strict=True)] for v in (value, anew)
+        )
         assert found == expected, node
         assert (value.dtype, value.device, value.fake_mode) == (anew.dtype, anew.device, made.mode), node
         inputs = {t.untyped_storage()._cdata for t in operators.tensors_in((args, kwargs))}

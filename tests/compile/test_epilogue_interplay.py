@@ -36,14 +36,21 @@ def _reachable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(report: OverlapReport) -> list[tuple[str, str, Any]]:
-    return [(s.decision.status, p.schedule, p.parameters.get("epilogue", p.parameters.get("norm"))) for s in report.sites for p in s.decision.plan if p.schedule != "keep"]
+    return [
+        (s.decision.status, p.schedule, p.parameters.get("epilogue", p.parameters.get("norm")))
+        for s in report.sites
+        for p in s.decision.plan
+        if p.schedule != "keep"
+    ]
 
 
 def test_a_small_messages_norm_is_no_gathers_epilogue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both would end in the same sum: the gather's kernel comes before the all-reduce whose result that reads."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
-    def f(x: torch.Tensor, w: torch.Tensor, x2: torch.Tensor, v: torch.Tensor, v2: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def f(
+        x: torch.Tensor, w: torch.Tensor, x2: torch.Tensor, v: torch.Tensor, v2: torch.Tensor, gain: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         group = torch.distributed.group.WORLD
         b = all_reduce(x @ w, "sum", group)
         y = all_gather(x2, 0, group)
@@ -51,23 +58,32 @@ def test_a_small_messages_norm_is_no_gathers_epilogue(monkeypatch: pytest.Monkey
         wide = added.float()
         return added, gain * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(BF16), y @ v2
 
-    zeros = [torch.zeros(s, dtype=BF16) for s in ((1024, 2048), (2048, 4096), (256, 8192), (8192, 4096), (8192, 4096), (4096,))]
+    zeros = [
+        torch.zeros(s, dtype=BF16)
+        for s in ((1024, 2048), (2048, 4096), (256, 8192), (8192, 4096), (8192, 4096), (4096,))
+    ]
     zeros[4].requires_grad_()
     with fake_group(4):
         # (Where the host's launches count, chunks are not the faster of the two for the gather.)
         forward = reports_of(f, *zeros, schedule="auto", mode="on", replay="off")[0]
-    assert not forward.notices and planned(forward) == [("overlapped", "small_message", True), ("overlapped", "fused", None)]
+    assert not forward.notices and planned(forward) == [
+        ("overlapped", "small_message", True),
+        ("overlapped", "fused", None),
+    ]
 
 
 def test_what_becomes_readable_when_the_op_is_placed_was_not_planned(two: None) -> None:
-    """A cast moves before the gather, since a matmul's epilogue in the ring would read it: the second weight stays without one."""
+    """A cast moves before the gather, since a matmul's epilogue in the ring would read it: the second weight stays
+    without one."""
 
     def f(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = all_gather(x, 0, torch.distributed.group.WORLD)
         return torch.relu(y @ a.t()), (y @ b.t()) * s.to(BF16)
 
     arguments = torch.randn(ROWS, K).to(BF16), torch.randn(N, K).to(BF16), torch.randn(N, K).to(BF16), torch.randn(N)
-    assert planned(report_of(f, *arguments, schedule="fused", mode="strict")) == [("overlapped", "fused", ["relu(x)", ""])]
+    assert planned(report_of(f, *arguments, schedule="fused", mode="strict")) == [
+        ("overlapped", "fused", ["relu(x)", ""])
+    ]
 
 
 @pytest.mark.parametrize("kind", ["reduce", "scatter"])
@@ -79,9 +95,15 @@ def test_a_ring_behind_reads_what_an_epilogue_ends_in(kind: str, two: None, monk
 
     monkeypatch.setattr(overlap_pass.planner, "plan", plan)
     graph = HandGraph()
-    x, w, v = graph.input(ROWS, K, dtype=BF16), graph.input(K, N, name="w", dtype=BF16), graph.input(N, N, name="v", dtype=BF16)
+    x, w, v = (
+        graph.input(ROWS, K, dtype=BF16),
+        graph.input(K, N, name="w", dtype=BF16),
+        graph.input(N, N, name="v", dtype=BF16),
+    )
     h = graph.call(aten.relu.default, graph.reduce(graph.mm(x, w)))
-    report = graph.output(getattr(graph, kind)(graph.call(aten.add.Tensor, graph.mm(h, v), h))).run(schedule="auto", mode="on", sub_chunks=1)
+    report = graph.output(getattr(graph, kind)(graph.call(aten.add.Tensor, graph.mm(h, v), h))).run(
+        schedule="auto", mode="on", sub_chunks=1
+    )
     assert not report.notices and [p[:2] for p in planned(report)] == [("overlapped", "fused"), ("overlapped", "ring")]
 
 

@@ -1,4 +1,5 @@
-"""Every collective of a program is in a report: as a site, as a near miss, or as a call at which Dynamo broke the graph."""
+"""Every collective of a program is in a report: as a site, as a near miss, or as a call at which Dynamo broke the
+graph."""
 
 from __future__ import annotations
 
@@ -80,12 +81,16 @@ def notices(reports: list[Any]) -> list[str]:
 @pytest.mark.parametrize("call", BREAKS)
 @pytest.mark.usefixtures("two")
 def test_calls_that_break_the_graph_are_told(call: str) -> None:
-    """No graph holds them, and the report of a program with ``async_op=True`` said that there were no collectives at all."""
+    """No graph holds them, and the report of a program with ``async_op=True`` said that there were no collectives at
+    all."""
     function = BREAKS[call]
     found = notices(reports_of(lambda x, w: function(x @ w), torch.randn(4, 16), torch.randn(16, 8)))
     assert len(found) == 1 and found[0].startswith(f"torch.distributed.{call} breaks the graph")
     code = function.__code__
-    assert any(f"{Path(__file__).name}:{line} in {function.__name__}" in found[0] for line in range(code.co_firstlineno, code.co_firstlineno + 6))
+    assert any(
+        f"{Path(__file__).name}:{line} in {function.__name__}" in found[0]
+        for line in range(code.co_firstlineno, code.co_firstlineno + 6)
+    )
 
 
 @pytest.mark.usefixtures("two")
@@ -139,7 +144,9 @@ def test_every_operator_that_moves_data_is_a_collective() -> None:
             target = getattr(packet, overload or "default")
             if any(a.name in ("group_name", "process_group") for a in target._schema.arguments):
                 names.add(name)
-                assert collectives._kind(graph.call_function(target)) is not None or operator in collectives._NOT_MOVING, name
+                assert (
+                    collectives._kind(graph.call_function(target)) is not None or operator in collectives._NOT_MOVING
+                ), name
     assert {"_c10d_functional::broadcast", "c10d::allreduce_", "symm_mem::one_shot_all_reduce"} <= names
 
 
@@ -149,5 +156,12 @@ def test_ranks_that_send_and_receive_exchange_alike() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(2)
-    calls = {name: graph.call_function(getattr(torch.ops._c10d_functional, name).default, (x, 0, 0, world().group_name)) for name in ("isend", "irecv", "broadcast")}
-    assert {name: collectives.kept_kind(node) for name, node in calls.items()} == {"isend": None, "irecv": None, "broadcast": "broadcast float32"}
+    calls = {
+        name: graph.call_function(getattr(torch.ops._c10d_functional, name).default, (x, 0, 0, world().group_name))
+        for name in ("isend", "irecv", "broadcast")
+    }
+    assert {name: collectives.kept_kind(node) for name, node in calls.items()} == {
+        "isend": None,
+        "irecv": None,
+        "broadcast": "broadcast float32",
+    }

@@ -1,4 +1,5 @@
-"""Pointwise ops behind fused sites: what becomes an epilogue, what is left alone and why, and that no kernel is left for it in the generated code."""
+"""Pointwise ops behind fused sites: what becomes an epilogue, what is left alone and why, and that no kernel is left
+for it in the generated code."""
 
 from __future__ import annotations
 
@@ -62,22 +63,41 @@ def test_activations_of_a_model(name: str, two: None) -> None:
     """In the spelling that tracing gives them, behind a linear layer of a batch of sequences."""
     function, expected = ACTIVATIONS[name]
     group = torch.distributed.group.WORLD
-    ((found,),) = planned(report_of(lambda x, w: function(F.linear(all_gather(x, 1, group), w)), half(1, ROWS, K), half(N, K), schedule="fused", mode="strict"))  # type: ignore[misc]
+    ((found,),) = planned(
+        report_of(
+            lambda x, w: function(F.linear(all_gather(x, 1, group), w)),
+            half(1, ROWS, K),
+            half(N, K),
+            schedule="fused",
+            mode="strict",
+        )
+    )  # type: ignore[misc]
     assert [name for name in re.findall(r"(\w+)\(", found) if name != "to"] == expected.split(), found
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_what_takes_longer_on_tiles_is_left_behind(approximate: str, two: None) -> None:
     group = torch.distributed.group.WORLD
-    found = planned(report_of(lambda x, w: F.gelu(F.linear(all_gather(x, 0, group), w), approximate=approximate), half(ROWS, K), half(N, K), schedule="fused", mode="strict"))
+    found = planned(
+        report_of(
+            lambda x, w: F.gelu(F.linear(all_gather(x, 0, group), w), approximate=approximate),
+            half(ROWS, K),
+            half(N, K),
+            schedule="fused",
+            mode="strict",
+        )
+    )
     assert found == [None]
 
 
 def test_silu_alone_and_a_gated_product(two: None) -> None:
-    """A product of two results is read by no one before both are there: Inductor computes it, and the activation in it for nothing."""
+    """A product of two results is read by no one before both are there: Inductor computes it, and the activation in it
+    for nothing."""
     group = torch.distributed.group.WORLD
     x, gate, up = half(ROWS, K), half(N, K), half(N, K)
-    (alone,) = planned(report_of(lambda x, a: F.silu(all_gather(x, 0, group) @ a.t()), x, gate, schedule="fused", mode="strict"))
+    (alone,) = planned(
+        report_of(lambda x, a: F.silu(all_gather(x, 0, group) @ a.t()), x, gate, schedule="fused", mode="strict")
+    )
     assert alone is not None and re.search(r"exp|sigmoid", alone[0])
 
     def gated(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -98,7 +118,10 @@ def test_residuals_of_layers(two: None) -> None:
             x = F.rms_norm(residual, (N,)) @ weights[1]
         return residual + x @ weights[0]
 
-    assert planned(report_of(layers, half(2, ROWS, K), half(2, ROWS, N), schedule="fused", mode="strict")) == [["e0 full: add(e0, x)"]] * 2
+    assert (
+        planned(report_of(layers, half(2, ROWS, K), half(2, ROWS, N), schedule="fused", mode="strict"))
+        == [["e0 full: add(e0, x)"]] * 2
+    )
 
 
 class Hand:
@@ -108,7 +131,10 @@ class Hand:
         self.g = HandGraph()
         rows = ROWS * (1 if kind == "gather" else self.g.world_size)
         x, w = self.input(rows, K, name="x"), self.input(K, N, name="w")
-        self.full, self.row = self.input(ROWS * self.g.world_size if kind != "scatter" else ROWS, N, name="full"), self.input(N, name="row")
+        self.full, self.row = (
+            self.input(ROWS * self.g.world_size if kind != "scatter" else ROWS, N, name="full"),
+            self.input(N, name="row"),
+        )
         self.result = self.g.mm(self.g.gather(x), w) if kind == "gather" else getattr(self.g, kind)(self.g.mm(x, w))
 
     def input(self, *shape: int, name: str, dtype: torch.dtype = BF16) -> fx.Node:
@@ -144,11 +170,20 @@ def left_alone() -> dict[str, Callable[[Hand], list[fx.Node]]]:
         "a cube": lambda h: [h.call(aten.pow.Tensor_Scalar, h.result, 3)],
         "another op": lambda h: [h.call(aten.sin.default, h.result)],
         "an infinite number": lambda h: [h.call(aten.mul.Tensor, h.result, float("inf"))],
-        "in fp32": lambda h: [h.call(torch.ops.prims.convert_element_type.default, h.relu(), torch.float32), h.call(aten.sum.default, h.relu())],
+        "in fp32": lambda h: [
+            h.call(torch.ops.prims.convert_element_type.default, h.relu(), torch.float32),
+            h.call(aten.sum.default, h.relu()),
+        ],
         "rows of another length": lambda h: [h.relu(view(h, 2 * ROWS * 2, N // 2))],
-        "an extra tensor computed later": lambda h: [h.call(aten.add.Tensor, h.result, h.call(aten.neg.default, h.full))],
-        "an extra tensor of integers": lambda h: [h.call(aten.mul.Tensor, h.result, h.input(2 * ROWS, N, name="n", dtype=torch.int32))],
-        "an extra tensor that lies otherwise": lambda h: [h.call(aten.add.Tensor, h.result, h.call(aten.permute.default, h.input(N, 2 * ROWS, name="n"), [1, 0]))],
+        "an extra tensor computed later": lambda h: [
+            h.call(aten.add.Tensor, h.result, h.call(aten.neg.default, h.full))
+        ],
+        "an extra tensor of integers": lambda h: [
+            h.call(aten.mul.Tensor, h.result, h.input(2 * ROWS, N, name="n", dtype=torch.int32))
+        ],
+        "an extra tensor that lies otherwise": lambda h: [
+            h.call(aten.add.Tensor, h.result, h.call(aten.permute.default, h.input(N, 2 * ROWS, name="n"), [1, 0]))
+        ],
         "the result is broadcast": lambda h: [h.call(aten.add.Tensor, h.input(3, 2 * ROWS, N, name="n"), h.result)],
     }
 
@@ -165,7 +200,9 @@ def test_of_a_longer_chain_the_part_that_is_known() -> None:
     with fake_group(2):
         h = Hand()
         added = h.call(aten.add.Tensor, h.relu(), h.full)
-        assert h.planned(h.call(aten.sin.default, added), h.g.mm(added, h.input(N, K, name="v"))) == [["e0 full: relu(x), add(t0, e0)"]]
+        assert h.planned(h.call(aten.sin.default, added), h.g.mm(added, h.input(N, K, name="v"))) == [
+            ["e0 full: relu(x), add(t0, e0)"]
+        ]
 
 
 def test_one_node_falls_to_one_site() -> None:
@@ -208,7 +245,9 @@ def test_a_dynamic_token_count_leaves_pointwise_ops_to_inductor() -> None:
     with fake_group(2):
         made = HandGraph()
         gathered = made.gather(made.input(ROWS, K, dtype=BF16, dynamic=[0]))
-        report = made.output(made.call(aten.relu.default, made.mm(gathered, made.input(K, N, name="w", dtype=BF16)))).run(schedule="fused", mode="strict")
+        report = made.output(
+            made.call(aten.relu.default, made.mm(gathered, made.input(K, N, name="w", dtype=BF16)))
+        ).run(schedule="fused", mode="strict")
     assert all("epilogue" not in p.parameters for s in report.sites for p in s.decision.plan) and "relu" in report.after
 
 
@@ -220,7 +259,8 @@ def test_the_report_says_it() -> None:
 
 @pytest.mark.parametrize("epilogue", [True, False], ids=["as planned", "without epilogues"])
 def test_kernels_behind_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Inductor's templates: matmul, bias, activation and residual are one kernel. What is planned without epilogues is one more for each result."""
+    """As Inductor's templates: matmul, bias, activation and residual are one kernel. What is planned without epilogues
+    is one more for each result."""
     from torch._inductor.utils import run_and_get_code
 
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
@@ -244,7 +284,8 @@ def test_kernels_behind_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) 
 
 
 class TestGolden(TestCase):
-    """The graph afterwards, word for word; run with EXPECTTEST_ACCEPT=1 after an intended change and read the difference."""
+    """The graph afterwards, word for word; run with EXPECTTEST_ACCEPT=1 after an intended change and read the
+    difference."""
 
     maxDiff = None
 
@@ -256,7 +297,9 @@ class TestGolden(TestCase):
         """The activation is gone, and the result is a view of the op's."""
         with fake_group(2):
             h = Hand()
-            self.assertExpectedInline(self.after(h, h.relu(h.g.view(h.result, 2, ROWS, N))), """\
+            self.assertExpectedInline(
+                self.after(h, h.relu(h.g.view(h.result, 2, ROWS, N))),
+                """\
 x: bfloat16[24, 16] = input
 w: bfloat16[16, 40] = input
 full: bfloat16[48, 40] = input
@@ -267,12 +310,15 @@ getitem = <built-in function getitem>(fused_all_gather_matmul_epilogue_default, 
 getitem_2: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
 reshape_default_1: bfloat16[2, 24, 40] = aten.reshape.default(getitem_2, [2, 24, 40])
 return [reshape_default_1]
-""")
+""",
+            )
 
     def test_scatter(self) -> None:
         with fake_group(2):
             h = Hand("scatter")
-            self.assertExpectedInline(self.after(h, h.call(aten.add.Tensor, h.full, h.result)), """\
+            self.assertExpectedInline(
+                self.after(h, h.call(aten.add.Tensor, h.full, h.result)),
+                """\
 x: bfloat16[48, 16] = input
 w: bfloat16[16, 40] = input
 full: bfloat16[24, 40] = input
@@ -281,12 +327,15 @@ agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["m
 fused_matmul_reduce_scatter_epilogue_default = overlap_inductor.fused_matmul_reduce_scatter_epilogue.default(agree_default, x, w, None, [full], '[{"extras": ["full"], "ops": [["add", "e0", "x"]]}]', '{"halves": true, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_reduce_scatter-fec50841')
 getitem: bfloat16[24, 40] = <built-in function getitem>(fused_matmul_reduce_scatter_epilogue_default, 0)
 return [getitem]
-""")
+""",
+            )
 
     def test_reduce(self) -> None:
         with fake_group(2):
             h = Hand("reduce")
-            self.assertExpectedInline(self.after(h, h.call(aten.mul.Tensor, h.relu(), h.row)), """\
+            self.assertExpectedInline(
+                self.after(h, h.call(aten.mul.Tensor, h.relu(), h.row)),
+                """\
 x: bfloat16[48, 16] = input
 w: bfloat16[16, 40] = input
 full: bfloat16[48, 40] = input
@@ -295,4 +344,5 @@ agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["m
 fused_matmul_all_reduce_epilogue_default = overlap_inductor.fused_matmul_all_reduce_epilogue.default(agree_default, x, w, None, [row], '[{"extras": ["row"], "ops": [["relu", "x"], ["mul", "t0", "e0"]]}]', '{"halves": true, "parts": 0, "pushers": 0, "stages": 4}', 'sum', '0', 'matmul_all_reduce-2c2f6384')
 getitem: bfloat16[48, 40] = <built-in function getitem>(fused_matmul_all_reduce_epilogue_default, 0)
 return [getitem]
-""")
+""",
+            )

@@ -1,4 +1,5 @@
-"""Sums of two matmuls that Inductor makes one kernel of where it autotunes: found as sums, and its kernel again where nothing is overlapped."""
+"""Sums of two matmuls that Inductor makes one kernel of where it autotunes: found as sums, and its kernel again where
+nothing is overlapped."""
 
 from __future__ import annotations
 
@@ -66,7 +67,11 @@ def test_a_rewrite_that_fails_leaves_one_kernel(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(overlap_pass.Rewriter, "apply", fail)
     found = report(FUNCTIONS["scatter"][0])
-    assert found.sites[0].decision.status == "failed" and "mm_plus_mm" in found.after and "aten.mm.default" not in found.after
+    assert (
+        found.sites[0].decision.status == "failed"
+        and "mm_plus_mm" in found.after
+        and "aten.mm.default" not in found.after
+    )
 
 
 def test_a_sum_beside_no_collective_stays_one_kernel() -> None:
@@ -94,7 +99,9 @@ def test_it_compiles_and_runs_as_kept() -> None:
     """Inductor lowers the node that was put back."""
     x, w, y, v = torch.randn(16, 24), torch.randn(24, 8), torch.randn(16, 12), torch.randn(12, 8)
     with torch._inductor.config.patch(max_autotune=True):
-        out = torch.compile(FUNCTIONS["scatter"][0], backend="overlap_inductor", options={"schedule": "keep"})(x, w, y, v)
+        out = torch.compile(FUNCTIONS["scatter"][0], backend="overlap_inductor", options={"schedule": "keep"})(
+            x, w, y, v
+        )
     assert out.shape == (8, 8) and reporting.last_report() is not None
 
 
@@ -112,7 +119,13 @@ def test_a_sum_that_cannot_be_taken_apart_leaves_the_graph(monkeypatch: pytest.M
     monkeypatch.setattr(fused_sums, "_computed", fail)
     after: list[str] = []
     inner = overlap_pass.fused_sums.put_back
-    monkeypatch.setattr(overlap_pass.fused_sums, "put_back", lambda graph: (inner(graph), after.append(overlap_pass.readable(graph))))
-    found = report(lambda x, w, y, v: reduce_scatter(x @ w + y @ v, "sum", 0, world()) * reduce_scatter(y @ v + x.relu() @ w, "sum", 0, world()))
+    monkeypatch.setattr(
+        overlap_pass.fused_sums, "put_back", lambda graph: (inner(graph), after.append(overlap_pass.readable(graph)))
+    )
+    found = report(
+        lambda x, w, y, v: (
+            reduce_scatter(x @ w + y @ v, "sum", 0, world()) * reduce_scatter(y @ v + x.relu() @ w, "sum", 0, world())
+        )
+    )
     assert "on purpose" in found.notices[0]
     assert after[-1].count("= mm_plus_mm(") == 2 and "aten.mm.default" not in after[-1]

@@ -1,4 +1,5 @@
-"""What Inductor writes for the steps: their order, what is fused into a chunk, and that nothing in flight is freed or reused."""
+"""What Inductor writes for the steps: their order, what is fused into a chunk, and that nothing in flight is freed or
+reused."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
 
 
-def lines_of(fn: Callable[..., Any], *shapes: tuple[int, ...], world_size: int = WORLD_SIZE, rank: int = 3, **fields: Any) -> list[str]:
+def lines_of(
+    fn: Callable[..., Any], *shapes: tuple[int, ...], world_size: int = WORLD_SIZE, rank: int = 3, **fields: Any
+) -> list[str]:
     """The lines of the generated ``call``."""
     from torch._inductor.utils import run_and_get_code
 
@@ -61,15 +64,19 @@ def world() -> Any:
 
 
 def test_bias_and_activation_are_fused_into_each_chunk() -> None:
-    """One matmul (with its bias) and one pointwise kernel a chunk, each under the next hop, written in place: nothing is left for the end."""
-    lines = lines_of(lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, world()), w)) * 2, (16, 32), (32, 24), (24,))
+    """One matmul (with its bias) and one pointwise kernel a chunk, each under the next hop, written in place: nothing
+    is left for the end."""
+    lines = lines_of(
+        lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, world()), w)) * 2, (16, 32), (32, 24), (24,)
+    )
     assert events(lines) == ["start", "mm", "pointwise", *["step", "mm", "pointwise"] * (WORLD_SIZE - 1)]
     whole = re.findall(r"(buf\d+) = empty_strided_cpu\(\(128, 24\)", "\n".join(lines))
     assert len(whole) == 1 and f"return ({whole[0]}, )" in lines
 
 
 def test_gated_mlp_in_chunks() -> None:
-    """``silu(gate) * up`` needs both matmuls of a chunk; where the halves are saved for backward they too are written in place."""
+    """``silu(gate) * up`` needs both matmuls of a chunk; where the halves are saved for backward they too are written
+    in place."""
 
     def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gathered = all_gather(x, 0, world())
@@ -83,7 +90,8 @@ def test_gated_mlp_in_chunks() -> None:
 
 
 def test_what_is_fused_elsewhere_stays_there() -> None:
-    """A scale in front of a softmax is free in the softmax's kernel: taken into the chunks it would cost a pass over the memory."""
+    """A scale in front of a softmax is free in the softmax's kernel: taken into the chunks it would cost a pass over
+    the memory."""
     lines = lines_of(lambda x, w: torch.softmax(all_gather(x, 0, world()) @ w * 2, 1), (16, 32), (32, 24))
     assert events(lines) == ["start", "mm", *["step", "mm"] * (WORLD_SIZE - 1), "pointwise"]
 
@@ -95,9 +103,17 @@ def test_order_of_a_reduction() -> None:
 
 
 def test_cast_before_a_reduction_is_fused_into_each_chunk() -> None:
-    """What stands between a matmul and its reduction is computed on the partial that is sent, not on a whole matrix first."""
+    """What stands between a matmul and its reduction is computed on the partial that is sent, not on a whole matrix
+    first."""
     lines = lines_of(lambda x, w: reduce_scatter((x @ w).relu().bfloat16(), "sum", 0, world()), (128, 32), (32, 24))
-    assert events(lines) == ["start", *["mm", "pointwise", "send"] * (WORLD_SIZE - 1), "mm", "pointwise", "wait", "pointwise"]
+    assert events(lines) == [
+        "start",
+        *["mm", "pointwise", "send"] * (WORLD_SIZE - 1),
+        "mm",
+        "pointwise",
+        "wait",
+        "pointwise",
+    ]
 
 
 def test_chunks_are_read_in_place() -> None:
@@ -111,7 +127,9 @@ def test_chunks_are_read_in_place() -> None:
 def test_max_autotune_applies_to_the_chunks() -> None:
     """The user's options reach the chunks' matmuls; autotuning one of them must not disturb the order."""
     fn = lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, world()), w))  # noqa: E731
-    lines = lines_of(fn, (16, 32), (32, 24), (24,), options={"max_autotune": True, "max_autotune_gemm_backends": "ATEN"})
+    lines = lines_of(
+        fn, (16, 32), (32, 24), (24,), options={"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}
+    )
     assert events(lines) == ["start", "mm", "pointwise", *["step", "mm", "pointwise"] * (WORLD_SIZE - 1)]
 
 
@@ -139,12 +157,23 @@ def branches(collective: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -
         (lambda x, w: all_gather(x @ w, 0, world()), "preserve"),
         (lambda x, w: all_gather((x @ w).to(torch.bfloat16), 0, world()), "preserve"),
     ],
-    ids=["gather", "scatter", "scatter a cast", "travelling", "all-reduce", "all-reduce plus one", "gathered output", "gathered cast"],
+    ids=[
+        "gather",
+        "scatter",
+        "scatter a cast",
+        "travelling",
+        "all-reduce",
+        "all-reduce plus one",
+        "gathered output",
+        "gathered cast",
+    ],
 )
 def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Tensor], numerics: str) -> None:
     """A buffer handed to a transfer and written by another kernel before the wait: wrong numbers, now and then."""
     sub_chunks = 2
-    lines = lines_of(branches(collective), (64, 32), (32, 24), (64, 32), (32, 24), sub_chunks=sub_chunks, numerics=numerics)
+    lines = lines_of(
+        branches(collective), (64, 32), (32, 24), (64, 32), (32, 24), sub_chunks=sub_chunks, numerics=numerics
+    )
     # {exchange buffer: {hop: buffers that it sends}}
     in_flight: dict[str, dict[int, set[str]]] = {}
     checked = 0
@@ -167,7 +196,9 @@ def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Te
             checked += 1
             if int(match[2]) == (WORLD_SIZE - 1) * sub_chunks - 1:
                 in_flight.pop(match[1])
-        elif match := re.search(r"exchange_wait\.default\(buf\d+, (buf\d+), \[.*?\], \[[\d, ]*\], \[([\d, ]*)\], '(\w+)'", line):
+        elif match := re.search(
+            r"exchange_wait\.default\(buf\d+, (buf\d+), \[.*?\], \[[\d, ]*\], \[([\d, ]*)\], '(\w+)'", line
+        ):
             for hop in match[2].split(","):
                 in_flight[match[1]].pop(int(hop))
             # (An accumulator that travels is waited for before it is sent on: nothing is in flight between its hops.)

@@ -1,7 +1,9 @@
-"""Golden texts: report, graph before and graph after of every spelling and structure, the same on every rank of every world.
+"""Golden texts: report, graph before and graph after of every spelling and structure, the same on every rank of every
+world.
 
-The files in ``golden/`` are for the torch version below; EXPECTTEST_ACCEPT=1 writes them anew (read the difference). Whole graphs stand
-there for two ranks (of a gather and a scatter for more, too), reports for more; on every torch version the text must be the same on all ranks.
+The files in ``golden/`` are for the torch version below; EXPECTTEST_ACCEPT=1 writes them anew (read the difference).
+Whole graphs stand there for two ranks (of a gather and a scatter for more, too), reports for more; on every torch
+version the text must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -51,10 +53,15 @@ def text(found: list[OverlapReport], graphs: bool) -> str:
         assert waste(report) == []
         parts.append(render_text(report))
         if graphs:
-            parts += ["before\n" + report.before, "after\n" + report.after if report.after != report.before else "after: the same\n"]
+            parts += [
+                "before\n" + report.before,
+                "after\n" + report.after if report.after != report.before else "after: the same\n",
+            ]
     joined = "\n".join(parts)
     # Versions and hashes change with every release.
-    return re.sub(r"plan [0-9a-f]{16}|torch [0-9][\w.+]*|overlap_inductor [0-9][\w.]*", lambda m: m[0].split()[0] + " ...", joined)
+    return re.sub(
+        r"plan [0-9a-f]{16}|torch [0-9][\w.+]*|overlap_inductor [0-9][\w.]*", lambda m: m[0].split()[0] + " ...", joined
+    )
 
 
 @pytest.mark.parametrize("row", ROWS)

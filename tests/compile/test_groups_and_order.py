@@ -21,7 +21,8 @@ from tests.hand_graph import c10d
 
 
 def test_other_groups_are_left_alone_and_in_order() -> None:
-    """2-D mesh: the tensor-parallel group is overlapped; the data-parallel collectives keep their number, group and order."""
+    """2-D mesh: the tensor-parallel group is overlapped; the data-parallel collectives keep their number, group and
+    order."""
     with fake_group(8, 3), torch.no_grad():
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         tp, dp = mesh.get_group("tp"), mesh.get_group("dp")
@@ -52,7 +53,9 @@ def test_every_rank_of_a_mesh_has_the_text_of_its_group() -> None:
     for rank in (0, 3, 4, 7):
         with fake_group(8, rank), torch.no_grad():
             group = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")).get_group("tp")
-            report = report_of(lambda x, w, group=group: all_gather(x, 0, group) @ w, torch.randn(4, 16), torch.randn(16, 8))
+            report = report_of(
+                lambda x, w, group=group: all_gather(x, 0, group) @ w, torch.randn(4, 16), torch.randn(16, 8)
+            )
             assert [s.decision.status for s in report.sites] == ["overlapped"]
             texts[rank // 4].add(report.after)
     assert len(texts[0]) == len(texts[1]) == 1
@@ -103,16 +106,26 @@ def test_every_group_agrees_before_any_data_moves() -> None:
 def test_sites_of_one_group_share_one_chain() -> None:
     """One agreement a group and graph; every communicating op takes part in one order."""
     report = traced(
-        lambda x, w, v: reduce_scatter((all_gather(x, 0, world()) @ w).relu() @ v, "sum", 0, world()), (4, 16), (16, 8), (8, 16), sub_chunks=1
+        lambda x, w, v: reduce_scatter((all_gather(x, 0, world()) @ w).relu() @ v, "sum", 0, world()),
+        (4, 16),
+        (16, 8),
+        (8, 16),
+        sub_chunks=1,
     )
-    assert [f[::2] for f in facts(report)] == [("all_gather_matmul", "overlapped"), ("matmul_reduce_scatter", "overlapped")]
+    assert [f[::2] for f in facts(report)] == [
+        ("all_gather_matmul", "overlapped"),
+        ("matmul_reduce_scatter", "overlapped"),
+    ]
     assert report.after.count("overlap_inductor.agree.default(") == 1
-    order = re.findall(r"overlap_inductor\.(gather_start|gather_step|exchange_start|exchange_send|exchange_wait)", report.after)
+    order = re.findall(
+        r"overlap_inductor\.(gather_start|gather_step|exchange_start|exchange_send|exchange_wait)", report.after
+    )
     assert order == ["gather_start", "gather_step", "exchange_start", "exchange_send", "exchange_wait"]
 
 
 def test_ids_differ_and_stay() -> None:
-    """Reports, traces and graphs join on the id: two equal layers must not share one, nor may it change from run to run."""
+    """Reports, traces and graphs join on the id: two equal layers must not share one, nor may it change from run to
+    run."""
 
     def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return all_reduce(all_reduce(x @ w, "sum", world()).relu() @ w, "sum", world())
@@ -126,5 +139,7 @@ def test_collectives_in_place_of_the_own_op_are_not_touched() -> None:
     with fake_group(4):
         made = HandGraph()
         started = made.call(c10d.all_gather_into_tensor.default, made.input(3), 4, made.group)
-        report = made.output(made.wait(started), made.mm(made.gather(made.input(4, 16, name="a")), made.input(16, 8, name="w"))).run()
+        report = made.output(
+            made.wait(started), made.mm(made.gather(made.input(4, 16, name="a")), made.input(16, 8, name="w"))
+        ).run()
     assert "_c10d_functional.all_gather_into_tensor.default(x, 4, '0')" in report.after

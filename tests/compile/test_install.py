@@ -364,4 +364,8 @@ def test_pytorchs_own_pass_is_named_in_the_report() -> None:
 
 
 def test_hooks_say_nothing_outside_a_compile() -> None:
-    assert compile_scope.current_graph_name() is None and compile_scope.current_phase() is None and compile_scope.refusal_context() is None
+    assert (
+        compile_scope.current_graph_name() is None
+        and compile_scope.current_phase() is None
+        and compile_scope.refusal_context() is None
+    )

@@ -45,6 +45,7 @@ def scales(row_wise: bool, rows: int, columns: int) -> tuple[torch.Tensor, torch
 @pytest.mark.parametrize("dim", [0, 1])
 def test_row_f_fp8_gathered_as_bytes(row_wise: bool, dim: int) -> None:
     """fp8 travels as uint8: the views of the bits, and scales of rows that must be cut with the rows, hid the site."""
+
     def fn(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return scaled(as_bytes(x, dim).flatten(0, 1), w, a, b)
 
@@ -58,7 +59,12 @@ def test_row_f_fp8_gathered_as_bytes(row_wise: bool, dim: int) -> None:
 @pytest.mark.parametrize("row_wise", [False, True])
 def test_fp8_before_a_scatter(row_wise: bool) -> None:
     """Row-wise scales must be cut with the rows that are sent."""
-    report = report_of(lambda *a: reduce_scatter(scaled(*a), "sum", 0, world()), fp8(16, 32), fp8(16, 32).t(), *scales(row_wise, 16, 16))
+    report = report_of(
+        lambda *a: reduce_scatter(scaled(*a), "sum", 0, world()),
+        fp8(16, 32),
+        fp8(16, 32).t(),
+        *scales(row_wise, 16, 16),
+    )
     assert summary(report) == [(SCATTER, 0, ["scaled_mm M"], "overlapped")]
 
 
@@ -240,8 +246,8 @@ def test_trim_of_uneven_shards() -> None:
     with fake_group(3):
         made = HandGraph()
         gathered = made.gather(made.input(4, 16))
-        report = made.output(made.mm(made.call(aten.slice.Tensor, gathered, 0, 0, 10), made.input(16, 8, name="w"))).run()
+        report = made.output(
+            made.mm(made.call(aten.slice.Tensor, gathered, 0, 0, 10), made.input(16, 8, name="w"))
+        ).run()
     assert summary(report) == [(GATHER, 0, ["mm M"], "overlapped")]
     assert re.search(r"\[10, 8\] = aten\.slice\.Tensor\(assemble_default, 0, 0, 10\)", report.after)
-
-

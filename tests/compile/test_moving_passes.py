@@ -1,4 +1,5 @@
-"""Inductor's passes that move nodes behind ours: rings are one op each there, and a step that somebody has moved is an error."""
+"""Inductor's passes that move nodes behind ours: rings are one op each there, and a step that somebody has moved is an
+error."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"bucket_all_reduces_fx": "all"},
     {"aten_distributed_optimizations.enable_overlap_scheduling": True},
 ]
-"""Seen with unrolled rings under the last one, in seven runs of four programs drawn at random: in three ranks waited for one another, in three numbers were wrong."""
+"""Seen with unrolled rings under the last one, in seven runs of four programs drawn at random: in three ranks waited
+for one another, in three numbers were wrong."""
 
 
 def sites() -> HandGraph:
@@ -41,7 +43,9 @@ def test_no_ring_is_unrolled_where_nodes_are_moved(setting: dict[str, Any]) -> N
         with torch._inductor.config.patch(setting):
             made = sites()
             report = made.run()
-    assert [(s.decision.status, s.decision.moving.parameters["unrolled"]) for s in report.sites] == [("overlapped", False)] * 2
+    assert [(s.decision.status, s.decision.moving.parameters["unrolled"]) for s in report.sites] == [
+        ("overlapped", False)
+    ] * 2
     assert not any(f"{name}." in made.text() for name in (*ordering.STARTS, *ordering.MEMBERS))
 
 
@@ -53,7 +57,9 @@ def test_a_step_that_was_moved_is_found() -> None:
         graph = made.graph
         assert ordering.moved(graph) is None
         steps = [n for n in graph.nodes if n.target is torch.ops.overlap_inductor.gather_step.default]
-        pieces = [n for n in graph.nodes if n.target is torch.ops.overlap_inductor.take.default and steps[0].args[1] in n.args]
+        pieces = [
+            n for n in graph.nodes if n.target is torch.ops.overlap_inductor.take.default and steps[0].args[1] in n.args
+        ]
         late = next(n for n in pieces if n > steps[0])
         before = late.prev
         steps[0].prepend(late)
@@ -70,6 +76,12 @@ def test_a_moved_step_ends_the_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowering, "moved", lambda graph: "take_default")
     compiled = torch.compile(lambda x, w: all_gather(x, 0, dist.group.WORLD) @ w)
     settings = torch._inductor.config.patch(force_disable_caches=True)
-    with fake_group(2), settings, torch.no_grad(), overlap_inductor.overlap(schedule="ring"), pytest.raises(Exception, match="take_default is a step of a transfer in flight") as raised:
+    with (
+        fake_group(2),
+        settings,
+        torch.no_grad(),
+        overlap_inductor.overlap(schedule="ring"),
+        pytest.raises(Exception, match="take_default is a step of a transfer in flight") as raised,
+    ):
         compiled(torch.randn(8, 16), torch.randn(16, 8))
     assert OverlapError.__name__ in str(raised.value) or isinstance(raised.value, OverlapError)

@@ -1,4 +1,5 @@
-"""The residual add and RMSNorm behind an all-reduce: found where graphs of models have them, refused wherever something else is computed."""
+"""The residual add and RMSNorm behind an all-reduce: found where graphs of models have them, refused wherever something
+else is computed."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[NormEpilogue | 
 
 def llama_norm() -> Any:
     """Hugging Face's class, where it is installed (environments of other torch versions have none)."""
-    return pytest.importorskip("transformers.models.llama.modeling_llama", reason="transformers is not installed here; it is for make test").LlamaRMSNorm(COLUMNS, EPS)
+    return pytest.importorskip(
+        "transformers.models.llama.modeling_llama", reason="transformers is not installed here; it is for make test"
+    ).LlamaRMSNorm(COLUMNS, EPS)
 
 
 @pytest.mark.parametrize("shape", [(ROWS, 16), (1, ROWS, 16)], ids=["rows", "a batch of one sequence"])
@@ -73,12 +76,20 @@ def test_two_layers_of_llama(shape: tuple[int, ...], dtype: torch.dtype, group: 
     assert first.residual.op == "placeholder" and second.residual is first.residual_out
     for norm in (first, second):
         assert norm.eps == EPS and norm.weight.op == "placeholder" and list(norm.weight.meta["val"].shape) == [COLUMNS]
-        assert norm.normed.target is aten.mul.Tensor and norm.normed.meta["val"].dtype == dtype and norm.residual_out.target is aten.add.Tensor
+        assert (
+            norm.normed.target is aten.mul.Tensor
+            and norm.normed.meta["val"].dtype == dtype
+            and norm.residual_out.target is aten.add.Tensor
+        )
 
 
 def test_a_norm_that_rounds_later_is_another(group: Any, found: Any) -> None:
     norm, weight = torch.nn.RMSNorm(COLUMNS, EPS).bfloat16(), torch.randn(16, COLUMNS).bfloat16()
-    assert found(lambda x, y: norm(y + all_reduce(x @ weight, "sum", group)), torch.randn(ROWS, 16).bfloat16(), torch.randn(ROWS, COLUMNS).bfloat16()) == [None]
+    assert found(
+        lambda x, y: norm(y + all_reduce(x @ weight, "sum", group)),
+        torch.randn(ROWS, 16).bfloat16(),
+        torch.randn(ROWS, COLUMNS).bfloat16(),
+    ) == [None]
 
 
 class Hand:
@@ -86,7 +97,10 @@ class Hand:
 
     def __init__(self) -> None:
         self.g = HandGraph()
-        x, w, self.residual, self.weight = (self.input(n, *s) for n, s in (("x", (ROWS, 16)), ("w", (16, COLUMNS)), ("residual", (ROWS, COLUMNS)), ("weight", (COLUMNS,))))
+        x, w, self.residual, self.weight = (
+            self.input(n, *s)
+            for n, s in (("x", (ROWS, 16)), ("w", (16, COLUMNS)), ("residual", (ROWS, COLUMNS)), ("weight", (COLUMNS,)))
+        )
         self.result = self.g.reduce(self.g.mm(x, w))
 
     def input(self, name: str, *shape: int) -> fx.Node:
@@ -107,7 +121,9 @@ class Hand:
     ) -> fx.Node:
         wide = self.wide(added)
         inverse = self.g.call(root, shift(self.g, mean(self.g, square(self.g, wide))))
-        rounded = self.g.call(prims.convert_element_type.default, self.g.call(aten.mul.Tensor, inverse, wide), torch.bfloat16)
+        rounded = self.g.call(
+            prims.convert_element_type.default, self.g.call(aten.mul.Tensor, inverse, wide), torch.bfloat16
+        )
         factors = [weight or self.weight, rounded]
         return self.g.call(aten.mul.Tensor, *(factors if weight_first else factors[::-1]))
 
@@ -131,7 +147,9 @@ def test_spellings(keywords: dict[str, Any]) -> None:
     h = Hand()
     added = h.add()
     normed = h.norm(added, **keywords)
-    assert h.found(normed, added) == NormEpilogue(h.residual, h.weight, 1.0 if "square" in keywords else EPS, normed, added)
+    assert h.found(normed, added) == NormEpilogue(
+        h.residual, h.weight, 1.0 if "square" in keywords else EPS, normed, added
+    )
 
 
 def test_views_between() -> None:
@@ -162,7 +180,20 @@ def test_near_misses(name: str) -> None:
     assert h.found(normed) is None
 
 
-@pytest.mark.parametrize("what", ["sum read elsewhere", "alpha", "residual is one row", "weight of a row each", "weight computed later", "wide read elsewhere", "two norms", "no norm", "square of another"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "sum read elsewhere",
+        "alpha",
+        "residual is one row",
+        "weight of a row each",
+        "weight computed later",
+        "wide read elsewhere",
+        "two norms",
+        "no norm",
+        "square of another",
+    ],
+)
 def test_what_else_is_refused(what: str) -> None:
     h = Hand()
     if what == "residual is one row":

@@ -49,7 +49,10 @@ def test_one_text_whatever_a_rank_calls_its_device() -> None:
     for rank in (0, 3):
         with fake_group(4, rank):
             made = HandGraph()
-            x, w = made.on(f"cuda:{rank}", 4096, 1024, dtype=torch.bfloat16), made.on(f"cuda:{rank}", 1024, 512, dtype=torch.bfloat16, name="w")
+            x, w = (
+                made.on(f"cuda:{rank}", 4096, 1024, dtype=torch.bfloat16),
+                made.on(f"cuda:{rank}", 1024, 512, dtype=torch.bfloat16, name="w"),
+            )
             y = made.mm(made.gather(x), w)
             report = made.output(y, made.reduce(made.mm(x, w))).run()
             assert [s.decision.status for s in report.sites] == ["overlapped"] * 2, report.notices
@@ -85,12 +88,18 @@ def test_one_text_for_every_rank_when_traced(world_size: int) -> None:
     assert len(texts) == 1
 
 
-OPS = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "reduce": "matmul_all_reduce", "head": "matmul_all_gather"}
+OPS = {
+    "gather": "all_gather_matmul",
+    "scatter": "matmul_reduce_scatter",
+    "reduce": "matmul_all_reduce",
+    "head": "matmul_all_gather",
+}
 
 
 @pytest.mark.parametrize("kind", HAND_MADE)
 def test_node_count_is_bounded_in_a_large_world(kind: str) -> None:
-    """Unrolled steps of 1024 ranks would be thousands of nodes a site; the bound must not be reached by refusing either."""
+    """Unrolled steps of 1024 ranks would be thousands of nodes a site; the bound must not be reached by refusing
+    either."""
     with fake_group(1024, 77):
         made = hand_made(kind, 1024)
         before = len(made.graph.nodes)
@@ -113,14 +122,17 @@ def golden(report: OverlapReport) -> str:
 
 
 class TestGolden(TestCase):
-    """The graph before and after, word for word; run with EXPECTTEST_ACCEPT=1 after an intended change and read the difference."""
+    """The graph before and after, word for word; run with EXPECTTEST_ACCEPT=1 after an intended change and read the
+    difference."""
 
     maxDiff = None
 
     def test_gather(self) -> None:
         """Steps in another order, copies where views were, a reshape that was not there."""
         with fake_group(2):
-            self.assertExpectedInline(golden(hand_made("gather", 2).run(sub_chunks=1)), """\
+            self.assertExpectedInline(
+                golden(hand_made("gather", 2).run(sub_chunks=1)),
+                """\
 x: float32[2, 4, 16] = input
 w: float32[16, 8] = input
 all_gather_into_tensor_default: float32[4, 4, 16] = _c10d_functional.all_gather_into_tensor.default(x, 2, '0')
@@ -144,12 +156,15 @@ reshape_default_4: float32[8, 16] = aten.reshape.default(take_default_1, [8, 16]
 mm_default_2: float32[8, 8] = aten.mm.default(reshape_default_4, w)
 assemble_default: float32[16, 8] = overlap_inductor.assemble.default([mm_default_1, mm_default_2], [16, 8], 0, 8, [0, -1], [0, 0, 0, 0], '0')
 return [assemble_default]
-""")
+""",
+            )
 
     def test_gather_on_an_inner_dim_in_parts(self) -> None:
         """Which rows of which rank each piece is."""
         with fake_group(3, 1):
-            self.assertExpectedInline(golden(hand_made("gather inner dim", 3).run(sub_chunks=2)), """\
+            self.assertExpectedInline(
+                golden(hand_made("gather inner dim", 3).run(sub_chunks=2)),
+                """\
 x: float32[2, 6, 16] = input
 w: float32[16, 12] = input
 all_gather_into_tensor_default: float32[6, 6, 16] = _c10d_functional.all_gather_into_tensor.default(x, 3, '0')
@@ -199,12 +214,15 @@ reshape_default_15: float32[1, 6, 12] = aten.reshape.default(mm_default_5, [1, 6
 assemble_default: float32[2, 18, 12] = overlap_inductor.assemble.default([reshape_default_11, reshape_default_12, reshape_default_13, reshape_default_14, reshape_default_15], [2, 18, 12], 1, 6, [0, -1, -1, -2, -2], [0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0], '0')
 reshape_default_16: float32[36, 12] = aten.reshape.default(assemble_default, [36, 12])
 return [reshape_default_16]
-""")
+""",
+            )
 
     def test_scatter(self) -> None:
         """Own slice last, one sum in fp32, sends before the next matmul."""
         with fake_group(2):
-            self.assertExpectedInline(golden(hand_made("scatter inner dim", 2).run(sub_chunks=1)), """\
+            self.assertExpectedInline(
+                golden(hand_made("scatter inner dim", 2).run(sub_chunks=1)),
+                """\
 x: float32[2, 4, 16] = input
 w: float32[16, 8] = input
 reshape_default: float32[8, 16] = aten.reshape.default(x, [8, 16])
@@ -239,12 +257,15 @@ sum_dim_int_list: float32[4, 8] = aten.sum.dim_IntList(reshape_default_6, [0])
 add_tensor: float32[4, 8] = aten.add.Tensor(after_default, sum_dim_int_list)
 reshape_default_7: float32[2, 2, 8] = aten.reshape.default(add_tensor, [2, 2, 8])
 return [reshape_default_7]
-""")
+""",
+            )
 
     def test_travelling_accumulator(self) -> None:
         """Only under allow_hop_rounding; an accumulator visits every rank once."""
         with fake_group(3):
-            self.assertExpectedInline(golden(hand_made("scatter", 3).run(sub_chunks=1, numerics="allow_hop_rounding")), """\
+            self.assertExpectedInline(
+                golden(hand_made("scatter", 3).run(sub_chunks=1, numerics="allow_hop_rounding")),
+                """\
 x: float32[2, 6, 16] = input
 w: float32[16, 12] = input
 reshape_default: float32[12, 16] = aten.reshape.default(x, [12, 16])
@@ -279,12 +300,15 @@ reshape_default_2: float32[4, 12] = aten.reshape.default(select_int_1, [4, 12])
 add_tensor_1: float32[4, 12] = aten.add.Tensor(reshape_default_2, after_default_2)
 after_default_3: float32[4, 12] = overlap_inductor.after.default(add_tensor_1, exchange_send_default_1)
 return [after_default_3]
-""")
+""",
+            )
 
     def test_reduce(self) -> None:
         """The second leg under the next band's matmuls."""
         with fake_group(2):
-            self.assertExpectedInline(golden(hand_made("reduce", 2).run(sub_chunks=2)), """\
+            self.assertExpectedInline(
+                golden(hand_made("reduce", 2).run(sub_chunks=2)),
+                """\
 x: float32[2, 4, 16] = input
 w: float32[16, 8] = input
 reshape_default: float32[8, 16] = aten.reshape.default(x, [8, 16])
@@ -328,12 +352,15 @@ exchange_send_default_3: uint8[1] = overlap_inductor.exchange_send.default(agree
 exchange_wait_default_2: uint8[1] = overlap_inductor.exchange_wait.default(agree_default, exchange_start_default_1, [], [0, 16, 32], [0, 1], 'broadcast', '0', 'matmul_all_reduce-f0fa2a82')
 reshape_default_4: float32[2, 4, 8] = aten.reshape.default(exchange_start_default_1, [2, 4, 8])
 return [reshape_default_4]
-""")
+""",
+            )
 
     def test_head(self) -> None:
         """Bands of rows, each sent to all ranks."""
         with fake_group(2):
-            self.assertExpectedInline(golden(hand_made("head", 2).run(sub_chunks=2)), """\
+            self.assertExpectedInline(
+                golden(hand_made("head", 2).run(sub_chunks=2)),
+                """\
 x: float32[2, 4, 16] = input
 w: float32[16, 8] = input
 reshape_default: float32[8, 16] = aten.reshape.default(x, [8, 16])
@@ -356,12 +383,15 @@ after_default: float32[4, 8] = overlap_inductor.after.default(mm_default_2, exch
 exchange_send_default_1: uint8[1] = overlap_inductor.exchange_send.default(agree_default, exchange_start_default, after_default, [0, 32, 64], 1, 'broadcast', '0', 'matmul_all_gather-88fa769c')
 exchange_wait_default: uint8[1] = overlap_inductor.exchange_wait.default(agree_default, exchange_start_default, [], [0, 32, 64], [0, 1], 'broadcast', '0', 'matmul_all_gather-88fa769c')
 return [exchange_start_default]
-""")
+""",
+            )
 
     def test_looping(self) -> None:
         """One op for the site where the steps do not fit the budget."""
         with fake_group(2):
-            self.assertExpectedInline(after(hand_made("gather", 2).run(step_node_budget=1)), """\
+            self.assertExpectedInline(
+                after(hand_made("gather", 2).run(step_node_budget=1)),
+                """\
 x: float32[2, 4, 16] = input
 w: float32[16, 8] = input
 agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x)
@@ -370,4 +400,5 @@ all_gather_matmul_default = overlap_inductor.all_gather_matmul.default(agree_def
 getitem = <built-in function getitem>(all_gather_matmul_default, 0)
 getitem_3: float32[16, 8] = <built-in function getitem>(getitem, 0)
 return [getitem_3]
-""")
+""",
+            )

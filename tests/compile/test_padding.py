@@ -18,7 +18,9 @@ from tests.numerics.test_agreement import _cases
 from tests.padded_matmuls import padded_matmuls
 
 
-def _reports(function: Callable[..., Any], shapes: list[tuple[int, ...]], pads: bool, trains: bool = False, **fields: Any) -> list[OverlapReport]:
+def _reports(
+    function: Callable[..., Any], shapes: list[tuple[int, ...]], pads: bool, trains: bool = False, **fields: Any
+) -> list[OverlapReport]:
     torch._dynamo.reset()
     with padded_matmuls(pads):
         return reports_of(function, *[torch.randn(s, requires_grad=trains) for s in shapes], **fields)
@@ -40,11 +42,18 @@ def test_padding_changes_neither_sites_nor_plan() -> None:
 
 
 TRAINED: dict[str, Callable[..., Any]] = {
-    "activation behind the gather's matmul": lambda x, a, b: torch.nn.functional.gelu(all_gather(x, 0, torch.distributed.group.WORLD) @ a),
-    "gather, activation, scatter": lambda x, a, b: reduce_scatter(
-        torch.nn.functional.gelu(all_gather(x, 0, torch.distributed.group.WORLD) @ a) @ b, "sum", 0, torch.distributed.group.WORLD
+    "activation behind the gather's matmul": lambda x, a, b: torch.nn.functional.gelu(
+        all_gather(x, 0, torch.distributed.group.WORLD) @ a
     ),
-    "activation, all-reduce": lambda x, a, b: all_reduce(torch.nn.functional.gelu(x @ a) @ b, "sum", torch.distributed.group.WORLD),
+    "gather, activation, scatter": lambda x, a, b: reduce_scatter(
+        torch.nn.functional.gelu(all_gather(x, 0, torch.distributed.group.WORLD) @ a) @ b,
+        "sum",
+        0,
+        torch.distributed.group.WORLD,
+    ),
+    "activation, all-reduce": lambda x, a, b: all_reduce(
+        torch.nn.functional.gelu(x @ a) @ b, "sum", torch.distributed.group.WORLD
+    ),
 }
 
 
@@ -67,7 +76,9 @@ def test_padding_elsewhere_renames_no_site() -> None:
         return torch.softmax(reduce_scatter(x @ a + b, "sum", 0, group.WORLD), -1) @ c + d
 
     with fake_group(3):
-        plain, padded = (_reports(function, [(21, 18), (18, 10), (10,), (10, 18), (18,)], pads) for pads in (False, True))
+        plain, padded = (
+            _reports(function, [(21, 18), (18, 10), (10,), (10, 18), (18,)], pads) for pads in (False, True)
+        )
     assert _paddings(padded) > _paddings(plain)
     assert [s.facts.id for s in padded[0].sites] == [s.facts.id for s in plain[0].sites] and len(plain[0].sites) == 1
     assert padded[0].plan_hash == plain[0].plan_hash
@@ -87,7 +98,8 @@ def test_padding_of_the_next_matmul_leaves_the_epilogue(budget: int) -> None:
 
 @pytest.mark.parametrize("mode", ["on", "report"])
 def test_matmuls_elsewhere_are_padded_as_ever(mode: str) -> None:
-    """A softmax keeps the first matmul from the collective; where nothing is rewritten, nothing is asked to stay as it is."""
+    """A softmax keeps the first matmul from the collective; where nothing is rewritten, nothing is asked to stay as it
+    is."""
     group = torch.distributed.group
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -96,4 +108,6 @@ def test_matmuls_elsewhere_are_padded_as_ever(mode: str) -> None:
     with fake_group(3):
         assert _paddings(_reports(function, [(21, 18), (18, 10), (10, 18)], False, mode=mode)) == 0
         elsewhere, everywhere = 2, 4
-        assert _paddings(_reports(function, [(21, 18), (18, 10), (10, 18)], True, mode=mode)) == (elsewhere if mode == "on" else everywhere)
+        assert _paddings(_reports(function, [(21, 18), (18, 10), (10, 18)], True, mode=mode)) == (
+            elsewhere if mode == "on" else everywhere
+        )

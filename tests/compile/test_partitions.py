@@ -1,4 +1,5 @@
-"""What Inductor's partitions for CUDA graphs are given, and that a ring's transfer is never captured in halves. Kernels of the CPU stand for those of a GPU here."""
+"""What Inductor's partitions for CUDA graphs are given, and that a ring's transfer is never captured in halves. Kernels
+of the CPU stand for those of a GPU here."""
 
 from __future__ import annotations
 
@@ -48,16 +49,28 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[type]]]:
 
     # (One process is all ranks: nobody else publishes a plan.)
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
-    monkeypatch.setattr(BaseSchedulerNode, "is_gpu", lambda node: not isinstance(node.node, GroupRank | ir.AssertScalar))
+    monkeypatch.setattr(
+        BaseSchedulerNode, "is_gpu", lambda node: not isinstance(node.node, GroupRank | ir.AssertScalar)
+    )
     utils.set_customized_partition_wrappers(recorded)
     yield seen
     utils.set_customized_partition_wrappers(None)  # type: ignore[arg-type]
 
 
 def compiled(function: Callable[..., Any], *shapes: tuple[int, ...], reorders: bool = True, **fields: Any) -> Any:
-    """The report; ``reorders``: Inductor may move what no CUDA graph can hold, as it does for its own CUDA graphs and not for those of others."""
-    settings = {"force_disable_caches": True, "custom_should_partition_ops": ["overlap_test::beside_graphs"], "triton.cudagraphs": reorders}
-    with fake_group(4, 1), torch.no_grad(), torch._inductor.config.patch(settings), overlap_inductor.overlap(schedule="ring", mode="strict", **fields):
+    """The report; ``reorders``: Inductor may move what no CUDA graph can hold, as it does for its own CUDA graphs and
+    not for those of others."""
+    settings = {
+        "force_disable_caches": True,
+        "custom_should_partition_ops": ["overlap_test::beside_graphs"],
+        "triton.cudagraphs": reorders,
+    }
+    with (
+        fake_group(4, 1),
+        torch.no_grad(),
+        torch._inductor.config.patch(settings),
+        overlap_inductor.overlap(schedule="ring", mode="strict", **fields),
+    ):
         torch.compile(function)(*[torch.randn(s) for s in shapes])
     return overlap_inductor.last_report()
 
@@ -71,7 +84,8 @@ def scattered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def gathered_for_a_late_weight(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The second weight comes out of an op beside graphs that waits for a kernel: until then Inductor runs what is ready, the transfer's begin."""
+    """The second weight comes out of an op beside graphs that waits for a kernel: until then Inductor runs what is
+    ready, the transfer's begin."""
     whole = all_gather(x, 0, dist.group.WORLD)
     return whole @ w, whole @ beside_graphs(w.cos())
 
@@ -83,8 +97,11 @@ def scattered_behind(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, to
 
 @pytest.mark.parametrize("reorders", [True, False])
 @pytest.mark.parametrize("function", [gathered, scattered])
-def test_a_partition_is_given_tensors_and_numbers(given: list[list[type]], function: Callable[..., Any], reorders: bool) -> None:
-    """The rank's symbol is made by a kernel without a result: its name stands in the list all the same, and CUDA graph trees fail on anything else there."""
+def test_a_partition_is_given_tensors_and_numbers(
+    given: list[list[type]], function: Callable[..., Any], reorders: bool
+) -> None:
+    """The rank's symbol is made by a kernel without a result: its name stands in the list all the same, and CUDA graph
+    trees fail on anything else there."""
     report = compiled(function, (64, 32), (32, 24), reorders=reorders)
     assert given and all(issubclass(kind, torch.Tensor | int) for kinds in given for kind in kinds), given
     assert int in {kind for kinds in given for kind in kinds}
@@ -92,7 +109,9 @@ def test_a_partition_is_given_tensors_and_numbers(given: list[list[type]], funct
 
 
 @pytest.mark.parametrize("function", [gathered, scattered])
-def test_kernels_that_say_nothing_of_their_views(given: list[list[type]], function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_say_nothing_of_their_views(
+    given: list[list[type]], function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As Triton's templates say nothing: the rank is handed to their partition all the same."""
     monkeypatch.setattr(ir.ExternKernelOut, "get_free_symbol_uses", lambda *_, **__: ir.OrderedSet())
     compiled(function, (64, 32), (32, 24))
@@ -100,7 +119,9 @@ def test_kernels_that_say_nothing_of_their_views(given: list[list[type]], functi
 
 
 @pytest.mark.parametrize("function", [gathered, scattered])
-def test_the_rank_comes_before_kernels_that_say_nothing(given: list[list[type]], function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_comes_before_kernels_that_say_nothing(
+    given: list[list[type]], function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In whatever order Inductor runs them that their dependencies allow: here with the rank as late as may be."""
     monkeypatch.setattr(ir.ExternKernelOut, "get_free_symbol_uses", lambda *_, **__: ir.OrderedSet())
     moved = []
@@ -127,7 +148,8 @@ def test_a_transfer_that_would_be_cut_is_not_captured(given: list[list[type]], s
 
 @pytest.mark.parametrize("budget", [4000, 30], ids=["both unrolled", "a looping op, then an unrolled one"])
 def test_the_rank_is_made_before_all_transfers_of_its_group(given: list[list[type]], budget: int) -> None:
-    """Also where another op of the chain stands between the ranks' agreement and the transfer: else what makes the rank cuts it."""
+    """Also where another op of the chain stands between the ranks' agreement and the transfer: else what makes the rank
+    cuts it."""
 
     def block(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return gathered(torch.relu(scattered(x, w)), v)
@@ -147,7 +169,9 @@ def test_the_rank_is_made_before_all_transfers_of_its_group(given: list[list[typ
         ([["a"], ["b"], ["b"]], [False, True, True], False),
     ],
 )
-def test_what_is_cut(places: list[list[str]], uncaptured: list[bool], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_cut(
+    places: list[list[str]], uncaptured: list[bool], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A transfer with members in two partitions, of which a CUDA graph holds one or both; the host alone may run both."""
 
     class Scheduled:
@@ -161,8 +185,11 @@ def test_what_is_cut(places: list[list[str]], uncaptured: list[bool], expected: 
     assert partitions.cut([[Scheduled(name) for name in names] for names in places], uncaptured) is expected
 
 
-def test_a_kernel_that_writes_to_a_rotated_place_needs_the_rank(given: list[list[type]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor asks neither the place's offset nor, of a template, its inputs: what reads is told by inputs, what writes by where its result lies."""
+def test_a_kernel_that_writes_to_a_rotated_place_needs_the_rank(
+    given: list[list[type]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor asks neither the place's offset nor, of a template, its inputs: what reads is told by inputs, what
+    writes by where its result lies."""
     found: dict[str, set[str]] = {"inputs": set(), "results": set()}
     views = rank_symbol._views
 

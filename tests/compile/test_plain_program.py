@@ -71,15 +71,20 @@ def _with_a_size_of_the_run(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("function", [_plain, _with_a_constant, _with_a_branch, _with_a_size_of_the_run])
-def test_the_plain_program_computes_what_plain_compile_does(function: Callable[..., Any], dynamic: bool, ranks_differ: list[Any]) -> None:
-    """The fake group's collectives leave garbage, the same for one seed of memory: so sizes and strides are compared, and the code that ran."""
+def test_the_plain_program_computes_what_plain_compile_does(
+    function: Callable[..., Any], dynamic: bool, ranks_differ: list[Any]
+) -> None:
+    """The fake group's collectives leave garbage, the same for one seed of memory: so sizes and strides are compared,
+    and the code that ran."""
     inputs = [torch.randn(6, 8), torch.randn(8, 5), torch.randn(5, 7)]
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         with overlap_inductor.overlap(schedule="ring"):
             reporting.forget_reports()
             found = torch.compile(function, dynamic=dynamic)(*inputs)
             reports = reporting.all_reports()
-    assert sum(r.counters()["sites_overlapped"] for r in reports) == 2 and all(r.notices == ["they differ"] for r in reports)
+    assert sum(r.counters()["sites_overlapped"] for r in reports) == 2 and all(
+        r.notices == ["they differ"] for r in reports
+    )
     assert len(ranks_differ) == 1 and found.shape[1:] == (7,)
     code = ranks_differ[0][0].source_code
     assert "all_gather_into_tensor" in code and "all_reduce" in code and "torch.ops.overlap_inductor" not in code
@@ -94,7 +99,11 @@ def test_one_plain_program_serves_every_size(ranks_differ: list[Any]) -> None:
 
 
 def test_a_backward_finds_what_its_forward_would_have_saved(ranks_differ: list[Any]) -> None:
-    inputs = [torch.randn(6, 8, requires_grad=True), torch.randn(8, 5, requires_grad=True), torch.randn(5, 7, requires_grad=True)]
+    inputs = [
+        torch.randn(6, 8, requires_grad=True),
+        torch.randn(8, 5, requires_grad=True),
+        torch.randn(5, 7, requires_grad=True),
+    ]
     with overlap_inductor.overlap(schedule="ring"):
         torch.compile(_plain, dynamic=False)(*inputs).sum().backward()
     assert len(ranks_differ) == 2 and [i.grad is not None and i.grad.shape == i.shape for i in inputs] == [True] * 3
@@ -125,7 +134,9 @@ def test_a_large_tensor_is_taken_from_the_graph_that_holds_it(monkeypatch: pytes
     monkeypatch.setattr(plain_program, "LARGE", 16)
     graph = fx.Graph()
     x, w, c = graph.placeholder("x"), graph.get_attr("w"), graph.get_attr("c")
-    graph.output((graph.call_function(torch.ops.aten.add.Tensor, (graph.call_function(torch.ops.aten.mul.Tensor, (x, w)), c)),))
+    graph.output(
+        (graph.call_function(torch.ops.aten.add.Tensor, (graph.call_function(torch.ops.aten.mul.Tensor, (x, w)), c)),)
+    )
     gm = fx.GraphModule({"w": torch.arange(8.0), "c": torch.tensor(2.0)}, graph)
     program = plain_program._written(gm)
     kept = plain_program.capture(gm, [])
@@ -181,7 +192,16 @@ def test_a_dry_run_of_kernels_runs_the_plain_program(monkeypatch: pytest.MonkeyP
 
     with fake_group(8) as group:
         plan = ExchangePlan("1", "strict", ("g0: all_reduce float32 [4] in matmul_all_reduce by fused/sm_push",), True)
-        report = OverlapReport("1", "t", "strict", "", "", 8, exchange=plan.to_json(), groups={group.group_name: ['[["site", 4096, 4]]', 1]})
+        report = OverlapReport(
+            "1",
+            "t",
+            "strict",
+            "",
+            "",
+            8,
+            exchange=plan.to_json(),
+            groups={group.group_name: ['[["site", 4096, 4]]', 1]},
+        )
         program = compared_call.PlainProgram(b"", {}, {}, {}, None)
         monkeypatch.setattr(compared_call.PlainProgram, "compile", lambda self: lambda inputs: "plain")
         call = compared_call.ComparedCall(lambda inputs: "overlapped", [report], program, True, None)

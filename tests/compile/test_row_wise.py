@@ -1,4 +1,5 @@
-"""Ops between a matmul and a collective that commute with cutting rows: the site is found, and the schedules that do not compute it say why."""
+"""Ops between a matmul and a collective that commute with cutting rows: the site is found, and the schedules that do
+not compute it say why."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ def test_site_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["fused", "chunked", "wave_groups", "small_message"])
-@pytest.mark.parametrize("name", ["rms norm", "experts, reduced", "columns of two matmuls, reduced", "a batch that is gathered", "int8, reduced"])
+@pytest.mark.parametrize(
+    "name",
+    ["rms norm", "experts, reduced", "columns of two matmuls, reduced", "a batch that is gathered", "int8, reduced"],
+)
 def test_other_schedules_refuse(name: str, schedule: str) -> None:
     """A schedule of one op would multiply the gathered tensor without its norm."""
     with fake_group(2), torch.no_grad():
@@ -33,5 +37,7 @@ def test_other_schedules_refuse(name: str, schedule: str) -> None:
     (site,) = report.sites
     assert site.decision.status == "refused" and site.decision.reasons[0].code == "schedule_not_available"
     assert report.before == report.after
-    between = name not in ("a batch that is gathered", "int8, reduced") and not (name == "rms norm" and schedule in ("wave_groups", "small_message"))
+    between = name not in ("a batch that is gathered", "int8, reduced") and not (
+        name == "rms norm" and schedule in ("wave_groups", "small_message")
+    )
     assert ("stands between its matmuls and the collective" in site.decision.reasons[0].text) is between

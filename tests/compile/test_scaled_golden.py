@@ -34,7 +34,9 @@ class TestGolden(TestCase):
     def test_gather(self) -> None:
         """A gathered tensor that nobody reads, or a collective that is still there."""
         with fake_group(2):
-            self.assertExpectedInline(golden(gather_site()), """\
+            self.assertExpectedInline(
+                golden(gather_site()),
+                """\
 before
 x: float8_e4m3fn[32, 32] = input
 all_gather_into_tensor_default: float8_e4m3fn[64, 32] = _c10d_functional.all_gather_into_tensor.default(x, 2, '0')
@@ -56,9 +58,12 @@ chunked_scaled_all_gather_matmul_default = overlap_inductor.chunked_scaled_all_g
 getitem = <built-in function getitem>(chunked_scaled_all_gather_matmul_default, 0)
 getitem_2: bfloat16[64, 48] = <built-in function getitem>(getitem, 0)
 return [getitem_2]
-""")
+""",
+            )
         with fake_group(8):
-            self.assertExpectedInline(golden(gather_site(True)), """\
+            self.assertExpectedInline(
+                golden(gather_site(True)),
+                """\
 before
 x: float8_e4m3fn[32, 32] = input
 all_gather_into_tensor_default: float8_e4m3fn[256, 32] = _c10d_functional.all_gather_into_tensor.default(x, 8, '0')
@@ -80,11 +85,14 @@ chunked_scaled_all_gather_matmul_default = overlap_inductor.chunked_scaled_all_g
 getitem = <built-in function getitem>(chunked_scaled_all_gather_matmul_default, 0)
 getitem_2: bfloat16[256, 48] = <built-in function getitem>(getitem, 0)
 return [getitem_2]
-""")
+""",
+            )
 
     def test_scatter(self) -> None:
         with fake_group(2):
-            self.assertExpectedInline(golden(scatter_site(True)), """\
+            self.assertExpectedInline(
+                golden(scatter_site(True)),
+                """\
 before
 x: float8_e4m3fn[64, 32] = input
 w: float8_e4m3fn[48, 32] = input
@@ -105,9 +113,12 @@ agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["m
 chunked_scaled_matmul_reduce_scatter_default = overlap_inductor.chunked_scaled_matmul_reduce_scatter.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 1, "transport": "auto"}', 'sum', '0', 'matmul_reduce_scatter-e597586f')
 getitem: bfloat16[32, 48] = <built-in function getitem>(chunked_scaled_matmul_reduce_scatter_default, 0)
 return [getitem]
-""")
+""",
+            )
         with fake_group(8):
-            self.assertExpectedInline(golden(scatter_site()), """\
+            self.assertExpectedInline(
+                golden(scatter_site()),
+                """\
 before
 x: float8_e4m3fn[256, 32] = input
 w: float8_e4m3fn[48, 32] = input
@@ -128,11 +139,14 @@ agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["m
 chunked_scaled_matmul_reduce_scatter_default = overlap_inductor.chunked_scaled_matmul_reduce_scatter.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 1, "transport": "auto"}', 'sum', '0', 'matmul_reduce_scatter-e597586f')
 getitem: bfloat16[32, 48] = <built-in function getitem>(chunked_scaled_matmul_reduce_scatter_default, 0)
 return [getitem]
-""")
+""",
+            )
 
     def test_reduce(self) -> None:
         with fake_group(2):
-            self.assertExpectedInline(golden(reduce_site()), """\
+            self.assertExpectedInline(
+                golden(reduce_site()),
+                """\
 before
 x: float8_e4m3fn[64, 32] = input
 w: float8_e4m3fn[48, 32] = input
@@ -153,9 +167,12 @@ agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["m
 chunked_scaled_matmul_all_reduce_default = overlap_inductor.chunked_scaled_matmul_all_reduce.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 0, "transport": "auto"}', 'sum', '0', 'matmul_all_reduce-18bd5881')
 getitem: bfloat16[64, 48] = <built-in function getitem>(chunked_scaled_matmul_all_reduce_default, 0)
 return [getitem]
-""")
+""",
+            )
         with fake_group(8):
-            self.assertExpectedInline(golden(reduce_site(True)), """\
+            self.assertExpectedInline(
+                golden(reduce_site(True)),
+                """\
 before
 x: float8_e4m3fn[256, 32] = input
 w: float8_e4m3fn[48, 32] = input
@@ -176,4 +193,5 @@ agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["m
 chunked_scaled_matmul_all_reduce_default = overlap_inductor.chunked_scaled_matmul_all_reduce.default(agree_default, x, permute_default, None, scale_a, scale_b, 'bfloat16', False, '{"bands": 0, "transport": "auto"}', 'sum', '0', 'matmul_all_reduce-18bd5881')
 getitem: bfloat16[256, 48] = <built-in function getitem>(chunked_scaled_matmul_all_reduce_default, 0)
 return [getitem]
-""")
+""",
+            )

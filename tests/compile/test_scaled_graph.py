@@ -1,4 +1,5 @@
-"""fp8 sites (``_scaled_mm``) of schedule ``chunked`` in the graph: which are planned, where their scales go, what workspace they ask for, and why others are not."""
+"""fp8 sites (``_scaled_mm``) of schedule ``chunked`` in the graph: which are planned, where their scales go, what
+workspace they ask for, and why others are not."""
 
 from __future__ import annotations
 
@@ -59,7 +60,11 @@ def test_one_text_for_every_rank(kind: str, world_size: int) -> None:
 
 
 def op_of(made: HandGraph, pattern: str) -> fx.Node:
-    (op,) = (n for n in made.graph.nodes if n.target is getattr(torch.ops.overlap_inductor, f"chunked_scaled_{pattern}").default)
+    (op,) = (
+        n
+        for n in made.graph.nodes
+        if n.target is getattr(torch.ops.overlap_inductor, f"chunked_scaled_{pattern}").default
+    )
     return op
 
 
@@ -97,7 +102,9 @@ def test_scales_lie_as_the_rows_do() -> None:
         made.run(schedule="chunked")
         op = op_of(made, "all_gather_matmul")
         (scale,) = op.args[4]
-        assert op.args[8] is False, "pieces of what is gathered, joined in front of the matmul, are nothing that someone else reads"
+        assert op.args[8] is False, (
+            "pieces of what is gathered, joined in front of the matmul, are nothing that someone else reads"
+        )
         scattered = HandGraph()
         product = multiply(scattered, scattered.view(fp8(scattered, 3, 64, 32), 192, 32), weight(scattered), True)
         scattered.output(scattered.scatter_on(scattered.view(product, 3, 64, 48), 1)).run(schedule="chunked")
@@ -105,7 +112,11 @@ def test_scales_lie_as_the_rows_do() -> None:
     for node in (scale, other):
         # [batch, rank, row] to [rank, batch, row]
         permuted = node.args[0]
-        assert permuted.target is aten.permute.default and permuted.args[1][:3] == [1, 0, 2] and permuted.args[0].args[0].name == "scale_a"
+        assert (
+            permuted.target is aten.permute.default
+            and permuted.args[1][:3] == [1, 0, 2]
+            and permuted.args[0].args[0].name == "scale_a"
+        )
 
 
 def test_scales_change_sides_where_the_product_is_transposed() -> None:
@@ -115,7 +126,10 @@ def test_scales_change_sides_where_the_product_is_transposed() -> None:
         made.output(made.scatter_on(product, 1)).run(schedule="chunked")
         op = op_of(made, "matmul_reduce_scatter")
     assert [tuple(n.meta["val"].shape) for n in op.args[1:3]] == [(64, 32), (32, 48)]
-    assert [(tuple(n.meta["val"].shape), n.args[0].name) for n in op.args[4:6]] == [((64, 1), "scale_b"), ((1, 48), "scale_a")]
+    assert [(tuple(n.meta["val"].shape), n.args[0].name) for n in op.args[4:6]] == [
+        ((64, 1), "scale_b"),
+        ((1, 48), "scale_a"),
+    ]
 
 
 def workspace_of(made: HandGraph) -> int:
@@ -146,7 +160,10 @@ def test_a_dynamic_token_count(monkeypatch: pytest.MonkeyPatch) -> None:
         (site,) = gathered_scales(4096, (0,)).run(schedule="auto", max_tokens=2**16).sites
     below, moving, above = site.decision.plan
     assert [p.schedule for p in site.decision.plan] == ["keep", "chunked", "keep"]
-    assert moving.tokens == (below.tokens[1] + 1, 2**16) and json.loads(moving.parameters["settings"])["min_rows"] == moving.tokens[0]
+    assert (
+        moving.tokens == (below.tokens[1] + 1, 2**16)
+        and json.loads(moving.parameters["settings"])["min_rows"] == moving.tokens[0]
+    )
     flops = 2 * 8192 * 4096 * 4096
     assert moving.estimate_us["matmul"] == pytest.approx(flops / machine_for("cuda").matmul_flops[1] * 1e6, abs=0.1)
 
@@ -156,7 +173,9 @@ def test_auto_takes_chunks_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> No
     with fake_group(2):
         (large,) = gather_site(True, 8192, 8192, 8192).run(schedule="auto").sites
         (small,) = gather_site(True).run(schedule="auto").sites
-    assert [p.schedule for p in large.decision.plan] == ["chunked"] and "fused" not in large.decision.plan[0].estimate_us
+    assert [p.schedule for p in large.decision.plan] == ["chunked"] and "fused" not in large.decision.plan[
+        0
+    ].estimate_us
     assert small.decision.reasons[0].code == "too_small" and "us in chunks" in small.decision.reasons[0].text
 
 
@@ -199,7 +218,9 @@ def refused_sites() -> Iterator[tuple[str, Callable[[], HandGraph], str]]:
 
     def of_two_matmuls() -> HandGraph:
         made = HandGraph()
-        pair = [multiply(made, fp8(made, 64, 32, name=f"x{i}"), weight(made, name=f"w{i}"), of=f"{i}") for i in range(2)]
+        pair = [
+            multiply(made, fp8(made, 64, 32, name=f"x{i}"), weight(made, name=f"w{i}"), of=f"{i}") for i in range(2)
+        ]
         return made.output(made.reduce(made.call(aten.add.Tensor, *pair)))
 
     def of_dynamic_width() -> HandGraph:
@@ -209,13 +230,21 @@ def refused_sites() -> Iterator[tuple[str, Callable[[], HandGraph], str]]:
         return made.output(multiply(made, gathered, w))
 
     yield "two kinds", of_two_kinds, "of the kinds mm and scaled_mm"
-    yield "bf16 is gathered", made_fp8_behind_the_gather, "torch.bfloat16 is gathered and made torch.float8_e4m3fn behind the gather"
+    yield (
+        "bf16 is gathered",
+        made_fp8_behind_the_gather,
+        "torch.bfloat16 is gathered and made torch.float8_e4m3fn behind the gather",
+    )
     yield "weight in rows", weight_in_rows, "strides [48, 1]; expected columns of whole 16-byte words"
     yield "weight with gaps", weight_with_gaps, "strides [1, 40]; expected columns of whole 16-byte words"
     yield "fp32 sums", sums_of_fp32, "partial sums of torch.float32"
     yield "odd K", lambda: gather_site(inner=24), "rows of 24 and of 48 elements"
     yield "odd N", lambda: gather_site(columns=40), "rows of 32 and of 40 elements"
-    yield "two dtypes, transposed", of_two_dtypes_transposed, "transposed product would be one of torch.float8_e4m3fn and torch.float8_e5m2"
+    yield (
+        "two dtypes, transposed",
+        of_two_dtypes_transposed,
+        "transposed product would be one of torch.float8_e4m3fn and torch.float8_e5m2",
+    )
     yield "odd rows that are columns", of_odd_rows_transposed, "rows of 32 and of 40 elements"
     yield "activation", with_something_between, "not plain ones"
     yield "two matmuls", of_two_matmuls, "2 matmuls are summed into one reduction"
@@ -227,7 +256,10 @@ def test_what_no_op_computes_is_refused_with_its_reason(site: Callable[[], HandG
     with fake_group(2):
         report = site().run(schedule="chunked")
     (found,) = report.sites
-    assert (found.decision.status, found.decision.reasons[0].code) == ("refused", "schedule_not_available"), found.decision
+    assert (found.decision.status, found.decision.reasons[0].code) == (
+        "refused",
+        "schedule_not_available",
+    ), found.decision
     assert text in found.decision.reasons[0].text and report.before == report.after
 
 
@@ -243,10 +275,16 @@ def test_a_scale_that_needs_the_gathered_tensor_makes_no_site() -> None:
     with fake_group(2):
         made = HandGraph()
         gathered = made.gather(fp8(made, 32, 32))
-        scale = made.call(aten.amax.default, made.call(aten.abs.default, made.call(convert, gathered, torch.float32)), [1], True)
-        report = made.output(multiply(made, gathered, weight(made), scales=(scale, made.input(1, 48, name="scale_b")))).run(schedule="chunked")
+        scale = made.call(
+            aten.amax.default, made.call(aten.abs.default, made.call(convert, gathered, torch.float32)), [1], True
+        )
+        report = made.output(
+            multiply(made, gathered, weight(made), scales=(scale, made.input(1, 48, name="scale_b")))
+        ).run(schedule="chunked")
     (miss,) = report.near_misses
-    assert miss.reason.code == "weight_depends_on_collective" and "the scale of" in miss.reason.text and report.sites == []
+    assert (
+        miss.reason.code == "weight_depends_on_collective" and "the scale of" in miss.reason.text and report.sites == []
+    )
 
 
 def test_another_matmul_s_scale_may_need_the_gathered_tensor() -> None:
@@ -254,14 +292,23 @@ def test_another_matmul_s_scale_may_need_the_gathered_tensor() -> None:
     with fake_group(2):
         made = HandGraph()
         gathered = made.gather(fp8(made, 32, 32))
-        scale = made.call(aten.amax.default, made.call(aten.abs.default, made.call(convert, gathered, torch.float32)), [1], True)
+        scale = made.call(
+            aten.amax.default, made.call(aten.abs.default, made.call(convert, gathered, torch.float32)), [1], True
+        )
         first = multiply(made, gathered, weight(made))
         second = multiply(made, gathered, weight(made, name="v"), scales=(scale, made.input(1, 48, name="columns")))
         (site,) = made.output(first, second).run(schedule="chunked").sites
-    assert site.decision.status == "overlapped" and len(site.facts.matmuls) == 1 and op_of(made, "all_gather_matmul").args[8] is True
+    assert (
+        site.decision.status == "overlapped"
+        and len(site.facts.matmuls) == 1
+        and op_of(made, "all_gather_matmul").args[8] is True
+    )
 
 
 def test_sizes_that_the_library_rejects_are_those_that_are_refused() -> None:
-    assert chunked_plan.why_not(FP8, 16, 16, scaled=True) is None and chunked_plan.why_not(FP8_WIDE, 16, 16, scaled=True) is None
+    assert (
+        chunked_plan.why_not(FP8, 16, 16, scaled=True) is None
+        and chunked_plan.why_not(FP8_WIDE, 16, 16, scaled=True) is None
+    )
     assert all(chunked_plan.why_not(FP8, *sizes, scaled=True) for sizes in ((8, 16), (16, 8), (0, 16)))
     assert "fp8 with scales here, not torch.bfloat16" in str(chunked_plan.why_not(BF16, 16, 16, scaled=True))

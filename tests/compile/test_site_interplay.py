@@ -29,12 +29,17 @@ def reach(made: HandGraph) -> None:
         if node not in wanted:
             wanted.add(node)
             pending += node.all_input_nodes
-    dead = [n.name for n in made.graph.nodes if n.op == "call_function" and str(n.target).startswith(("aten.", "_c10d")) and n not in wanted]
+    dead = [
+        n.name
+        for n in made.graph.nodes
+        if n.op == "call_function" and str(n.target).startswith(("aten.", "_c10d")) and n not in wanted
+    ]
     assert dead == [], f"computed for nothing: {dead}"
 
 
 def test_a_site_that_feeds_another() -> None:
-    """Sequence-parallel MLP: the second site must read the first one's chunks, not a whole matmul that nobody hides anything behind."""
+    """Sequence-parallel MLP: the second site must read the first one's chunks, not a whole matmul that nobody hides
+    anything behind."""
     with fake_group(2):
         made = HandGraph()
         first = made.mm(made.gather(made.input(4, 16)), made.input(16, 8, name="w"))
@@ -78,7 +83,8 @@ def test_merged_all_reduces_leave_nothing_behind() -> None:
 
 
 def test_vector_along_another_dim() -> None:
-    """A vector added behind a permute or a view lies along the matmul's rows or parts of its columns: added along the columns it is wrong."""
+    """A vector added behind a permute or a view lies along the matmul's rows or parts of its columns: added along the
+    columns it is wrong."""
     with fake_group(2):
         made = HandGraph()
         y = made.call(aten.permute.default, made.mm(made.input(8, 4), made.input(4, 8, name="w")), [1, 0])
@@ -87,11 +93,17 @@ def test_vector_along_another_dim() -> None:
         y = made.view(made.mm(made.input(8, 4), made.input(4, 6, name="w")), 8, 2, 3)
         heads = made.output(made.scatter(made.call(aten.mul.Tensor, y, made.input(3, name="b")))).run()
     for report in (permuted, heads):
-        assert facts(report) == [] and codes(report) == ["layout"] and report.before == report.after and report.notices == []
+        assert (
+            facts(report) == []
+            and codes(report) == ["layout"]
+            and report.before == report.after
+            and report.notices == []
+        )
 
 
 def test_a_scale_of_rank_one_keeps_its_promotion() -> None:
-    """bf16 times fp32[1] is fp32: pieces of another dtype than the collective's are half the bytes that the peer expects."""
+    """bf16 times fp32[1] is fp32: pieces of another dtype than the collective's are half the bytes that the peer
+    expects."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(4, 16, dtype=torch.bfloat16), made.input(16, 8, dtype=torch.bfloat16, name="w"))
@@ -150,11 +162,16 @@ def test_dynamic_gated_mlp_of_a_sequence() -> None:
 
 
 def test_broadcast_that_changes_the_rank() -> None:
-    """A tensor of more dims in a pointwise op gives a result of more dims; a layout of fewer crashed the finder, and with it the compile."""
+    """A tensor of more dims in a pointwise op gives a result of more dims; a layout of fewer crashed the finder, and
+    with it the compile."""
     with fake_group(2):
         made = HandGraph()
         scaled = made.call(aten.mul.Tensor, made.gather(made.input(4, 8)), made.input(1, 1, 1, name="s"))
-        made.output(made.call(aten.bmm.default, made.call(aten.permute.default, scaled, [0, 2, 1]), made.input(1, 8, 4, name="w")))
+        made.output(
+            made.call(
+                aten.bmm.default, made.call(aten.permute.default, scaled, [0, 2, 1]), made.input(1, 8, 4, name="w")
+            )
+        )
         report = made.run()
     assert facts(report) == [("all_gather_matmul", ["bmm K"], "overlapped")] and report.notices == []
 
@@ -176,7 +193,15 @@ def test_a_failing_pass_is_no_failing_compile(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    "kind", ["plus one", "a factor", "twice the same", "a bias along cut columns", "a bias beside gathered columns", "two shapes of what is gathered"]
+    "kind",
+    [
+        "plus one",
+        "a factor",
+        "twice the same",
+        "a bias along cut columns",
+        "a bias beside gathered columns",
+        "two shapes of what is gathered",
+    ],
 )
 def test_no_looping_op_for_what_it_does_not_compute(kind: str) -> None:
     """The looping ops know sums of matmuls and nothing else: anything left out would be a wrong number."""
@@ -197,13 +222,19 @@ def test_no_looping_op_for_what_it_does_not_compute(kind: str) -> None:
             result = made.call(aten.addmm.default, made.input(16, name="row"), made.input(5, 16, name="left"), columns)
         else:
             gathered = made.gather(x)
-            result = made.call(aten.cat.default, [made.mm(gathered, w), made.mm(made.view(gathered, 32, 8), made.input(8, 8, name="v"))])
+            result = made.call(
+                aten.cat.default,
+                [made.mm(gathered, w), made.mm(made.view(gathered, 32, 8), made.input(8, 8, name="v"))],
+            )
         (site,) = made.output(result).run(step_node_budget=1).sites
-    assert site.decision.status == "refused" and [r.code for r in site.decision.reasons] == ["too_many_steps"], site.decision
+    assert site.decision.status == "refused" and [r.code for r in site.decision.reasons] == ["too_many_steps"], (
+        site.decision
+    )
 
 
 def test_an_output_gathered_in_another_order() -> None:
-    """A transposed result is gathered element by element as it lies in memory; bands of the matmul's rows are other elements."""
+    """A transposed result is gathered element by element as it lies in memory; bands of the matmul's rows are other
+    elements."""
     with fake_group(2):
         made = HandGraph()
         y = made.call(aten.permute.default, made.mm(made.input(8, 16), made.input(16, 8, name="w")), [1, 0])
@@ -243,7 +274,9 @@ def test_it_stays_there_where_the_reduction_begins_before_the_gather() -> None:
         made = HandGraph()
         first = made.reduce(made.mm(made.input(8, 6), made.input(6, 6, name="a")))
         gathered = made.mm(made.gather(made.input(4, 6, name="z")), made.input(6, 6, name="c"))
-        second = made.reduce(made.call(aten.addmm.default, gathered, made.input(8, 6, name="y"), made.input(6, 6, name="b")))
+        second = made.reduce(
+            made.call(aten.addmm.default, gathered, made.input(8, 6, name="y"), made.input(6, 6, name="b"))
+        )
         made.output(made.call(aten.add.Tensor, first, second))
         assert of_sites(made) == [("matmul_all_reduce", 2, "overlapped"), ("all_gather_matmul", 1, "overlapped")]
 
@@ -251,28 +284,43 @@ def test_it_stays_there_where_the_reduction_begins_before_the_gather() -> None:
 @pytest.mark.parametrize("order", ["gathered first", "gathered last"])
 @pytest.mark.parametrize("kind", ["addmm", "add"])
 def test_both_terms_of_a_sum_are_overlapped_in_whatever_order_they_stand(kind: str, order: str) -> None:
-    """``y @ b + all_gather(x) @ a`` reaches the pass as ``addmm(y @ b, gathered, a)``: the gather's matmul with the reduction's own as its bias."""
+    """``y @ b + all_gather(x) @ a`` reaches the pass as ``addmm(y @ b, gathered, a)``: the gather's matmul with the
+    reduction's own as its bias."""
 
     def graph() -> HandGraph:
         made = HandGraph()
-        pairs = [(made.gather(made.input(4, 6)), made.input(6, 6, name="a")), (made.input(8, 6, name="y"), made.input(6, 6, name="b"))]
+        pairs = [
+            (made.gather(made.input(4, 6)), made.input(6, 6, name="a")),
+            (made.input(8, 6, name="y"), made.input(6, 6, name="b")),
+        ]
         first, last = pairs if order == "gathered first" else pairs[::-1]
         product = made.mm(*first)
-        total = made.call(aten.addmm.default, product, *last) if kind == "addmm" else made.call(aten.add.Tensor, product, made.mm(*last))
+        total = (
+            made.call(aten.addmm.default, product, *last)
+            if kind == "addmm"
+            else made.call(aten.add.Tensor, product, made.mm(*last))
+        )
         return made.output(made.scatter(total))
 
     with fake_group(2):
         assert of_sites(graph()) == [("all_gather_matmul", 1, "overlapped"), ("matmul_reduce_scatter", 1, "overlapped")]
         alone = graph()
         report = alone.run(patterns=("matmul_reduce_scatter",))
-        assert [(len(s.facts.matmuls), s.decision.status) for s in report.sites] == [(1, "kept"), (2, "overlapped")], "a gather that is kept owns nothing"
+        assert [(len(s.facts.matmuls), s.decision.status) for s in report.sites] == [
+            (1, "kept"),
+            (2, "overlapped"),
+        ], "a gather that is kept owns nothing"
         other = graph()
         report = other.run(patterns=("all_gather_matmul",))
         assert (report.sites[0].facts.pattern, report.sites[0].decision.status) == ("all_gather_matmul", "overlapped")
         reduction = [s.decision.status for s in report.sites[1:]] + codes(report)
-        assert reduction == (["shares_nodes"] if (kind, order) == ("addmm", "gathered last") else ["kept"]), "its sum is computed within the gather's matmul, and it is switched off"
+        assert reduction == (["shares_nodes"] if (kind, order) == ("addmm", "gathered last") else ["kept"]), (
+            "its sum is computed within the gather's matmul, and it is switched off"
+        )
         sums = {n.target for n in other.graph.nodes} & {aten.addmm.default, aten.add.Tensor}
-        assert sums == {aten.addmm.default if kind == "addmm" else aten.add.Tensor}, "nothing is taken apart for a reduction that is not overlapped"
+        assert sums == {aten.addmm.default if kind == "addmm" else aten.add.Tensor}, (
+            "nothing is taken apart for a reduction that is not overlapped"
+        )
         for fields in ({"mode": "report"}, {"schedule": "keep"}):
             kept = graph()
             before = kept.text()
@@ -291,7 +339,8 @@ def test_a_matmul_that_is_read_elsewhere_is_no_term_of_a_gather_that_is_kept() -
 
 @pytest.mark.parametrize("kind", ["at the same place", "before the other's matmul"])
 def test_two_gathers_that_sink(kind: str) -> None:
-    """What the second one needs, or makes, is the first one's, or for it: each is written behind the nodes that moved with it."""
+    """What the second one needs, or makes, is the first one's, or for it: each is written behind the nodes that moved
+    with it."""
     with fake_group(2):
         made = HandGraph()
         first, second = made.gather(made.input(4, 8)), made.gather(made.input(4, 8, name="z"))
@@ -319,20 +368,29 @@ def test_an_operand_of_a_site_that_sinks_is_not_there_yet() -> None:
 
 
 def test_a_node_that_moves_up_reads_nothing_that_moves_down() -> None:
-    """The first gather's matmul waits for a reduction, and sinks with its gathered tensor below the second one, which needs that tensor: refused, not taken back."""
+    """The first gather's matmul waits for a reduction, and sinks with its gathered tensor below the second one, which
+    needs that tensor: refused, not taken back."""
     with fake_group(2):
         made = HandGraph()
-        first, reduced, second = made.gather(made.input(4, 8)), made.reduce(made.input(8, 8, name="y")), made.gather(made.input(4, 8, name="z"))
+        first, reduced, second = (
+            made.gather(made.input(4, 8)),
+            made.reduce(made.input(8, 8, name="y")),
+            made.gather(made.input(4, 8, name="z")),
+        )
         beside, other = made.call(aten.cumsum.default, second, 0), made.call(aten.cumsum.default, first, 0)
         made.output(made.mm(first, reduced), made.mm(second, other), other, beside)
         report = made.run()
-    assert [(s.decision.status, [r.code for r in s.decision.reasons]) for s in report.sites] == [("overlapped", []), ("refused", ["hoist"])]
+    assert [(s.decision.status, [r.code for r in s.decision.reasons]) for s in report.sites] == [
+        ("overlapped", []),
+        ("refused", ["hoist"]),
+    ]
     assert report.notices == []
 
 
 @pytest.mark.parametrize("kind", ["its operand, too", "twice", "a size known when it runs"])
 def test_a_bias_that_is_not_taken_for_a_term(kind: str) -> None:
-    """What is read twice would be multiplied twice, whole and in pieces; and a size of the other product's is no reason to refuse."""
+    """What is read twice would be multiplied twice, whole and in pieces; and a size of the other product's is no reason
+    to refuse."""
     with fake_group(2):
         made = HandGraph()
         x, a, b = made.input(8, 6), made.input(6, 6, name="a"), made.input(6, 6, name="b")
@@ -343,14 +401,19 @@ def test_a_bias_that_is_not_taken_for_a_term(kind: str) -> None:
         else:
             bias = made.mm(x, a)
             x, a = (bias, b) if kind == "its operand, too" else (x, b)
-        made.output(made.scatter(made.call(aten.addmm.default, made.call(aten.add.Tensor, bias, bias) if kind == "twice" else bias, x, a)))
+        made.output(
+            made.scatter(
+                made.call(aten.addmm.default, made.call(aten.add.Tensor, bias, bias) if kind == "twice" else bias, x, a)
+            )
+        )
         assert of_sites(made) == [("matmul_reduce_scatter", 1, "overlapped")]
 
 
 @pytest.mark.parametrize("kind", ["gather", "reduce", "scatter"])
 @pytest.mark.parametrize("batch", [4, None], ids=["bmm", "mm"])
 def test_a_column_and_a_row_that_lie_alike_are_no_two_terms(kind: str, batch: int | None) -> None:
-    """A dim of one element stands elsewhere in the one's shape: pieces of ``[4, 1]`` and of ``[1, 4]`` would be added to squares."""
+    """A dim of one element stands elsewhere in the one's shape: pieces of ``[4, 1]`` and of ``[1, 4]`` would be added
+    to squares."""
     with fake_group(2):
         made = HandGraph()
         lead = [] if batch is None else [batch]
@@ -363,7 +426,8 @@ def test_a_column_and_a_row_that_lie_alike_are_no_two_terms(kind: str, batch: in
 
 
 def test_sizes_that_are_written_in_two_ways() -> None:
-    """Tokens of a batch, both of any number: the pieces' rows add up to a sum of products. And rows that a guard makes one."""
+    """Tokens of a batch, both of any number: the pieces' rows add up to a sum of products. And rows that a guard makes
+    one."""
 
     def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return all_gather(torch.cat([x, x], 1), 2, world()) @ w
@@ -384,7 +448,8 @@ def test_sizes_that_are_written_in_two_ways() -> None:
 
 
 def test_pieces_of_what_is_gathered_in_another_order_are_no_shards() -> None:
-    """Columns, cut as often as there are ranks and joined beside each other: a reason for this gather, no failure of the pass."""
+    """Columns, cut as often as there are ranks and joined beside each other: a reason for this gather, no failure of
+    the pass."""
     with fake_group(2):
         made = HandGraph()
         turned = made.call(aten.permute.default, made.gather(made.input(4, 6)), [1, 0])
@@ -395,7 +460,8 @@ def test_pieces_of_what_is_gathered_in_another_order_are_no_shards() -> None:
 
 
 def test_a_gather_that_sinks_does_not_move_what_it_replaces() -> None:
-    """A random program: of one tensor a gather on an inner dim and a reduction that is waited for behind it, multiplied with each other."""
+    """A random program: of one tensor a gather on an inner dim and a reduction that is waited for behind it, multiplied
+    with each other."""
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         reduced, gathered = all_reduce(x, "max", dist.group.WORLD), all_gather(x, 2, dist.group.WORLD)

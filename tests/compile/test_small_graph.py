@@ -1,4 +1,5 @@
-"""Sites of schedules ``small_message``, ``chunked`` and ``wave_groups`` in the graph: when they are chosen, what is written, what is left alone."""
+"""Sites of schedules ``small_message``, ``chunked`` and ``wave_groups`` in the graph: when they are chosen, what is
+written, what is left alone."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def _reachable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def product(made: HandGraph, name: str, rows: int = 6, inner: int = 16, columns: int = 32) -> fx.Node:
-    return made.mm(made.input(rows, inner, name=name, dtype=BF16), made.input(inner, columns, name=f"w_{name}", dtype=BF16))
+    return made.mm(
+        made.input(rows, inner, name=name, dtype=BF16), made.input(inner, columns, name=f"w_{name}", dtype=BF16)
+    )
 
 
 def norm(made: HandGraph, added: fx.Node, gain: fx.Node) -> fx.Node:
@@ -54,14 +57,22 @@ def decoded(before_the_add: Callable[[HandGraph], None] = lambda made: None) -> 
 
 
 def ops(report: OverlapReport) -> list[str]:
-    names = [line.split("overlap_inductor.")[1].split(".default")[0] for line in report.after.splitlines() if "overlap_inductor." in line]
+    names = [
+        line.split("overlap_inductor.")[1].split(".default")[0]
+        for line in report.after.splitlines()
+        if "overlap_inductor." in line
+    ]
     return [name for name in names if name not in ("agree", "follow")]
 
 
 def test_a_norm_is_written_with_its_all_reduce() -> None:
     with fake_group(2):
         report = decoded().run(schedule="small_message", mode="strict")
-    assert ops(report) == ["small_message_matmul_all_reduce_norm"] and "rsqrt" not in report.after and "_c10d_functional" not in report.after
+    assert (
+        ops(report) == ["small_message_matmul_all_reduce_norm"]
+        and "rsqrt" not in report.after
+        and "_c10d_functional" not in report.after
+    )
     (piece,) = report.sites[0].decision.plan
     assert piece.parameters == {"settings": "{}", "norm": True} and piece.tokens == (0, None)
 
@@ -77,7 +88,9 @@ def test_a_matmul_does_not_move_behind_a_write_to_its_operand() -> None:
         report = decoded(overwritten).run(schedule="small_message", mode="strict")
     assert ops(report) == ["small_message_matmul_all_reduce"] and "rsqrt" in report.after
     lines = report.after.splitlines()
-    assert next(i for i, line in enumerate(lines) if "small_message" in line) < next(i for i, line in enumerate(lines) if "copy_" in line)
+    assert next(i for i, line in enumerate(lines) if "small_message" in line) < next(
+        i for i, line in enumerate(lines) if "copy_" in line
+    )
 
 
 def test_two_all_reduces_before_one_norm_are_both_overlapped_and_neither_takes_it() -> None:
@@ -118,34 +131,57 @@ def test_one_op_serves_a_site(schedule: str, pattern: str, transport: str) -> No
 @pytest.mark.parametrize(
     ("schedule", "made", "text"),
     [
-        ("small_message", lambda made: made.scatter(product(made, "x")), "no small-message kernel computes matmul_reduce_scatter"),
+        (
+            "small_message",
+            lambda made: made.scatter(product(made, "x")),
+            "no small-message kernel computes matmul_reduce_scatter",
+        ),
         ("small_message", lambda made: made.reduce(product(made, "x", rows=2**18)), "are no small message"),
-        ("wave_groups", lambda made: made.mm(made.gather(made.input(6, 16, name="x", dtype=BF16)), made.input(16, 8, name="w", dtype=BF16)), "computes all_gather_matmul"),
+        (
+            "wave_groups",
+            lambda made: made.mm(
+                made.gather(made.input(6, 16, name="x", dtype=BF16)), made.input(16, 8, name="w", dtype=BF16)
+            ),
+            "computes all_gather_matmul",
+        ),
         ("chunked", lambda made: made.gather(product(made, "x")), "computes matmul_all_gather"),
     ],
 )
-def test_what_a_schedule_does_not_compute_is_refused_with_its_reason(schedule: str, made: Callable[[HandGraph], fx.Node], text: str) -> None:
+def test_what_a_schedule_does_not_compute_is_refused_with_its_reason(
+    schedule: str, made: Callable[[HandGraph], fx.Node], text: str
+) -> None:
     with fake_group(2):
         graph = HandGraph()
         (site,) = graph.output(made(graph)).run(schedule=schedule).sites
     assert site.decision.reasons[0].code == "schedule_not_available" and text in site.decision.reasons[0].text
 
 
-@pytest.mark.parametrize(("pattern", "schedule"), [("scatter", "wave_groups"), ("reduce", "wave_groups"), ("gather", "keep")])
-def test_auto_takes_groups_of_waves_where_peers_are_out_of_reach(monkeypatch: pytest.MonkeyPatch, pattern: str, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "schedule"), [("scatter", "wave_groups"), ("reduce", "wave_groups"), ("gather", "keep")]
+)
+def test_auto_takes_groups_of_waves_where_peers_are_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch, pattern: str, schedule: str
+) -> None:
     """And no ring, which was slower than the plain graph there."""
-    monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: "this GPU cannot reach the memory of GPUs (1,)")
+    monkeypatch.setattr(
+        symmetric, "why_no_symmetric_memory", lambda ranks, device: "this GPU cannot reach the memory of GPUs (1,)"
+    )
     monkeypatch.setattr(symmetric, "reach", lambda: ((9, 0), 2, 2, (1,)))
     monkeypatch.setattr(symmetric, "_all_cut_off", lambda gpus: gpus == (0, 1))
     with fake_group(2):
         made = HandGraph()
         x, w = made.input(4096, 14336, name="x", dtype=BF16), made.input(14336, 8192, name="w", dtype=BF16)
-        (site,) = made.output(made.mm(made.gather(x), w) if pattern == "gather" else getattr(made, pattern)(made.mm(x, w))).run(schedule="auto").sites
+        (site,) = (
+            made.output(made.mm(made.gather(x), w) if pattern == "gather" else getattr(made, pattern)(made.mm(x, w)))
+            .run(schedule="auto")
+            .sites
+        )
     assert [p.schedule for p in site.decision.plan] == [schedule], site.decision
 
 
 def test_peers_are_out_of_reach_in_one_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several machines have a link of their own, of which nothing is known; and of two pairs that are joined by NVLink each is a group that reaches its peer."""
+    """Several machines have a link of their own, of which nothing is known; and of two pairs that are joined by NVLink
+    each is a group that reaches its peer."""
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a // 2 == b // 2)
     symmetric._all_cut_off.cache_clear()

@@ -47,12 +47,15 @@ def test_row_l_all_to_all_is_a_near_miss(fn: Function) -> None:
 @pytest.mark.usefixtures("two")
 def test_row_k_change_of_shards_is_a_near_miss() -> None:
     """``Shard(i) -> Shard(j)`` is an operator of its own and was not reported at all."""
-    report = report_of(lambda x, w: torch.ops._dtensor.shard_dim_alltoall(x @ w, 0, 1, world().group_name), x2(), weight())
+    report = report_of(
+        lambda x, w: torch.ops._dtensor.shard_dim_alltoall(x @ w, 0, 1, world().group_name), x2(), weight()
+    )
     assert summary(report) == [] and misses(report) == [("all_to_all", "pattern_not_available")]
 
 
 def test_row_o_backward_of_a_row_wise_layer() -> None:
-    """One gathered gradient feeds dgrad (gathered on M) and wgrad (gathered on the contraction): both belong to the one site."""
+    """One gathered gradient feeds dgrad (gathered on M) and wgrad (gathered on the contraction): both belong to the one
+    site."""
     with fake_group(2):
         x, w = x2().requires_grad_(), weight().requires_grad_()
         forward, backward = reports_of(lambda x, w: ScatterTokens.apply(x.relu() @ w).relu(), x, w)
@@ -87,10 +90,12 @@ def test_row_i_scattered_result_saved_for_backward() -> None:
     with fake_group(2):
         made = HandGraph()
         started = made.call(
-            c10d.reduce_scatter_tensor.default, made.mm(made.input(4, 16), made.input(16, 8, name="w")), "sum", 2, made.group
+            c10d.reduce_scatter_tensor.default,
+            made.mm(made.input(4, 16), made.input(16, 8, name="w")),
+            "sum",
+            2,
+            made.group,
         )
         report = made.output(started, made.wait(started)).run(is_inference=False)
     assert summary(report) == [(SCATTER, 0, ["mm M"], "overlapped")]
     assert "_c10d_functional" not in report.after
-
-

@@ -1,4 +1,5 @@
-"""The budget of unrolled steps: which sites of a graph are unrolled, which become looping ops, and how large the graph gets."""
+"""The budget of unrolled steps: which sites of a graph are unrolled, which become looping ops, and how large the graph
+gets."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ def backward(layers: int) -> HandGraph:
     """Layers of a backward graph: dgrad and wgrad on one gathered gradient, and the next layer's scattered one."""
     made = HandGraph()
     gradient = made.input(4, 16, name="g")
-    saved = [[made.input(*s, name=f"{n}{i}") for n, s in (("w", (16, 8)), ("v", (8, 16)), ("a", (4 * made.world_size, 8)))] for i in range(layers)]
+    saved = [
+        [made.input(*s, name=f"{n}{i}") for n, s in (("w", (16, 8)), ("v", (8, 16)), ("a", (4 * made.world_size, 8)))]
+        for i in range(layers)
+    ]
     wgrads = []
     for w, v, a in saved:
         gathered = made.gather(gradient)
@@ -50,7 +54,10 @@ def test_eighty_layers_stay_within_the_budget(world_size: int, layers: int) -> N
         report = made.run(is_inference=False)
         seconds = time.process_time() - start
         added = len(made.graph.nodes) - before
-    expected = [("all_gather_matmul", ["mm K", "mm M"], "overlapped"), ("matmul_reduce_scatter", ["mm M"], "overlapped")]
+    expected = [
+        ("all_gather_matmul", ["mm K", "mm M"], "overlapped"),
+        ("matmul_reduce_scatter", ["mm M"], "overlapped"),
+    ]
     assert facts(report) == expected * layers and report.notices == []
     assert added <= BUDGET + OP_NODES * 2 * layers and seconds < 60
     chosen = unrolled(report)
@@ -84,7 +91,8 @@ def test_finding_a_site_looks_at_what_is_behind_it_alone(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("layers", [10, 40])
 def test_a_graphs_collectives_are_read_once(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where all-reduces are added, each of which has to be told from other nodes: read once a term, 160 sites took two seconds."""
+    """Also where all-reduces are added, each of which has to be told from other nodes: read once a term, 160 sites took
+    two seconds."""
     read = []
     find = collectives.find_collectives
     monkeypatch.setattr(collectives, "find_collectives", lambda graph: read.append(1) or find(graph))
@@ -112,8 +120,14 @@ def test_a_site_without_a_looping_op_is_served_first(budget: int) -> None:
     """Behind sites that a looping op can have, it would be refused."""
     with fake_group(4):
         made = HandGraph()
-        outs = [made.mm(made.gather(made.input(4, 16, name=f"x{i}")), made.input(16, 8, name=f"w{i}")) for i in range(4)]
-        outs.append(made.call(aten.bmm.default, made.gather_on(made.input(3, 4, 16, name="y"), 1), made.input(3, 16, 8, name="v")))
+        outs = [
+            made.mm(made.gather(made.input(4, 16, name=f"x{i}")), made.input(16, 8, name=f"w{i}")) for i in range(4)
+        ]
+        outs.append(
+            made.call(
+                aten.bmm.default, made.gather_on(made.input(3, 4, 16, name="y"), 1), made.input(3, 16, 8, name="v")
+            )
+        )
         report = made.output(*outs).run(step_node_budget=budget)
     assert [f[2] for f in facts(report)] == ["overlapped"] * 5
     assert unrolled(report) == ([True, True, False, False, True] if budget == 220 else [True] * 5)
@@ -134,7 +148,8 @@ def test_dgrad_and_wgrad_in_one_looping_op() -> None:
 
 
 def test_a_dynamic_token_count_is_compared_where_tokens_are_contracted() -> None:
-    """The op counts a shard's rows: tokens for dgrad and wgrad, not where the contracted dim is gathered on its columns."""
+    """The op counts a shard's rows: tokens for dgrad and wgrad, not where the contracted dim is gathered on its
+    columns."""
     with fake_group(2):
         for transposed, status in ((True, "overlapped"), (False, "kept")):
             made = HandGraph()
@@ -144,10 +159,16 @@ def test_a_dynamic_token_count_is_compared_where_tokens_are_contracted() -> None
             left = made.call(aten.permute.default, gathered, [1, 0]) if transposed else gathered
             y = made.call(aten.full.default, [size, 2**7], 1.0, dtype=torch.float32)
             (site,) = made.output(made.mm(left, y)).run(schedule="auto").sites
-            assert (site.decision.status, [r.code for r in site.decision.reasons]) == (status, [] if transposed else ["dynamic_shape"]), site.decision
+            assert (site.decision.status, [r.code for r in site.decision.reasons]) == (
+                status,
+                [] if transposed else ["dynamic_shape"],
+            ), site.decision
 
 
-@pytest.mark.parametrize(("kind", "status"), [("activation", "overlapped"), ("narrowed", "overlapped"), ("widened", "refused"), ("read elsewhere", "refused")])
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [("activation", "overlapped"), ("narrowed", "overlapped"), ("widened", "refused"), ("read elsewhere", "refused")],
+)
 def test_pointwise_ops_before_the_matmul_are_of_the_shards(kind: str, status: str) -> None:
     """What travels then is their result: never more bytes than before, and nobody else may want the gathered tensor."""
     convert = torch.ops.prims.convert_element_type.default
@@ -181,7 +202,8 @@ def test_pointwise_ops_before_the_matmul_are_of_the_shards(kind: str, status: st
     ],
 )
 def test_what_looping_reductions_compute_behind_the_matmul(kind: str, status: str) -> None:
-    """A sum as Inductor writes it, one matmul the bias of the other, and one change of dtype; what is left out would be a wrong number."""
+    """A sum as Inductor writes it, one matmul the bias of the other, and one change of dtype; what is left out would be
+    a wrong number."""
 
     def convert(x: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
         return made.call(torch.ops.prims.convert_element_type.default, x, dtype)
@@ -195,7 +217,9 @@ def test_what_looping_reductions_compute_behind_the_matmul(kind: str, status: st
             "another result, read elsewhere, added": lambda: made.call(aten.addmm.default, y, x, v),
             "cast": lambda: convert(y, torch.bfloat16),
             "cast twice": lambda: convert(convert(y, torch.bfloat16), torch.float32),
-            "each cast": lambda: made.call(aten.add.Tensor, convert(y, torch.bfloat16), convert(made.mm(x, v), torch.bfloat16)),
+            "each cast": lambda: made.call(
+                aten.add.Tensor, convert(y, torch.bfloat16), convert(made.mm(x, v), torch.bfloat16)
+            ),
             "one row added": lambda: made.call(aten.add.Tensor, y, made.input(1, 6, name="row")),
             "a number added": lambda: made.call(aten.add.Tensor, y, 1.0),
         }
@@ -203,7 +227,11 @@ def test_what_looping_reductions_compute_behind_the_matmul(kind: str, status: st
     assert [f[2] for f in facts(report)] == [status] and report.notices == []
     if "another result" in kind:
         # Both are multiplied in pieces; or one is, and pieces of the other are added.
-        operands, bias = ("[x, x], [v, w], [None, None]", False) if kind == "another result added" else ("[x], [v], [mm_default]", True)
+        operands, bias = (
+            ("[x, x], [v, w], [None, None]", False)
+            if kind == "another result added"
+            else ("[x], [v], [mm_default]", True)
+        )
         assert operands in report.after, report.after
         assert ("aten.mm.default" in report.after) == bias
     if kind == "one row added":
@@ -213,7 +241,8 @@ def test_what_looping_reductions_compute_behind_the_matmul(kind: str, status: st
 
 
 def test_what_a_looping_op_does_not_cut_is_said_to_be_whole() -> None:
-    """Shards that are multiplied transposed, each: sub-chunks would be some of what is contracted. The report says what the op is told."""
+    """Shards that are multiplied transposed, each: sub-chunks would be some of what is contracted. The report says what
+    the op is told."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.view(made.gather(made.input(4, 6)), 2, 4, 6)

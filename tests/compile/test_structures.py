@@ -24,11 +24,17 @@ from tests.hand_graph import aten
 
 
 def test_one_gather_feeds_matmuls_of_every_kind() -> None:
-    """Consumers of other kinds and roles dropped from the site: their operand would be gathered twice, or after the ring."""
+    """Consumers of other kinds and roles dropped from the site: their operand would be gathered twice, or after the
+    ring."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 16)
-        weights = made.input(16, 8, name="w"), made.input(6, 8, name="left"), made.input(8, name="bias"), made.input(5, 16, name="rows")
+        weights = (
+            made.input(16, 8, name="w"),
+            made.input(6, 8, name="left"),
+            made.input(8, name="bias"),
+            made.input(5, 16, name="rows"),
+        )
         gathered = made.gather(x)
         made.output(
             made.mm(gathered, weights[0]),
@@ -44,7 +50,9 @@ def test_one_gather_feeds_matmuls_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "left", "dim"), [("M", (), 0), ("K", (), 1), ("K", (6, 8), 0), ("N", (6, 4), 1)], ids=["left M", "left K", "right K", "right N"]
+    ("role", "left", "dim"),
+    [("M", (), 0), ("K", (), 1), ("K", (6, 8), 0), ("N", (6, 4), 1)],
+    ids=["left M", "left K", "right K", "right N"],
 )
 def test_gathered_on_either_side(role: str, left: tuple[int, ...], dim: int) -> None:
     """A role mixed up writes pieces into the wrong rows, or does not add what must be added."""
@@ -53,7 +61,9 @@ def test_gathered_on_either_side(role: str, left: tuple[int, ...], dim: int) -> 
         x = made.call(aten.relu.default, made.input(4, 16))
         gathered = made.gather_on(x, dim) if dim else made.gather(x)
         k = gathered.meta["val"].shape[1]
-        report = made.output(made.mm(made.input(*left, name="l"), gathered) if left else made.mm(gathered, made.input(k, 8, name="w"))).run()
+        report = made.output(
+            made.mm(made.input(*left, name="l"), gathered) if left else made.mm(gathered, made.input(k, 8, name="w"))
+        ).run()
     assert facts(report) == [("all_gather_matmul", [f"mm {role}"], "overlapped")]
     assert ("assemble" in report.after) is (role != "K")
     if role == "K":
@@ -72,7 +82,9 @@ def test_gathered_tensor_is_used_elsewhere_too() -> None:
     lines = report.after.splitlines()
     last_hop = max(i for i, line in enumerate(lines) if "gather_step" in line)
     reader = next(i for i, line in enumerate(lines) if "aten.sum" in line)
-    assert "all_gather_into_tensor" not in report.after and "gather_start_default" in lines[reader] and reader > last_hop
+    assert (
+        "all_gather_into_tensor" not in report.after and "gather_start_default" in lines[reader] and reader > last_hop
+    )
     assert "gather_start_default" in lines[-1]
 
 
@@ -92,7 +104,9 @@ def test_input_of_the_collective_is_an_output() -> None:
     assert facts(gather) == [("all_gather_matmul", ["mm M"], "overlapped")]
     reduction = traced(lambda x, w: ((y := x @ w), all_reduce(y, "sum", world())), (4, 16), (16, 8))
     assert facts(reduction) == [("matmul_all_reduce", ["mm M"], "refused")]
-    assert [r.code for r in reduction.sites[0].decision.reasons] == ["other_users"] and reduction.before == reduction.after
+    assert [r.code for r in reduction.sites[0].decision.reasons] == [
+        "other_users"
+    ] and reduction.before == reduction.after
 
 
 # Sums
@@ -119,12 +133,20 @@ def test_two_all_reduces_added_are_one() -> None:
     assert facts(report) == [("matmul_all_reduce", ["mm M", "mm M"], "overlapped")]
 
     def three(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return all_reduce(x @ w, "sum", world()) + (all_reduce(x @ v, "sum", world()) + all_reduce(x @ (w + v), "sum", world()))
+        return all_reduce(x @ w, "sum", world()) + (
+            all_reduce(x @ v, "sum", world()) + all_reduce(x @ (w + v), "sum", world())
+        )
 
-    assert facts(traced(three, (4, 16), (16, 8), (16, 8))) == [("matmul_all_reduce", ["mm M", "mm M", "mm M"], "overlapped")]
+    assert facts(traced(three, (4, 16), (16, 8), (16, 8))) == [
+        ("matmul_all_reduce", ["mm M", "mm M", "mm M"], "overlapped")
+    ]
 
     def partly(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return all_reduce(x @ w, "sum", world()) + all_reduce(x @ v, "sum", world()) + all_reduce(torch.softmax(x @ (w * v), 0), "sum", world())
+        return (
+            all_reduce(x @ w, "sum", world())
+            + all_reduce(x @ v, "sum", world())
+            + all_reduce(torch.softmax(x @ (w * v), 0), "sum", world())
+        )
 
     report = traced(partly, (4, 16), (16, 8), (16, 8))
     assert facts(report) == [("matmul_all_reduce", ["mm M", "mm M"], "overlapped")] and codes(report) == ["op_between"]
@@ -165,20 +187,25 @@ def test_sharded_head_whatever_uses_the_logits() -> None:
 
 def test_what_commutes_is_taken_after_a_gather() -> None:
     """Cast, scale and activation are applied to each piece; refusing them loses most real sites."""
-    report = traced(lambda x, w, s: (all_gather(x, 0, world()) * s).relu().double() @ w.double(), (4, 16), (16, 8), (1,))
+    report = traced(
+        lambda x, w, s: (all_gather(x, 0, world()) * s).relu().double() @ w.double(), (4, 16), (16, 8), (1,)
+    )
     assert facts(report) == [("all_gather_matmul", ["mm M"], "overlapped")]
     assert report.after.count("aten.relu.default(") == report.after.count("gather_step.default(") + 1
 
 
 def test_what_commutes_is_taken_before_a_reduction() -> None:
     """Bias of a column, scale, activation and cast."""
-    report = traced(lambda x, w, b: all_reduce(((x @ w + b) * 3).relu().double(), "sum", world()), (4, 16), (16, 8), (8,))
+    report = traced(
+        lambda x, w, b: all_reduce(((x @ w + b) * 3).relu().double(), "sum", world()), (4, 16), (16, 8), (8,)
+    )
     assert facts(report) == [("matmul_all_reduce", ["addmm M"], "overlapped")] and report.near_misses == []
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_softmax_between_is_refused(dim: int) -> None:
-    """A softmax over rows of other ranks, computed piece by piece, is wrong; in the report it must not be 'no matmul'. Over columns it is each row's own."""
+    """A softmax over rows of other ranks, computed piece by piece, is wrong; in the report it must not be 'no matmul'.
+    Over columns it is each row's own."""
     after = traced(lambda x, w: torch.softmax(all_gather(x, 0, world()), dim) @ w, (4, 16), (16, 8))
     before = traced(lambda x, w: all_reduce(torch.softmax(x @ w, dim), "sum", world()), (4, 16), (16, 8))
     for report in (after, before)[dim:]:
@@ -214,8 +241,8 @@ def test_parameters_are_told_from_activations(trained: bool) -> None:
 
 
 def test_operand_behind_another_collective() -> None:
-    """Full activation checkpointing: the gathered gradient comes first, what the weight's gradient needs is recomputed, and only then
-    are both results used. Refusing it loses a third of the backward sites."""
+    """Full activation checkpointing: the gathered gradient comes first, what the weight's gradient needs is recomputed,
+    and only then are both results used. Refusing it loses a third of the backward sites."""
     with fake_group(2):
         made = HandGraph()
         gradient = made.gather(made.input(4, 16, name="g"))
@@ -223,13 +250,17 @@ def test_operand_behind_another_collective() -> None:
         again = made.mm(made.gather(made.input(4, 6, name="x")), made.input(6, 8, name="v"))
         weights = made.mm(made.call(aten.permute.default, gradient, [1, 0]), made.call(aten.relu.default, again))
         report = made.output(made.call(aten.mul.Tensor, data, again), weights).run(sub_chunks=1)
-    assert facts(report) == [("all_gather_matmul", ["mm M", "mm K"], "overlapped"), ("all_gather_matmul", ["mm M"], "overlapped")]
+    assert facts(report) == [
+        ("all_gather_matmul", ["mm M", "mm K"], "overlapped"),
+        ("all_gather_matmul", ["mm M"], "overlapped"),
+    ]
     starts = [m.start() for m in re.finditer(r"gather_start\.default\([^)]*", report.after)]
     assert ", x," in report.after[starts[0] :].splitlines()[0] and len(starts) == 2
 
 
 def test_what_sinks_with_a_gather_and_stays() -> None:
-    """An op between a gather that sinks and its matmuls, which something else reads, too, stood before the steps whose buffer it reads: the rewrite failed."""
+    """An op between a gather that sinks and its matmuls, which something else reads, too, stood before the steps whose
+    buffer it reads: the rewrite failed."""
     with fake_group(2):
         made = HandGraph()
         gradient = made.call(aten.relu.default, made.gather(made.input(4, 16, name="g")))

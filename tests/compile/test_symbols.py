@@ -23,7 +23,8 @@ from tests.hand_graph import HandGraph
 
 @pytest.mark.parametrize("kind", ["gather", "gather inner dim", "reduce", "scatter", "head"])
 def test_rows_that_are_a_product_of_symbols(kind: str) -> None:
-    """Batch and tokens both dynamic: M is s0*s1, and no rewrite may need it to be known or tie the graph to its example."""
+    """Batch and tokens both dynamic: M is s0*s1, and no rewrite may need it to be known or tie the graph to its
+    example."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 6, 16, dynamic=(0, 1))
@@ -74,7 +75,9 @@ def test_dynamic_shapes_compile_once() -> None:
             copied.graph.output(copied.graph.graph_copy(lowered.graph, {}))
             for node, twin in zip(lowered.graph.nodes, copied.graph.nodes, strict=True):
                 twin.meta = dict(node.meta)
-            reports.append(run_overlap_pass(copied.graph, OverlapConfig(schedule="ring", sub_chunks=2), is_inference=True))
+            reports.append(
+                run_overlap_pass(copied.graph, OverlapConfig(schedule="ring", sub_chunks=2), is_inference=True)
+            )
             return lowered.forward
 
         return aot_module_simplified(module, inputs, fw_compiler=lower)
@@ -92,14 +95,18 @@ def test_dynamic_shapes_compile_once() -> None:
 
 
 def test_columns_do_not_tell_how_many_tokens_there_are() -> None:
-    """A looping op that scatters columns sees their number where others see tokens: its run-time threshold would compare the wrong size."""
+    """A looping op that scatters columns sees their number where others see tokens: its run-time threshold would
+    compare the wrong size."""
     with fake_group(2):
         for schedule, status, reasons in (("auto", "kept", ["dynamic_shape"]), ("ring", "overlapped", [])):
             made = HandGraph()
             x, w = made.input(2**14, 128, dynamic=(0,)), made.input(128, 8192, name="w")
             made.output(made.scatter_on(made.mm(x, w), 1))
             (site,) = made.run(schedule=schedule, step_node_budget=1).sites
-            assert site.decision.status == status and [r.code for r in site.decision.reasons] == reasons, site.decision.reasons
+            assert site.decision.status == status and [r.code for r in site.decision.reasons] == reasons, (
+                site.decision.reasons
+            )
+
 
 def packed(made: HandGraph, node: Any) -> bool:
     """Whether a reshape of ``node`` brings it together first."""
@@ -116,6 +123,8 @@ def test_a_slice_with_gaps_is_brought_together_before_a_reshape() -> None:
         half = x.meta["val"].shape[1] // 2
         assert packed(made, lambda e: e.take(x, 1, 0, half, 0, half))
         assert packed(made, lambda e: e.narrow(e.take(x, 1, 0, half, 0, half), 0, 0, 2))
-        assert packed(made, lambda e: e.call(torch.ops.overlap_inductor.narrow.default, e.take(x, 1, 0, half, 0, half), 0, 0, 2))
+        assert packed(
+            made, lambda e: e.call(torch.ops.overlap_inductor.narrow.default, e.take(x, 1, 0, half, 0, half), 0, 0, 2)
+        )
         assert not packed(made, lambda e: e.take(x, 0, 0, 2, 0, 2))
         assert not packed(made, lambda e: e.take(fixed, 1, 0, 3, 0, 3))

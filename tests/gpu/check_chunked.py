@@ -1,9 +1,11 @@
-"""The ops of schedule ``chunked`` on GPUs, called as a rewritten graph calls them: both transports, several chunks and bands, eager and in CUDA graphs.
+"""The ops of schedule ``chunked`` on GPUs, called as a rewritten graph calls them: both transports, several chunks and
+bands, eager and in CUDA graphs.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_chunked [--calls 60] [--tokens 2048]
 
-One JSON row a setting: worst error over the bound of the plain computation in fp32, calls and replays whose bits differ from the first call's, microseconds of the
-host. Ends with status 1 where something is wrong. (``check_fused --schedule chunked`` checks the same from the compiled model on.)
+One JSON row a setting: worst error over the bound of the plain computation in fp32, calls and replays whose bits differ
+from the first call's, microseconds of the host. Ends with status 1 where something is wrong. (``check_fused --schedule
+chunked`` checks the same from the compiled model on.)
 """
 
 from __future__ import annotations
@@ -32,14 +34,22 @@ ops = torch.ops.overlap_inductor
 
 
 def settings(pattern: str, world_size: int) -> list[dict[str, Any]]:
-    chunks: list[dict[str, Any]] = [{}, {"chunks": 1}, {"chunks": 3}, {"chunks": world_size - 1}, {"chunks": 2 * (world_size - 1)}]
+    chunks: list[dict[str, Any]] = [
+        {},
+        {"chunks": 1},
+        {"chunks": 3},
+        {"chunks": world_size - 1},
+        {"chunks": 2 * (world_size - 1)},
+    ]
     if pattern == "matmul_all_reduce":
         chunks += [{"bands": 2}, {"chunks": 0, "bands": 4}, {"chunks": 1, "bands": 2}, {"chunks": 3, "bands": 3}]
     found = [{"transport": transport, **some} for transport in ("copy_engine", "sm_push") for some in chunks]
     return found + [{"transport": "copy_engine", "turns_from": 0, **some} for some in chunks[:2] + chunks[-2:]]
 
 
-def site(pattern: str, tokens: int, some: dict[str, Any], rank: int, world_size: int) -> tuple[Callable[[], list[torch.Tensor]], list[torch.Tensor]]:
+def site(
+    pattern: str, tokens: int, some: dict[str, Any], rank: int, world_size: int
+) -> tuple[Callable[[], list[torch.Tensor]], list[torch.Tensor]]:
     """What calls the op, and what it should return, in fp32."""
     group, name = dist.group.WORLD, f"{pattern} {tokens} {some}"
     chosen = json.dumps(some, sort_keys=True)
@@ -60,15 +70,21 @@ def site(pattern: str, tokens: int, some: dict[str, Any], rank: int, world_size:
         everyone = torch.empty(tokens, inner, device="cuda", dtype=a.dtype)
         dist.all_gather_into_tensor(everyone, a)
         expected = [everyone.float() @ b.float() + bias.float(), everyone.float() @ second.float(), everyone.float()]
-        return lambda: ops.chunked_all_gather_matmul(chain, a, [b, second], [bias, None], True, last[0], *last[1:])[0], expected
+        return lambda: ops.chunked_all_gather_matmul(chain, a, [b, second], [bias, None], True, last[0], *last[1:])[
+            0
+        ], expected
     product = a.float() @ b.float() + bias.float()
     dist.all_reduce(product)
     op = getattr(ops, f"chunked_{pattern}")
     average = product / world_size
-    return lambda: [op(chain, a, b, bias, chosen, "avg", *last[1:])[0]], [average if pattern == "matmul_all_reduce" else average[rank * rows : (rank + 1) * rows]]
+    return lambda: [op(chain, a, b, bias, chosen, "avg", *last[1:])[0]], [
+        average if pattern == "matmul_all_reduce" else average[rank * rows : (rank + 1) * rows]
+    ]
 
 
-def check(call: Callable[[], list[torch.Tensor]], expected: list[torch.Tensor], calls: int, chance: random.Random) -> dict[str, float]:
+def check(
+    call: Callable[[], list[torch.Tensor]], expected: list[torch.Tensor], calls: int, chance: random.Random
+) -> dict[str, float]:
     first = call()
     error = max(float((f.float() - e).abs().max() / e.abs().max()) for f, e in zip(first, expected, strict=True))
     wrong = torch.zeros(2, dtype=torch.int64, device="cuda")
@@ -113,7 +129,20 @@ def main() -> int:
                 failed += bool(bad)
                 found["host_us"] = host_us(call)
                 if rank == 0 or bad:
-                    print(json.dumps({"pattern": pattern, "tokens": tokens, **some, "rank": rank, "world_size": world_size, "ok": not bad, **found}), flush=True)
+                    print(
+                        json.dumps(
+                            {
+                                "pattern": pattern,
+                                "tokens": tokens,
+                                **some,
+                                "rank": rank,
+                                "world_size": world_size,
+                                "ok": not bad,
+                                **found,
+                            }
+                        ),
+                        flush=True,
+                    )
     finish_rank()
     return 1 if failed else 0
 

@@ -123,7 +123,10 @@ def main() -> int:
             report = overlap_inductor.last_report()
             row["said"] = reporting.summary(report) if report is not None else "no report"
             if rank == 0 or failed:
-                print(json.dumps(row | {"errors": errors, "failed": failed, "s": round(time.monotonic() - begun, 1)}), flush=True)
+                print(
+                    json.dumps(row | {"errors": errors, "failed": failed, "s": round(time.monotonic() - begun, 1)}),
+                    flush=True,
+                )
     faulthandler.cancel_dump_traceback_later()
     finish_rank()
     return 1 if failed else 0

@@ -1,5 +1,6 @@
-"""Faults on GPUs: peers that are killed, skip a call or are late, and the watchdog's part. One command that starts its own ranks, each scenario's anew (a
-launcher would end all ranks when one dies); one JSON row a scenario. ``found``: what rank 0 was told.
+"""Faults on GPUs: peers that are killed, skip a call or are late, and the watchdog's part. One command that starts its
+own ranks, each scenario's anew (a launcher would end all ranks when one dies); one JSON row a scenario. ``found``: what
+rank 0 was told.
 
     python -m tests.gpu.check_faults [--ranks 2] [--late 15] [--only killed skipped]
     python -m tests.gpu.check_faults --late 60 --only late
@@ -34,7 +35,8 @@ SLACK_SECONDS = 5.0
 START_SECONDS = 90.0
 WAITED = r"site .+? of group '\S+' waited in vain for [a-z -]+ rank {last}: call 4 was wanted, 3 had come"
 SCHEDULES = ("fused", "chunked", "small_message")
-"""Those whose own kernels wait for peers. (The collectives of ``wave_groups`` and the hops of ``ring`` are the group's backend's, and so are their timeouts.)"""
+"""Those whose own kernels wait for peers. (The collectives of ``wave_groups`` and the hops of ``ring`` are the group's
+backend's, and so are their timeouts.)"""
 
 PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -63,7 +65,14 @@ def expected(late: float) -> dict[str, Expected]:
         "uneven": Expected(0, 0, WAITED, others_told="rank 0 gave up first: " + WAITED),
         "uneven_replays": Expected(0, 0, WAITED, others_told="rank 0 gave up first: " + WAITED),
         "late": Expected(0, 0, None, late),
-        "replays": Expected(KILLED, ABORTED, WAITED + r".*?the process is ended\.", TIMEOUT_SECONDS + GRACE_SECONDS, logged=True, probed=True),
+        "replays": Expected(
+            KILLED,
+            ABORTED,
+            WAITED + r".*?the process is ended\.",
+            TIMEOUT_SECONDS + GRACE_SECONDS,
+            logged=True,
+            probed=True,
+        ),
         "ended": Expected(1, 1, WAITED + r".*?The program ends without having been told", logged=True),
         "behind": Expected(1, 1, WAITED + r".*?The program ends without having been told", logged=True),
         "again": Expected(0, 0, WAITED, others_told=WAITED),
@@ -88,7 +97,11 @@ class Job:
         self.processes = []
         for rank, path in enumerate(self.logs):
             with path.open("w") as log:
-                self.processes.append(subprocess.Popen([*command, str(rank)], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+                self.processes.append(
+                    subprocess.Popen(
+                        [*command, str(rank)], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                    )
+                )
 
     def begin(self, step: str) -> None:
         (self.folder / step).touch()
@@ -152,7 +165,13 @@ def play(name: str, job: Job, probe: Job | None, want: Expected) -> dict[str, ob
     statuses = job.wait_end(want.after + 30)
     seconds = time.monotonic() - start
     found, problems = judge(job, want, statuses, seconds)
-    row: dict[str, object] = {"scenario": name, **job.kind, "ranks": job.ranks, "seconds": round(seconds, 1), "found": found}
+    row: dict[str, object] = {
+        "scenario": name,
+        **job.kind,
+        "ranks": job.ranks,
+        "seconds": round(seconds, 1),
+        "found": found,
+    }
     if probe is not None:
         probe.begin("prepare")
         ended = probe.wait_end(30)
@@ -173,17 +192,29 @@ def main() -> int:
     parser.add_argument("--schedule", default="fused", choices=SCHEDULES)
     parser.add_argument("--way", default="", help="of tests.gpu.stress_sites.variants, as two_shot; the first without")
     parser.add_argument("--ranks-share-gpus", action="store_true")
-    parser.add_argument("--pattern", choices=PATTERNS, help="matmul_reduce_scatter without, or matmul_all_reduce of small_message")
+    parser.add_argument(
+        "--pattern", choices=PATTERNS, help="matmul_reduce_scatter without, or matmul_all_reduce of small_message"
+    )
     arguments = parser.parse_args()
-    arguments.pattern = arguments.pattern or ("matmul_all_reduce" if arguments.schedule == "small_message" else "matmul_reduce_scatter")
-    scenarios = {name: want for name, want in expected(arguments.late).items() if name == "well" or not arguments.only or name in arguments.only}
+    arguments.pattern = arguments.pattern or (
+        "matmul_all_reduce" if arguments.schedule == "small_message" else "matmul_reduce_scatter"
+    )
+    scenarios = {
+        name: want
+        for name, want in expected(arguments.late).items()
+        if name == "well" or not arguments.only or name in arguments.only
+    }
     failed = 0
     jobs: dict[str, Job] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name in scenarios:
                 jobs[name] = Job(name, arguments, Path(folder))
-            probes = {name: Job(f"probe_{name}", arguments, Path(folder), ranks=1) for name, want in scenarios.items() if want.probed}
+            probes = {
+                name: Job(f"probe_{name}", arguments, Path(folder), ranks=1)
+                for name, want in scenarios.items()
+                if want.probed
+            }
             jobs |= {f"probe {name}": probe for name, probe in probes.items()}
             # The first one alone: the others find its code in the caches, so that no rank is long behind the other.
             jobs["well"].begin("prepare")
@@ -191,7 +222,11 @@ def main() -> int:
                 if jobs[name].wait_ready():
                     row = play(name, jobs[name], probes.get(name), want)
                 else:
-                    row = {"scenario": name, "ok": False, "found": f"its ranks were not ready in {START_SECONDS:.0f} s: {jobs[name].tail()}"}
+                    row = {
+                        "scenario": name,
+                        "ok": False,
+                        "found": f"its ranks were not ready in {START_SECONDS:.0f} s: {jobs[name].tail()}",
+                    }
                 failed += not row["ok"]
                 print(json.dumps(row), flush=True)
                 if name == "well":

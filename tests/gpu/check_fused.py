@@ -1,7 +1,9 @@
-"""Schedule ``fused``, or another that is one op a site, on GPUs: every pattern compiled, calls under stress, CUDA graphs. One torchrun, one GPU a rank; one JSON row a check.
+"""Schedule ``fused``, or another that is one op a site, on GPUs: every pattern compiled, calls under stress, CUDA
+graphs. One torchrun, one GPU a rank; one JSON row a check.
 
-    torchrun --nproc-per-node 4 -m tests.gpu.check_fused [--schedule chunked] [--calls 2000] [--replays 2000] [--only stress graphs]
-    torchrun --nproc-per-node 4 -m tests.gpu.check_fused --only epilogues kernels "epilogue us" "weights us"
+    torchrun --nproc-per-node 4 -m tests.gpu.check_fused [--schedule chunked] [--calls 2000] [--replays 2000] [--only
+    stress graphs] torchrun --nproc-per-node 4 -m tests.gpu.check_fused --only epilogues kernels "epilogue us" "weights
+    us"
 
 ``--only fp8``, of schedule ``chunked``: the patterns through ``_scaled_mm``, against fp64 of the dequantised operands.
 """
@@ -55,7 +57,12 @@ def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) ->
 
 def patterns(schedule: str, rank: int, world_size: int) -> list[str]:
     sites = cases(world_size, FACTOR) | (sums(world_size, FACTOR) if schedule == "chunked" else {})
-    return against_fp64(schedule, rank, sites, lambda shapes, generator: [torch.randn(s, generator=generator).bfloat16() for s in shapes])
+    return against_fp64(
+        schedule,
+        rank,
+        sites,
+        lambda shapes, generator: [torch.randn(s, generator=generator).bfloat16() for s in shapes],
+    )
 
 
 def fp8(schedule: str, rank: int, world_size: int, calls: int, count: int) -> list[str]:
@@ -74,10 +81,14 @@ def fp8(schedule: str, rank: int, world_size: int, calls: int, count: int) -> li
 
 
 def against_fp64(
-    schedule: str, rank: int, sites: dict[str, tuple[Any, Any, int]], make: Callable[[Any, torch.Generator], list[torch.Tensor]]
+    schedule: str,
+    rank: int,
+    sites: dict[str, tuple[Any, Any, int]],
+    make: Callable[[Any, torch.Generator], list[torch.Tensor]],
 ) -> list[str]:
-    """What is wrong with ``sites``, each compiled and called three times with the inputs that ``make`` makes: what is further off than 2 % of the largest number and
-    than twice the uncompiled function (an activation where its inputs' rounding shows magnifies it in both).
+    """What is wrong with ``sites``, each compiled and called three times with the inputs that ``make`` makes: what is
+    further off than 2 % of the largest number and than twice the uncompiled function (an activation where its inputs'
+    rounding shows magnifies it in both).
     """
     problems = []
     for name, (function, shapes, expected) in sites.items():
@@ -90,7 +101,10 @@ def against_fp64(
             for e, f, plain in zip(exact, _tuple(compiled(*inputs)), _tuple(function(*inputs)), strict=True):
                 bound = max(2e-2 * e.abs().max(), 2 * (plain.double() - e).abs().max())
                 if f.shape != e.shape or not (f.double() - e).abs().max() <= bound:
-                    problems.append(f"{name} call {call}: {tuple(f.shape)} off by {(f.double() - e).abs().max():.3g} of {e.abs().max():.3g}")
+                    problems.append(
+                        f"{name} call {call}: {tuple(f.shape)} off by {(f.double() - e).abs().max():.3g} of"
+                        f" {e.abs().max():.3g}"
+                    )
         report = overlap_inductor.last_report()
         schedules = [p.schedule for s in report.sites for p in s.decision.plan] if report else []
         if schedules != [schedule] * expected:
@@ -103,7 +117,9 @@ PATTERNS_OF = {"wave_groups": ALL_PATTERNS[1:], "small_message": ALL_PATTERNS[2:
 """Of schedules that do not serve all three."""
 
 
-def patterns_of(schedule: str, world_size: int, tokens: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
+def patterns_of(
+    schedule: str, world_size: int, tokens: int
+) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
     """An MLP of hidden 2048 as those of its parts that a schedule serves: functions and inputs."""
     g, rows = dist.group.WORLD, tokens // world_size
     up, down = (torch.randn(1024, 2048, device="cuda").bfloat16() / 32 for _ in range(2))
@@ -117,14 +133,17 @@ def patterns_of(schedule: str, world_size: int, tokens: int) -> dict[str, tuple[
 
 
 def stress(schedule: str, rank: int, world_size: int, calls: int) -> dict[str, int]:
-    """Calls of all patterns and two sizes in turn, each rank late at random; every result must be bit for bit the first one."""
+    """Calls of all patterns and two sizes in turn, each rank late at random; every result must be bit for bit the first
+    one."""
     sites = []
     for tokens in (512, 1000 // world_size * world_size):
         torch._dynamo.reset()
         for name, (function, inputs) in patterns_of(schedule, world_size, tokens).items():
             compiled = compiled_as(schedule, function)
             first = compiled(*inputs)
-            assert (first.float() - function(*inputs).float()).abs().max() < 2e-2 * first.float().abs().max(), f"{name} {tokens}"
+            assert (first.float() - function(*inputs).float()).abs().max() < 2e-2 * first.float().abs().max(), (
+                f"{name} {tokens}"
+            )
             sites.append((f"{name} {tokens}", functools.partial(compiled, *inputs), first))
     return late_calls(sites, calls, rank)
 
@@ -132,7 +151,10 @@ def stress(schedule: str, rank: int, world_size: int, calls: int) -> dict[str, i
 def graphs(schedule: str, world_size: int, count: int) -> dict[str, int]:
     """Two captured graphs alive, replayed in turn and mixed with eager calls."""
     torch._dynamo.reset()
-    calls = {name: functools.partial(compiled_as(schedule, function), *inputs) for name, (function, inputs) in patterns_of(schedule, world_size, 512).items()}
+    calls = {
+        name: functools.partial(compiled_as(schedule, function), *inputs)
+        for name, (function, inputs) in patterns_of(schedule, world_size, 512).items()
+    }
     return replays([(name, call, call()) for name, call in calls.items()], count)
 
 
@@ -150,14 +172,20 @@ def reduce_overhead(schedule: str, world_size: int) -> dict[str, int]:
 
 
 def host_cost(schedule: str, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of the host beside the queue of a GPU that is busy: the op alone, the compiled function with it and as it stood; and an allocation, of which an op has
-    two and more, for how fast the host is."""
-    return {name: _host_cost(schedule, name, function, inputs) for name, (function, inputs) in patterns_of(schedule, world_size, 512).items()}
+    """Microseconds of the host beside the queue of a GPU that is busy: the op alone, the compiled function with it and
+    as it stood; and an allocation, of which an op has two and more, for how fast the host is."""
+    return {
+        name: _host_cost(schedule, name, function, inputs)
+        for name, (function, inputs) in patterns_of(schedule, world_size, 512).items()
+    }
 
 
 def _host_cost(schedule: str, name: str, function: Callable[..., Any], inputs: list[torch.Tensor]) -> dict[str, float]:
     torch._dynamo.reset()
-    overlapped, keep = torch.compile(function, dynamic=False), torch.compile(lambda *args: function(*args), dynamic=False)
+    overlapped, keep = (
+        torch.compile(function, dynamic=False),
+        torch.compile(lambda *args: function(*args), dynamic=False),
+    )
     with overlap_inductor.overlap(schedule=schedule, mode="strict"):
         overlapped(*inputs)
         report = overlap_inductor.last_report()
@@ -168,8 +196,17 @@ def _host_cost(schedule: str, name: str, function: Callable[..., Any], inputs: l
         op = getattr(torch.ops.overlap_inductor, f"{schedule}_{name}").default
         chain, last = torch.zeros(1, dtype=torch.uint8, device="cuda"), (site.collective.group_name, site.id)
         a, b = inputs
-        arguments = (chain, a, [b.t()], [None], False, settings, *last) if name == "all_gather_matmul" else (chain, a, b, None, settings, "sum", *last)
-        return {"op": host_us(lambda: op(*arguments)), schedule: host_us(lambda: overlapped(*inputs)), "keep": host_us(lambda: keep(*inputs)), "torch.empty": host_us(lambda: torch.empty_like(a))}
+        arguments = (
+            (chain, a, [b.t()], [None], False, settings, *last)
+            if name == "all_gather_matmul"
+            else (chain, a, b, None, settings, "sum", *last)
+        )
+        return {
+            "op": host_us(lambda: op(*arguments)),
+            schedule: host_us(lambda: overlapped(*inputs)),
+            "keep": host_us(lambda: keep(*inputs)),
+            "torch.empty": host_us(lambda: torch.empty_like(a)),
+        }
 
 
 def main() -> int:
@@ -207,7 +244,20 @@ def main() -> int:
         bad = bool(found) if isinstance(found, list) else name not in MEASURED and any(found.values())
         failed += bad
         if rank == 0 or bad:
-            print(json.dumps({"check": name, "schedule": schedule, "rank": rank, "world_size": world_size, "found": found, "ok": not bad, "s": round(time.monotonic() - start, 1)}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "check": name,
+                        "schedule": schedule,
+                        "rank": rank,
+                        "world_size": world_size,
+                        "found": found,
+                        "ok": not bad,
+                        "s": round(time.monotonic() - start, 1),
+                    }
+                ),
+                flush=True,
+            )
         dist.barrier()
     finish_rank()
     return 1 if failed else 0

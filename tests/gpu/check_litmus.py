@@ -1,11 +1,13 @@
-"""Litmus tests of the orderings that the kernels rest on, between two GPUs at a time; every ordering has a twin without it that may fail.
+"""Litmus tests of the orderings that the kernels rest on, between two GPUs at a time; every ordering has a twin without
+it that may fail.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus [--rounds 20000] [--only "two blocks, bulk"]
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus --ranks-share-gpus
 
-Message passing: block b of the even rank writes a round's number all over a tile in its partner's memory and signals; block b of the partner
-waits, counts the words that are not that number, and acknowledges. One JSON row a way, written by rank 0; wrong words fail the run where the
-ordering is claimed to hold. Then the same inside one GPU, for tiles that one block stores and another one sends. What was found: ``bench/results/litmus.jsonl``.
+Message passing: block b of the even rank writes a round's number all over a tile in its partner's memory and signals;
+block b of the partner waits, counts the words that are not that number, and acknowledges. One JSON row a way, written
+by rank 0; wrong words fail the run where the ordering is claimed to hold. Then the same inside one GPU, for tiles that
+one block stores and another one sends. What was found: ``bench/results/litmus.jsonl``.
 
 Where ranks share a GPU they take turns on it, milliseconds at a time: far fewer rounds, and stores of the other are
 seldom under way. That shows that every way runs and signals, and that what is claimed holds there, too; that an
@@ -47,7 +49,19 @@ PATIENCE_NS = 5_000_000_000
 
 
 @triton.jit
-def write_rounds(peer, peer_desc, acknowledged, peer_flags, stop, first, rounds, patience, way: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+def write_rounds(
+    peer,
+    peer_desc,
+    acknowledged,
+    peer_flags,
+    stop,
+    first,
+    rounds,
+    patience,
+    way: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
     """``way``: ordinary | unordered (the flag first, relaxed) | bulk | bulk without fence | bulk, barrier only."""
     block = tl.program_id(0)
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
@@ -68,7 +82,9 @@ def write_rounds(peer, peer_desc, acknowledged, peer_flags, stop, first, rounds,
 
 
 @triton.jit
-def write_halves(peer, acknowledged, peer_flags, counters, stop, first, rounds, patience, R: tl.constexpr, C: tl.constexpr):
+def write_halves(
+    peer, acknowledged, peer_flags, counters, stop, first, rounds, patience, R: tl.constexpr, C: tl.constexpr
+):
     """Two blocks store half a tile each; whichever is counted last signals for both."""
     block = tl.program_id(0) // 2
     rows = tl.program_id(0) % 2 * (R // 2) + tl.arange(0, R // 2)
@@ -106,8 +122,22 @@ def write_halves_in_bulk(
 
 
 @triton.jit
-def write_halves_each(peer, acknowledged, peer_flags, table, stop, first, rounds, patience, rank, added: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Two blocks store half a tile each and signal for themselves: by adding to one flag, or a flag each, by threads side by side (``signal_ranks``)."""
+def write_halves_each(
+    peer,
+    acknowledged,
+    peer_flags,
+    table,
+    stop,
+    first,
+    rounds,
+    patience,
+    rank,
+    added: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Two blocks store half a tile each and signal for themselves: by adding to one flag, or a flag each, by threads
+    side by side (``signal_ranks``)."""
     block, half = tl.program_id(0) // 2, tl.program_id(0) % 2
     rows = half * (R // 2) + tl.arange(0, R // 2)
     offsets = rows[:, None] * C + tl.arange(0, C)[None, :]
@@ -121,8 +151,11 @@ def write_halves_each(peer, acknowledged, peer_flags, table, stop, first, rounds
 
 
 @triton.jit
-def send_inside(mine, desc, flags, wrong, stop, first, rounds, patience, fence: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """One GPU: an even block stores a tile in bulk and adds, at the GPU's scope; the odd one behind it acquires and loads past L1, as blocks of an all-reduce that push."""
+def send_inside(
+    mine, desc, flags, wrong, stop, first, rounds, patience, fence: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
+    """One GPU: an even block stores a tile in bulk and adds, at the GPU's scope; the odd one behind it acquires and
+    loads past L1, as blocks of an all-reduce that push."""
     block = tl.program_id(0) // 2
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     bad = tl.full((), 0, tl.int32)
@@ -143,8 +176,22 @@ def send_inside(mine, desc, flags, wrong, stop, first, rounds, patience, fence: 
 
 
 @triton.jit
-def read_rounds(mine, desc, flags, peer_flags, wrong, stop, first, rounds, patience, way: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """``way``: ordinary | bulk | bulk without fence | added (two have added to the flag, as often) | both flags (``wait_for_all``)."""
+def read_rounds(
+    mine,
+    desc,
+    flags,
+    peer_flags,
+    wrong,
+    stop,
+    first,
+    rounds,
+    patience,
+    way: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """``way``: ordinary | bulk | bulk without fence | added (two have added to the flag, as often) | both flags
+    (``wait_for_all``)."""
     block = tl.program_id(0)
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     bad = tl.full((), 0, tl.int32)
@@ -212,7 +259,16 @@ class Litmus:
 
     def write(self, way: str, rounds: int) -> None:
         if way == "two blocks":
-            arguments = (self.peer, self.flags, self.peer_flags, self.counters, self.faults.stop, self.next, rounds, PATIENCE_NS)
+            arguments = (
+                self.peer,
+                self.flags,
+                self.peer_flags,
+                self.counters,
+                self.faults.stop,
+                self.next,
+                rounds,
+                PATIENCE_NS,
+            )
             write_halves[(2 * BLOCKS,)](*arguments, ROWS, COLUMNS, num_warps=4)
             return
         if way.startswith("two blocks, bulk"):
@@ -229,11 +285,29 @@ class Litmus:
             write_halves_in_bulk[(2 * BLOCKS,)](*arguments, "without" not in way, ROWS, COLUMNS, num_warps=4)
             return
         if way.startswith("two blocks, "):
-            arguments = (self.peer, self.flags, self.peer_flags, self.table, self.faults.stop, self.next, rounds, PATIENCE_NS)
+            arguments = (
+                self.peer,
+                self.flags,
+                self.peer_flags,
+                self.table,
+                self.faults.stop,
+                self.next,
+                rounds,
+                PATIENCE_NS,
+            )
             write_halves_each[(2 * BLOCKS,)](*arguments, 0, "adds" in way, ROWS, COLUMNS, num_warps=4)
             return
         if not way.startswith("copy engine"):
-            arguments = (self.peer, self.descriptors[1], self.flags, self.peer_flags, self.faults.stop, self.next, rounds, PATIENCE_NS)
+            arguments = (
+                self.peer,
+                self.descriptors[1],
+                self.flags,
+                self.peer_flags,
+                self.faults.stop,
+                self.next,
+                rounds,
+                PATIENCE_NS,
+            )
             write_rounds[(BLOCKS,)](*arguments, way, ROWS, COLUMNS, num_warps=4)
             return
         source = torch.empty_like(self.data)
@@ -248,12 +322,26 @@ class Litmus:
                 elif way == "copy engine, flag by a kernel":
                     give[(1,)](flag, i, num_warps=1)
                 else:
-                    torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(self.peer_flags.view(torch.uint32), block * WORDS, i)
+                    torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(
+                        self.peer_flags.view(torch.uint32), block * WORDS, i
+                    )
             for block in range(BLOCKS):
-                wait_for[(1,)](self.flags[block * WORDS + ACKNOWLEDGED :], i, self.faults.stop, PATIENCE_NS, num_warps=1)
+                wait_for[(1,)](
+                    self.flags[block * WORDS + ACKNOWLEDGED :], i, self.faults.stop, PATIENCE_NS, num_warps=1
+                )
 
     def read(self, way: str, rounds: int) -> None:
-        arguments = (self.data, self.descriptors[0], self.flags, self.peer_flags, self.wrong, self.faults.stop, self.next, rounds, PATIENCE_NS)
+        arguments = (
+            self.data,
+            self.descriptors[0],
+            self.flags,
+            self.peer_flags,
+            self.wrong,
+            self.faults.stop,
+            self.next,
+            rounds,
+            PATIENCE_NS,
+        )
         read_rounds[(BLOCKS,)](*arguments, way, ROWS, COLUMNS, num_warps=4)
 
     def run(self, writer: str, reader: str, rounds: int) -> dict[str, Any]:
@@ -271,7 +359,14 @@ class Litmus:
             torch.cuda.synchronize()
         self.next += rounds
         wrong = of_all_ranks([int(self.wrong.sum()) if self.reads else 0, int(self.faults.error() is not None)])
-        return {"writer": writer, "reader": reader, "rounds": rounds, "wrong_words": int(wrong[0]), "faults": int(wrong[1]), "words": rounds * BLOCKS * ROWS * COLUMNS}
+        return {
+            "writer": writer,
+            "reader": reader,
+            "rounds": rounds,
+            "wrong_words": int(wrong[0]),
+            "faults": int(wrong[1]),
+            "words": rounds * BLOCKS * ROWS * COLUMNS,
+        }
 
 
 def of_all_ranks(counts: list[int]) -> list[int]:
@@ -285,11 +380,30 @@ def inside_one_gpu(litmus: Litmus, fence: bool, rounds: int) -> dict[str, Any]:
     """Rows as ``Litmus.run``'s, of blocks of one GPU, on every rank by itself."""
     flags = torch.zeros(BLOCKS * WORDS, dtype=torch.int32, device="cuda")
     for amount in (0, rounds):
-        send_inside[(2 * BLOCKS,)](litmus.data, litmus.descriptors[0], flags, litmus.wrong, litmus.faults.stop, 1, amount, PATIENCE_NS, fence, ROWS, COLUMNS, num_warps=4)
+        send_inside[(2 * BLOCKS,)](
+            litmus.data,
+            litmus.descriptors[0],
+            flags,
+            litmus.wrong,
+            litmus.faults.stop,
+            1,
+            amount,
+            PATIENCE_NS,
+            fence,
+            ROWS,
+            COLUMNS,
+            num_warps=4,
+        )
         torch.cuda.synchronize()
     wrong = of_all_ranks([int(litmus.wrong.sum()), int(litmus.faults.error() is not None)])
     ways = {"writer": "bulk" if fence else "bulk without fence", "reader": "another block of the GPU, past L1"}
-    return {**ways, "rounds": rounds, "wrong_words": int(wrong[0]), "faults": int(wrong[1]), "words": rounds * BLOCKS * ROWS * COLUMNS * dist.get_world_size()}
+    return {
+        **ways,
+        "rounds": rounds,
+        "wrong_words": int(wrong[0]),
+        "faults": int(wrong[1]),
+        "words": rounds * BLOCKS * ROWS * COLUMNS * dist.get_world_size(),
+    }
 
 
 def fault_is_recorded(litmus: Litmus) -> dict[str, Any]:
@@ -337,7 +451,12 @@ def main() -> int:
         if rank == 0:
             print(json.dumps(row), flush=True)
     row = fault_is_recorded(litmus)
-    failed += row["fault"][:1] != [1] or row["fault"][1] != 3 or row["fault"][3] != row["expected_wanted"] or not 45 < row["ms"] < 200
+    failed += (
+        row["fault"][:1] != [1]
+        or row["fault"][1] != 3
+        or row["fault"][3] != row["expected_wanted"]
+        or not 45 < row["ms"] < 200
+    )
     if rank == 0:
         print(json.dumps(row), flush=True)
     finish_rank()

@@ -1,6 +1,7 @@
-"""The model tests on NCCL, the kernels that Inductor makes of a chunk, and a trace of what runs under what. One GPU a rank.
+"""The model tests on NCCL, the kernels that Inductor makes of a chunk, and a trace of what runs under what. One GPU a
+rank.
 
-    torchrun --nproc-per-node 4 -m tests.gpu.check_models
+torchrun --nproc-per-node 4 -m tests.gpu.check_models
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ from tests.models import test_hugging_face
 
 
 def kernels(rank: int, world_size: int) -> list[str]:
-    """With Triton templates a chunk's matmul, bias and activation are one kernel, and no other kernel computes anything."""
+    """With Triton templates a chunk's matmul, bias and activation are one kernel, and no other kernel computes
+    anything."""
     from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()
     group = dist.group.WORLD
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
-    w, b = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16) / 20, torch.randn(256, device="cuda", dtype=torch.bfloat16)
+    w, b = (
+        torch.randn(512, 256, device="cuda", dtype=torch.bfloat16) / 20,
+        torch.randn(256, device="cuda", dtype=torch.bfloat16),
+    )
     fn = lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, group), w))  # noqa: E731
     # (Else each rank measures whether the fusion pays, and ranks may differ.)
     options = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON", "benchmark_epilogue_fusion": False}
@@ -41,14 +46,17 @@ def kernels(rank: int, world_size: int) -> list[str]:
     launched = re.findall(r"^\s*(triton_\w+)\.run\(|^\s*(extern_kernels\.\w+)\(", body, re.M)
     names = [a or b for a, b in launched]
     exact = fn(x.double(), w.double(), b.double())
-    problems = [] if (result.double() - exact).abs().max() < 0.05 * exact.abs().max() else ["fused templates: wrong result"]
+    problems = (
+        [] if (result.double() - exact).abs().max() < 0.05 * exact.abs().max() else ["fused templates: wrong result"]
+    )
     if len(names) != world_size or not all("triton_tem_fused" in n and "relu" in n for n in names):
         problems.append(f"expected {world_size} templates with a fused relu, found {names}")
     return problems
 
 
 def trace(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Microseconds of matmul kernels, of transfer kernels, and of both at once, in one call at llama3-70b's MLP with 8192 tokens."""
+    """Microseconds of matmul kernels, of transfer kernels, and of both at once, in one call at llama3-70b's MLP with
+    8192 tokens."""
     group = dist.group.WORLD
     n, rows = 28672 // world_size, 8192
     cases: dict[str, tuple[Any, tuple[tuple[int, int], ...]]] = {
@@ -69,13 +77,24 @@ def trace(rank: int, world_size: int) -> list[dict[str, Any]]:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 compiled(*inputs)
                 torch.cuda.synchronize()
-            spans = [(e.name, e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+            spans = [
+                (e.name, e.time_range.start, e.time_range.end)
+                for e in profile.events()
+                if e.device_type == torch.autograd.DeviceType.CUDA
+            ]
             matmuls = [(a, b) for name, a, b in spans if re.search(r"gemm|nvjet|cutlass|triton_tem", name)]
             transfers = [(a, b) for name, a, b in spans if "nccl" in name.lower()]
             both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in matmuls for c, d in transfers)
-            row = {"pattern": pattern, "schedule": schedule, "matmul_kernels": len(matmuls), "transfer_kernels": len(transfers)}
+            row = {
+                "pattern": pattern,
+                "schedule": schedule,
+                "matmul_kernels": len(matmuls),
+                "transfer_kernels": len(transfers),
+            }
             total = lambda s: round(sum(b - a for a, b in s), 1)  # noqa: E731
-            found.append({**row, "matmul_us": total(matmuls), "transfer_us": total(transfers), "both_us": round(both, 1)})
+            found.append(
+                {**row, "matmul_us": total(matmuls), "transfer_us": total(transfers), "both_us": round(both, 1)}
+            )
     return found
 
 
@@ -96,7 +115,11 @@ def main() -> int:
     for by_hand in (False, True):
         for checkpointing in test_blocks.EXPECTED:
             start = time.monotonic()
-            report(f"block by_hand={by_hand} {checkpointing}", test_blocks.problems(rank, world_size, by_hand, checkpointing, "cuda"), start)
+            report(
+                f"block by_hand={by_hand} {checkpointing}",
+                test_blocks.problems(rank, world_size, by_hand, checkpointing, "cuda"),
+                start,
+            )
     for family in test_hugging_face.FORWARD:
         start = time.monotonic()
         torch._dynamo.reset()

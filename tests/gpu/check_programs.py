@@ -1,8 +1,11 @@
-"""Programs drawn at random (``tests.numerics.random_programs``) on GPUs, compiled by Inductor, by every schedule. One torchrun, one GPU a rank; one JSON row a schedule.
+"""Programs drawn at random (``tests.numerics.random_programs``) on GPUs, compiled by Inductor, by every schedule. One
+torchrun, one GPU a rank; one JSON row a schedule.
 
-    torchrun --nproc-per-node 2 -m tests.gpu.check_programs [--schedules chunked fused ring auto] [--seeds 0 30] [--trains] [--mode reduce-overhead] [--dynamic] [--seconds 120]
+    torchrun --nproc-per-node 2 -m tests.gpu.check_programs [--schedules chunked fused ring auto] [--seeds 0 30]
+    [--trains] [--mode reduce-overhead] [--dynamic] [--seconds 120]
 
-Each is called three times, with other numbers each time, and must be as near to fp64 as the function is that is not compiled. Status 1 where one is wrong or a rewrite failed.
+Each is called three times, with other numbers each time, and must be as near to fp64 as the function is that is not
+compiled. Status 1 where one is wrong or a rewrite failed.
 """
 
 from __future__ import annotations
@@ -31,8 +34,11 @@ UNIT = 64
 """What most sizes are multiples of: rows of 16 bytes, and tiles that are not whole."""
 
 
-def wrong(program: Program, schedule: str, mode: str | None, dynamic: bool, rank: int, overlapped: Counter[str]) -> list[str]:
-    """What is wrong with the program as ``torch.compile`` makes it; ``dynamic``: the rows of its first two tensors are symbols."""
+def wrong(
+    program: Program, schedule: str, mode: str | None, dynamic: bool, rank: int, overlapped: Counter[str]
+) -> list[str]:
+    """What is wrong with the program as ``torch.compile`` makes it; ``dynamic``: the rows of its first two tensors are
+    symbols."""
     torch._dynamo.reset()
     reporting.forget_reports()
     function = program.function()
@@ -48,17 +54,25 @@ def wrong(program: Program, schedule: str, mode: str | None, dynamic: bool, rank
         for call in range(CALLS):
             generator = torch.Generator("cuda").manual_seed(1000 * program.seed + 10 * call + rank)
             inputs = [(torch.randn(s, device="cuda", generator=generator) / 4).bfloat16() for s in program.inputs]
-            exact, plain = (outcome(function, [i.to(dtype) for i in inputs], program.trains) for dtype in (torch.float64, torch.bfloat16))
+            exact, plain = (
+                outcome(function, [i.to(dtype) for i in inputs], program.trains)
+                for dtype in (torch.float64, torch.bfloat16)
+            )
             for i, (e, p, f) in enumerate(zip(exact, plain, outcome(called, inputs, program.trains), strict=True)):
                 if not e.numel():
                     continue
                 bound = max(2e-2 * e.abs().max(), 3 * (p.double() - e).abs().max())
                 error = (f.double() - e).abs().max() if f.shape == e.shape else torch.inf
                 if not error <= bound:
-                    problems.append(f"program {program.seed}, call {call}, result {i}: off by {error:.3g} (bound {bound:.3g}) of {e.abs().max():.3g}\n{program.text}")
+                    problems.append(
+                        f"program {program.seed}, call {call}, result {i}: off by {error:.3g} (bound {bound:.3g}) of"
+                        f" {e.abs().max():.3g}\n{program.text}"
+                    )
     for report in reporting.all_reports():
         problems += [f"program {program.seed}: {notice[:600]}\n{program.text}" for notice in report.notices]
-        overlapped.update(f"{s.facts.pattern} {s.decision.moving.schedule}" for s in report.sites if s.decision.status == "overlapped")
+        overlapped.update(
+            f"{s.facts.pattern} {s.decision.moving.schedule}" for s in report.sites if s.decision.status == "overlapped"
+        )
     return problems
 
 
@@ -82,12 +96,33 @@ def main() -> int:
             dist.all_reduce(late)
             if late.item():
                 break
-            problems += wrong(Program(seed, world_size, UNIT, arguments.trains, most_elements=2**22), schedule, arguments.mode, arguments.dynamic, rank, overlapped)
+            problems += wrong(
+                Program(seed, world_size, UNIT, arguments.trains, most_elements=2**22),
+                schedule,
+                arguments.mode,
+                arguments.dynamic,
+                rank,
+                overlapped,
+            )
             tried += 1
         failed += len(problems) > 0
-        row: dict[str, Any] = {"schedule": schedule, "rank": rank, "world_size": world_size, "trains": arguments.trains, "mode": arguments.mode, "dynamic": arguments.dynamic, "programs": tried, "overlapped": dict(overlapped)}
+        row: dict[str, Any] = {
+            "schedule": schedule,
+            "rank": rank,
+            "world_size": world_size,
+            "trains": arguments.trains,
+            "mode": arguments.mode,
+            "dynamic": arguments.dynamic,
+            "programs": tried,
+            "overlapped": dict(overlapped),
+        }
         if rank == 0 or problems:
-            print(json.dumps(row | {"problems": problems[:5], "wrong": len(problems), "s": round(time.monotonic() - begin, 1)}), flush=True)
+            print(
+                json.dumps(
+                    row | {"problems": problems[:5], "wrong": len(problems), "s": round(time.monotonic() - begin, 1)}
+                ),
+                flush=True,
+            )
     torch._dynamo.reset()  # (With a captured NCCL kernel alive, destroy_process_group waits for ever.)
     gc.collect()
     finish_rank()

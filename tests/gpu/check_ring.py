@@ -1,8 +1,10 @@
-"""Ring on NCCL: every pattern against fp64, then llama3-70b MLP shapes against the plain graph. One torchrun, one GPU a rank.
+"""Ring on NCCL: every pattern against fp64, then llama3-70b MLP shapes against the plain graph. One torchrun, one GPU a
+rank.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_ring
 
-Nearly all of its time is compiling, on the host: four runs beside each other, each with every fourth pattern, take about a third of it. ::
+Nearly all of its time is compiling, on the host: four runs beside each other, each with every fourth pattern, take
+about a third of it. ::
 
     for i in 0 1 2 3; do torchrun --standalone --nproc-per-node 8 -m tests.gpu.check_ring --share $i/4 & done; wait
 """
@@ -35,7 +37,15 @@ from tests.numerics.test_agreement import all_reduce
 MLP_TOKENS, HEAD_TOKENS = (2048, 8192, 16384), (512, 1024, 2048, 4096)
 
 
-def check(rank: int, world_size: int, names: list[str], fields: dict[str, Any], dtype: torch.dtype, dynamic: bool, mode: str | None) -> list[str]:
+def check(
+    rank: int,
+    world_size: int,
+    names: list[str],
+    fields: dict[str, Any],
+    dtype: torch.dtype,
+    dynamic: bool,
+    mode: str | None,
+) -> list[str]:
     """Problems found on this rank."""
     problems = []
     with overlap_inductor.overlap(schedule="ring", **fields):
@@ -57,7 +67,9 @@ def check(rank: int, world_size: int, names: list[str], fields: dict[str, Any], 
                     torch.compiler.cudagraph_mark_step_begin()
                     for e, f in zip(exact, _tuple(compiled(*inputs)), strict=True):
                         if f.shape != e.shape or not torch.allclose(f.double(), e, rtol=tolerance, atol=tolerance * 4):
-                            problems.append(f"{name} size {size} call {call}: off by {(f.double() - e).abs().max():.3g}")
+                            problems.append(
+                                f"{name} size {size} call {call}: off by {(f.double() - e).abs().max():.3g}"
+                            )
             report = overlap_inductor.last_report()
             counts = report.counters() if report else {}
             problems += [f"{name}: {notice}" for notice in (report.notices if report else [])]
@@ -95,10 +107,26 @@ def bench(world_size: int) -> list[dict[str, Any]]:
     g = dist.group.WORLD
     rows = []
     patterns: dict[str, tuple[Any, Callable[[int], list[tuple[int, ...]]], tuple[int, ...]]] = {
-        "all_gather_matmul": (lambda x, a: all_gather(x, 0, g) @ a, lambda m: [(m // world_size, 8192), (8192, 28672 // world_size)], MLP_TOKENS),
-        "matmul_reduce_scatter": (lambda x, a: reduce_scatter(x @ a, "sum", 0, g), lambda m: [(m, 28672 // world_size), (28672 // world_size, 8192)], MLP_TOKENS),
-        "matmul_all_reduce": (lambda x, a: all_reduce(x @ a, "sum", g), lambda m: [(m, 28672 // world_size), (28672 // world_size, 8192)], MLP_TOKENS),
-        "matmul_all_gather": (lambda x, a: all_gather(x @ a, 1, g), lambda m: [(m, 8192), (8192, 128256 // world_size)], HEAD_TOKENS),
+        "all_gather_matmul": (
+            lambda x, a: all_gather(x, 0, g) @ a,
+            lambda m: [(m // world_size, 8192), (8192, 28672 // world_size)],
+            MLP_TOKENS,
+        ),
+        "matmul_reduce_scatter": (
+            lambda x, a: reduce_scatter(x @ a, "sum", 0, g),
+            lambda m: [(m, 28672 // world_size), (28672 // world_size, 8192)],
+            MLP_TOKENS,
+        ),
+        "matmul_all_reduce": (
+            lambda x, a: all_reduce(x @ a, "sum", g),
+            lambda m: [(m, 28672 // world_size), (28672 // world_size, 8192)],
+            MLP_TOKENS,
+        ),
+        "matmul_all_gather": (
+            lambda x, a: all_gather(x @ a, 1, g),
+            lambda m: [(m, 8192), (8192, 128256 // world_size)],
+            HEAD_TOKENS,
+        ),
     }
     for pattern, (function, shapes, token_counts) in patterns.items():
         for tokens in token_counts:
@@ -118,7 +146,14 @@ def bench(world_size: int) -> list[dict[str, Any]]:
                 assert error < 2e-2, f"{pattern} M={tokens}: relative error {error}"
                 providers[f"ring S={parts}"] = lambda ring=ring, inputs=inputs: ring(*inputs)
             times = _time(providers)
-            rows.append({"pattern": pattern, "world_size": world_size, "tokens": tokens, **{k: round(v, 1) for k, v in times.items()}})
+            rows.append(
+                {
+                    "pattern": pattern,
+                    "world_size": world_size,
+                    "tokens": tokens,
+                    **{k: round(v, 1) for k, v in times.items()},
+                }
+            )
     return rows
 
 
@@ -138,7 +173,12 @@ def main() -> int:
     names = list(_cases(world_size, 4))[first::step]
     variants: list[tuple[dict[str, Any], torch.dtype, bool, str | None]] = [
         ({}, torch.float32, False, None),
-        ({"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, torch.bfloat16, False, None),
+        (
+            {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2},
+            torch.bfloat16,
+            False,
+            None,
+        ),
         ({}, torch.bfloat16, True, None),
         ({"step_node_budget": 1} if options.all else {"sub_chunks": 1}, torch.bfloat16, False, None),
         ({}, torch.bfloat16, False, "reduce-overhead"),
@@ -151,7 +191,8 @@ def main() -> int:
         if rank == 0 or problems:
             fields, dtype, dynamic, mode = variant
             print(
-                f"rank {rank} of {world_size}, {len(names)} patterns, {fields} {dtype} dynamic={dynamic} mode={mode}: {problems or 'ok'} ({time.monotonic() - start:.0f} s)",
+                f"rank {rank} of {world_size}, {len(names)} patterns, {fields} {dtype} dynamic={dynamic} mode={mode}:"
+                f" {problems or 'ok'} ({time.monotonic() - start:.0f} s)",
                 flush=True,
             )
     if options.bench:

@@ -1,4 +1,5 @@
-"""Schedule ``small_message`` on GPUs under stress: both kernels and several token counts in one slot, ranks late at random, eager calls between graph replays.
+"""Schedule ``small_message`` on GPUs under stress: both kernels and several token counts in one slot, ranks late at
+random, eager calls between graph replays.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_small_message [--calls 6000] [--replays 300]
 
@@ -37,11 +38,17 @@ def calls_of_one_slot(rank: int, world_size: int, columns: int) -> tuple[dict[st
     """Calls by name, all in one slot: one-shot and two-shot, with and without a norm, of every token count."""
     device = torch.device("cuda", torch.cuda.current_device())
     place = workspace_of(dist.group.WORLD, device)
-    shapes = [(tokens, SmallParameters(two_shot, segment, warps)) for tokens in TOKENS for two_shot, segment, warps in ((False, 2048, 8), (True, 1024, 4))]
+    shapes = [
+        (tokens, SmallParameters(two_shot, segment, warps))
+        for tokens in TOKENS
+        for two_shot, segment, warps in ((False, 2048, 8), (True, 1024, 4))
+    ]
     needs = [small_plan.needed(p, world_size, tokens, columns, 2) for tokens, p in shapes]
     name = f"stress {columns}"
     place.prepare([Request(name, max(n[0] for n in needs), max(n[1] for n in needs), HALVES)], 2**40)
-    launch = Launch(rank, world_size, place.arena.slot(name, HALVES), place.faults, place.faults.number(name), PATIENCE_NS)
+    launch = Launch(
+        rank, world_size, place.arena.slot(name, HALVES), place.faults, place.faults.number(name), PATIENCE_NS
+    )
     alike = torch.Generator(device).manual_seed(columns)
     weight = torch.randn(columns, device=device, generator=alike).bfloat16()
     found: dict[str, Call] = {}
@@ -49,7 +56,9 @@ def calls_of_one_slot(rank: int, world_size: int, columns: int) -> tuple[dict[st
         product = torch.randn(tokens, columns, device=device).bfloat16()
         residual = torch.randn(tokens, columns, device=device, generator=alike).bfloat16()
         kind = f"{'two' if p.two_shot else 'one'}-shot {tokens}"
-        found[f"{kind} norm"] = lambda x=product, r=residual, p=p: small_message.all_reduce_norm(x, r, weight, EPS, launch, p)
+        found[f"{kind} norm"] = lambda x=product, r=residual, p=p: small_message.all_reduce_norm(
+            x, r, weight, EPS, launch, p
+        )
         found[kind] = lambda x=product, p=p: (small_message.all_reduce(x, launch, p),)
         total = product.float()
         dist.all_reduce(total)
@@ -78,7 +87,8 @@ def stress(rank: int, calls: dict[str, Call], count: int) -> dict[str, int]:
 
 
 def graphs(calls: dict[str, Call], replays: int) -> dict[str, int]:
-    """Two captured graphs alive, replayed in turn and mixed with eager calls; an odd number of calls, so that halves change from replay to replay."""
+    """Two captured graphs alive, replayed in turn and mixed with eager calls; an odd number of calls, so that halves
+    change from replay to replay."""
     names = list(calls)[:7]
     first = {name: calls[name]() for name in names}
     captured = []
@@ -116,7 +126,15 @@ def main() -> int:
             launch.faults.check()
             failed += bool(wrong)
             if rank == 0 or wrong:
-                row = {"check": name, "columns": columns, "rank": rank, "world_size": world_size, "wrong": wrong, "ok": not wrong, "s": round(time.monotonic() - start, 1)}
+                row = {
+                    "check": name,
+                    "columns": columns,
+                    "rank": rank,
+                    "world_size": world_size,
+                    "wrong": wrong,
+                    "ok": not wrong,
+                    "s": round(time.monotonic() - start, 1),
+                }
                 print(json.dumps(row), flush=True)
             dist.barrier()
     finish_rank()

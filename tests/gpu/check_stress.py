@@ -1,20 +1,25 @@
-"""Every schedule and pattern under stress on GPUs. One JSON row a scenario and variant; status 1 where a result was wrong.
+"""Every schedule and pattern under stress on GPUs. One JSON row a scenario and variant; status 1 where a result was
+wrong.
 
-    torchrun --nproc-per-node 2 -m tests.gpu.check_stress [--iterations 10000] [--only delays poison] [--schedules fused chunked small_message wave_groups]
+    torchrun --nproc-per-node 2 -m tests.gpu.check_stress [--iterations 10000] [--only delays poison] [--schedules fused
+    chunked small_message wave_groups]
 
-Scenarios: ``tests.gpu.stress_scenarios.SCENARIOS``. Every call is compared on the GPU, bit for bit with the first one of its inputs, which was compared with fp64.
-Variants in the environment are the caller's:
+Scenarios: ``tests.gpu.stress_scenarios.SCENARIOS``. Every call is compared on the GPU, bit for bit with the first one
+of its inputs, which was compared with fp64. Variants in the environment are the caller's:
 
     CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 -m tests.gpu.check_stress --iterations 2000
     CUDA_MODULE_LOADING=LAZY (and EAGER) torchrun --nproc-per-node 2 -m tests.gpu.check_stress --only lazy
 
-Run to run: rows of scenario ``lazy`` hold a digest of the bits of all first results on all ranks, equal in every run on as many ranks (the matmuls of ``chunked`` and ``small_message``
-being the vendor's, and the sums of ``wave_groups`` the collective's, those may differ from one version or one GPU to another).
+Run to run: rows of scenario ``lazy`` hold a digest of the bits of all first results on all ranks, equal in every run on
+as many ranks (the matmuls of ``chunked`` and ``small_message`` being the vendor's, and the sums of ``wave_groups`` the
+collective's, those may differ from one version or one GPU to another).
 
-More ranks than GPUs: ``torchrun --nproc-per-node 8 -m tests.gpu.check_stress --ranks-share-gpus`` puts 8 ranks on however few GPUs there are, for what
-ranks compute of their numbers and say to each other. Processes take turns on a GPU, so that a call takes tens of milliseconds; without NCCL, and so without ``wave_groups``.
+More ranks than GPUs: ``torchrun --nproc-per-node 8 -m tests.gpu.check_stress --ranks-share-gpus`` puts 8 ranks on
+however few GPUs there are, for what ranks compute of their numbers and say to each other. Processes take turns on a
+GPU, so that a call takes tens of milliseconds; without NCCL, and so without ``wave_groups``.
 
-A wait in a kernel ends after ``PATIENCE_PART`` of ``--row-seconds``, and a row after all of them, with the stacks of all threads on standard error.
+A wait in a kernel ends after ``PATIENCE_PART`` of ``--row-seconds``, and a row after all of them, with the stacks of
+all threads on standard error.
 """
 
 from __future__ import annotations
@@ -44,11 +49,17 @@ WHERE_SHARED = ("lazy", "delays", "poison", "graphs")
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--iterations", type=int, help="calls of each variant, a fifth of them in most scenarios; 10000, or 50 where ranks share GPUs")
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        help="calls of each variant, a fifth of them in most scenarios; 10000, or 50 where ranks share GPUs",
+    )
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, help="scenarios; all of them without")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--ranks-share-gpus", action="store_true")
-    parser.add_argument("--one-by-one", action="store_true", help="start every launch of a call by itself, also where it comes again")
+    parser.add_argument(
+        "--one-by-one", action="store_true", help="start every launch of a call by itself, also where it comes again"
+    )
     parser.add_argument("--row-seconds", type=float, default=120.0)
     found = parser.parse_args(arguments)
     found.iterations = found.iterations or (50 if found.ranks_share_gpus else 10000)
@@ -58,7 +69,9 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 def check(arguments: argparse.Namespace, rank: int, world_size: int) -> int:
     """Run all scenarios. Returns the number of rows with wrong results on this rank."""
-    stress = Stress(rank, world_size, stress_scenarios.make_groups(rank, world_size, PATIENCE_PART * arguments.row_seconds))
+    stress = Stress(
+        rank, world_size, stress_scenarios.make_groups(rank, world_size, PATIENCE_PART * arguments.row_seconds)
+    )
     begin, rows, bad = time.monotonic(), 0, 0
     for name in arguments.only:
         scenario, part = SCENARIOS[name]
@@ -70,10 +83,20 @@ def check(arguments: argparse.Namespace, rank: int, world_size: int) -> int:
             start = time.monotonic()
             wrong = {site: count for site, count in scenario(stress, variant, calls).items() if count}
             stress.check_faults()
-            row: dict[str, object] = {"check": name, "schedule": variant.schedule, "pattern": variant.pattern, "way": variant.way, "rank": rank, "world_size": world_size}
+            row: dict[str, object] = {
+                "check": name,
+                "schedule": variant.schedule,
+                "pattern": variant.pattern,
+                "way": variant.way,
+                "rank": rank,
+                "world_size": world_size,
+            }
             row |= {"wrong": sum(wrong.values()), "seconds": round(time.monotonic() - start, 2)}
             if name == "lazy":
-                row |= {"loading": os.environ.get("CUDA_MODULE_LOADING", ""), "digest": digest_of_all_ranks(stress, variant)}
+                row |= {
+                    "loading": os.environ.get("CUDA_MODULE_LOADING", ""),
+                    "digest": digest_of_all_ranks(stress, variant),
+                }
             else:
                 row["calls"] = calls
             if wrong:
@@ -85,7 +108,13 @@ def check(arguments: argparse.Namespace, rank: int, world_size: int) -> int:
             faulthandler.cancel_dump_traceback_later()
     if rank == 0:
         connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-        last = {"check": "all", "rows": rows, "wrong_rows": bad, "connections": connections, "one_by_one": arguments.one_by_one}
+        last = {
+            "check": "all",
+            "rows": rows,
+            "wrong_rows": bad,
+            "connections": connections,
+            "one_by_one": arguments.one_by_one,
+        }
         print(json.dumps({**last, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
     return bad
 

@@ -1,10 +1,14 @@
-"""Blocks that train, forward and backward, by every schedule: gradients against fp32, and call for call the same bits. One GPU a rank.
+"""Blocks that train, forward and backward, by every schedule: gradients against fp32, and call for call the same bits.
+One GPU a rank.
 
-    torchrun --nproc-per-node 2 -m tests.gpu.check_training [--schedules fused chunked wave_groups ring auto] [--modes default reduce-overhead]
+    torchrun --nproc-per-node 2 -m tests.gpu.check_training [--schedules fused chunked wave_groups ring auto] [--modes
+    default reduce-overhead]
 
-Three blocks, sequence-parallel by DTensor (gathers and scatters, forward and backward; with and without full checkpointing), and as tensor parallelism without it (all-reduces).
-Backward runs on autograd's own thread. Two inputs come in turn, so that calls come again with everything in its place; in between the program gives memory back, and runs a
-step of another model. Plain compiled blocks are measured by the same yardstick. One JSON row a model and schedule; status 1 where one is wrong.
+Three blocks, sequence-parallel by DTensor (gathers and scatters, forward and backward; with and without full
+checkpointing), and as tensor parallelism without it (all-reduces). Backward runs on autograd's own thread. Two inputs
+come in turn, so that calls come again with everything in its place; in between the program gives memory back, and runs
+a step of another model. Plain compiled blocks are measured by the same yardstick. One JSON row a model and schedule;
+status 1 where one is wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ from tests.models import dtensor_block
 BLOCKS, TOKENS, HIDDEN, HEAD = 3, 2048, 2048, 64
 STEPS = 10
 LIMIT = 0.03
-"""Of a bf16 block's results, relative to their norm; schedules may be half as far off again as the plain block, no further."""
+"""Of a bf16 block's results, relative to their norm; schedules may be half as far off again as the plain block, no
+further."""
 GIVE_BACK_AT, OTHER_AT = 4, 6
 SCHEDULES = ("fused", "chunked", "wave_groups", "ring", "auto")
 MODELS = ("sequence parallel", "sequence parallel, checkpointed", "tensor parallel")
@@ -56,8 +61,14 @@ def sharded(name: str, mesh: DeviceMesh) -> nn.Module:
         if name.startswith("sequence"):
             dtensor_block.sharded(block, mesh, 1)  # type: ignore[arg-type]
         else:
-            plan: dict[str, Any] = {f"attention.{n}": ColwiseParallel() for n in ("wq", "wk", "wv")} | {"attention.wo": RowwiseParallel()}
-            parallelize_module(block, mesh, {**plan, "mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
+            plan: dict[str, Any] = {f"attention.{n}": ColwiseParallel() for n in ("wq", "wk", "wv")} | {
+                "attention.wo": RowwiseParallel()
+            }
+            parallelize_module(
+                block,
+                mesh,
+                {**plan, "mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()},
+            )
     return model
 
 
@@ -75,7 +86,10 @@ def step(model: nn.Module, compiled: Any, x: torch.Tensor, target: torch.Tensor)
 
 
 def largest_error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> tuple[float, str]:
-    errors = {n: ((found[n].float() - e).norm() / e.norm()).item() if found[n].shape == e.shape else float("inf") for n, e in exact.items()}
+    errors = {
+        n: ((found[n].float() - e).norm() / e.norm()).item() if found[n].shape == e.shape else float("inf")
+        for n, e in exact.items()
+    }
     errors = {n: e if e == e else float("inf") for n, e in errors.items()}
     where = max(errors, key=errors.__getitem__)
     return errors[where], where
@@ -99,7 +113,9 @@ def exact_results(name: str, mesh: DeviceMesh, number: int) -> dict[str, torch.T
     return found
 
 
-def run(name: str, schedule: str, mode: str, mesh: DeviceMesh, exact: list[dict[str, torch.Tensor]], other: Any) -> dict[str, Any]:
+def run(
+    name: str, schedule: str, mode: str, mesh: DeviceMesh, exact: list[dict[str, torch.Tensor]], other: Any
+) -> dict[str, Any]:
     """A row: ``STEPS`` steps of the model by one schedule (``off``: plain)."""
     torch._dynamo.reset()
     reporting.forget_reports()
@@ -121,7 +137,9 @@ def run(name: str, schedule: str, mode: str, mesh: DeviceMesh, exact: list[dict[
             else:
                 changed.update(n for n, value in found.items() if not torch.equal(value, first[i % len(inputs)][n]))
     error, where = max(largest_error(f, e) for f, e in zip(first, exact, strict=True))
-    sites = Counter(f"{r.phase}: {s.facts.pattern} {s.decision.moving.schedule}" for r in reporting.all_reports() for s in r.sites)
+    sites = Counter(
+        f"{r.phase}: {s.facts.pattern} {s.decision.moving.schedule}" for r in reporting.all_reports() for s in r.sites
+    )
     return {
         "model": name, "schedule": schedule, "mode": mode, "world_size": mesh.size(), "error": round(error, 4), "where": where, "changed": dict(changed),
         "sites": dict(sites), "seconds": round(time.monotonic() - begin, 1),
@@ -136,7 +154,11 @@ def main() -> int:
     arguments = parser.parse_args()
     rank, world_size = start_rank()
     mesh = dist.init_device_mesh("cuda", (world_size,), mesh_dim_names=("tp",))
-    for allowed in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp, torch.backends.cuda.enable_cudnn_sdp):
+    for allowed in (
+        torch.backends.cuda.enable_flash_sdp,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+        torch.backends.cuda.enable_cudnn_sdp,
+    ):
         # (Their backward adds in no fixed order.)
         allowed(False)
     linear = nn.Linear(HIDDEN, HIDDEN, device="cuda", dtype=torch.bfloat16)
@@ -147,10 +169,18 @@ def main() -> int:
         for mode in arguments.modes:
             plain = run(name, "off", mode, mesh, exact, lambda: linear(beside).sum().backward())
             for schedule in ("off", *arguments.schedules):
-                row = copy.copy(plain) if schedule == "off" else run(name, schedule, mode, mesh, exact, lambda: linear(beside).sum().backward())
+                row = (
+                    copy.copy(plain)
+                    if schedule == "off"
+                    else run(name, schedule, mode, mesh, exact, lambda: linear(beside).sum().backward())
+                )
                 moves = any(not s.endswith(" keep") for s in row["sites"])
                 # (Groups of waves sum in NCCL's order; the ring's and all others' is fixed.)
-                row["right"] = row["error"] <= min(1.5 * plain["error"] + 2e-3, LIMIT) and (not row["changed"] or schedule in ("off", "wave_groups")) and (moves or schedule in ("off", "auto"))
+                row["right"] = (
+                    row["error"] <= min(1.5 * plain["error"] + 2e-3, LIMIT)
+                    and (not row["changed"] or schedule in ("off", "wave_groups"))
+                    and (moves or schedule in ("off", "auto"))
+                )
                 bad += not row["right"]
                 if rank == 0 or not row["right"]:
                     print(json.dumps({"rank": rank, **row}), flush=True)

@@ -1,4 +1,5 @@
-"""Schedule ``wave_groups`` on GPUs: numbers, calls under stress, CUDA graphs. One torchrun, one GPU a rank; one JSON row a check.
+"""Schedule ``wave_groups`` on GPUs: numbers, calls under stress, CUDA graphs. One torchrun, one GPU a rank; one JSON
+row a check.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_wave_groups [--calls 1000] [--replays 500] [--only stress graphs]
 
@@ -29,14 +30,25 @@ from tests.gpu.repeated import replays
 PATTERNS = ("matmul_all_reduce", "matmul_reduce_scatter")
 
 
-def site(pattern: str, rows: int, inner: int, columns: int, dtype: torch.dtype, seed: int, **settings: Any) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
+def site(
+    pattern: str, rows: int, inner: int, columns: int, dtype: torch.dtype, seed: int, **settings: Any
+) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
     """``(function, inputs)`` of one op; ``rows`` a multiple of the world size."""
     generator = torch.Generator().manual_seed(seed)
-    a, b, bias = (torch.randn(size, generator=generator).cuda().to(dtype) for size in ((rows, inner), (columns, inner), (columns,)))
-    op, text, name = getattr(torch.ops.overlap_inductor, f"wave_groups_{pattern}").default, json.dumps(settings), f"{pattern} {rows} {inner} {columns}"
+    a, b, bias = (
+        torch.randn(size, generator=generator).cuda().to(dtype)
+        for size in ((rows, inner), (columns, inner), (columns,))
+    )
+    op, text, name = (
+        getattr(torch.ops.overlap_inductor, f"wave_groups_{pattern}").default,
+        json.dumps(settings),
+        f"{pattern} {rows} {inner} {columns}",
+    )
     chain = torch.zeros(1, dtype=torch.uint8, device="cuda")
 
-    def function(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, reduce_op: str = "sum") -> torch.Tensor:
+    def function(
+        a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, reduce_op: str = "sum"
+    ) -> torch.Tensor:
         return op(chain, a, b.t(), bias, text, reduce_op, dist.group.WORLD.group_name, name)[0]
 
     return function, [a, b, bias]
@@ -50,7 +62,17 @@ def numbers(rank: int, world_size: int) -> list[str]:
             (1000 // world_size * world_size, 520, 712, {}),
             (4096, 1024, 2048, {}),
             (4096 + 8 * world_size, 1032, 2056, {"free": [16]}),
-            (512 * world_size, 512, 1024, {"free": [1], "partition": [0, 1, 2, 4] if pattern == "matmul_reduce_scatter" else [0, 1, 2 * world_size, 4 * world_size]}),
+            (
+                512 * world_size,
+                512,
+                1024,
+                {
+                    "free": [1],
+                    "partition": (
+                        [0, 1, 2, 4] if pattern == "matmul_reduce_scatter" else [0, 1, 2 * world_size, 4 * world_size]
+                    ),
+                },
+            ),
         ]:
             for dtype in (torch.bfloat16, torch.float16):
                 function, (a, b, bias) = site(pattern, rows, inner, columns, dtype, 7 + rank, **settings)
@@ -62,12 +84,16 @@ def numbers(rank: int, world_size: int) -> list[str]:
                     for call in range(2):
                         found = function(a, b, with_bias, reduce_op).double()
                         if found.shape != exact.shape or (found - exact).abs().max() > 2e-2 * exact.abs().max():
-                            problems.append(f"{pattern} {rows} {inner} {columns} {dtype} {reduce_op} {call}: off by {(found - exact).abs().max():.3g} of {exact.abs().max():.3g}")
+                            problems.append(
+                                f"{pattern} {rows} {inner} {columns} {dtype} {reduce_op} {call}: off by"
+                                f" {(found - exact).abs().max():.3g} of {exact.abs().max():.3g}"
+                            )
     return problems
 
 
 def sites(rank: int, world_size: int) -> list[Repeated]:
-    """Sites that have run once: small ones, in which waiting kernels and matmuls meet most often, with many groups; and the result of a second call."""
+    """Sites that have run once: small ones, in which waiting kernels and matmuls meet most often, with many groups; and
+    the result of a second call."""
     made: list[Repeated] = []
     for rows in (2048, 3000 // world_size * world_size):
         for pattern in PATTERNS:
@@ -81,10 +107,20 @@ def sites(rank: int, world_size: int) -> list[Repeated]:
 
 
 def host_cost(rank: int, world_size: int) -> dict[str, float]:
-    """Microseconds of the host for one call, beside the queue of a GPU that is busy; with the number of groups in the name."""
+    """Microseconds of the host for one call, beside the queue of a GPU that is busy; with the number of groups in the
+    name."""
     found = {}
     for groups in (2, 8):
-        function, (a, b, _) = site("matmul_all_reduce", 4096, 1024, 4096, torch.bfloat16, rank, free=[16], partition=[32 * i // groups for i in range(groups + 1)])
+        function, (a, b, _) = site(
+            "matmul_all_reduce",
+            4096,
+            1024,
+            4096,
+            torch.bfloat16,
+            rank,
+            free=[16],
+            partition=[32 * i // groups for i in range(groups + 1)],
+        )
         function(a, b)
         found[f"{groups} groups"] = host_us(functools.partial(function, a, b))
     return found
@@ -112,7 +148,19 @@ def main() -> int:
         bad = bool(found) if isinstance(found, list) else name != "host" and any(found.values())
         failed += bad
         if rank == 0 or bad:
-            print(json.dumps({"check": name, "rank": rank, "world_size": world_size, "found": found, "ok": not bad, "s": round(time.monotonic() - start, 1)}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "check": name,
+                        "rank": rank,
+                        "world_size": world_size,
+                        "found": found,
+                        "ok": not bad,
+                        "s": round(time.monotonic() - start, 1),
+                    }
+                ),
+                flush=True,
+            )
         dist.barrier()
     finish_rank()
     return 1 if failed else 0

@@ -119,7 +119,8 @@ class Rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def await_error(self) -> TransferError:
-        """Call once without the peer, and again: the error of the second call. (The first result is what the kernel left behind that gave up.)"""
+        """Call once without the peer, and again: the error of the second call. (The first result is what the kernel
+        left behind that gave up.)"""
         start = time.monotonic()
         self.site.call()
         try:
@@ -304,7 +305,9 @@ def main(
         return 0
     start_rank(rank, world_size, folder, share == "share")
     # A peer that is late is late within the patience; the kernel that is aborted has a long one.
-    patience = {"late": float(late) + 15, "aborted": PATIENT_SECONDS, "well": PATIENT_SECONDS}.get(scenario, TIMEOUT_SECONDS)
+    patience = {"late": float(late) + 15, "aborted": PATIENT_SECONDS, "well": PATIENT_SECONDS}.get(
+        scenario, TIMEOUT_SECONDS
+    )
     if scenario.startswith("uneven") and rank > 0:
         patience = PATIENT_SECONDS
     kind = Kind(schedule, pattern, way)

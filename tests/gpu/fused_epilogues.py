@@ -1,4 +1,5 @@
-"""What ``check_fused`` asks of epilogues and of several weights in one launch: numbers, kernels of a call against max-autotune's templates, microseconds."""
+"""What ``check_fused`` asks of epilogues and of several weights in one launch: numbers, kernels of a call against
+max-autotune's templates, microseconds."""
 
 from __future__ import annotations
 
@@ -27,8 +28,11 @@ def _half(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape, device="cuda") * scale).bfloat16()
 
 
-def _sites(w: int, tokens: int, hidden: int, wide: int) -> dict[str, tuple[Function, Function, list[torch.Tensor], str]]:
-    """``{name: (function with a collective, the same on one GPU, inputs, the kernel that computes it)}``; no size is a multiple of a tile."""
+def _sites(
+    w: int, tokens: int, hidden: int, wide: int
+) -> dict[str, tuple[Function, Function, list[torch.Tensor], str]]:
+    """``{name: (function with a collective, the same on one GPU, inputs, the kernel that computes it)}``; no size is a
+    multiple of a tile."""
     g, rows = dist.group.WORLD, tokens // w
     x, y = _half(rows, hidden), _half(tokens, wide)
     up, down, bias = _half(hidden, wide, scale=hidden**-0.5), _half(wide, hidden, scale=wide**-0.5), _half(wide)
@@ -45,7 +49,12 @@ def _sites(w: int, tokens: int, hidden: int, wide: int) -> dict[str, tuple[Funct
     found["scatter, scaled, residual"] = (
         lambda y, a, r, s: r + reduce_scatter(y @ a, "sum", 0, g) * s, lambda y, a, r, s: r + (y @ a) * s, [y, down, own, row], "matmul_reduce_scatter",
     )  # fmt: skip
-    found["all-reduce, residual"] = (lambda y, a, r: r + funcol.all_reduce(y @ a, "sum", g), lambda y, a, r: r + y @ a, [y, down, whole], "matmul_all_reduce")
+    found["all-reduce, residual"] = (
+        lambda y, a, r: r + funcol.all_reduce(y @ a, "sum", g),
+        lambda y, a, r: r + y @ a,
+        [y, down, whole],
+        "matmul_all_reduce",
+    )
     return found
 
 
@@ -61,7 +70,9 @@ def epilogues(compiled_as: Compile, rank: int, world_size: int) -> list[str]:
             if not off < 2e-2:
                 problems.append(f"{name} call {call}: off by {off:.3g}")
         report = overlap_inductor.last_report()
-        if report is None or not all(any(p.parameters.get("epilogue", [])) for s in report.sites for p in s.decision.plan):
+        if report is None or not all(
+            any(p.parameters.get("epilogue", [])) for s in report.sites for p in s.decision.plan
+        ):
             problems.append(f"{name}: no epilogue was planned")
         names = kernels(functools.partial(compiled, *inputs))
         if len([n for n in names if kernel in n]) != 1 or any(n.startswith("triton_") for n in names):
@@ -73,7 +84,9 @@ def kernels(call: Callable[[], Any]) -> list[str]:
     """The kernels of one call, but for those that set the bytes of the group's token."""
     call()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    ) as profile:
         call()
         torch.cuda.synchronize()
     names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
@@ -81,7 +94,8 @@ def kernels(call: Callable[[], Any]) -> list[str]:
 
 
 def kernel_counts(compiled_as: Compile, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    """Kernels of the fused site, and of the same matmul and pointwise ops on one GPU as max-autotune's Triton templates (rank 0's; the others wait)."""
+    """Kernels of the fused site, and of the same matmul and pointwise ops on one GPU as max-autotune's Triton templates
+    (rank 0's; the others wait)."""
     found = {}
     for name, (function, plain, inputs, _) in _sites(world_size, 1024, 1024, 1024).items():
         if name not in ("gather, bias, silu", "scatter, scaled, residual"):
@@ -91,16 +105,22 @@ def kernel_counts(compiled_as: Compile, rank: int, world_size: int) -> dict[str,
         found[name] = {"fused": kernels(functools.partial(compiled, *inputs))}
         if rank == 0:
             alone = [_half(1024, 1024) if t.dim() == 2 else t for t in inputs]
-            with overlap_inductor.overlap(mode="off"), torch._inductor.config.patch(max_autotune_gemm_backends="TRITON", autotune_in_subproc=False):
+            with (
+                overlap_inductor.overlap(mode="off"),
+                torch._inductor.config.patch(max_autotune_gemm_backends="TRITON", autotune_in_subproc=False),
+            ):
                 template = torch.compile(plain, mode="max-autotune-no-cudagraphs")
                 found[name]["max_autotune"] = kernels(functools.partial(template, *alone))
-            assert len(found[name]["fused"]) <= len(found[name]["max_autotune"]), f"{name}: more kernels than max-autotune's: {found[name]}"
+            assert len(found[name]["fused"]) <= len(found[name]["max_autotune"]), (
+                f"{name}: more kernels than max-autotune's: {found[name]}"
+            )
         dist.barrier()
     return found
 
 
 def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of a site with its epilogue in the kernel, and with Inductor's pointwise kernel behind it, on llama3-70b's MLP."""
+    """Microseconds of a site with its epilogue in the kernel, and with Inductor's pointwise kernel behind it, on
+    llama3-70b's MLP."""
     found = {}
     for tokens in (2048, 8192):
         for name, (function, _, inputs, _) in _sites(world_size, tokens, 8192, 28672 // world_size).items():
@@ -120,7 +140,8 @@ def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str,
 
 
 def weight_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of several weights in one launch, and of the widest alone with vendor matmuls behind it: llama3-70b's gate and up, and q, k and v."""
+    """Microseconds of several weights in one launch, and of the widest alone with vendor matmuls behind it:
+    llama3-70b's gate and up, and q, k and v."""
     found, g = {}, dist.group.WORLD
     for tokens in (1024, 4096):
         for name, widths in {"gate and up": (28672, 28672), "q, k, v": (8192, 1024, 1024)}.items():
@@ -133,13 +154,19 @@ def weight_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, f
 
             one_launch = functools.partial(compiled_as("fused", function), x, *weights)
             one, other = one_launch(), _widest_alone(one_launch)
-            assert all((a.float() - b.float()).abs().max() < 2e-2 * b.float().abs().max() for a, b in zip(one, other, strict=True)), name
-            found[f"{name} {tokens}"] = _medians({"one launch": one_launch, "widest, then vendor": functools.partial(_widest_alone, one_launch)})
+            assert all(
+                (a.float() - b.float()).abs().max() < 2e-2 * b.float().abs().max()
+                for a, b in zip(one, other, strict=True)
+            ), name
+            found[f"{name} {tokens}"] = _medians(
+                {"one launch": one_launch, "widest, then vendor": functools.partial(_widest_alone, one_launch)}
+            )
     return found
 
 
 def _widest_alone(call: Callable[[], Any]) -> Any:
-    """``call`` with one weight in the kernel and vendor matmuls behind it: which weights share the launch is asked at every call."""
+    """``call`` with one weight in the kernel and vendor matmuls behind it: which weights share the launch is asked at
+    every call."""
     together = fused_plan.in_one_launch
     fused_plan.in_one_launch = lambda rhs: [max(range(len(rhs)), key=lambda i: rhs[i].shape[1])]
     try:

@@ -16,10 +16,12 @@ def allow_sharing() -> None:
 
 
 def start_rank(seconds: float = 600.0, share_gpus: bool = False) -> tuple[int, int]:
-    """``(rank, world size)``, with the rank's GPU chosen and an NCCL group made, whose timeout (the patience of its kernels, too) is ``seconds``.
+    """``(rank, world size)``, with the rank's GPU chosen and an NCCL group made, whose timeout (the patience of its
+    kernels, too) is ``seconds``.
 
-    ``share_gpus``: ranks go round the GPUs, so that few GPUs stand for many. NCCL has no two ranks on one GPU, so the group is gloo's, and symmetric memory is told to
-    allow it. Processes take turns on a GPU, milliseconds at a time: kernels that wait for each other go on, slowly.
+    ``share_gpus``: ranks go round the GPUs, so that few GPUs stand for many. NCCL has no two ranks on one GPU, so the
+    group is gloo's, and symmetric memory is told to allow it. Processes take turns on a GPU, milliseconds at a time:
+    kernels that wait for each other go on, slowly.
     """
     timeout = datetime.timedelta(seconds=seconds)
     local = int(os.environ["LOCAL_RANK"])

@@ -1,4 +1,5 @@
-"""What every schedule's GPU check does with its sites again and again: late calls, drawn calls, replays of CUDA graphs, and the host's time for a call."""
+"""What every schedule's GPU check does with its sites again and again: late calls, drawn calls, replays of CUDA graphs,
+and the host's time for a call."""
 
 from __future__ import annotations
 
@@ -30,14 +31,20 @@ def _late_call(site: Repeated, wrong: dict[str, torch.Tensor], chance: random.Ra
 
 
 def drawn_calls(
-    sites: Sequence[Repeated], calls: int, rank: int, streams: Sequence[torch.cuda.Stream] = (), before: Callable[[int], None] = lambda i: None
+    sites: Sequence[Repeated],
+    calls: int,
+    rank: int,
+    streams: Sequence[torch.cuda.Stream] = (),
+    before: Callable[[int], None] = lambda i: None,
 ) -> dict[str, int]:
     """Calls of sites in an order that is drawn, alike on all ranks, each rank late at random: wrong results by name.
 
-    A drawn order: whatever a call wrongly reads of the one before it, or of the one before that, comes from other inputs most times, and shows.
+    A drawn order: whatever a call wrongly reads of the one before it, or of the one before that, comes from other
+        inputs most times, and shows.
 
     Args:
-        streams: ``streams[i]`` is that of ``sites[i]``, the current one for all without; none is joined with another. A name's sites have one stream.
+        streams: ``streams[i]`` is that of ``sites[i]``, the current one for all without; none is joined with another. A
+            name's sites have one stream.
         before: what else happens before each call, given its number.
     """
     chance, order = random.Random(rank), random.Random(0)
@@ -54,7 +61,8 @@ def drawn_calls(
 
 
 def late_calls(sites: Sequence[Repeated], calls: int, rank: int) -> dict[str, int]:
-    """Sites in turn, each rank late at random, now and then on another stream, as when two parts of a program run side by side: wrong results by name."""
+    """Sites in turn, each rank late at random, now and then on another stream, as when two parts of a program run side
+    by side: wrong results by name."""
     chance = random.Random(rank)
     wrong = _counters(sites)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
@@ -69,8 +77,8 @@ def late_calls(sites: Sequence[Repeated], calls: int, rank: int) -> dict[str, in
 
 
 def replays(sites: Sequence[Repeated], count: int, others: Sequence[Repeated] = ()) -> dict[str, int]:
-    """Two captured graphs of all sites alive, the second one of ``others`` where there are any, replayed in turn and mixed with eager calls of the first one's: the
-    number of wrong results."""
+    """Two captured graphs of all sites alive, the second one of ``others`` where there are any, replayed in turn and
+    mixed with eager calls of the first one's: the number of wrong results."""
     captured = []
     torch.cuda.synchronize()
     dist.barrier()
@@ -95,8 +103,9 @@ def replays(sites: Sequence[Repeated], count: int, others: Sequence[Repeated] = 
 
 
 def host_us(call: Callable[[], Any], calls: int = 20) -> float:
-    """Microseconds of the host for one call, beside the queue of a GPU that is busy: the median of ``ROUNDS`` rounds of ``calls``. (Few: a full queue would stop the host. The
-    first of a round finds a host that has slept, and takes 200 us, of which a mean would say ten a call.)"""
+    """Microseconds of the host for one call, beside the queue of a GPU that is busy: the median of ``ROUNDS`` rounds of
+    ``calls``. (Few: a full queue would stop the host. The first of a round finds a host that has slept, and takes 200
+    us, of which a mean would say ten a call.)"""
     took = []
     for _ in range(ROUNDS):
         dist.barrier()

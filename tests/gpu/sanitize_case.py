@@ -1,10 +1,12 @@
-"""A few calls of every schedule and pattern, small enough for a tool that makes kernels fifty times slower. Status 1 where a result was wrong.
+"""A few calls of every schedule and pattern, small enough for a tool that makes kernels fifty times slower. Status 1
+where a result was wrong.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --target-processes all \\
         torchrun --nproc-per-node 2 -m tests.gpu.sanitize_case [--schedules fused] [--ranks-share-gpus]
 
-Without caching every tensor is an allocation of its own, so that what is read or written beyond it is seen. A kernel's patience is its group's timeout: hours here.
-``--ranks-share-gpus``: a gloo group, on one GPU a rank where there are enough, so that none of NCCL's kernels are looked at; without ``wave_groups``.
+Without caching every tensor is an allocation of its own, so that what is read or written beyond it is seen. A kernel's
+patience is its group's timeout: hours here. ``--ranks-share-gpus``: a gloo group, on one GPU a rank where there are
+enough, so that none of NCCL's kernels are looked at; without ``wave_groups``.
 """
 
 from __future__ import annotations
@@ -48,7 +50,14 @@ def main() -> int:
         stress.check_faults()
         bad += bool(wrong)
         if rank == 0 or wrong:
-            row = {"schedule": variant.schedule, "pattern": variant.pattern, "way": variant.way, "rank": rank, "wrong": wrong, "seconds": round(time.monotonic() - start, 1)}
+            row = {
+                "schedule": variant.schedule,
+                "pattern": variant.pattern,
+                "way": variant.way,
+                "rank": rank,
+                "wrong": wrong,
+                "seconds": round(time.monotonic() - start, 1),
+            }
             print(json.dumps(row), flush=True)
     finish_rank()
     return 1 if bad else 0

@@ -1,6 +1,8 @@
-"""What goes on around the calls of ``tests.gpu.check_stress``: one function a scenario, for so many calls of one variant of a schedule and pattern.
+"""What goes on around the calls of ``tests.gpu.check_stress``: one function a scenario, for so many calls of one
+variant of a schedule and pattern.
 
-A scenario returns wrong results by name. On every rank all of it happens in one order; only delays and foreign work are each rank's own.
+A scenario returns wrong results by name. On every rank all of it happens in one order; only delays and foreign work are
+each rank's own.
 """
 
 from __future__ import annotations
@@ -38,18 +40,27 @@ FOREIGN_SIZE, FOREIGN_MATMULS, FOREIGN_CYCLES = 8192, 6, 35_000_000
 
 
 def make_groups(rank: int, world_size: int, seconds: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's groups: ``world``; ``second``, of the same ranks; ``pair``: of ranks ``r`` and ``W - 1 - r``; ``row`` and ``column`` of a mesh ``[W / 2, 2]``, which on
-    2 ranks are ``world`` and ``second``. All ranks together; ``world_size`` is even."""
+    """This rank's groups: ``world``; ``second``, of the same ranks; ``pair``: of ranks ``r`` and ``W - 1 - r``; ``row``
+    and ``column`` of a mesh ``[W / 2, 2]``, which on 2 ranks are ``world`` and ``second``. All ranks together;
+    ``world_size`` is even."""
     timeout, everyone = datetime.timedelta(seconds=seconds), range(world_size)
 
     def mine(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         made = {tuple(part): dist.new_group(list(part), timeout=timeout) for part in parts}
         return next(group for part, group in made.items() if rank in part)
 
-    found = {"world": dist.group.WORLD, "second": mine([everyone]), "pair": mine([(r, world_size - 1 - r) for r in range(world_size // 2)])}
+    found = {
+        "world": dist.group.WORLD,
+        "second": mine([everyone]),
+        "pair": mine([(r, world_size - 1 - r) for r in range(world_size // 2)]),
+    }
     if world_size == 2:
         return {**found, "row": found["world"], "column": found["second"]}
-    return {**found, "row": mine([everyone[r : r + 2] for r in everyone[::2]]), "column": mine([everyone[0::2], everyone[1::2]])}
+    return {
+        **found,
+        "row": mine([everyone[r : r + 2] for r in everyone[::2]]),
+        "column": mine([everyone[0::2], everyone[1::2]]),
+    }
 
 
 @dataclass
@@ -72,7 +83,11 @@ class Stress:
         if key not in self._sites:
             made = self.made(variant, group)
             self._sites[key] = [stress_sites.first_results(calls) for calls in made]
-            worst = max(stress_sites.off(first, call) for calls, known in zip(made, self._sites[key], strict=True) for call, (*_, first) in zip(calls, known, strict=True))
+            worst = max(
+                stress_sites.off(first, call)
+                for calls, known in zip(made, self._sites[key], strict=True)
+                for call, (*_, first) in zip(calls, known, strict=True)
+            )
             assert worst < TOLERANCE, f"{variant} in group {group} is off by {worst:.3g} of the largest element"
         return self._sites[key]
 
@@ -83,9 +98,10 @@ class Stress:
 
 
 def lazy(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """First calls of all shapes of two sites, one behind the other: the odd ranks come late, so that the even ones' kernels wait for them while their hosts load
-    the next calls' kernels, and the odd ones' while peers wait. (The first scenario of a process, or there is nothing left to load; and not its first
-    run on a machine, where all ranks compile for longer than that.)"""
+    """First calls of all shapes of two sites, one behind the other: the odd ranks come late, so that the even ones'
+    kernels wait for them while their hosts load the next calls' kernels, and the odd ones' while peers wait. (The first
+    scenario of a process, or there is nothing left to load; and not its first run on a machine, where all ranks compile
+    for longer than that.)"""
     # (Its inputs and workspace are there, so that nothing keeps the ranks together from here on.)
     stress.made(variant, "world")
     torch.cuda.synchronize()
@@ -143,8 +159,9 @@ def stream(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def given_back(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Two sites, while the program gives memory back to the GPU again and again, and takes some of other sizes, each rank its own: what comes to lie at an address that a
-    site's tensor had belongs to another allocation, where CUDA launches no graph whose copies read or wrote the one before."""
+    """Two sites, while the program gives memory back to the GPU again and again, and takes some of other sizes, each
+    rank its own: what comes to lie at an address that a site's tensor had belongs to another allocation, where CUDA
+    launches no graph whose copies read or wrote the one before."""
     a, b = stress.sites(variant)
     chance, held = random.Random(2000 + stress.rank), []
 
@@ -152,7 +169,10 @@ def given_back(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
         if i % GIVE_BACK_EVERY == 0:
             held.clear()
             torch.cuda.empty_cache()
-            held.extend(torch.empty(chance.randrange(1, 24) << 20, dtype=torch.uint8, device=ranks.device()) for _ in range(chance.randrange(4)))
+            held.extend(
+                torch.empty(chance.randrange(1, 24) << 20, dtype=torch.uint8, device=ranks.device())
+                for _ in range(chance.randrange(4))
+            )
 
     return drawn_calls(a + b, calls, stress.rank, before=before)
 
@@ -187,7 +207,8 @@ def beside_nccl(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def foreign(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Work of somebody else on some ranks' GPUs, on a stream that goes first: matmuls that fill the chip, and a kernel that does nothing for long."""
+    """Work of somebody else on some ranks' GPUs, on a stream that goes first: matmuls that fill the chip, and a kernel
+    that does nothing for long."""
     chance, theirs = random.Random(1000 + stress.rank), torch.cuda.Stream(priority=-1)
     x = torch.zeros(FOREIGN_SIZE, FOREIGN_SIZE, device=ranks.device(), dtype=stress_sites.dtype)
     y = torch.empty_like(x)
@@ -214,7 +235,8 @@ def determinism(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def graphs(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Replays of two CUDA graphs in turn, with different inputs, mixed with eager calls; ``reduce-overhead`` is ``tests.gpu.check_fused``'s."""
+    """Replays of two CUDA graphs in turn, with different inputs, mixed with eager calls; ``reduce-overhead`` is
+    ``tests.gpu.check_fused``'s."""
     known = stress.sites(variant)[0]
     return replays(known[::INPUTS], calls, known[1::INPUTS])
 
@@ -233,7 +255,8 @@ SCENARIOS: dict[str, tuple[Scenario, int]] = {
 
 
 def applies(scenario: str, variant: Variant, share_gpus: bool) -> bool:
-    """Whether a scenario can say anything about a variant: NCCL has no two ranks on one GPU, and the sums of ``wave_groups`` are those of each group's collective."""
+    """Whether a scenario can say anything about a variant: NCCL has no two ranks on one GPU, and the sums of
+    ``wave_groups`` are those of each group's collective."""
     if share_gpus and (scenario == "beside_nccl" or variant.schedule == "wave_groups"):
         return False
     return scenario != "determinism" or variant.schedule != "wave_groups"

@@ -1,7 +1,8 @@
 """Sites for stress: one op of a schedule on a group, with a few inputs, whose results every rank can compute by itself.
 
-Inputs are drawn from seeds that all ranks know, so the expected values need no collective, whatever the group's backend. A call's result is checked once against
-fp64, later ones bit for bit against the first; so a later check costs three small kernels.
+Inputs are drawn from seeds that all ranks know, so the expected values need no collective, whatever the group's
+backend. A call's result is checked once against fp64, later ones bit for bit against the first; so a later check costs
+three small kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from tests.gpu.repeated import Repeated
 define_ops()
 
 INPUTS = 3
-"""Left operands of each shape. Two would be the same again in every other call of a slot, and so in each of its halves."""
+"""Left operands of each shape. Two would be the same again in every other call of a slot, and so in each of its halves.
+"""
 LIMIT = 2**33
 TOLERANCE = 2e-2
 """Of the largest element."""
@@ -59,8 +61,8 @@ class Variant:
 
 
 def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
-    """Every way of every pattern of these schedules, each with more than one band, chunk or group where there are rows enough. ``replays``: of calls that come again
-    (``runtime.replay``)."""
+    """Every way of every pattern of these schedules, each with more than one band, chunk or group where there are rows
+    enough. ``replays``: of calls that come again (``runtime.replay``)."""
     banded = {"parts": 2, "parts_from": 0}
     found = [Variant("fused", GATHER, "sm_push", {**fused_plan.TUNED[GATHER], **banded, "slices": 1})]
     found += [Variant("fused", p, "", {**fused_plan.TUNED[p], **banded}) for p in (SCATTER, REDUCE)]
@@ -70,9 +72,23 @@ def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
     found.append(Variant("fused", GATHER, "copy_engine", {**fused_plan.TUNED[GATHER], "copies_from": 0}))
     for transport in ("copy_engine", "sm_push"):
         for pattern in (GATHER, SCATTER, REDUCE):
-            found.append(Variant("chunked", pattern, transport, {"transport": transport, "chunks": 3, "bands": 2 if pattern == REDUCE else 1}))
-    found += [Variant("chunked", p, "in turn", {"transport": "copy_engine", "bands": 2 if p == REDUCE else 1, "turns_from": 0}) for p in (GATHER, SCATTER, REDUCE)]
-    found += [Variant("small_message", REDUCE, way, {"two_shot": way == "two_shot"}) for way in ("one_shot", "two_shot")]
+            found.append(
+                Variant(
+                    "chunked",
+                    pattern,
+                    transport,
+                    {"transport": transport, "chunks": 3, "bands": 2 if pattern == REDUCE else 1},
+                )
+            )
+    found += [
+        Variant(
+            "chunked", p, "in turn", {"transport": "copy_engine", "bands": 2 if p == REDUCE else 1, "turns_from": 0}
+        )
+        for p in (GATHER, SCATTER, REDUCE)
+    ]
+    found += [
+        Variant("small_message", REDUCE, way, {"two_shot": way == "two_shot"}) for way in ("one_shot", "two_shot")
+    ]
     found += [Variant("wave_groups", p, "", {"free": [16]}) for p in (SCATTER, REDUCE)]
     if not replays:
         found = [replace(v, fixed={**v.fixed, "replays": False}) if v.schedule != "wave_groups" else v for v in found]
@@ -145,7 +161,11 @@ class _Site:
 
     def call(self, shape: Shape, index: int, number: int, b: torch.Tensor) -> Call:
         rows = self.tokens(shape) // (1 if self.variant.pattern == REDUCE else self.world_size)
-        a, settings, last = self.left(self.rank, shape, number), self.variant.settings(rows), (self.group.group_name, self.name)
+        a, settings, last = (
+            self.left(self.rank, shape, number),
+            self.variant.settings(rows),
+            (self.group.group_name, self.name),
+        )
         # Every second shape also hands out what was gathered: the call then ends behind its kernel.
         used = index % 2 == 1
 
@@ -169,12 +189,19 @@ class _Site:
         return Call(self.name, index, gather if self.gathers else reduce, exact)
 
 
-def sites(variant: Variant, group: dist.ProcessGroup, names: Sequence[str], shapes: Sequence[Shape] = SHAPES, seed: object = 0) -> list[list[Call]]:
-    """The calls of a site of each name, with ``INPUTS`` inputs of each shape, and the workspace for them. All ranks of the group together.
+def sites(
+    variant: Variant, group: dist.ProcessGroup, names: Sequence[str], shapes: Sequence[Shape] = SHAPES, seed: object = 0
+) -> list[list[Call]]:
+    """The calls of a site of each name, with ``INPUTS`` inputs of each shape, and the workspace for them. All ranks of
+    the group together.
 
-    Sites that are made together take the group's slots in turn. They have different inputs; equal seeds give equal ones in another group, too.
+    Sites that are made together take the group's slots in turn. They have different inputs; equal seeds give equal ones
+    in another group, too.
     """
-    made = [_Site(variant, group, f"{name} {variant.schedule} {variant.pattern} {variant.way}", (seed, i)) for i, name in enumerate(names)]
+    made = [
+        _Site(variant, group, f"{name} {variant.schedule} {variant.pattern} {variant.way}", (seed, i))
+        for i, name in enumerate(names)
+    ]
     if variant.schedule != "wave_groups":
         reason = workspace.prepare(group, ranks.device(), json.dumps([site.request(shapes) for site in made]), LIMIT)
         assert reason is None, reason
@@ -183,7 +210,9 @@ def sites(variant: Variant, group: dist.ProcessGroup, names: Sequence[str], shap
     found = []
     for site in made:
         rights = [site.right(site.rank, shape) for shape in shapes]
-        found.append([site.call(shape, i, number, rights[i]) for i, shape in enumerate(shapes) for number in range(INPUTS)])
+        found.append(
+            [site.call(shape, i, number, rights[i]) for i, shape in enumerate(shapes) for number in range(INPUTS)]
+        )
     return found
 
 
@@ -212,10 +241,11 @@ def digest(results: Sequence[torch.Tensor]) -> int:
 
 
 def poison(group: dist.ProcessGroup, like: Sequence[torch.Tensor]) -> None:
-    """Make NaN of every byte that peers write into in the group's workspace, and of what the allocator will hand out for tensors as ``like``. All ranks together.
+    """Make NaN of every byte that peers write into in the group's workspace, and of what the allocator will hand out
+    for tensors as ``like``. All ranks together.
 
-    Only between two barriers may a rank do this to its own workspace, with nothing in flight on any rank: a peer's next call may write there as soon as this rank's
-    last one has ended. Flags and counters stay.
+    Only between two barriers may a rank do this to its own workspace, with nothing in flight on any rank: a peer's next
+    call may write there as soon as this rank's last one has ended. Flags and counters stay.
     """
     torch.cuda.synchronize()
     dist.barrier(group)

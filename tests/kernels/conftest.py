@@ -1,4 +1,5 @@
-"""These tests run kernels in Triton's interpreter, which must be chosen before a kernel is defined: ``TRITON_INTERPRET=1 pytest tests/kernels``."""
+"""These tests run kernels in Triton's interpreter, which must be chosen before a kernel is defined:
+``TRITON_INTERPRET=1 pytest tests/kernels``."""
 
 from __future__ import annotations
 
@@ -14,4 +15,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         for item in items:
             if HERE in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason="runs in Triton's interpreter: TRITON_INTERPRET=1 pytest tests/kernels"))
+                item.add_marker(
+                    pytest.mark.skip(reason="runs in Triton's interpreter: TRITON_INTERPRET=1 pytest tests/kernels")
+                )

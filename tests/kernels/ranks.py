@@ -22,12 +22,16 @@ from overlap_inductor.runtime.faults import stop_words
 from overlap_inductor.runtime.workspace import Launch
 
 
-def run_ranks(world_size: int, function: Callable[..., None], *args: Any, seconds: float = 200, ends: Sequence[int] = ()) -> None:
+def run_ranks(
+    world_size: int, function: Callable[..., None], *args: Any, seconds: float = 200, ends: Sequence[int] = ()
+) -> None:
     """``function(rank, *args)`` in a process a rank (forked: no import is paid again, and no device is held).
 
-    Fails where a rank does not end in time, or with another exit status than the one in ``ends`` (0 for all without; ``-n`` for signal ``n``).
+    Fails where a rank does not end in time, or with another exit status than the one in ``ends`` (0 for all without;
+    ``-n`` for signal ``n``).
     """
-    # A forked process has no threads but its own: a matmul there that counted on the parent's pool would wait for it for ever.
+    # A forked process has no threads but its own: a matmul there that counted on the parent's pool would wait for it
+    # for ever.
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=function, args=(r, *args)) for r in range(world_size)]
@@ -92,20 +96,38 @@ class SharedWorkspace:
 
     def launch(self, rank: int, patience_ns: int = 1_000_000_000) -> Launch:
         world_size = self.data.shape[0]
-        calls, queues = torch.zeros(1, dtype=torch.int32), torch.zeros(QUEUE_WORDS + world_size * self.signals, dtype=torch.int32)
-        slot = Slot(self.data.shape[1], self.signals, SharedBuffer(self.data, rank), SharedBuffer(self.flags, rank), calls, queues, torch.zeros(self.data.shape[1] // 256, dtype=torch.int32))
+        calls, queues = (
+            torch.zeros(1, dtype=torch.int32),
+            torch.zeros(QUEUE_WORDS + world_size * self.signals, dtype=torch.int32),
+        )
+        slot = Slot(
+            self.data.shape[1],
+            self.signals,
+            SharedBuffer(self.data, rank),
+            SharedBuffer(self.flags, rank),
+            calls,
+            queues,
+            torch.zeros(self.data.shape[1] // 256, dtype=torch.int32),
+        )
         faults = self.faults(rank)
         return Launch(rank, world_size, slot, faults, faults.number("some site"), patience_ns)
 
 
 def exact(pattern: str, a: torch.Tensor, b: torch.Tensor, bias: bool, average: bool, rows: int) -> list[torch.Tensor]:
-    """What each rank must have, in fp64: ``a [W, rows or all rows, K]`` and ``b [W, N, K]`` of all ranks, a bias that is ``b``'s first column; ``rows`` of a shard."""
+    """What each rank must have, in fp64: ``a [W, rows or all rows, K]`` and ``b [W, N, K]`` of all ranks, a bias that
+    is ``b``'s first column; ``rows`` of a shard."""
     world_size = len(a)
-    products = [(a.flatten(0, 1) if pattern == "all_gather_matmul" else a[r]).double() @ b[r].double().t() + bias * b[r, :, 0].double() for r in range(world_size)]
+    products = [
+        (a.flatten(0, 1) if pattern == "all_gather_matmul" else a[r]).double() @ b[r].double().t()
+        + bias * b[r, :, 0].double()
+        for r in range(world_size)
+    ]
     if pattern == "all_gather_matmul":
         return products
     total = torch.stack(products).sum(0) / (world_size if average else 1)
-    return [total[r * rows : (r + 1) * rows] if pattern == "matmul_reduce_scatter" else total for r in range(world_size)]
+    return [
+        total[r * rows : (r + 1) * rows] if pattern == "matmul_reduce_scatter" else total for r in range(world_size)
+    ]
 
 
 def at_rest(slot: Slot) -> bool:

@@ -1,4 +1,5 @@
-"""Sites of fp8 matmuls as a model spells them, once for every way to run them: in fp8 through ``_scaled_mm``, and in fp64 what that stands for."""
+"""Sites of fp8 matmuls as a model spells them, once for every way to run them: in fp8 through ``_scaled_mm``, and in
+fp64 what that stands for."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ Input = tuple[str, tuple[int, ...]]
 LARGEST = 448.0
 
 
-def multiply(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, fast: bool = False) -> torch.Tensor:
+def multiply(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    fast: bool = False,
+) -> torch.Tensor:
     """``(x * a) @ (w * b) + bias``: in bf16, or in fp64 where ``x`` is of it."""
     if x.dtype == torch.float64:
         exact = (x @ w) * a * b
@@ -28,14 +36,20 @@ def multiply(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
 
 def gather_bytes(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
     """fp8 that travels as bytes, since not every backend knows it."""
-    return all_gather(x, dim, group) if x.dtype == torch.float64 else all_gather(x.view(torch.uint8), dim, group).view(x.dtype)
+    return (
+        all_gather(x, dim, group)
+        if x.dtype == torch.float64
+        else all_gather(x.view(torch.uint8), dim, group).view(x.dtype)
+    )
 
 
 def quantised(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``y`` in fp8, and a scale for each row."""
     scale = y.abs().amax(1, keepdim=True).float() / LARGEST
     rounded = (y / scale).to(FP8)
-    return rounded.to(y.dtype) if y.dtype == torch.float64 else rounded, scale.to(y.dtype) if y.dtype == torch.float64 else scale
+    return rounded.to(y.dtype) if y.dtype == torch.float64 else rounded, scale.to(
+        y.dtype
+    ) if y.dtype == torch.float64 else scale
 
 
 def cases(w: int, factor: int = 1) -> dict[str, tuple[Callable[..., Any], list[Input], int]]:
@@ -51,7 +65,11 @@ def _cases(w: int) -> dict[str, tuple[Callable[..., Any], list[Input], int]]:
     g, s = dist.group.WORLD, 24
     weight, one, columns = ("fp8", (48, 32)), ("scale", ()), ("scale", (1, 48))
     return {
-        "gather rows, tensor-wise": (lambda x, v, a, b: multiply(all_gather(x, 0, g), v.t(), a, b, None, True), [("fp8", (s, 32)), weight, one, one], 1),
+        "gather rows, tensor-wise": (
+            lambda x, v, a, b: multiply(all_gather(x, 0, g), v.t(), a, b, None, True),
+            [("fp8", (s, 32)), weight, one, one],
+            1,
+        ),
         "gather rows, row-wise, scales gathered behind": (
             lambda x, a, v, b: multiply(gather_bytes(x, 0, g), v.t(), all_gather(a, 0, g), b),
             [("fp8", (s, 32)), ("scale", (s, 1)), weight, columns],
@@ -64,7 +82,11 @@ def _cases(w: int) -> dict[str, tuple[Callable[..., Any], list[Input], int]]:
             [("fp8", (s, 32)), weight, ("scale", (s * w, 1)), columns, ("fp8", (16, 32)), one, one, ("bias", (16,))],
             1,
         ),
-        "gather rows of the wide kind": (lambda x, v, a, b: multiply(all_gather(x, 0, g), v.t(), a, b), [("fp8 wide", (s, 32)), weight, one, one], 1),
+        "gather rows of the wide kind": (
+            lambda x, v, a, b: multiply(all_gather(x, 0, g), v.t(), a, b),
+            [("fp8 wide", (s, 32)), weight, one, one],
+            1,
+        ),
         "gather sequence, batch 2, row-wise": (
             lambda x, v, a, b: multiply(gather_bytes(x, 1, g).flatten(0, 1), v.t(), a, b),
             [("fp8", (2, s, 32)), weight, ("scale", (2 * s * w, 1)), columns],
@@ -86,7 +108,9 @@ def _cases(w: int) -> dict[str, tuple[Callable[..., Any], list[Input], int]]:
             1,
         ),
         "scatter sequence, batch 2, row-wise": (
-            lambda x, v, a, b: reduce_scatter(multiply(x.flatten(0, 1), v.t(), a, b).unflatten(0, x.shape[:2]), "sum", 1, g),
+            lambda x, v, a, b: reduce_scatter(
+                multiply(x.flatten(0, 1), v.t(), a, b).unflatten(0, x.shape[:2]), "sum", 1, g
+            ),
             [("fp8", (2, s * w, 32)), weight, ("scale", (2 * s * w, 1)), columns],
             1,
         ),
@@ -95,7 +119,11 @@ def _cases(w: int) -> dict[str, tuple[Callable[..., Any], list[Input], int]]:
             [("fp8", (16, 32)), ("fp8", (s * w * 2, 32)), ("scale", (16, 1)), ("scale", (1, s * w * 2))],
             1,
         ),
-        "all-reduce, tensor-wise": (lambda x, v, a, b: all_reduce(multiply(x, v.t(), a, b), "sum", g) * 2, [("fp8", (s * w, 32)), weight, one, one], 1),
+        "all-reduce, tensor-wise": (
+            lambda x, v, a, b: all_reduce(multiply(x, v.t(), a, b), "sum", g) * 2,
+            [("fp8", (s * w, 32)), weight, one, one],
+            1,
+        ),
         "all-reduce of rows that do not fall evenly, row-wise": (
             lambda x, v, a, b: all_reduce(multiply(x, v.t(), a, b), "sum", g),
             [("fp8", (s * w - 1, 32)), weight, ("scale", (s * w - 1, 1)), columns],
@@ -115,5 +143,8 @@ def made(inputs: list[Input], generator: torch.Generator) -> list[torch.Tensor]:
     """Random inputs of these kinds and shapes, on the CPU."""
     dtypes = {"fp8": FP8, "fp8 wide": FP8_WIDE, "bias": torch.bfloat16}
     return [
-        torch.rand(shape, generator=generator) + 0.5 if kind == "scale" else torch.randn(shape, generator=generator).to(dtypes[kind]) for kind, shape in inputs
+        torch.rand(shape, generator=generator) + 0.5
+        if kind == "scale"
+        else torch.randn(shape, generator=generator).to(dtypes[kind])
+        for kind, shape in inputs
     ]

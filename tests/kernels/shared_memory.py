@@ -1,4 +1,5 @@
-"""Symmetric memory between processes of one machine without GPUs: files that every rank maps. For sites that run in Triton's interpreter."""
+"""Symmetric memory between processes of one machine without GPUs: files that every rank maps. For sites that run in
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def use_shared_memory(folder: str) -> None:
             what, lambda: torch.from_file(names[group.rank()], shared=True, size=elements, dtype=dtype).zero_()
         )
         dist.barrier(group)
-        peers = tuple(local if p == group.rank() else torch.from_file(names[p], shared=True, size=elements, dtype=dtype) for p in range(group.size()))
+        peers = tuple(
+            local if p == group.rank() else torch.from_file(names[p], shared=True, size=elements, dtype=dtype)
+            for p in range(group.size())
+        )
         dist.barrier(group)
         return symmetric.SymmetricBuffer(local, peers, torch.tensor([p.data_ptr() for p in peers]), None)
 

@@ -1,4 +1,5 @@
-"""The operator bench with schedules that are one op a site: built, checked, timed, in Triton's interpreter; a wrong result ends it."""
+"""The operator bench with schedules that are one op a site: built, checked, timed, in Triton's interpreter; a wrong
+result ends it."""
 
 from __future__ import annotations
 
@@ -23,11 +24,25 @@ def _run(rank: int, world_size: int, folder: str, arguments: list[str]) -> list[
     use_shared_memory(folder)
     torch.manual_seed(rank)
     with torch.no_grad():
-        return operators.run(operators.parsed([*ARGUMENTS, "--out", f"{folder}/rows.jsonl", *arguments]), torch.device("cpu"), time.monotonic())
+        return operators.run(
+            operators.parsed([*ARGUMENTS, "--out", f"{folder}/rows.jsonl", *arguments]),
+            torch.device("cpu"),
+            time.monotonic(),
+        )
 
 
 def test_schedules_of_one_op_as_ops_and_as_graphs(tmp_path: Path) -> None:
-    arguments = ["--tokens", "8", "--patterns", "all_gather_matmul", "--schedules", "fused/sm_push", "chunked/copy_engine", "--set", "fused.parts=1"]
+    arguments = [
+        "--tokens",
+        "8",
+        "--patterns",
+        "all_gather_matmul",
+        "--schedules",
+        "fused/sm_push",
+        "chunked/copy_engine",
+        "--set",
+        "fused.parts=1",
+    ]
     first, second = run_ranks(2, _run, str(tmp_path), arguments, timeout=200)
     found = {(row["setting"], row["provider"]): row for row in first}
     assert list(found) == [
@@ -35,7 +50,10 @@ def test_schedules_of_one_op_as_ops_and_as_graphs(tmp_path: Path) -> None:
         ("compiled", "keep"), ("compiled", "fused/sm_push"), ("compiled", "chunked/copy_engine"),
     ]  # fmt: skip
     assert [row["runs"] for row in first] == ["keep", "fused", "chunked", "fused", "keep", "fused", "chunked"]
-    assert found["hidden", "fused parts=1"]["parameters"]["parts"] == 1 and found["hidden", "fused/sm_push"]["parameters"]["parts"] == 2
+    assert (
+        found["hidden", "fused parts=1"]["parameters"]["parts"] == 1
+        and found["hidden", "fused/sm_push"]["parameters"]["parts"] == 2
+    )
     assert found["hidden", "chunked/copy_engine"]["parameters"]["transport"] == "copy_engine"
     assert all(0 < row["error"] < 2e-2 or row["provider"] == "keep" for row in first)
     # (What ranks have found is the same on all of them.)
@@ -43,14 +61,35 @@ def test_schedules_of_one_op_as_ops_and_as_graphs(tmp_path: Path) -> None:
 
 
 def test_small_messages(tmp_path: Path) -> None:
-    arguments = ["--tokens", "2", "--patterns", "matmul_all_reduce", "--schedules", "small_message", "--settings", "hidden"]
+    arguments = [
+        "--tokens",
+        "2",
+        "--patterns",
+        "matmul_all_reduce",
+        "--schedules",
+        "small_message",
+        "--settings",
+        "hidden",
+    ]
     (first, _) = run_ranks(2, _run, str(tmp_path), arguments, timeout=200)
     assert [row["provider"] for row in first] == ["keep", "small_message/sm_push"]
 
 
 def _fp8(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
-    arguments = ["--tokens", "8", "--patterns", "all_gather_matmul", "matmul_reduce_scatter", "--schedules", "chunked/copy_engine", "--settings", "hidden"]
-    return [row for dtype in ("fp8", "fp8_rows") for row in _run(rank, world_size, folder, [*arguments, "--dtype", dtype])]
+    arguments = [
+        "--tokens",
+        "8",
+        "--patterns",
+        "all_gather_matmul",
+        "matmul_reduce_scatter",
+        "--schedules",
+        "chunked/copy_engine",
+        "--settings",
+        "hidden",
+    ]
+    return [
+        row for dtype in ("fp8", "fp8_rows") for row in _run(rank, world_size, folder, [*arguments, "--dtype", dtype])
+    ]
 
 
 def test_fp8(tmp_path: Path) -> None:
@@ -72,7 +111,21 @@ def _wrong(rank: int, world_size: int, folder: str) -> str:
     right = fused.all_gather_matmuls
     fused.all_gather_matmuls = lambda *arguments: [result + rank for result in right(*arguments)]  # type: ignore[assignment]
     try:
-        _run(rank, world_size, folder, ["--tokens", "8", "--patterns", "all_gather_matmul", "--schedules", "fused/sm_push", "--settings", "hidden"])
+        _run(
+            rank,
+            world_size,
+            folder,
+            [
+                "--tokens",
+                "8",
+                "--patterns",
+                "all_gather_matmul",
+                "--schedules",
+                "fused/sm_push",
+                "--settings",
+                "hidden",
+            ],
+        )
     except WrongResult as error:
         return str(error)
     return "nothing was wrong"

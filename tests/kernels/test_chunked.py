@@ -1,5 +1,5 @@
-"""Schedule ``chunked`` between processes over shared memory, its kernels in Triton's interpreter. There are no streams: whatever waits has to stand behind all
-that peers wait for."""
+"""Schedule ``chunked`` between processes over shared memory, its kernels in Triton's interpreter. There are no streams:
+whatever waits has to stand behind all that peers wait for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ SMALL = ChunkedParameters(2, "copy_engine", 1, grain=8, pushers=2)
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` of a shard, and ``missing`` ones at the end of an all-reduce. Each call has one chunk more than the one before (where their number is given), in the same slot: what flags count must not rest on the site."""
+    """``rows`` of a shard, and ``missing`` ones at the end of an all-reduce. Each call has one chunk more than the one
+    before (where their number is given), in the same slot: what flags count must not rest on the site."""
 
     pattern: str
     world_size: int
@@ -54,32 +55,50 @@ CASES = {
     "gather, three ranks, pushed": Case(GATHER, 3, 40, replace(SMALL, transport="sm_push")),
     "gather, uneven chunks of one shard, bias": Case(GATHER, 2, 40, replace(SMALL, chunks=2), bias=True),
     "gather, uneven chunks across shards": Case(GATHER, 3, 20, replace(SMALL, chunks=3)),
-    "gather, two matmuls, gathered used, pushed": Case(GATHER, 3, 16, replace(SMALL, chunks=2, transport="sm_push"), two=True),
+    "gather, two matmuls, gathered used, pushed": Case(
+        GATHER, 3, 16, replace(SMALL, chunks=2, transport="sm_push"), two=True
+    ),
     "gather, as many chunks as hide transfers": Case(GATHER, 4, 16, replace(SMALL, chunks=None), columns=7200),
     "gather, few chunks where the link decides": Case(GATHER, 4, 16, replace(SMALL, chunks=None)),
     "gather, chunks of given sizes": Case(GATHER, 4, 16, replace(SMALL, chunks=None, sizes=(1, 2))),
     "gather, each copy in its turn": Case(GATHER, 4, 16, replace(SMALL, chunks=2, turns_from=0)),
     "scatter, copies of several parts in their turn": Case(SCATTER, 3, 40, replace(SMALL, chunks=4, turns_from=0)),
-    "all-reduce, copies of both legs in their turn": Case(REDUCE, 4, 24, replace(SMALL, chunks=None, bands=3, turns_from=0)),
+    "all-reduce, copies of both legs in their turn": Case(
+        REDUCE, 4, 24, replace(SMALL, chunks=None, bands=3, turns_from=0)
+    ),
     "scatter": Case(SCATTER, 2, 16, SMALL),
-    "scatter, as many chunks as hide transfers": Case(SCATTER, 4, 16, replace(SMALL, chunks=None), inner=4000, bias=True),
+    "scatter, as many chunks as hide transfers": Case(
+        SCATTER, 4, 16, replace(SMALL, chunks=None), inner=4000, bias=True
+    ),
     "scatter, few chunks where the link decides": Case(SCATTER, 4, 16, replace(SMALL, chunks=None)),
-    "scatter, chunks of given sizes, pushed": Case(SCATTER, 4, 16, replace(SMALL, chunks=None, sizes=(2, 1), transport="sm_push")),
+    "scatter, chunks of given sizes, pushed": Case(
+        SCATTER, 4, 16, replace(SMALL, chunks=None, sizes=(2, 1), transport="sm_push")
+    ),
     "scatter, three ranks, uneven chunks, bias": Case(SCATTER, 3, 20, replace(SMALL, chunks=3), bias=True),
-    "scatter an average, pushed": Case(SCATTER, 3, 40, replace(SMALL, chunks=2, transport="sm_push", pushers=3), average=True),
-    "scatter an average of parts, bias": Case(SCATTER, 3, 40, replace(SMALL, chunks=5, turns_from=0), average=True, bias=True),
+    "scatter an average, pushed": Case(
+        SCATTER, 3, 40, replace(SMALL, chunks=2, transport="sm_push", pushers=3), average=True
+    ),
+    "scatter an average of parts, bias": Case(
+        SCATTER, 3, 40, replace(SMALL, chunks=5, turns_from=0), average=True, bias=True
+    ),
     "all-reduce": Case(REDUCE, 2, 16, SMALL),
     "all-reduce, bands in one matmul each": Case(REDUCE, 3, 40, replace(SMALL, chunks=0, bands=3), bias=True),
     "all-reduce, bands, pushed": Case(REDUCE, 3, 40, replace(SMALL, chunks=2, bands=4, transport="sm_push")),
     "all-reduce of uneven rows": Case(REDUCE, 3, 16, replace(SMALL, chunks=0, bands=2, transport="auto"), missing=2),
-    "all-reduce, as many chunks as hide transfers": Case(REDUCE, 4, 24, replace(SMALL, chunks=None, bands=3), inner=4000),
-    "all-reduce, chunks of given sizes": Case(REDUCE, 4, 24, replace(SMALL, chunks=None, bands=2, sizes=(1, 2)), bias=True),
+    "all-reduce, as many chunks as hide transfers": Case(
+        REDUCE, 4, 24, replace(SMALL, chunks=None, bands=3), inner=4000
+    ),
+    "all-reduce, chunks of given sizes": Case(
+        REDUCE, 4, 24, replace(SMALL, chunks=None, bands=2, sizes=(1, 2)), bias=True
+    ),
     "all-reduce of fewer rows than ranks": Case(REDUCE, 3, 1, replace(SMALL, bands=0), missing=1),
     "all-reduce an average, two bands": Case(REDUCE, 2, 24, replace(SMALL, chunks=1, bands=2), average=True),
 }
 
 
-def _rank(rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, case: Case) -> None:
+def _rank(
+    rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, case: Case
+) -> None:
     launch = workspace.launch(rank)
     right, bias = b[rank].t(), b[rank, :, 0].contiguous() if case.bias else None
     for call in range(CALLS):
@@ -90,9 +109,13 @@ def _rank(rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tenso
             out[call, rank], *others = chunked.all_gather_matmul(left, matmuls, launch, case.at(call), case.two)
             if case.two:
                 everyone = a[call].flatten(0, 1)
-                assert torch.equal(others[1], everyone) and torch.allclose(others[0].double(), everyone.double() @ rhs[1].double(), rtol=2e-2, atol=5e-2)
+                assert torch.equal(others[1], everyone) and torch.allclose(
+                    others[0].double(), everyone.double() @ rhs[1].double(), rtol=2e-2, atol=5e-2
+                )
         else:
-            out[call, rank] = getattr(chunked, case.pattern)(left, VendorMatmul(right, bias), launch, case.at(call), case.average)
+            out[call, rank] = getattr(chunked, case.pattern)(
+                left, VendorMatmul(right, bias), launch, case.at(call), case.average
+            )
         launch.faults.check()
         assert at_rest(launch.slot) and launch.slot.calls.tolist() == [call + 1]
 
@@ -103,15 +126,28 @@ def test_agrees_with_fp64(name: str) -> None:
     w, gathers = case.world_size, case.pattern == GATHER
     all_rows = w * case.rows - case.missing
     generator = torch.Generator().manual_seed(1)
-    a = torch.randn(CALLS, w, case.rows if gathers else all_rows, case.inner, generator=generator).half().share_memory_()
+    a = (
+        torch.randn(CALLS, w, case.rows if gathers else all_rows, case.inner, generator=generator)
+        .half()
+        .share_memory_()
+    )
     b = torch.randn(w, case.columns, case.inner, generator=generator).half().share_memory_()
-    out = shared(CALLS, w, case.rows if case.pattern == SCATTER else all_rows, case.columns, dtype=torch.float16, fill=float("nan"))
+    out = shared(
+        CALLS,
+        w,
+        case.rows if case.pattern == SCATTER else all_rows,
+        case.columns,
+        dtype=torch.float16,
+        fill=float("nan"),
+    )
     needs = [needed(case.pattern, w, case.rows, case.inner, case.columns, 2, case.at(call)) for call in range(CALLS)]
     workspace = SharedWorkspace.of(w, max(nbytes for nbytes, _ in needs), max(signals for _, signals in needs))
     run_ranks(w, _rank, workspace, a, b, out, case)
     for call in range(CALLS):
         for rank, expected in enumerate(exact(case.pattern, a[call], b, case.bias, case.average, case.rows)):
-            assert torch.allclose(out[call, rank].double(), expected, rtol=2e-2, atol=max(5e-2, 1e-3 * float(expected.abs().max()))), (call, rank)
+            assert torch.allclose(
+                out[call, rank].double(), expected, rtol=2e-2, atol=max(5e-2, 1e-3 * float(expected.abs().max()))
+            ), (call, rank)
 
 
 def test_partial_sums_are_rounded_once() -> None:
@@ -131,7 +167,9 @@ def _round_once(rank: int, workspace: SharedWorkspace, out: torch.Tensor) -> Non
     out[rank] = chunked.matmul_reduce_scatter(a, VendorMatmul(b), workspace.launch(rank), SMALL)
 
 
-@pytest.mark.parametrize(("pattern", "what", "peer"), [(GATHER, "rows", 1), (SCATTER, "partial sums", 2), (REDUCE, "partial sums", 2)])
+@pytest.mark.parametrize(
+    ("pattern", "what", "peer"), [(GATHER, "rows", 1), (SCATTER, "partial sums", 2), (REDUCE, "partial sums", 2)]
+)
 def test_a_peer_that_never_comes(pattern: str, what: str, peer: int) -> None:
     """Everything ends; the next call says which site waited for whom, and runs nothing."""
     launch = SharedWorkspace.of(3, 20_000, 8).launch(0, patience_ns=20_000)
@@ -144,7 +182,10 @@ def test_a_peer_that_never_comes(pattern: str, what: str, peer: int) -> None:
             getattr(chunked, pattern)(a, VendorMatmul(b), launch, SMALL)
 
     call()
-    with pytest.raises(TransferError, match=f"site some site of group 'tp' waited in vain for {what} from rank {peer}: call 1 was wanted, 0 had come"):
+    with pytest.raises(
+        TransferError,
+        match=f"site some site of group 'tp' waited in vain for {what} from rank {peer}: call 1 was wanted, 0 had come",
+    ):
         call()
     assert launch.slot.calls.tolist() == [1]
 
@@ -165,8 +206,11 @@ class _Side:
 
 
 @pytest.mark.parametrize(("pattern", "before"), [(GATHER, 0), (SCATTER, 1), (REDUCE, 1)])
-def test_leave_is_awaited_on_the_stream_of_the_matmuls(monkeypatch: pytest.MonkeyPatch, pattern: str, before: int) -> None:
-    """Once a call: before a gather's first matmul, behind a reduction's, and before anything is sent. (Beside a vendor's matmul it would wait for an SM until that ends.)"""
+def test_leave_is_awaited_on_the_stream_of_the_matmuls(
+    monkeypatch: pytest.MonkeyPatch, pattern: str, before: int
+) -> None:
+    """Once a call: before a gather's first matmul, behind a reduction's, and before anything is sent. (Beside a
+    vendor's matmul it would wait for an SM until that ends.)"""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
     a, b = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t()
     plain = chunked._transport(SMALL)
@@ -179,18 +223,24 @@ def test_leave_is_awaited_on_the_stream_of_the_matmuls(monkeypatch: pytest.Monke
     class Transport:
         def prepare(self, *arguments: object, **keywords: object) -> object:
             send = plain.prepare(*arguments, **keywords)  # type: ignore[arg-type]
-            return lambda source: (events.append("send" if side.inside else "send on the stream of the matmuls"), send(source))
+            return lambda source: (
+                events.append("send" if side.inside else "send on the stream of the matmuls"),
+                send(source),
+            )
 
     monkeypatch.setattr(chunked, "side_stream", lambda device: side)
     monkeypatch.setattr(chunked, "_transport", lambda parameters: Transport())
-    monkeypatch.setattr(chunked, "credit_kernel", lambda launch: lambda: events.append("beside the matmuls" if side.inside else "leave"))
+    monkeypatch.setattr(
+        chunked, "credit_kernel", lambda launch: lambda: events.append("beside the matmuls" if side.inside else "leave")
+    )
     matmul = Matmul(b)
     getattr(chunked, pattern)(a, [matmul] if pattern == GATHER else matmul, launch, SMALL)
     assert events[: before + 2] == [*["matmul"] * before, "leave", "send"] and events.count("leave") == 1, events
 
 
 def test_what_was_gathered_is_handed_out_beside_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When all of it has come, and before the last matmuls, whose time hides it; behind the own shard's way to the peers."""
+    """When all of it has come, and before the last matmuls, whose time hides it; behind the own shard's way to the
+    peers."""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
     plain_hand_out, plain_wait = chunked._hand_out, chunked.wait_kernel
 
@@ -210,26 +260,38 @@ def test_what_was_gathered_is_handed_out_beside_the_last_chunk(monkeypatch: pyte
     monkeypatch.setattr(chunked, "side_stream", lambda device: side)
     monkeypatch.setattr(chunked, "_hand_out", hand_out)
     monkeypatch.setattr(chunked, "wait_kernel", wait_kernel)
-    chunked.all_gather_matmul(torch.zeros(48, 32).half(), [Matmul(torch.zeros(16, 32).half().t())], launch, replace(SMALL, chunks=3), gathered_used=True)
+    chunked.all_gather_matmul(
+        torch.zeros(48, 32).half(),
+        [Matmul(torch.zeros(16, 32).half().t())],
+        launch,
+        replace(SMALL, chunks=3),
+        gathered_used=True,
+    )
     assert events == ["matmul", *["wait", "matmul"] * 2, "wait", "hand out", "matmul"], events
 
 
-@pytest.mark.parametrize(("queues", "what"), [("", "another receiver to get its rows from rank 2"), ("2", "rows from rank 1")])
+@pytest.mark.parametrize(
+    ("queues", "what"), [("", "another receiver to get its rows from rank 2"), ("2", "rows from rank 1")]
+)
 def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, what: str) -> None:
-    """The second receiver's rows wait for those that it gets first, from rank 2; not where the device has too few queues for what waits."""
+    """The second receiver's rows wait for those that it gets first, from rank 2; not where the device has too few
+    queues for what waits."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     monkeypatch.setattr(symmetric, "hardware_queues", symmetric.hardware_queues.__wrapped__)
     workspace = SharedWorkspace.of(3, 20_000, 8)
     launch = workspace.launch(0, patience_ns=20_000)
-    chunked.all_gather_matmul(torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half())], launch, replace(SMALL, turns_from=0))
+    chunked.all_gather_matmul(
+        torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half())], launch, replace(SMALL, turns_from=0)
+    )
     with pytest.raises(TransferError, match=f"waited in vain for {what}: call 1 was wanted, 0 had come"):
         launch.faults.check()
 
 
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 def test_a_sum_of_what_never_came_is_not_announced(transport: str) -> None:
-    """Bands of an all-reduce whose peers never come: their own partial sums are sent, finished rows are not told of. Nor is anything in a call that was queued by then
-    (a graph of the user's asks nobody between its calls): its number is the one that a peer waits for."""
+    """Bands of an all-reduce whose peers never come: their own partial sums are sent, finished rows are not told of.
+    Nor is anything in a call that was queued by then (a graph of the user's asks nobody between its calls): its number
+    is the one that a peer waits for."""
     workspace = SharedWorkspace.of(3, 20_000, 8)
     launch, p = workspace.launch(0, patience_ns=20_000), replace(SMALL, transport=transport, chunks=2, bands=3)
     a, matmul, out = torch.ones(72, 32).half(), VendorMatmul(torch.ones(32, 16).half()), torch.empty(72, 16).half()
@@ -238,19 +300,34 @@ def test_a_sum_of_what_never_came_is_not_announced(transport: str) -> None:
         chunked._reduce_into("matmul_all_reduce", a, matmul, launch, p, False, out, out)
         for peer in (1, 2):
             signals = workspace.flags[peer, 3 * FLAG_WORDS :: FLAG_WORDS].view(3, 8)[0]
-            assert (call == 1 or (signals[:first] == 1).any()) and (signals[:first] <= 1).all() and (signals[first:] <= 0).all(), signals
+            assert (
+                (call == 1 or (signals[:first] == 1).any())
+                and (signals[:first] <= 1).all()
+                and (signals[first:] <= 0).all()
+            ), signals
 
 
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 def test_nothing_is_written_before_the_peer_has_read(transport: str) -> None:
-    """A second call whose peers have not ended the first waits for their credit, and gives up in vain. (A copy engine's copy nothing holds back then; its signal is not given.)"""
+    """A second call whose peers have not ended the first waits for their credit, and gives up in vain. (A copy engine's
+    copy nothing holds back then; its signal is not given.)"""
     workspace = SharedWorkspace.of(2, 20_000, 4)
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)
     workspace.data.fill_(0)
-    chunked.all_gather_matmul(torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half())], launch, replace(SMALL, transport=transport))
-    assert (workspace.flags[1, 2 * FLAG_WORDS :] <= 0).all() and (transport == "copy_engine" or not workspace.data[1].any())
-    with pytest.raises(TransferError, match="waited in vain for leave to write into the workspace of rank 1: call 1 was wanted, 0 had come"):
+    chunked.all_gather_matmul(
+        torch.ones(16, 32).half(),
+        [VendorMatmul(torch.ones(32, 16).half())],
+        launch,
+        replace(SMALL, transport=transport),
+    )
+    assert (workspace.flags[1, 2 * FLAG_WORDS :] <= 0).all() and (
+        transport == "copy_engine" or not workspace.data[1].any()
+    )
+    with pytest.raises(
+        TransferError,
+        match="waited in vain for leave to write into the workspace of rank 1: call 1 was wanted, 0 had come",
+    ):
         launch.faults.check()
 
 
@@ -258,7 +335,9 @@ def test_a_matmul_that_fails_aborts_the_group() -> None:
     """Peers wait for what was not sent: nothing of the group is valid from here on."""
     launch = SharedWorkspace.of(2, 20_000, 4).launch(0, patience_ns=20_000)
     with pytest.raises(RuntimeError):
-        chunked.all_gather_matmul(torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half(), torch.ones(3).half())], launch, SMALL)
+        chunked.all_gather_matmul(
+            torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half(), torch.ones(3).half())], launch, SMALL
+        )
     assert launch.faults.told and launch.slot.calls.tolist() == [0]
     with pytest.raises(TransferError, match="was aborted"):
         chunked.all_gather_matmul(torch.ones(16, 32).half(), [VendorMatmul(torch.ones(32, 16).half())], launch, SMALL)

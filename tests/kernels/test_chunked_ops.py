@@ -1,4 +1,5 @@
-"""The ops of schedule ``chunked`` as a rewritten graph calls them: between processes, with the group's own workspace, and what they do where there is none."""
+"""The ops of schedule ``chunked`` as a rewritten graph calls them: between processes, with the group's own workspace,
+and what they do where there is none."""
 
 from __future__ import annotations
 
@@ -34,19 +35,29 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
             workspace.prepare(group, cpu, json.dumps([[name, *need]]), 2**30)
             calls[name] = pattern, ROWS, settings, name
     workspace.prepare(group, cpu, json.dumps([["no room", 2**40, 1]]), 2**30)
-    calls |= {f"no rows, {pattern}": (pattern, 0, "{}", "no room") for pattern in ("all_gather_matmul", "matmul_all_reduce")}
-    calls |= {f"no room, {pattern}": (pattern, ROWS, "{}", "no room") for pattern in ("all_gather_matmul", "matmul_reduce_scatter")}
+    calls |= {
+        f"no rows, {pattern}": (pattern, 0, "{}", "no room") for pattern in ("all_gather_matmul", "matmul_all_reduce")
+    }
+    calls |= {
+        f"no room, {pattern}": (pattern, ROWS, "{}", "no room")
+        for pattern in ("all_gather_matmul", "matmul_reduce_scatter")
+    }
     for name, (pattern, rows, settings, site) in calls.items():
         generator = torch.Generator().manual_seed(rank)
         gathers = pattern == "all_gather_matmul"
         # A shard that begins in the middle of 16 bytes, and weights as a module holds them.
         a = torch.randn((rows if gathers else rows * world_size) * K + 4, generator=generator).half()[4:].view(-1, K)
-        b, bias = torch.nn.Parameter(torch.randn(N, K, generator=generator).half()), torch.randn(1, generator=generator).half()
+        b, bias = (
+            torch.nn.Parameter(torch.randn(N, K, generator=generator).half()),
+            torch.randn(1, generator=generator).half(),
+        )
         chain, last = torch.zeros(1), (group.group_name, site)
         with torch.no_grad():
             product = (a.double() @ b.double().t()) + bias.double()
             if gathers:
-                results, token = ops.chunked_all_gather_matmul(chain, a, [b.t(), b.t() * 2], [bias, None], True, settings, *last)
+                results, token = ops.chunked_all_gather_matmul(
+                    chain, a, [b.t(), b.t() * 2], [bias, None], True, settings, *last
+                )
                 everyone = a.new_empty(world_size * rows, K)
                 dist.all_gather_into_tensor(everyone, a.contiguous())
                 plain = everyone.double() @ b.double().t()
@@ -56,12 +67,18 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
                 dist.all_reduce(product)
                 own = slice(rank * rows, (rank + 1) * rows) if pattern == "matmul_reduce_scatter" else slice(None)
                 results, expected = [result], [product[own] / world_size]
-                summed, _ = getattr(ops, f"chunked_sum_{pattern}")(chain, [a, a * 2], [b.t(), b.t()], bias, settings, "avg", *last)
+                summed, _ = getattr(ops, f"chunked_sum_{pattern}")(
+                    chain, [a, a * 2], [b.t(), b.t()], bias, settings, "avg", *last
+                )
                 plain = a.double() @ b.double().t() * 3 + bias.double()
                 dist.all_reduce(plain)
                 results, expected = [*results, summed], [*expected, plain[own] / world_size]
         for found, exact in zip(results, expected, strict=True):
-            if token.shape != chain.shape or found.shape != exact.shape or not torch.allclose(found.double(), exact, rtol=2e-2, atol=5e-2):
+            if (
+                token.shape != chain.shape
+                or found.shape != exact.shape
+                or not torch.allclose(found.double(), exact, rtol=2e-2, atol=5e-2)
+            ):
                 problems.append(f"{name}: {tuple(found.shape)} is not {tuple(exact.shape)}, or off")
     return problems
 
@@ -79,7 +96,9 @@ def _check_scaled(rank: int, world_size: int, folder: str) -> list[str]:
         settings = json.dumps({"transport": transport, "chunks": 3, "grain": 8})
         generator = torch.Generator().manual_seed(rank)
 
-        def scales(shape: tuple[int, ...], generator: torch.Generator = generator, row_wise: bool = row_wise) -> torch.Tensor:
+        def scales(
+            shape: tuple[int, ...], generator: torch.Generator = generator, row_wise: bool = row_wise
+        ) -> torch.Tensor:
             return torch.rand(shape if row_wise else (), generator=generator) + 0.5
 
         for pattern in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
@@ -90,7 +109,9 @@ def _check_scaled(rank: int, world_size: int, folder: str) -> list[str]:
             # A column of scales that lies as a row may.
             scale_a, scale_b = scales((1, all_rows)).t(), scales((1, columns))
             name = f"{pattern} {transport} {row_wise}"
-            need = chunked_plan.needed(pattern, world_size, rows, inner, columns, 1 if gathers else 2, chunked_plan.parameters_of(settings, 1))
+            need = chunked_plan.needed(
+                pattern, world_size, rows, inner, columns, 1 if gathers else 2, chunked_plan.parameters_of(settings, 1)
+            )
             workspace.prepare(group, a.device, json.dumps([[name, *need]]), 2**30)
             workspace.prepare(group, a.device, json.dumps([[name + " without", 2**40, 1]]), 2**30)
             left = a.float()
@@ -105,12 +126,18 @@ def _check_scaled(rank: int, world_size: int, folder: str) -> list[str]:
                 last = (settings, group.group_name, site) if gathers else (settings, "sum", group.group_name, site)
                 op = getattr(ops, f"chunked_scaled_{pattern}")
                 if gathers:
-                    (found, everyone), _ = op(torch.zeros(1), a, [b], [bias], [scale_a], [scale_b], ["bfloat16"], [False], True, *last)
+                    (found, everyone), _ = op(
+                        torch.zeros(1), a, [b], [bias], [scale_a], [scale_b], ["bfloat16"], [False], True, *last
+                    )
                     if not torch.equal(everyone.float(), left):
                         problems.append(f"{site}: what was gathered is something else")
                 else:
                     found, _ = op(torch.zeros(1), a, b, bias, scale_a, scale_b, "bfloat16", False, *last)
-                if found.dtype != BF16 or found.shape != exact.shape or not torch.allclose(found.double(), exact, rtol=3e-2, atol=0.2):
+                if (
+                    found.dtype != BF16
+                    or found.shape != exact.shape
+                    or not torch.allclose(found.double(), exact, rtol=3e-2, atol=0.2)
+                ):
                     problems.append(f"{site}: off by {(found.double() - exact).abs().max():.3g}")
     return problems
 

@@ -1,4 +1,5 @@
-"""Epilogues: each op against torch's, and the fused kernels with epilogues between processes over shared memory, in Triton's interpreter."""
+"""Epilogues: each op against torch's, and the fused kernels with epilogues between processes over shared memory, in
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -35,12 +36,24 @@ def of_one_tile(x, y, e0, e1, rows, columns, EPILOGUE: tl.constexpr, BLOCK: tl.c
     inside = (at < rows)[:, None] & (at < columns)[None, :]
     offsets = at[:, None] * columns + at[None, :]
     tile = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + offsets, kernels.by_quarters(EPILOGUE, tile, 0, at, at < rows, 0, columns, e0, e1, y.dtype.element_ty), mask=inside)
+    tl.store(
+        y + offsets,
+        kernels.by_quarters(EPILOGUE, tile, 0, at, at < rows, 0, columns, e0, e1, y.dtype.element_ty),
+        mask=inside,
+    )
 
 
 def computed(epilogue: Epilogue, x: torch.Tensor, extras: list[torch.Tensor]) -> torch.Tensor:
     y = torch.empty_like(x)
-    of_one_tile[(1,)](x, y, *extras, *[None] * (2 - len(extras)), *x.shape, kernels.function_of(((epilogue.extras, epilogue.ops),)), 32)
+    of_one_tile[(1,)](
+        x,
+        y,
+        *extras,
+        *[None] * (2 - len(extras)),
+        *x.shape,
+        kernels.function_of(((epilogue.extras, epilogue.ops),)),
+        32,
+    )
     return y
 
 
@@ -70,7 +83,8 @@ def test_every_op_is_known_to_all() -> None:
 
 @pytest.mark.parametrize(("kind", "shape"), [("full", (13, 24)), ("row", (24,)), ("column", (13,)), ("scalar", (1,))])
 def test_extra_tensors_of_each_kind(kind: str, shape: tuple[int, ...]) -> None:
-    """Two of them, of two dtypes; what lies behind them is no number. (Rounded to fp16: the interpreter rounds to bf16 in its own way.)"""
+    """Two of them, of two dtypes; what lies behind them is no number. (Rounded to fp16: the interpreter rounds to bf16
+    in its own way.)"""
     x = torch.randn(13, 24)
     first, second = (torch.full((1000,), float("nan")) for _ in range(2))
     extras = [e[: torch.Size(shape).numel()].normal_().view(shape) for e in (first, second.bfloat16())]
@@ -144,7 +158,8 @@ def test_every_op_and_kind_passes() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """``widths`` and ``epilogues`` of each result, ``rows`` of a shard of it (the last one is short by ``missing``); extras differ from rank to rank."""
+    """``widths`` and ``epilogues`` of each result, ``rows`` of a shard of it (the last one is short by ``missing``);
+    extras differ from rank to rank."""
 
     pattern: str
     world_size: int
@@ -167,7 +182,9 @@ class Case:
         found = []
         for epilogue, width in zip(self.epilogues, self.widths, strict=True):
             for kind in epilogue.extras if epilogue is not None else ():
-                shape = {"full": (self.rows_out, width), "row": (width,), "column": (self.rows_out,), "scalar": (1,)}[kind]
+                shape = {"full": (self.rows_out, width), "row": (width,), "column": (self.rows_out,), "scalar": (1,)}[
+                    kind
+                ]
                 found.append(torch.randn(shape, generator=generator).half())
         return found
 
@@ -175,22 +192,35 @@ class Case:
 RESIDUAL = Epilogue(("full",), (("add", "e0", "x"),))
 SCALED = Epilogue(("row", "column"), (("mul", "x", "e0"), ("add", "t0", "e1"), ("maximum", "t1", 0.0)))
 CASES = {
-    "gather, three weights, two with epilogues": Case("all_gather_matmul", 2, (Epilogue((), SILU), None, RESIDUAL), (24, 16, 40)),
-    "gather, rows that are no multiple of a tile, gathered used": Case("all_gather_matmul", 3, (SCALED,), rows=20, keep=True),
+    "gather, three weights, two with epilogues": Case(
+        "all_gather_matmul", 2, (Epilogue((), SILU), None, RESIDUAL), (24, 16, 40)
+    ),
+    "gather, rows that are no multiple of a tile, gathered used": Case(
+        "all_gather_matmul", 3, (SCALED,), rows=20, keep=True
+    ),
     "scatter, residual": Case("matmul_reduce_scatter", 2, (RESIDUAL,), rows=40),
-    "all-reduce, a short shard, another residual on every rank": Case("matmul_all_reduce", 3, (RESIDUAL,), rows=20, missing=3),
+    "all-reduce, a short shard, another residual on every rank": Case(
+        "matmul_all_reduce", 3, (RESIDUAL,), rows=20, missing=3
+    ),
     "all-reduce, row and column": Case("matmul_all_reduce", 2, (SCALED,)),
     "all-reduce, summed in place": Case("matmul_all_reduce", 2, (SCALED,), rows=32),
 }
 
 
-def _rank(rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, case: Case) -> None:
+def _rank(
+    rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, case: Case
+) -> None:
     launch, parameters = workspace.launch(rank), FusedParameters(2, parts=2, pieces=2, pushers=1, **SMALL_TILES)
     tail = fused.Tail(case.epilogues, case.extras(rank))
     for call in range(len(a)):
         if case.pattern == "all_gather_matmul":
             weights = [w.t() for w in b[rank].split(case.widths)]
-            out[call, rank] = torch.cat(fused.all_gather_matmuls(a[call, rank], weights, launch, parameters, [None] * len(weights), case.keep, tail), 1)
+            out[call, rank] = torch.cat(
+                fused.all_gather_matmuls(
+                    a[call, rank], weights, launch, parameters, [None] * len(weights), case.keep, tail
+                ),
+                1,
+            )
             if case.keep:
                 fused.end(launch)
         else:
@@ -204,7 +234,9 @@ def _exact(case: Case, rank: int, a: torch.Tensor, b: torch.Tensor) -> torch.Ten
         result = a.flatten(0, 1).double() @ b[rank].double().t()
     else:
         result = sum(a[r].double() @ b[r].double().t() for r in range(case.world_size))  # type: ignore[assignment]
-        result = result[rank * case.rows : (rank + 1) * case.rows] if case.pattern == "matmul_reduce_scatter" else result
+        result = (
+            result[rank * case.rows : (rank + 1) * case.rows] if case.pattern == "matmul_reduce_scatter" else result
+        )
     pieces, extras = [], iter(case.extras(rank))
     for epilogue, piece in zip(case.epilogues, result.split(case.widths, 1), strict=True):
         given = [next(extras) for _ in epilogue.extras] if epilogue is not None else []
@@ -223,13 +255,18 @@ def test_kernels_agree_with_fp64(name: str) -> None:
     run_ranks(w, _rank, SharedWorkspace.of(w, 4 * w * 48 * max(columns, inner), 4), a, b, out, case)
     for call in range(calls):
         for rank in range(w):
-            assert torch.allclose(out[call, rank].double(), _exact(case, rank, a[call], b), rtol=1e-2, atol=2e-2), (call, rank)
+            assert torch.allclose(out[call, rank].double(), _exact(case, rank, a[call], b), rtol=1e-2, atol=2e-2), (
+                call,
+                rank,
+            )
 
 
 def test_extra_tensors_that_do_not_fit_are_refused() -> None:
     launch = SharedWorkspace.of(2, 8192, 2).launch(0)
     a, b, p = torch.zeros(32, 32).half(), torch.zeros(16, 32).half().t(), FusedParameters(1, **SMALL_TILES)
-    with pytest.raises(UnsupportedError, match=r"extra tensors \[\[32, 16\]\]; at most 2 are read, expected \[\[16, 16\]\]"):
+    with pytest.raises(
+        UnsupportedError, match=r"extra tensors \[\[32, 16\]\]; at most 2 are read, expected \[\[16, 16\]\]"
+    ):
         fused.matmul_reduce_scatter(a, b, launch, p, tail=fused.Tail((RESIDUAL,), [torch.zeros(32, 16).half()]))
     with pytest.raises(UnsupportedError, match="not contiguous, or not of floating point"):
         fused.matmul_reduce_scatter(a, b, launch, p, tail=fused.Tail((RESIDUAL,), [torch.zeros(16, 16).half().t()]))

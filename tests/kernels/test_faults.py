@@ -1,5 +1,5 @@
-"""Peers that are late, skip a call or are killed, between processes over shared memory: patience, or an error that names site, group and peer; and the
-watchdog's part where no overlap op follows."""
+"""Peers that are late, skip a call or are killed, between processes over shared memory: patience, or an error that
+names site, group and peer; and the watchdog's part where no overlap op follows."""
 
 from __future__ import annotations
 
@@ -24,13 +24,19 @@ from tests.kernels.shared_memory import SMALL_TILES
 
 PARAMETERS = FusedParameters(1, pieces=1, pushers=1, **SMALL_TILES)
 IMPATIENT_NS = 300_000
-PATTERNS = {"all_gather_matmul": ("rows", 16), "matmul_reduce_scatter": ("partial sums", 32), "matmul_all_reduce": ("partial sums", 32)}
+PATTERNS = {
+    "all_gather_matmul": ("rows", 16),
+    "matmul_reduce_scatter": ("partial sums", 32),
+    "matmul_all_reduce": ("partial sums", 32),
+}
 """What is waited for, and rows of the left operand."""
 
 
 def _call(pattern: str, launch: Launch) -> torch.Tensor:
     """One call on ones: the sum over 16 elements, or over 16 elements of both ranks."""
-    return getattr(fused, pattern)(torch.ones(PATTERNS[pattern][1], 16).half(), torch.ones(16, 16).half().t(), launch, PARAMETERS)
+    return getattr(fused, pattern)(
+        torch.ones(PATTERNS[pattern][1], 16).half(), torch.ones(16, 16).half().t(), launch, PARAMETERS
+    )
 
 
 def _first_call(pattern: str, launch: Launch) -> None:
@@ -45,7 +51,13 @@ def _loses_its_peer(pattern: str, launch: Launch) -> None:
     """A call without a peer ends, and the one behind it raises."""
     impatient = replace(launch, patience_ns=IMPATIENT_NS, prepared={})
     _call(pattern, impatient)
-    with pytest.raises(TransferError, match=f"some site of group 'tp' waited in vain for {PATTERNS[pattern][0]} from rank 1: call 2 was wanted, 1 had come"):
+    with pytest.raises(
+        TransferError,
+        match=(
+            f"some site of group 'tp' waited in vain for {PATTERNS[pattern][0]} from rank 1: call 2 was wanted, 1 had"
+            " come"
+        ),
+    ):
         _call(pattern, impatient)
 
 
@@ -115,5 +127,8 @@ def _replays_without_its_peer(rank: int, workspace: SharedWorkspace) -> None:
 def test_replays_without_a_peer_end(capfd: pytest.CaptureFixture[str]) -> None:
     _run(_replays_without_its_peer, ends=(-signal.SIGABRT, -signal.SIGKILL))
     said = capfd.readouterr().err
-    assert "site some site of group 'tp' waited in vain for partial sums from rank 1" in said and "the process is ended" in said
+    assert (
+        "site some site of group 'tp' waited in vain for partial sums from rank 1" in said
+        and "the process is ended" in said
+    )
     assert "_replays_without_its_peer" in said, "where the program was"

@@ -27,7 +27,9 @@ CALLS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` of a shard; ``in_rows``: the right operand lies in rows, not transposed; ``keep``: the gathered tensor is read behind the kernel. Each call has one band more than the one before, in the same slot: what flags count must not rest on the site."""
+    """``rows`` of a shard; ``in_rows``: the right operand lies in rows, not transposed; ``keep``: the gathered tensor
+    is read behind the kernel. Each call has one band more than the one before, in the same slot: what flags count must
+    not rest on the site."""
 
     pattern: str
     world_size: int
@@ -47,34 +49,59 @@ class Case:
     unit: int = 4
 
     def parameters(self, call: int) -> FusedParameters:
-        return FusedParameters(self.blocks, copies_from=self.copies_from, slices=self.slices, slices_tiles=2**20, slices_pushers=self.pushers, parts=self.parts + call, pieces=self.pieces + call, pushers=self.pushers, unit=self.unit, **SMALL_TILES)
+        return FusedParameters(
+            self.blocks,
+            copies_from=self.copies_from,
+            slices=self.slices,
+            slices_tiles=2**20,
+            slices_pushers=self.pushers,
+            parts=self.parts + call,
+            pieces=self.pieces + call,
+            pushers=self.pushers,
+            unit=self.unit,
+            **SMALL_TILES,
+        )
 
 
 CASES = {
     "gather, one block": Case("all_gather_matmul", 2, 32, 32, 32),
     "gather, three ranks, bands": Case("all_gather_matmul", 3, 48, 40, 48, parts=3, blocks=2, pieces=2),
     "gather, no multiples of a tile": Case("all_gather_matmul", 2, 40, 24, 32, blocks=3, pushers=2, pieces=3),
-    "gather with bias, the right operand in rows": Case("all_gather_matmul", 2, 24, 24, 40, blocks=2, bias=True, in_rows=True),
+    "gather with bias, the right operand in rows": Case(
+        "all_gather_matmul", 2, 24, 24, 40, blocks=2, bias=True, in_rows=True
+    ),
     "gather, kept": Case("all_gather_matmul", 3, 24, 16, 32, parts=2, blocks=2, pieces=2, keep=True),
     "gather, nobody pushes first": Case("all_gather_matmul", 2, 32, 16, 32, parts=2, blocks=2, pushers=0, pieces=2),
     "gather by copies": Case("all_gather_matmul", 3, 40, 24, 32, parts=3, blocks=2, copies_from=0),
     "gather by copies, kept": Case("all_gather_matmul", 2, 24, 16, 32, blocks=2, copies_from=0, keep=True),
     "gather along K": Case("all_gather_matmul", 2, 24, 32, 72, parts=2, blocks=2, pieces=2, slices=3),
-    "gather along K, three ranks, bias, in rows, kept": Case("all_gather_matmul", 3, 40, 24, 40, blocks=2, pieces=3, slices=2, bias=True, in_rows=True, keep=True),
+    "gather along K, three ranks, bias, in rows, kept": Case(
+        "all_gather_matmul", 3, 40, 24, 40, blocks=2, pieces=3, slices=2, bias=True, in_rows=True, keep=True
+    ),
     "gather along K, more slices than columns, one block": Case("all_gather_matmul", 2, 16, 16, 24, slices=4),
     "scatter, one block": Case("matmul_reduce_scatter", 2, 32, 32, 32),
     "scatter, three ranks, bands": Case("matmul_reduce_scatter", 3, 48, 24, 32, parts=2, blocks=2),
-    "scatter, no multiples of a tile, average": Case("matmul_reduce_scatter", 2, 40, 24, 32, parts=2, blocks=3, average=True),
-    "scatter with bias, the right operand in rows": Case("matmul_reduce_scatter", 2, 24, 24, 40, blocks=2, bias=True, in_rows=True),
+    "scatter, no multiples of a tile, average": Case(
+        "matmul_reduce_scatter", 2, 40, 24, 32, parts=2, blocks=3, average=True
+    ),
+    "scatter with bias, the right operand in rows": Case(
+        "matmul_reduce_scatter", 2, 24, 24, 40, blocks=2, bias=True, in_rows=True
+    ),
     "all-reduce with bias": Case("matmul_all_reduce", 2, 32, 16, 32, bias=True),
     "all-reduce, average": Case("matmul_all_reduce", 2, 32, 32, 32, parts=2, average=True),
     "all-reduce, three ranks, as many bands": Case("matmul_all_reduce", 3, 56, 24, 32, parts=0, blocks=2, pushers=0),
-    "all-reduce, tiles pushed in twos, the right operand in rows": Case("matmul_all_reduce", 2, 24, 72, 32, parts=2, blocks=2, pushers=2, unit=2, in_rows=True),
-    "all-reduce, tiles pushed in threes by all blocks": Case("matmul_all_reduce", 3, 40, 104, 32, parts=2, blocks=2, pushers=2, unit=3, bias=True),
+    "all-reduce, tiles pushed in twos, the right operand in rows": Case(
+        "matmul_all_reduce", 2, 24, 72, 32, parts=2, blocks=2, pushers=2, unit=2, in_rows=True
+    ),
+    "all-reduce, tiles pushed in threes by all blocks": Case(
+        "matmul_all_reduce", 3, 40, 104, 32, parts=2, blocks=2, pushers=2, unit=3, bias=True
+    ),
 }
 
 
-def _rank(rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, case: Case) -> None:
+def _rank(
+    rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, case: Case
+) -> None:
     launch = workspace.launch(rank)
     keywords: dict[str, Any] = {"average": True} if case.average else {"keep": True} if case.keep else {}
     right = b[rank].t().contiguous() if case.in_rows else b[rank].t()
@@ -83,7 +110,9 @@ def _rank(rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tenso
         left = a[call, rank].contiguous()
         out[call, rank] = getattr(fused, case.pattern)(left, right, launch, case.parameters(call), bias, **keywords)
         if case.keep:
-            assert launch.slot.calls.tolist() == [call] and torch.equal(fused.gathered(left, launch), a[call].flatten(0, 1))
+            assert launch.slot.calls.tolist() == [call] and torch.equal(
+                fused.gathered(left, launch), a[call].flatten(0, 1)
+            )
             fused.end(launch)
         assert at_rest(launch.slot) and launch.slot.calls.tolist() == [call + 1]
         launch.faults.check()
@@ -95,10 +124,23 @@ def test_agrees_with_fp64(name: str) -> None:
     w, gathers = case.world_size, case.pattern == "all_gather_matmul"
     all_rows = w * case.rows
     generator = torch.Generator().manual_seed(1)
-    a = torch.randn(CALLS, w, case.rows if gathers else all_rows, case.inner, generator=generator).half().share_memory_()
+    a = (
+        torch.randn(CALLS, w, case.rows if gathers else all_rows, case.inner, generator=generator)
+        .half()
+        .share_memory_()
+    )
     b = torch.randn(w, case.columns, case.inner, generator=generator).half().share_memory_()
-    out = shared(CALLS, w, case.rows if case.pattern == "matmul_reduce_scatter" else all_rows, case.columns, dtype=torch.float16, fill=float("nan"))
-    workspace = SharedWorkspace.of(w, 6 * all_rows * max(case.columns, case.inner), 2 * (case.parts + CALLS) * case.slices)
+    out = shared(
+        CALLS,
+        w,
+        case.rows if case.pattern == "matmul_reduce_scatter" else all_rows,
+        case.columns,
+        dtype=torch.float16,
+        fill=float("nan"),
+    )
+    workspace = SharedWorkspace.of(
+        w, 6 * all_rows * max(case.columns, case.inner), 2 * (case.parts + CALLS) * case.slices
+    )
     run_ranks(w, _rank, workspace, a, b, out, case)
     for call in range(CALLS):
         for rank, expected in enumerate(exact(case.pattern, a[call], b, case.bias, case.average, case.rows)):
@@ -118,34 +160,53 @@ def test_agrees_with_fp64(name: str) -> None:
 def test_a_peer_that_never_comes(pattern: str, what: str, slices: int, pushers: int) -> None:
     """The kernel ends, all its blocks with it; the next call says which site waited for whom, and runs nothing."""
     launch = SharedWorkspace.of(3, 20_000, 4).launch(0, patience_ns=20_000)
-    a, b, p = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t(), FusedParameters(2, pieces=1, pushers=pushers, slices=slices, slices_tiles=99, **SMALL_TILES)
+    a, b, p = (
+        torch.zeros(48, 32).half(),
+        torch.zeros(16, 32).half().t(),
+        FusedParameters(2, pieces=1, pushers=pushers, slices=slices, slices_tiles=99, **SMALL_TILES),
+    )
     function = getattr(fused, pattern)
     function(a, b, launch, p)
-    with pytest.raises(TransferError, match=f"site some site of group 'tp' waited in vain for {what} from rank 1: call 1 was wanted, 0 had come"):
+    with pytest.raises(
+        TransferError,
+        match=f"site some site of group 'tp' waited in vain for {what} from rank 1: call 1 was wanted, 0 had come",
+    ):
         function(a, b, launch, p)
     assert launch.slot.calls.tolist() == [1]
 
 
 @pytest.mark.parametrize("pattern", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_nothing_is_written_without_leave(pattern: str) -> None:
-    """A peer that is still in the call before, whose rows have come all the same (from a faster one, say): its workspace stays as it is."""
+    """A peer that is still in the call before, whose rows have come all the same (from a faster one, say): its
+    workspace stays as it is."""
     workspace = SharedWorkspace.of(2, 20_000, 4)
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)
     workspace.flags[0, 2 * FLAG_WORDS :] = 2
     function = getattr(fused, pattern)
-    a, b, p = torch.zeros(32, 32).half(), torch.zeros(16, 32).half().t(), FusedParameters(2, pieces=1, pushers=1, **SMALL_TILES)
+    a, b, p = (
+        torch.zeros(32, 32).half(),
+        torch.zeros(16, 32).half().t(),
+        FusedParameters(2, pieces=1, pushers=1, **SMALL_TILES),
+    )
     function(a, b, launch, p)
-    with pytest.raises(TransferError, match="waited in vain for leave to write into the workspace of rank 1: call 1 was wanted, 0 had come"):
+    with pytest.raises(
+        TransferError,
+        match="waited in vain for leave to write into the workspace of rank 1: call 1 was wanted, 0 had come",
+    ):
         function(a, b, launch, p)
-    assert (workspace.data[1] == 0x7E).all() and not workspace.flags[1, 2 * FLAG_WORDS :].any(), "rows, and what tells of them"
+    assert (workspace.data[1] == 0x7E).all() and not workspace.flags[1, 2 * FLAG_WORDS :].any(), (
+        "rows, and what tells of them"
+    )
 
 
 def test_an_aborted_group_runs_nothing() -> None:
     launch = SharedWorkspace.of(2, 20_000, 4).launch(0)
     launch.faults.abort()
     with pytest.raises(TransferError, match="was aborted"):
-        fused.all_gather_matmul(torch.zeros(32, 32).half(), torch.zeros(16, 32).half().t(), launch, CASES["gather, one block"].parameters(0))
+        fused.all_gather_matmul(
+            torch.zeros(32, 32).half(), torch.zeros(16, 32).half().t(), launch, CASES["gather, one block"].parameters(0)
+        )
 
 
 def test_what_a_kernel_is_not_made_for_is_said() -> None:

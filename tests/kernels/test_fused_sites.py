@@ -1,4 +1,5 @@
-"""Schedules ``fused`` and ``chunked`` from the model to the kernels: the rewritten graph between processes, its kernels in Triton's interpreter."""
+"""Schedules ``fused`` and ``chunked`` from the model to the kernels: the rewritten graph between processes, its kernels
+in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -28,8 +29,13 @@ def cases(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]]
     return _larger(_cases(w), factor)
 
 
-def _larger(found: dict[str, tuple[Any, list[tuple[int, ...]], int]], factor: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    return {name: (function, [tuple(n * factor if n > 2 else n for n in shape) for shape in shapes], sites) for name, (function, shapes, sites) in found.items()}
+def _larger(
+    found: dict[str, tuple[Any, list[tuple[int, ...]], int]], factor: int
+) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
+    return {
+        name: (function, [tuple(n * factor if n > 2 else n for n in shape) for shape in shapes], sites)
+        for name, (function, shapes, sites) in found.items()
+    }
 
 
 def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
@@ -42,7 +48,9 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
             1,
         ),
         "gather rows, six weights, five that lie alike": (
-            lambda x, a, b, c: (lambda y: (y @ a.t(), y @ b.t(), y @ (a + 1).t(), y @ (b + 1).t(), y @ (b + 2).t(), y @ c))(all_gather(x, 0, g)),
+            lambda x, a, b, c: (
+                lambda y: (y @ a.t(), y @ b.t(), y @ (a + 1).t(), y @ (b + 1).t(), y @ (b + 2).t(), y @ c)
+            )(all_gather(x, 0, g)),
             [(s, 16), (24, 16), (8, 16), (16, 40)],
             1,
         ),
@@ -65,13 +73,29 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
         ),
         "gather columns on the right": (lambda x, a: (a * 2) @ all_gather(x * 3, 0, g).t(), [(s, 16), (8, 16)], 1),
         "scatter rows": (lambda x, a: reduce_scatter(x @ a, "sum", 0, g), [(s * w, 16), (16, 24)], 1),
-        "scatter an average with bias": (lambda x, a, b: reduce_scatter(torch.addmm(b, x, a.t()), "avg", 0, g), [(s * w, 16), (24, 16), (24,)], 1),
+        "scatter an average with bias": (
+            lambda x, a, b: reduce_scatter(torch.addmm(b, x, a.t()), "avg", 0, g),
+            [(s * w, 16), (24, 16), (24,)],
+            1,
+        ),
         "scatter sequence, batch 2": (lambda x, a: reduce_scatter(x @ a, "sum", 1, g), [(2, s * w, 16), (16, 8)], 1),
         "scatter the last dim": (lambda x, a: reduce_scatter(x @ a, "sum", 1, g), [(8, 16), (16, s * w)], 1),
-        "scatter uneven rows": (lambda x, a: reduce_scatter(_evened(x @ a, 0, w), "sum", 0, g), [(s * w - 1, 16), (16, 8)], 1),
+        "scatter uneven rows": (
+            lambda x, a: reduce_scatter(_evened(x @ a, 0, w), "sum", 0, g),
+            [(s * w - 1, 16), (16, 8)],
+            1,
+        ),
         "all-reduce": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(s * w, 16), (16, 24)], 1),
-        "all-reduce, batch 1, with bias": (lambda x, a, b: all_reduce(torch.nn.functional.linear(x, a, b), "sum", g), [(1, s * w, 16), (8, 16), (8,)], 1),
-        "all-reduce of rows that do not fall evenly": (lambda x, a: all_reduce(x @ a, "sum", g), [(s * w - 1, 16), (16, 24)], 1),
+        "all-reduce, batch 1, with bias": (
+            lambda x, a, b: all_reduce(torch.nn.functional.linear(x, a, b), "sum", g),
+            [(1, s * w, 16), (8, 16), (8,)],
+            1,
+        ),
+        "all-reduce of rows that do not fall evenly": (
+            lambda x, a: all_reduce(x @ a, "sum", g),
+            [(s * w - 1, 16), (16, 24)],
+            1,
+        ),
         "operands that begin in the middle of 16 bytes": (
             lambda x, a: all_gather(x.view(-1)[4 : 4 - x.shape[1]].view(-1, x.shape[1]), 0, g) @ a[:, 4:-4],
             [(s + 1, 16), (16, 32)],
@@ -96,7 +120,8 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
 
 
 def sums(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """As ``cases``: sums of matmuls, which are chunks' only. (Of matrices, without a batch, Inductor makes one matmul that is the other's bias.)"""
+    """As ``cases``: sums of matmuls, which are chunks' only. (Of matrices, without a batch, Inductor makes one matmul
+    that is the other's bias.)"""
     g, s = dist.group.WORLD, 24
     linear = torch.nn.functional.linear
     pair = [(1, s * w, 16), (16, 24), (1, s * w, 40), (40, 24)]
@@ -124,9 +149,21 @@ def sums(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]],
                 [(2, s * w, 16), (16, 8), (2, s * w, 24), (24, 8)],
                 1,
             ),
-            "scatter the last dim of a sum": (lambda x, a, y, b: reduce_scatter(x @ a + y @ b, "sum", 2, g), [(2, 8, 16), (16, s * w), (2, 8, 24), (24, s * w)], 1),
-            "all-reduce a sum of three": (lambda x, a, y, b, z, c: all_reduce(x @ a + y @ b.t() + z @ c, "sum", g), triple, 1),
-            "all-reduces that are added": (lambda x, a, y, b: all_reduce(x @ a, "sum", g) + all_reduce(y @ b, "sum", g), pair, 1),
+            "scatter the last dim of a sum": (
+                lambda x, a, y, b: reduce_scatter(x @ a + y @ b, "sum", 2, g),
+                [(2, 8, 16), (16, s * w), (2, 8, 24), (24, s * w)],
+                1,
+            ),
+            "all-reduce a sum of three": (
+                lambda x, a, y, b, z, c: all_reduce(x @ a + y @ b.t() + z @ c, "sum", g),
+                triple,
+                1,
+            ),
+            "all-reduces that are added": (
+                lambda x, a, y, b: all_reduce(x @ a, "sum", g) + all_reduce(y @ b, "sum", g),
+                pair,
+                1,
+            ),
             "all-reduce a sum of rows that do not fall evenly": (
                 lambda x, a, y, b: all_reduce(x @ a + y @ b, "sum", g),
                 [(1, s * w - 1, 16), (16, 24), (1, s * w - 1, 40), (40, 24)],
@@ -154,7 +191,11 @@ def _check(rank: int, world_size: int, folder: str, names: list[str] | None, sch
             exact = _tuple(function(*(i.double() for i in inputs)))
             found = _tuple(compiled(*inputs))
             for e, f in zip(exact, found, strict=True):
-                if f.dtype != torch.float16 or f.shape != e.shape or not torch.allclose(f.double(), e, rtol=2e-2, atol=5e-2):
+                if (
+                    f.dtype != torch.float16
+                    or f.shape != e.shape
+                    or not torch.allclose(f.double(), e, rtol=2e-2, atol=5e-2)
+                ):
                     problems.append(f"{name} call {call}: {tuple(f.shape)} off by {(f.double() - e).abs().max():.3g}")
         schedules = [p.schedule for r in reports for s in r.sites for p in s.decision.plan]
         if schedules != [schedule] * expected:
@@ -169,7 +210,9 @@ def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
         torch._dynamo.reset()
         function, (left, right), _ = cases(world_size)[name]
         reports: list[OverlapReport] = []
-        compiled = torch.compile(function, backend=interpreted(OverlapConfig(schedule="fused", mode="strict", max_tokens=100), reports))
+        compiled = torch.compile(
+            function, backend=interpreted(OverlapConfig(schedule="fused", mode="strict", max_tokens=100), reports)
+        )
         b = torch.randn(right, generator=torch.Generator().manual_seed(rank)).half()
         # Fewer rows than a tile, than ranks, none, and more than were planned for, which run as they stood.
         for rows in (24, 7, 1, 0, 60):
@@ -179,9 +222,16 @@ def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
             torch._dynamo.mark_dynamic(a, 0) if rows > 1 else torch._dynamo.maybe_mark_dynamic(a, 0)
             exact, found = function(a.double(), b.double()), compiled(a, b)
             if found.shape != exact.shape or not torch.allclose(found.double(), exact, rtol=2e-2, atol=5e-2):
-                problems.append(f"{name} of {rows} rows: {tuple(found.shape)} off by {(found.double() - exact).abs().max() if found.shape == exact.shape else '?'}")
+                problems.append(
+                    f"{name} of {rows} rows: {tuple(found.shape)} off by"
+                    f" {(found.double() - exact).abs().max() if found.shape == exact.shape else '?'}"
+                )
         plans = [s.decision.moving for r in reports for s in r.sites]
-        if not any("max_tokens" in p.parameters for p in plans) or any(p.schedule != "fused" for p in plans) or len(plans) > 3:
+        if (
+            not any("max_tokens" in p.parameters for p in plans)
+            or any(p.schedule != "fused" for p in plans)
+            or len(plans) > 3
+        ):
             problems.append(f"{name}: {plans}")
     return problems
 
@@ -229,5 +279,7 @@ def test_chunks_of_a_sum_of_matmuls(tmp_path: Path) -> None:
     names = list(sums(2))
     for world_size, tried in ((2, names), (3, [names[1], names[3], names[6]])):
         (tmp_path / str(world_size)).mkdir()
-        for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path / str(world_size)), tried, "chunked", timeout=400)):
+        for rank, problems in enumerate(
+            run_ranks(world_size, _check, str(tmp_path / str(world_size)), tried, "chunked", timeout=400)
+        ):
             assert not problems, f"rank {rank} of {world_size}: {problems}"

@@ -40,7 +40,9 @@ CASES = {
 }
 
 
-def _rank(rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, case: Case) -> None:
+def _rank(
+    rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, case: Case
+) -> None:
     launch, parameters = workspace.launch(rank), FusedParameters(2, parts=2, pieces=2, pushers=1, **SMALL_TILES)
     weights = [w.contiguous().t() for w in b[rank].split(case.widths)]
     biases = [w[0].contiguous() if letter == "b" else None for w, letter in zip(weights, case.biases, strict=True)]

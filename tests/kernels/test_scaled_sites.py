@@ -1,4 +1,5 @@
-"""fp8 sites (``_scaled_mm``) from the model to the kernels by schedule ``chunked``: the rewritten graph between processes, against fp64 of the dequantised operands."""
+"""fp8 sites (``_scaled_mm``) from the model to the kernels by schedule ``chunked``: the rewritten graph between
+processes, against fp64 of the dequantised operands."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def _check(rank: int, world_size: int, folder: str, names: list[str] | None) -> 
         torch._dynamo.reset()
         function, inputs, expected = cases(world_size)[name]
         reports: list[OverlapReport] = []
-        compiled = torch.compile(function, backend=interpreted(OverlapConfig(schedule="chunked", mode="strict"), reports), dynamic=False)
+        compiled = torch.compile(
+            function, backend=interpreted(OverlapConfig(schedule="chunked", mode="strict"), reports), dynamic=False
+        )
         for call in range(CALLS):
             tensors = made(inputs, torch.Generator().manual_seed(7 + rank + 100 * call))
             exact = _tuple(function(*(t.double() for t in tensors)))
@@ -50,16 +53,26 @@ def _check(rank: int, world_size: int, folder: str, names: list[str] | None) -> 
 def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
     use_shared_memory(folder)
     problems = []
-    for name in ("gather rows, tensor-wise", "gather rows, row-wise, scales gathered behind", "all-reduce, tensor-wise", "scatter rows, row-wise"):
+    for name in (
+        "gather rows, tensor-wise",
+        "gather rows, row-wise, scales gathered behind",
+        "all-reduce, tensor-wise",
+        "scatter rows, row-wise",
+    ):
         torch._dynamo.reset()
         function, inputs, _ = cases(world_size)[name]
         reports: list[OverlapReport] = []
-        compiled = torch.compile(function, backend=interpreted(OverlapConfig(schedule="chunked", mode="strict", max_tokens=100), reports))
+        compiled = torch.compile(
+            function, backend=interpreted(OverlapConfig(schedule="chunked", mode="strict", max_tokens=100), reports)
+        )
         tokens = inputs[0][1][0]
         # Fewer rows than a chunk's, and more than were planned for, which run as they stood.
         for rows in (24, 7, 2, 60):
             rows *= 1 if name.startswith("gather") else world_size
-            now = [(kind, (rows, *shape[1:]) if shape[:1] == (tokens,) and (i == 0 or kind == "scale") else shape) for i, (kind, shape) in enumerate(inputs)]
+            now = [
+                (kind, (rows, *shape[1:]) if shape[:1] == (tokens,) and (i == 0 or kind == "scale") else shape)
+                for i, (kind, shape) in enumerate(inputs)
+            ]
             tensors = made(now, torch.Generator().manual_seed(7 * rank + rows))
             for tensor, (_, shape) in zip(tensors, now, strict=True):
                 if shape[:1] == (rows,) and (tensor is tensors[0] or shape[1:] == (1,)):
@@ -79,7 +92,11 @@ def test_every_pattern_agrees_with_fp64(tmp_path: Path) -> None:
 
 
 def test_three_ranks(tmp_path: Path) -> None:
-    names = ["gather sequence, batch 2, row-wise", "scatter sequence, batch 2, row-wise", "all-reduce of rows that do not fall evenly, row-wise"]
+    names = [
+        "gather sequence, batch 2, row-wise",
+        "scatter sequence, batch 2, row-wise",
+        "all-reduce of rows that do not fall evenly, row-wise",
+    ]
     for rank, problems in enumerate(run_ranks(3, _check, str(tmp_path), names, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
 

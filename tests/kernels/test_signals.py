@@ -30,7 +30,8 @@ WORDS = 256
 
 @triton.jit
 def pass_on(data, peer_data, flags, peer_flags, stop, wrong, rounds, base, N: tl.constexpr, WRITES: tl.constexpr):
-    """The writer fills its peer's words with the round's number and signals; the reader counts what is another number, and acknowledges."""
+    """The writer fills its peer's words with the round's number and signals; the reader counts what is another number,
+    and acknowledges."""
     offsets = tl.arange(0, N)
     bad = tl.full((), 0, tl.int32)
     for i in range(1, rounds + 1):

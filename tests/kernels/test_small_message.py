@@ -67,12 +67,22 @@ def _launch(workspace: SharedWorkspace, rank: int, patience_ns: int = 1_000_000_
     return replace(launch, slot=replace(launch.slot, protocol=HALVES))
 
 
-def _rank(rank: int, workspace: SharedWorkspace, product: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, case: Case) -> None:
+def _rank(
+    rank: int,
+    workspace: SharedWorkspace,
+    product: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    case: Case,
+) -> None:
     launch, parameters = _launch(workspace, rank), case.parameters
     for call, rows in enumerate(case.rows):
         own = product[call, rank, :rows].contiguous()
         if case.norm:
-            found = small_message.all_reduce_norm(own, residual[call, :rows].contiguous(), weight, EPS, launch, parameters)
+            found = small_message.all_reduce_norm(
+                own, residual[call, :rows].contiguous(), weight, EPS, launch, parameters
+            )
         else:
             found = (small_message.all_reduce(own, launch, parameters, case.average),)
         for i, tensor in enumerate(found):
@@ -109,16 +119,31 @@ def _check(case: Case, function: Callable[..., None] = _rank) -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(case.dtype).share_memory_()
 
-    product, residual, weight = random(calls, case.world_size, rows, case.columns), random(calls, rows, case.columns), random(case.columns)
+    product, residual, weight = (
+        random(calls, case.world_size, rows, case.columns),
+        random(calls, rows, case.columns),
+        random(case.columns),
+    )
     out = shared(calls, case.world_size, 2, rows, case.columns, dtype=case.dtype, fill=float("nan"))
     nbytes, signals, _ = case.need
-    run_ranks(case.world_size, function, SharedWorkspace.of(case.world_size, nbytes, signals), product, residual, weight, out, case)
+    run_ranks(
+        case.world_size,
+        function,
+        SharedWorkspace.of(case.world_size, nbytes, signals),
+        product,
+        residual,
+        weight,
+        out,
+        case,
+    )
     for call, m in enumerate(case.rows):
         exact = _exact(case, product[call, :, :m], residual[call, :m], weight)
         for rank in range(case.world_size):
             for i, tensor in enumerate(exact):
                 assert torch.allclose(out[call, rank, i, :m].double(), tensor, rtol=2e-2, atol=3e-2), (call, rank, i)
-        assert torch.equal(out[call, :, : len(exact), :m], out[call, :1, : len(exact), :m].expand_as(out[call, :, : len(exact), :m]))
+        assert torch.equal(
+            out[call, :, : len(exact), :m], out[call, :1, : len(exact), :m].expand_as(out[call, :, : len(exact), :m])
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -135,15 +160,19 @@ LATE = {
 
 @pytest.mark.parametrize("name", LATE)
 def test_a_rank_that_is_late_between_two_steps(name: str) -> None:
-    """Its peers are in their next call by then, whose data go to the other half; in two-shot they wait for all segments of its rows."""
+    """Its peers are in their next call by then, whose data go to the other half; in two-shot they wait for all segments
+    of its rows."""
     _check(LATE[name], _late_rank)
 
 
 def test_it_rounds_where_a_model_rounds() -> None:
-    """Bit for bit what the ops one by one give, from the sum on: a graph's numbers stay what they were. (The interpreter cuts bf16 off instead of rounding it.)"""
+    """Bit for bit what the ops one by one give, from the sum on: a graph's numbers stay what they were. (The
+    interpreter cuts bf16 off instead of rounding it.)"""
     case = replace(CASES["one-shot"], dtype=torch.float16)
     generator = torch.Generator().manual_seed(2)
-    product, residual, weight = ((4 * torch.randn(*s, generator=generator)).half().share_memory_() for s in ((5, 2, 3, 64), (5, 3, 64), (64,)))
+    product, residual, weight = (
+        (4 * torch.randn(*s, generator=generator)).half().share_memory_() for s in ((5, 2, 3, 64), (5, 3, 64), (64,))
+    )
     out = shared(5, 2, 2, 3, 64, dtype=torch.float16)
     nbytes, signals, _ = case.need
     run_ranks(2, _rank, SharedWorkspace.of(2, nbytes, signals), product, residual, weight, out, case)
@@ -161,10 +190,17 @@ def test_a_peer_that_never_comes(two_shot: bool, norm: bool) -> None:
     x, p = torch.zeros(4, 32).bfloat16(), SmallParameters(two_shot, 16, 4)
 
     def call() -> object:
-        return small_message.all_reduce_norm(x, x, x[0], EPS, launch, p) if norm else small_message.all_reduce(x, launch, p)
+        return (
+            small_message.all_reduce_norm(x, x, x[0], EPS, launch, p)
+            if norm
+            else small_message.all_reduce(x, launch, p)
+        )
 
     call()
-    with pytest.raises(TransferError, match="site some site of group 'tp' waited in vain for partial sums from rank 1: call 1 was wanted, 0 had come"):
+    with pytest.raises(
+        TransferError,
+        match="site some site of group 'tp' waited in vain for partial sums from rank 1: call 1 was wanted, 0 had come",
+    ):
         call()
     assert launch.slot.calls.tolist() == [1]
 

@@ -1,4 +1,5 @@
-"""The ops of schedule ``small_message`` between processes: workspace from the plan, kernels in Triton's interpreter, and the plain computation where they do not run."""
+"""The ops of schedule ``small_message`` between processes: workspace from the plan, kernels in Triton's interpreter,
+and the plain computation where they do not run."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from tests.numerics.ranks import run_ranks
 
 ops = torch.ops.overlap_inductor
 INNER, COLUMNS, EPS = 24, 40, 1e-3
-SETTINGS = {name: json.dumps({"two_shot": two_shot, "segment": 32, "warps": 4}) for name, two_shot in (("one", False), ("two", True))}
+SETTINGS = {
+    name: json.dumps({"two_shot": two_shot, "segment": 32, "warps": 4})
+    for name, two_shot in (("one", False), ("two", True))
+}
 
 
 def _call(name: str, site: str, rows: int, seed: int, bias: bool, norm: bool, average: bool = False) -> list[str]:
@@ -26,23 +30,44 @@ def _call(name: str, site: str, rows: int, seed: int, bias: bool, norm: bool, av
     group, rank = dist.group.WORLD, dist.get_rank()
     generator = torch.Generator().manual_seed(seed)
     lhs, rhs, bias_row, residual, weight = (
-        torch.randn(*s, generator=generator).half() for s in ((group.size(), rows, INNER), (group.size(), COLUMNS, INNER), (COLUMNS,), (rows, COLUMNS), (COLUMNS + 1,))
+        torch.randn(*s, generator=generator).half()
+        for s in (
+            (group.size(), rows, INNER),
+            (group.size(), COLUMNS, INNER),
+            (COLUMNS,),
+            (rows, COLUMNS),
+            (COLUMNS + 1,),
+        )
     )
     weight = weight[1:]  # begins in the middle of 16 bytes
-    exact = sum(a.double() @ b.double().t() + bias * bias_row.double() for a, b in zip(lhs, rhs)) / (group.size() if average else 1)
+    exact = sum(a.double() @ b.double().t() + bias * bias_row.double() for a, b in zip(lhs, rhs)) / (
+        group.size() if average else 1
+    )
     matmul = torch.zeros(1, dtype=torch.uint8), lhs[rank], rhs[rank].t(), bias_row if bias else None
     if norm:
-        op, arguments = ops.small_message_matmul_all_reduce_norm, (*matmul, residual, weight, EPS, SETTINGS[name], group.group_name, site)
+        op, arguments = (
+            ops.small_message_matmul_all_reduce_norm,
+            (*matmul, residual, weight, EPS, SETTINGS[name], group.group_name, site),
+        )
         added = exact + residual.double()
         wanted = [added * torch.rsqrt(added.pow(2).mean(-1, keepdim=True) + EPS) * weight.double(), added]
     else:
-        op, arguments = ops.small_message_matmul_all_reduce, (*matmul, SETTINGS[name], "avg" if average else "sum", group.group_name, site)
+        op, arguments = (
+            ops.small_message_matmul_all_reduce,
+            (*matmul, SETTINGS[name], "avg" if average else "sum", group.group_name, site),
+        )
         wanted = [exact]
     found = op(*arguments)
     told = op(*(a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments))
-    problems = [f"{site}: {x.shape}, {x.dtype}, told {y.shape}, {y.dtype}" for x, y in zip(found, told, strict=True) if (x.shape, x.dtype) != (y.shape, y.dtype)]
+    problems = [
+        f"{site}: {x.shape}, {x.dtype}, told {y.shape}, {y.dtype}"
+        for x, y in zip(found, told, strict=True)
+        if (x.shape, x.dtype) != (y.shape, y.dtype)
+    ]
     return problems + [
-        f"{site} {name} call {seed}: off by {(f.double() - w).abs().max():.3g}" for f, w in zip(found, wanted) if not torch.allclose(f.double(), w, rtol=2e-2, atol=8e-2)
+        f"{site} {name} call {seed}: off by {(f.double() - w).abs().max():.3g}"
+        for f, w in zip(found, wanted)
+        if not torch.allclose(f.double(), w, rtol=2e-2, atol=8e-2)
     ]
 
 
@@ -51,7 +76,9 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
     group, device = dist.group.WORLD, torch.device("cpu")
     requests: list[list[Any]] = []
     for name in SETTINGS:
-        requests += [[f"{name} {i}", *small_plan.needed_up_to(SETTINGS[name], world_size, 6, COLUMNS, 2)] for i in range(2)]
+        requests += [
+            [f"{name} {i}", *small_plan.needed_up_to(SETTINGS[name], world_size, 6, COLUMNS, 2)] for i in range(2)
+        ]
     prepare(group, device, json.dumps([["a fused site", 5000, 3], *requests]), 2**30)
     prepare(group, device, json.dumps([["no room", 2**40, 1, small_plan.HALVES]]), 2**30)
     problems = []

@@ -1,4 +1,5 @@
-"""Schedule ``small_message`` from the model to the kernels: the rewritten graph between processes, its kernels in Triton's interpreter."""
+"""Schedule ``small_message`` from the model to the kernels: the rewritten graph between processes, its kernels in
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -21,8 +22,11 @@ def _norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
     return gain * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
-def two_layers(x: torch.Tensor, residual: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A layer's end twice, as Llama has it, the second one behind the first one's norm; and an all-reduce without a norm."""
+def two_layers(
+    x: torch.Tensor, residual: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gain: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """A layer's end twice, as Llama has it, the second one behind the first one's norm; and an all-reduce without a
+    norm."""
     group = dist.group.WORLD
     first = residual + funcol.all_reduce(x @ a, "sum", group)
     second = first + funcol.all_reduce(_norm(first, gain) @ b, "sum", group)
@@ -33,8 +37,12 @@ def _check(rank: int, world_size: int, folder: str, dynamic: bool) -> list[str]:
     use_shared_memory(folder)
     problems = []
     reports: list[OverlapReport] = []
-    compiled = torch.compile(two_layers, backend=interpreted(OverlapConfig(schedule="small_message", mode="strict"), reports))
-    weights = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)).half() / 4 for shape in ((16, 48), (48, 48))]
+    compiled = torch.compile(
+        two_layers, backend=interpreted(OverlapConfig(schedule="small_message", mode="strict"), reports)
+    )
+    weights = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(rank)).half() / 4 for shape in ((16, 48), (48, 48))
+    ]
     gain = torch.randn(48, generator=torch.Generator().manual_seed(99)).half()
     for call, rows in enumerate((5, 2, 1, 7) if dynamic else (3, 3, 3)):
         x = torch.randn(1, rows, 16, generator=torch.Generator().manual_seed(7 * rank + call)).half()
@@ -45,8 +53,14 @@ def _check(rank: int, world_size: int, folder: str, dynamic: bool) -> list[str]:
         inputs = (x, residual, *weights, gain)
         exact, found = two_layers(*(i.double() for i in inputs)), compiled(*inputs)
         for name, e, f in zip(("normed", "residual", "plain"), exact, found, strict=True):
-            if f.dtype != torch.float16 or f.shape != e.shape or not torch.allclose(f.double(), e, rtol=2e-2, atol=5e-2):
-                problems.append(f"{name} of {rows} rows, call {call}: {tuple(f.shape)} off by {(f.double() - e).abs().max():.3g}")
+            if (
+                f.dtype != torch.float16
+                or f.shape != e.shape
+                or not torch.allclose(f.double(), e, rtol=2e-2, atol=5e-2)
+            ):
+                problems.append(
+                    f"{name} of {rows} rows, call {call}: {tuple(f.shape)} off by {(f.double() - e).abs().max():.3g}"
+                )
     plans: list[Any] = [s.decision.plan for r in reports for s in r.sites]
     if any(p[0].schedule != "small_message" for p in plans) or not plans:
         problems.append(f"{plans}")

@@ -1,4 +1,5 @@
-"""The stress checks for GPUs between gloo processes, their kernels in Triton's interpreter: that they run, and that they find what is wrong."""
+"""The stress checks for GPUs between gloo processes, their kernels in Triton's interpreter: that they run, and that
+they find what is wrong."""
 
 from __future__ import annotations
 
@@ -105,10 +106,19 @@ def _break_copies() -> None:
     plain_prepare, plain_calls, sent = CopyEngine.prepare, stress_scenarios.drawn_calls, itertools.count()
     repeated: list[bool] = []
 
-    def prepare(self: CopyEngine, launch: Any, transfer: Any, numbers: range, source: torch.Tensor, guarded: bool = False) -> Any:
+    def prepare(
+        self: CopyEngine, launch: Any, transfer: Any, numbers: range, source: torch.Tensor, guarded: bool = False
+    ) -> Any:
         send = plain_prepare(self, launch, transfer, numbers, source, guarded)
         # (Copies to themselves.)
-        signals = plain_prepare(self, replace(launch, slot=replace(launch.slot, data=_Elsewhere(launch.slot.data))), transfer, numbers, source, guarded)
+        signals = plain_prepare(
+            self,
+            replace(launch, slot=replace(launch.slot, data=_Elsewhere(launch.slot.data))),
+            transfer,
+            numbers,
+            source,
+            guarded,
+        )
         return lambda source: (signals if repeated and next(sent) % 3 == 0 else send)(source)
 
     def drawn_calls(*args: Any, **keywords: Any) -> dict[str, int]:
@@ -140,5 +150,16 @@ def test_a_mesh(tmp_path: Path) -> None:
 
 
 def test_transfers_that_do_not_happen_are_found(tmp_path: Path) -> None:
-    options = ["--iterations", "40", "--schedules", "chunked", "--only", "lazy", "delays", "poison", "two_streams", "graphs"]
+    options = [
+        "--iterations",
+        "40",
+        "--schedules",
+        "chunked",
+        "--only",
+        "lazy",
+        "delays",
+        "poison",
+        "two_streams",
+        "graphs",
+    ]
     assert run_ranks(2, _run, str(tmp_path), options, True, True) == [4, 4]

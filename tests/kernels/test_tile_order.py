@@ -19,7 +19,9 @@ TILES_N, GROUP_M = 3, 2
 
 
 @triton.jit
-def _all_turns(out, count, rank, tiles_shard, tiles_part, tiles_n, BANDS: tl.constexpr, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
+def _all_turns(
+    out, count, rank, tiles_shard, tiles_part, tiles_n, BANDS: tl.constexpr, WORLD: tl.constexpr, GROUP_M: tl.constexpr
+):
     for turn in range(count):
         if BANDS:
             shard, m, n = in_bands(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
@@ -40,7 +42,9 @@ def _turns(tiles_shard: int, tiles_part: int, world_size: int, bands: bool) -> l
 
 
 @pytest.mark.parametrize(("tiles_shard", "tiles_part", "world_size"), SIZES)
-def test_a_scatter_multiplies_every_tile_once_and_its_own_last(tiles_shard: int, tiles_part: int, world_size: int) -> None:
+def test_a_scatter_multiplies_every_tile_once_and_its_own_last(
+    tiles_shard: int, tiles_part: int, world_size: int
+) -> None:
     turns = _turns(tiles_shard, tiles_part, world_size, bands=False)
     assert [s == RANK for s, _, _ in turns] == sorted(s == RANK for s, _, _ in turns)
     for mine in (False, True):
@@ -49,7 +53,9 @@ def test_a_scatter_multiplies_every_tile_once_and_its_own_last(tiles_shard: int,
 
 
 @pytest.mark.parametrize(("tiles_shard", "tiles_part", "world_size"), SIZES)
-def test_an_all_reduce_multiplies_every_tile_once_band_after_band(tiles_shard: int, tiles_part: int, world_size: int) -> None:
+def test_an_all_reduce_multiplies_every_tile_once_band_after_band(
+    tiles_shard: int, tiles_part: int, world_size: int
+) -> None:
     """In each band the peers' tiles before the own ones."""
     order = [(m // tiles_part, s == RANK) for s, m, _ in _turns(tiles_shard, tiles_part, world_size, bands=True)]
     assert order == sorted(order)

@@ -1,4 +1,5 @@
-"""A sequence-parallel block, forward and backward, by schedules of one op a site: between processes, whose kernels are interpreted, against fp64."""
+"""A sequence-parallel block, forward and backward, by schedules of one op a site: between processes, whose kernels are
+interpreted, against fp64."""
 
 from __future__ import annotations
 
@@ -19,8 +20,18 @@ from tests.numerics.ranks import run_ranks
 
 # Backward's scatters are of sums of three and of two matmuls, which a fused kernel does not compute.
 EXPECTED = {
-    "chunked": {"forward: all_gather_matmul chunked": 2, "forward: matmul_reduce_scatter chunked": 2, "backward: all_gather_matmul chunked": 2, "backward: matmul_reduce_scatter chunked": 2},
-    "fused": {"forward: all_gather_matmul fused": 2, "forward: matmul_reduce_scatter fused": 2, "backward: all_gather_matmul fused": 2, "backward: matmul_reduce_scatter keep": 2},
+    "chunked": {
+        "forward: all_gather_matmul chunked": 2,
+        "forward: matmul_reduce_scatter chunked": 2,
+        "backward: all_gather_matmul chunked": 2,
+        "backward: matmul_reduce_scatter chunked": 2,
+    },
+    "fused": {
+        "forward: all_gather_matmul fused": 2,
+        "forward: matmul_reduce_scatter fused": 2,
+        "backward: all_gather_matmul fused": 2,
+        "backward: matmul_reduce_scatter keep": 2,
+    },
 }
 
 
@@ -29,14 +40,24 @@ def _check(rank: int, world_size: int, folder: str, schedule: str, variant: Vari
     mesh = dist.init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     reports: list[OverlapReport] = []
     backend = interpreted(OverlapConfig(schedule=schedule), reports)
-    error, where = dtensor_block.largest_error(mesh, variant, lambda m: torch.compile(m, backend=backend, fullgraph=True), torch.float16)
+    error, where = dtensor_block.largest_error(
+        mesh, variant, lambda m: torch.compile(m, backend=backend, fullgraph=True), torch.float16
+    )
     found = [] if error < 2e-2 else [f"{where} is off by {error:.2g}"]
     sites = Counter(f"{r.phase}: {s.facts.pattern} {s.decision.plan[0].schedule}" for r in reports for s in r.sites)
     return found + [f"{dict(sites)}, expected {EXPECTED[schedule]}"] * (sites != EXPECTED[schedule])
 
 
-@pytest.mark.parametrize(("schedule", "variant"), [("chunked", Variant(1, 1, False, "none")), ("chunked", Variant(0, 2, False, "none")), ("fused", Variant(1, 1, False, "none"))])
+@pytest.mark.parametrize(
+    ("schedule", "variant"),
+    [
+        ("chunked", Variant(1, 1, False, "none")),
+        ("chunked", Variant(0, 2, False, "none")),
+        ("fused", Variant(1, 1, False, "none")),
+    ],
+)
 def test_a_block_that_trains(schedule: str, variant: Variant, tmp_path: Path) -> None:
-    """A weight's gradient of what was gathered before all of it had come; a product of a sum that is left out, or of another chunk's rows."""
+    """A weight's gradient of what was gathered before all of it had come; a product of a sum that is left out, or of
+    another chunk's rows."""
     for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), schedule, variant, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"

@@ -1,4 +1,5 @@
-"""Schedule ``wave_groups`` between gloo processes: the ops, measured partitions and all, with their kernels in Triton's interpreter."""
+"""Schedule ``wave_groups`` between gloo processes: the ops, measured partitions and all, with their kernels in Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -27,13 +28,23 @@ from overlap_inductor.transports import nccl
 from tests.fake_group import fake_group
 from tests.numerics.ranks import run_ranks
 
-SMALL = {"block_m": 16, "block_n": 16, "block_k": 16, "group_m": 2, "warps": 4, "stages": 1, "free": [1], "halves": False}
+SMALL = {
+    "block_m": 16,
+    "block_n": 16,
+    "block_k": 16,
+    "group_m": 2,
+    "warps": 4,
+    "stages": 1,
+    "free": [1],
+    "halves": False,
+}
 CALLS = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` of the left operand, for a scatter of a shard of it; ``blocks`` SMs, of which one is left free; ``in_rows``: the right operand lies in rows, not transposed."""
+    """``rows`` of the left operand, for a scatter of a shard of it; ``blocks`` SMs, of which one is left free;
+    ``in_rows``: the right operand lies in rows, not transposed."""
 
     pattern: str
     rows: int
@@ -50,12 +61,16 @@ class Case:
 CASES = {
     "all-reduce, one group": Case("matmul_all_reduce", 32, 32, 32, [0, 2]),
     "all-reduce, a group a band, no multiples of a tile": Case("matmul_all_reduce", 71, 40, 24, [0, 1, 2, 3, 4, 5]),
-    "all-reduce, one block, uneven groups, halves": Case("matmul_all_reduce", 128, 64, 48, [0, 1, 3, 8], blocks=1, halves=True),
+    "all-reduce, one block, uneven groups, halves": Case(
+        "matmul_all_reduce", 128, 64, 48, [0, 1, 3, 8], blocks=1, halves=True
+    ),
     "all-reduce, average with bias": Case("matmul_all_reduce", 70, 24, 40, [0, 3, 5], reduce_op="avg", bias=True),
     "all-reduce, chosen": Case("matmul_all_reduce", 80, 24, 32, bias=True, in_rows=True),
     "scatter, one group": Case("matmul_reduce_scatter", 32, 32, 32, [0, 2]),
     "scatter, a group a band, no multiples of a tile": Case("matmul_reduce_scatter", 23, 40, 24, [0, 1, 2]),
-    "scatter, ragged bands in one group": Case("matmul_reduce_scatter", 39, 24, 40, [0, 1, 3], blocks=4, halves=True, in_rows=True),
+    "scatter, ragged bands in one group": Case(
+        "matmul_reduce_scatter", 39, 24, 40, [0, 1, 3], blocks=4, halves=True, in_rows=True
+    ),
     "scatter, average with bias": Case("matmul_reduce_scatter", 72, 24, 32, [0, 2, 3, 5], reduce_op="avg", bias=True),
     "scatter, chosen": Case("matmul_reduce_scatter", 40, 40, 32),
     "no rows": Case("matmul_all_reduce", 0, 16, 16),
@@ -64,7 +79,11 @@ CASES = {
 
 def _inputs(case: Case, rank: int, world_size: int, call: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(7 + rank + 100 * call)
-    sizes: tuple[tuple[int, ...], ...] = ((case.rows * (world_size if case.pattern == "matmul_reduce_scatter" else 1), case.inner), (case.inner, case.columns), (case.columns,))
+    sizes: tuple[tuple[int, ...], ...] = (
+        (case.rows * (world_size if case.pattern == "matmul_reduce_scatter" else 1), case.inner),
+        (case.inner, case.columns),
+        (case.columns,),
+    )
     a, b, bias = (torch.randn(size, generator=generator).half() for size in sizes)
     return a, b if case.in_rows else b.t().contiguous().t(), bias
 
@@ -81,17 +100,35 @@ def _rank(rank: int, world_size: int, names: list[str]) -> list[str]:
         op = getattr(torch.ops.overlap_inductor, f"wave_groups_{case.pattern}")
         for call in range(CALLS):
             a, b, bias = _inputs(case, rank, world_size, call)
-            found, _ = op(torch.zeros(1), a, b, bias if case.bias else None, json.dumps(settings), case.reduce_op, group.group_name, name)
+            found, _ = op(
+                torch.zeros(1),
+                a,
+                b,
+                bias if case.bias else None,
+                json.dumps(settings),
+                case.reduce_op,
+                group.group_name,
+                name,
+            )
             exact = torch.zeros(a.shape[0], case.columns, dtype=torch.float64)
             for r in range(world_size):
                 a, b, bias = (t.double() for t in _inputs(case, r, world_size, call))
                 exact += (a @ b + (bias if case.bias else 0)) / (world_size if case.reduce_op == "avg" else 1)
             if case.pattern == "matmul_reduce_scatter":
                 exact = exact.chunk(world_size)[rank]
-            if found.dtype != torch.float16 or found.shape != exact.shape or not torch.allclose(found.double(), exact, rtol=4e-2, atol=2e-1):
-                problems.append(f"{name} call {call}: {tuple(found.shape)} off by {(found.double() - exact).abs().max():.3g}")
+            if (
+                found.dtype != torch.float16
+                or found.shape != exact.shape
+                or not torch.allclose(found.double(), exact, rtol=4e-2, atol=2e-1)
+            ):
+                problems.append(
+                    f"{name} call {call}: {tuple(found.shape)} off by {(found.double() - exact).abs().max():.3g}"
+                )
             if waves.counters.any() or waves.queue.any():
-                problems.append(f"{name} call {call}: left {waves.counters.count_nonzero()} counters and queue {waves.queue[:2].tolist()}")
+                problems.append(
+                    f"{name} call {call}: left {waves.counters.count_nonzero()} counters and queue"
+                    f" {waves.queue[:2].tolist()}"
+                )
             waves.place.faults.check()
     plans = {str(key): (plan.free, plan.partition) for key, plan in waves.chosen.items()}
     of_all: list[Any] = [None] * world_size
@@ -101,7 +138,9 @@ def _rank(rank: int, world_size: int, names: list[str]) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize(("world_size", "names"), [(2, list(CASES)), (3, ["all-reduce, chosen", "scatter, ragged bands in one group"])])
+@pytest.mark.parametrize(
+    ("world_size", "names"), [(2, list(CASES)), (3, ["all-reduce, chosen", "scatter, ragged bands in one group"])]
+)
 def test_agrees_with_fp64(world_size: int, names: list[str]) -> None:
     for rank, problems in enumerate(run_ranks(world_size, _rank, names, timeout=250)):
         assert not problems, f"rank {rank}: {problems}"
@@ -169,15 +208,20 @@ def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
     place = waves.place
     waves.counters[2 * FLAG_WORDS] = 3
     c = torch.zeros(64, 16).half()
-    wait_for_group[(1,)](waves.counters, c, place.faults.stop, 20_000, 2, 5, place.faults.number("some site"), 0, 160, 320, 256)
-    assert c.flatten()[160:480].isnan().all() and not c.flatten()[:160].any() and not c.flatten()[480:].any(), "nobody may take the group's rows for valid"
-    with pytest.raises(TransferError, match="site some site of group '0' waited in vain for tiles of its own matmul: 5 were wanted, 3 had come"):
+    wait_for_group[(1,)](
+        waves.counters, c, place.faults.stop, 20_000, 2, 5, place.faults.number("some site"), 0, 160, 320, 256
+    )
+    assert c.flatten()[160:480].isnan().all() and not c.flatten()[:160].any() and not c.flatten()[480:].any(), (
+        "nobody may take the group's rows for valid"
+    )
+    with pytest.raises(
+        TransferError,
+        match="site some site of group '0' waited in vain for tiles of its own matmul: 5 were wanted, 3 had come",
+    ):
         _call(waves)
 
 
-def test_a_group_that_lies_across_2_to_31_elements_is_no_number(
-    waves: wave_groups.GroupWaves, tmp_path: Path
-) -> None:
+def test_a_group_that_lies_across_2_to_31_elements_is_no_number(waves: wave_groups.GroupWaves, tmp_path: Path) -> None:
     place, first = waves.place, 2**31 - 256
     # (A sparse file: few of its pages are ever there.)
     c = torch.from_file(str(tmp_path / "c"), shared=True, size=first + 768, dtype=torch.float16)
@@ -187,7 +231,9 @@ def test_a_group_that_lies_across_2_to_31_elements_is_no_number(
     assert around.tolist() == [False] * 256 + [True] * 512 + [False] * 256
 
 
-def test_after_a_collective_that_failed_nothing_runs(waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_collective_that_failed_nothing_runs(
+    waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The counters of groups that nobody has waited for are not zero: a later call's collectives would start too early."""
     _call(waves)
 
@@ -203,7 +249,9 @@ def test_after_a_collective_that_failed_nothing_runs(waves: wave_groups.GroupWav
         _call(waves)
 
 
-def test_a_capture_that_failed_leaves_the_group_as_it_was(waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_failed_leaves_the_group_as_it_was(
+    waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _call(waves)
     monkeypatch.setattr(symmetric, "capturing", lambda: True)
     monkeypatch.setattr(nccl, "forked", lambda device: 1 / 0)
@@ -215,7 +263,10 @@ def test_a_capture_that_failed_leaves_the_group_as_it_was(waves: wave_groups.Gro
 
 def test_nothing_is_measured_in_a_capture(waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric, "capturing", lambda: True)
-    with pytest.raises(OverlapError, match="site some site has no measured partition yet, .* Run the compiled function once before capturing it"):
+    with pytest.raises(
+        OverlapError,
+        match="site some site has no measured partition yet, .* Run the compiled function once before capturing it",
+    ):
         _call(waves)
     monkeypatch.setattr(symmetric, "capturing", lambda: False)
     _call(waves)

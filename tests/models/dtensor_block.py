@@ -1,4 +1,5 @@
-"""A transformer block in sequence-parallel form, by DTensor or by hand, and the same block whole, in fp64, to compare with."""
+"""A transformer block in sequence-parallel form, by DTensor or by hand, and the same block whole, in fp64, to compare
+with."""
 
 from __future__ import annotations
 
@@ -68,8 +69,8 @@ class Mlp(nn.Module):
 
 
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-# What selective checkpointing keeps; the rest is computed again. With the results of the scatters (as torchtitan does) no partial sum
-# outlives its site; without them every partial sum is an output, and is scattered once more in backward.
+# What selective checkpointing keeps; the rest is computed again. With the results of the scatters (as torchtitan does)
+# no partial sum outlives its site; without them every partial sum is an output, and is scattered once more in backward.
 CHECKPOINTING: dict[str, set[Any]] = {
     "none": set(),
     "full": set(),
@@ -117,8 +118,11 @@ def sharded(block: Block, mesh: DeviceMesh, dim: int) -> nn.Module:
     return parallelize_module(block, mesh, plan)
 
 
-def largest_error(mesh: DeviceMesh, variant: Variant, compiler: Callable[[Any], Any], dtype: torch.dtype = torch.float32) -> tuple[float, str]:
-    """``(largest relative error, where)`` of the compiled block's output and gradients against fp64, on this rank; the block is of ``dtype``."""
+def largest_error(
+    mesh: DeviceMesh, variant: Variant, compiler: Callable[[Any], Any], dtype: torch.dtype = torch.float32
+) -> tuple[float, str]:
+    """``(largest relative error, where)`` of the compiled block's output and gradients against fp64, on this rank; the
+    block is of ``dtype``."""
     torch.manual_seed(3)
     device = mesh.device_type
     block = Block(variant)
@@ -144,7 +148,10 @@ def largest_error(mesh: DeviceMesh, variant: Variant, compiler: Callable[[Any], 
         assert p.grad is not None and q.grad is not None, name
         grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else hand_written.whole_gradient(p, q.shape, mesh)
         found[f"gradient of {name}"] = grad, q.grad
-    errors = {n: ((a.double() - b).abs().max() / b.abs().max()).item() if a.shape == b.shape else float("inf") for n, (a, b) in found.items()}
+    errors = {
+        n: ((a.double() - b).abs().max() / b.abs().max()).item() if a.shape == b.shape else float("inf")
+        for n, (a, b) in found.items()
+    }
     # A LayerNorm's or linear's bias may have a gradient of about zero (that of wk is exactly zero in exact arithmetic).
     errors.pop("gradient of attention.wk.bias", None)
     where = max(errors, key=errors.__getitem__)

@@ -1,4 +1,5 @@
-"""The block of ``dtensor_block`` sharded by hand, as Megatron does: own autograd functions and sliced weights, no DTensor."""
+"""The block of ``dtensor_block`` sharded by hand, as Megatron does: own autograd functions and sliced weights, no
+DTensor."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def shard(block: Any, mesh: DeviceMesh, dim: int) -> nn.Module:
 
 
 def whole_gradient(parameter: nn.Parameter, shape: torch.Size, mesh: DeviceMesh) -> torch.Tensor:
-    """The gradient of the unsharded parameter of shape ``shape``: slices joined, and replicated parameters' sums over tokens added."""
+    """The gradient of the unsharded parameter of shape ``shape``: slices joined, and replicated parameters' sums over
+    tokens added."""
     assert parameter.grad is not None
     grad = parameter.grad.contiguous()
     if grad.shape == shape:

@@ -1,4 +1,5 @@
-"""Hugging Face models from small configurations with random weights, sharded over the ranks of the job by their own ``tp_plan``."""
+"""Hugging Face models from small configurations with random weights, sharded over the ranks of the job by their own
+``tp_plan``."""
 
 from __future__ import annotations
 

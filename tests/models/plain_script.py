@@ -1,4 +1,5 @@
-"""A user's script: a Hugging Face Llama, sharded by its plan, under ``torch.compile``. It knows nothing of this project."""
+"""A user's script: a Hugging Face Llama, sharded by its plan, under ``torch.compile``. It knows nothing of this
+project."""
 
 import json
 import sys
@@ -15,7 +16,13 @@ dist.init_process_group("gloo")
 folder, results = sys.argv[1:]
 if dist.get_rank() == 0:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    }
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
 dist.barrier()
 model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()

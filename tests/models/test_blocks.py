@@ -1,4 +1,5 @@
-"""A sequence-parallel transformer block, forward and backward, in every layout, against fp64; and how many sites it has."""
+"""A sequence-parallel transformer block, forward and backward, in every layout, against fp64; and how many sites it
+has."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from tests.numerics.interpreted import interpreted
 from tests.numerics.ranks import compile_anew
 from tests.numerics.ranks import run_ranks
 
-# {checkpointing: {phase: (sites found, sites overlapped)}}. A block has two gathers and two scatters; backward has as many, and with
-# checkpointing gathers once more what was not saved.
+# {checkpointing: {phase: (sites found, sites overlapped)}}. A block has two gathers and two scatters; backward has as
+# many, and with checkpointing gathers once more what was not saved.
 EXPECTED = {
     "none": {"forward": (4, 4), "backward": (4, 4)},
     "full": {"forward": (4, 4), "backward": (7, 7)},
@@ -37,7 +38,11 @@ def expected(by_hand: bool, checkpointing: str) -> dict[str, tuple[int, int]]:
 
 
 def variants(by_hand: bool, checkpointing: str) -> list[Variant]:
-    layouts = itertools.product((0, 1), (1, 2), (False, True)) if not by_hand else [(0, 1, False), (0, 2, True), (1, 1, True), (1, 2, False)]
+    layouts = (
+        itertools.product((0, 1), (1, 2), (False, True))
+        if not by_hand
+        else [(0, 1, False), (0, 2, True), (1, 1, True), (1, 2, False)]
+    )
     return [Variant(*rest, checkpointing, by_hand) for rest in layouts]
 
 
@@ -49,8 +54,11 @@ GENERATED = {
 }
 
 
-def problems(rank: int, world_size: int, by_hand: bool, checkpointing: str, device: str = "cpu", generated: bool = False) -> list[str]:
-    """What is wrong on this rank, over all layouts; ``generated`` runs Inductor's code (of two layouts), else the rewritten graphs are interpreted."""
+def problems(
+    rank: int, world_size: int, by_hand: bool, checkpointing: str, device: str = "cpu", generated: bool = False
+) -> list[str]:
+    """What is wrong on this rank, over all layouts; ``generated`` runs Inductor's code (of two layouts), else the
+    rewritten graphs are interpreted."""
     import overlap_inductor
     from overlap_inductor.report import publish as reporting
 
@@ -67,7 +75,9 @@ def problems(rank: int, world_size: int, by_hand: bool, checkpointing: str, devi
             reports = reporting.all_reports()
         else:
             backend = interpreted(OverlapConfig(schedule="ring"), reports)
-            error, where = dtensor_block.largest_error(mesh, variant, lambda m, backend=backend: torch.compile(m, backend=backend, fullgraph=True))
+            error, where = dtensor_block.largest_error(
+                mesh, variant, lambda m, backend=backend: torch.compile(m, backend=backend, fullgraph=True)
+            )
         if not error < 1e-5:
             found.append(f"{variant}: {where} is off by {error:.2g}")
         found += [f"{variant}: {text}" for r in reports for text in waste(r)]
@@ -83,12 +93,17 @@ def problems(rank: int, world_size: int, by_hand: bool, checkpointing: str, devi
 def test_block(by_hand: bool, checkpointing: str) -> None:
     """A site lost in one of the layouts, a gradient summed twice or not at all, a slice of the wrong tokens."""
     if checkpointing != "none" and not by_hand and TORCH in ((2, 12), (2, 13)):
-        pytest.skip("these torch versions take the DeviceMesh for a saved tensor under checkpointing and fail without overlap too")
+        pytest.skip(
+            "these torch versions take the DeviceMesh for a saved tensor under checkpointing and fail without"
+            " overlap too"
+        )
     for rank, found in enumerate(run_ranks(2, problems, by_hand, checkpointing)):
         assert not found, f"rank {rank}: {found}"
 
 
-@pytest.mark.parametrize(("by_hand", "checkpointing"), GENERATED, ids=[f"{'by hand' if h else 'dtensor'}-{c}" for h, c in GENERATED])
+@pytest.mark.parametrize(
+    ("by_hand", "checkpointing"), GENERATED, ids=[f"{'by hand' if h else 'dtensor'}-{c}" for h, c in GENERATED]
+)
 def test_block_in_generated_code(by_hand: bool, checkpointing: str) -> None:
     """What only Inductor's code does: a buffer written over before the last hop has read it, forward or backward."""
     for rank, found in enumerate(run_ranks(2, problems, by_hand, checkpointing, "cpu", True)):

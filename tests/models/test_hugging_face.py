@@ -1,4 +1,5 @@
-"""Hugging Face models, sharded by their own plan and not changed: every site is found, and logits and gradients are those of fp64."""
+"""Hugging Face models, sharded by their own plan and not changed: every site is found, and logits and gradients are
+those of fp64."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from tests.numerics.ranks import compile_anew
 from tests.numerics.ranks import run_ranks
 
 REDUCE, HEAD = "matmul_all_reduce", "matmul_all_gather"
-# Sites that must be found and overlapped. Forward: o_proj and down_proj of each layer and the head; Olmo2 gathers q, k and v for their
-# norms too. Backward: the gradients of what q, k and v, of what gate and up read, and the head's; those that autograd adds to
-# nothing but each other are one site. The embedding's all-reduce has no matmul.
+# Sites that must be found and overlapped. Forward: o_proj and down_proj of each layer and the head; Olmo2 gathers q, k
+# and v for their norms too. Backward: the gradients of what q, k and v, of what gate and up read, and the head's; those
+# that autograd adds to nothing but each other are one site. The embedding's all-reduce has no matmul.
 FORWARD: dict[str, dict[str, int]] = {
     "llama": {REDUCE: 2 * LAYERS, HEAD: 1},
     "starcoder2": {REDUCE: 2 * LAYERS, HEAD: 1},
@@ -43,7 +44,9 @@ def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return ((found.double() - exact).abs().max() / exact.abs().max()).item()
 
 
-def problems(rank: int, world_size: int, family: str, folder: str, trains: bool, generated: bool, device: str = "cpu") -> list[str]:
+def problems(
+    rank: int, world_size: int, family: str, folder: str, trains: bool, generated: bool, device: str = "cpu"
+) -> list[str]:
     """What is wrong on this rank; ``generated`` runs Inductor's code, else the rewritten graphs are interpreted."""
     import overlap_inductor
     from overlap_inductor.report import publish as reporting
@@ -66,7 +69,10 @@ def problems(rank: int, world_size: int, family: str, folder: str, trains: bool,
     found = [f"{name} is off by {error:.2g}" for name, error in errors.items() if not error < 1e-5]
     expected = {"forward": FORWARD[family], "backward": BACKWARD[family]} if trains else {"inference": FORWARD[family]}
     for status in ("overlapped", "found"):
-        counts = {r.phase: dict(Counter(s.facts.pattern for s in r.sites if status in ("found", s.decision.status))) for r in reports}
+        counts = {
+            r.phase: dict(Counter(s.facts.pattern for s in r.sites if status in ("found", s.decision.status)))
+            for r in reports
+        }
         if counts != expected:
             found.append(f"sites {status}: {counts}, expected {expected}")
     found += [text for r in reports for text in waste(r)]

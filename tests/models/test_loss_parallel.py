@@ -1,4 +1,5 @@
-"""A sequence-parallel model with an odd vocabulary and a parallel loss, on one dim of a mesh of two: torchtitan's plan on a small model."""
+"""A sequence-parallel model with an odd vocabulary and a parallel loss, on one dim of a mesh of two: torchtitan's plan
+on a small model."""
 
 from __future__ import annotations
 

@@ -29,7 +29,17 @@ def run(folder: Path, dump: Path) -> list[tuple[float, int]]:
     }
     results = folder / f"results of {dump.name}"
     results.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), str(folder / "model"), str(results)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(SCRIPT),
+        str(folder / "model"),
+        str(results),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [tuple(json.loads((results / f"rank{rank}.json").read_text())) for rank in range(2)]

@@ -1,4 +1,5 @@
-"""A Dynamo backend that runs the rewritten graph node by node: the pass's real output without generated code, in a fraction of the time."""
+"""A Dynamo backend that runs the rewritten graph node by node: the pass's real output without generated code, in a
+fraction of the time."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from overlap_inductor.switch.backend import compile_with
 def interpreted(config: OverlapConfig, reports: list[OverlapReport], compared: bool = False) -> Callable[..., Any]:
     """The backend; the reports of its graphs are appended to ``reports``.
 
-    ``compared``: a graph's call begins with the comparison of the ranks' plans, as that of generated code does. Where ranks differ, it interprets
-    the graph as it was before any pass. Without ``compared`` the first overlap op compares, and raises where ranks differ.
+    ``compared``: a graph's call begins with the comparison of the ranks' plans, as that of generated code does. Where
+    ranks differ, it interprets the graph as it was before any pass. Without ``compared`` the first overlap op compares,
+    and raises where ranks differ.
     """
 
     def compile_one(gm: torch.fx.GraphModule, example_inputs: Any, **keywords: Any) -> Any:
@@ -73,7 +75,8 @@ def _call_of(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 class _Interpreter(torch.fx.Interpreter):
-    """Program order already is the order that ``control_deps`` asks for; the operator has no kernel of its own on every torch version."""
+    """Program order already is the order that ``control_deps`` asks for; the operator has no kernel of its own on every
+    torch version."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "control_deps":
@@ -91,7 +94,11 @@ def _bind_symbols(gm: torch.fx.GraphModule) -> None:
     """Symbolic sizes stand in arguments as they are (Inductor prints them); an interpreter needs them as numbers."""
     import sympy
 
-    symbols = {n.meta["val"].node.expr: n for n in gm.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.SymInt)}
+    symbols = {
+        n.meta["val"].node.expr: n
+        for n in gm.graph.find_nodes(op="placeholder")
+        if isinstance(n.meta.get("val"), torch.SymInt)
+    }
     for node in list(gm.graph.nodes):
 
         def bind(value: Any, node: torch.fx.Node = node) -> Any:

@@ -1,6 +1,8 @@
-"""Programs drawn at random: matmuls, collectives of one group, and what may stand between them, as the text of a function of tensors.
+"""Programs drawn at random: matmuls, collectives of one group, and what may stand between them, as the text of a
+function of tensors.
 
-Every step makes one tensor of those before it. Steps that are drawn after a gather or a matmul are more often than others those that make a site of it. All ranks draw the same.
+Every step makes one tensor of those before it. Steps that are drawn after a gather or a matmul are more often than
+others those that make a site of it. All ranks draw the same.
 """
 
 from __future__ import annotations
@@ -23,13 +25,20 @@ from tests.fake_group import all_gather
 from tests.fake_group import reduce_scatter
 
 Shape = tuple[int, ...]
-ANYTHING = "gather gather scatter scatter reduce mm mm mm sum turned pair add add times act scale row view transpose slice cat chunk norm softmax share batch total side".split()
-BEHIND_GATHER, BEHIND_MATMUL = "mm mm sum turned pair norm share batch side".split(), "scatter scatter reduce gather total share".split()
+ANYTHING = (
+    "gather gather scatter scatter reduce mm mm mm sum turned pair add add times act scale row view transpose slice cat"
+    " chunk norm softmax share batch total side".split()
+)
+BEHIND_GATHER, BEHIND_MATMUL = (
+    "mm mm sum turned pair norm share batch side".split(),
+    "scatter scatter reduce gather total share".split(),
+)
 
 
 @dataclass
 class Program:
-    """``unit``: what most sizes are multiples of; ``most_elements``: of a tensor. ``trains``: nothing without a gradient in eager PyTorch (all-reduces, averages that are scattered)."""
+    """``unit``: what most sizes are multiples of; ``most_elements``: of a tensor. ``trains``: nothing without a
+    gradient in eager PyTorch (all-reduces, averages that are scattered)."""
 
     seed: int
     world_size: int
@@ -54,13 +63,19 @@ class Program:
             if len(self.lines) < steps:
                 self._step()
         text = "\n".join(self.lines)
-        results = [name for name, _ in self.made[2:] if len(re.findall(rf"\b{name}\b", text)) == 1 or self.chance.random() < 0.1]
+        results = [
+            name
+            for name, _ in self.made[2:]
+            if len(re.findall(rf"\b{name}\b", text)) == 1 or self.chance.random() < 0.1
+        ]
         arguments = ", ".join(f"i{i}" for i in range(len(self.inputs)))
         self.text = f"def program({arguments}):\n{text}\n    return {', '.join(results + self.ends)},\n"
 
     def function(self) -> Callable[..., tuple[torch.Tensor, ...]]:
         """Of this process's default group."""
-        gathers, scatters = (_trained("all_gather"), _trained("reduce_scatter")) if self.trains else (all_gather, reduce_scatter)
+        gathers, scatters = (
+            (_trained("all_gather"), _trained("reduce_scatter")) if self.trains else (all_gather, reduce_scatter)
+        )
         names: dict[str, Any] = {"torch": torch, "g": dist.group.WORLD}
         # (What is strided, eager PyTorch reduces wrongly or, before 2.13, not at all.)
         names["all_gather"] = lambda x, dim, group: _Contiguous.apply(gathers(x.contiguous(), dim, group))
@@ -76,7 +91,9 @@ class Program:
 
     def _columns(self) -> int:
         """Of a weight; one where sizes may be any."""
-        return self.chance.choice([self._width(), 2 * self.unit * self.world_size, 5 if self.unit == 1 else 2 * self.unit, self.unit])
+        return self.chance.choice(
+            [self._width(), 2 * self.unit * self.world_size, 5 if self.unit == 1 else 2 * self.unit, self.unit]
+        )
 
     def _input(self, *shape: int) -> str:
         self.inputs.append(shape)
@@ -110,7 +127,10 @@ class Program:
         dims = [d for d in (dim, *range(len(shape))) if shape[d] % self.world_size == 0]
         op = "sum" if self.trains else self.chance.choice(["sum", "sum", "avg"])
         if dims:
-            self._make(f"reduce_scatter({x}, {op!r}, {dims[0]}, g)", *self._changed(shape, dims[0], shape[dims[0]] // self.world_size))
+            self._make(
+                f"reduce_scatter({x}, {op!r}, {dims[0]}, g)",
+                *self._changed(shape, dims[0], shape[dims[0]] // self.world_size),
+            )
 
     def _reduce(self, x: str, shape: Shape, dim: int) -> None:
         if not self.trains:
@@ -118,13 +138,20 @@ class Program:
 
     def _mm(self, x: str, shape: Shape, dim: int) -> None:
         columns = self._columns()
-        weight = self._input(shape[-1], columns) if self.chance.random() < 0.5 else f"{self._input(columns, shape[-1])}.t()"
+        weight = (
+            self._input(shape[-1], columns) if self.chance.random() < 0.5 else f"{self._input(columns, shape[-1])}.t()"
+        )
         bias = f" + {self._input(columns)}" if self.chance.random() < 0.2 else ""
         self._make(f"{x} @ {weight}{bias}", *shape[:-1], columns)
 
     def _sum(self, x: str, shape: Shape, dim: int) -> None:
         columns, inner = self._columns(), self._width()
-        other = self.chance.choice([f"{self._input(*shape[:-1], inner)} @ {self._input(inner, columns)}", f"({x} * 2) @ {self._input(shape[-1], columns)}"])
+        other = self.chance.choice(
+            [
+                f"{self._input(*shape[:-1], inner)} @ {self._input(inner, columns)}",
+                f"({x} * 2) @ {self._input(shape[-1], columns)}",
+            ]
+        )
         self._make(f"{x} @ {self._input(shape[-1], columns)} + {other}", *shape[:-1], columns)
 
     def _turned(self, x: str, shape: Shape, dim: int) -> None:
@@ -156,7 +183,10 @@ class Program:
         self._make(self.chance.choice(["{} * 2", "{} + 1", "{} / 3", "-{}", "1 - {}"]).format(x), *shape)
 
     def _row(self, x: str, shape: Shape, dim: int) -> None:
-        self._make(f"{x} {self.chance.choice('+*')} {self._input(*(n if d == dim else 1 for d, n in enumerate(shape)))}", *shape)
+        self._make(
+            f"{x} {self.chance.choice('+*')} {self._input(*(n if d == dim else 1 for d, n in enumerate(shape)))}",
+            *shape,
+        )
 
     def _norm(self, x: str, shape: Shape, dim: int) -> None:
         self._make(f"torch.nn.functional.layer_norm({x}, ({shape[-1]},), {self._input(shape[-1])})", *shape)
@@ -179,7 +209,11 @@ class Program:
 
     def _side(self, x: str, shape: Shape, dim: int) -> None:
         first, second = self._columns(), self._columns()
-        self._make(f"torch.cat([{x} @ {self._input(shape[-1], first)}, {x} @ {self._input(shape[-1], second)}], -1)", *shape[:-1], first + second)
+        self._make(
+            f"torch.cat([{x} @ {self._input(shape[-1], first)}, {x} @ {self._input(shape[-1], second)}], -1)",
+            *shape[:-1],
+            first + second,
+        )
 
     def _transpose(self, x: str, shape: Shape, dim: int) -> None:
         self._make(f"{x}.mT", *shape[:-2], shape[-1], shape[-2])
@@ -195,7 +229,13 @@ class Program:
         self._make(f"{x}.narrow({dim}, {start}, {stop - start})", *self._changed(shape, dim, stop - start))
 
     def _cat(self, x: str, shape: Shape, dim: int) -> None:
-        y, other = self.chance.choice([(name, s) for name, s in self.made if len(s) == len(shape) and self._changed(s, dim, 0) == self._changed(shape, dim, 0)])
+        y, other = self.chance.choice(
+            [
+                (name, s)
+                for name, s in self.made
+                if len(s) == len(shape) and self._changed(s, dim, 0) == self._changed(shape, dim, 0)
+            ]
+        )
         self._make(f"torch.cat([{x}, {y}], {dim})", *self._changed(shape, dim, shape[dim] + other[dim]))
 
     def _chunk(self, x: str, shape: Shape, dim: int) -> None:
@@ -207,7 +247,9 @@ class Program:
             if self.chance.random() < 0.5:
                 self._make(half, *small)
             else:
-                self._make(joined, *self._changed(small, (dim + 1) % len(shape), shape[(dim + 1) % len(shape)] * pieces))
+                self._make(
+                    joined, *self._changed(small, (dim + 1) % len(shape), shape[(dim + 1) % len(shape)] * pieces)
+                )
 
 
 class _Contiguous(torch.autograd.Function):
@@ -227,12 +269,18 @@ def _trained(kind: str) -> Any:
     return getattr(funcol, f"{kind}_single_autograd", None) or getattr(funcol, f"{kind}_tensor_autograd")
 
 
-def outcome(function: Callable[..., tuple[torch.Tensor, ...]], inputs: list[torch.Tensor], trains: bool) -> list[torch.Tensor]:
+def outcome(
+    function: Callable[..., tuple[torch.Tensor, ...]], inputs: list[torch.Tensor], trains: bool
+) -> list[torch.Tensor]:
     """Results, and where it trains the gradients of the inputs."""
     inputs = [tensor.clone().requires_grad_(trains) for tensor in inputs]
     results = function(*inputs)
     if not trains:
         return list(results)
-    weighted = [(r * torch.linspace(-1, 1, r.numel(), dtype=r.dtype, device=r.device).view(r.shape)).sum() for r in results if r.requires_grad]
+    weighted = [
+        (r * torch.linspace(-1, 1, r.numel(), dtype=r.dtype, device=r.device).view(r.shape)).sum()
+        for r in results
+        if r.requires_grad
+    ]
     torch.stack(weighted).sum().backward()
     return [r.detach() for r in results] + [torch.zeros(()) if t.grad is None else t.grad for t in inputs]

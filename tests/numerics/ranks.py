@@ -13,11 +13,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PRELOADED = ["torch._inductor.compile_fx", "torch._inductor.fx_passes.post_grad", "torch.distributed.tensor", "torch.testing", "hypothesis"]
+PRELOADED = [
+    "torch._inductor.compile_fx",
+    "torch._inductor.fx_passes.post_grad",
+    "torch.distributed.tensor",
+    "torch.testing",
+    "hypothesis",
+]
 
 
 def compile_anew() -> None:
-    """Every compile runs the passes. (``force_disable_caches`` would also build the probes of vector instructions, and each kernel, once a rank.)"""
+    """Every compile runs the passes. (``force_disable_caches`` would also build the probes of vector instructions, and
+    each kernel, once a rank.)"""
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
 
@@ -28,10 +35,14 @@ def _free_port() -> int:
         return sock.getsockname()[1]
 
 
-def _main(rank: int, world_size: int, port: int, folder: str, environment: dict[str, str], call: tuple[Any, ...], alive: bool) -> None:
+def _main(
+    rank: int, world_size: int, port: int, folder: str, environment: dict[str, str], call: tuple[Any, ...], alive: bool
+) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank)
+    )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     result: tuple[bool, Any]
@@ -47,9 +58,11 @@ def _main(rank: int, world_size: int, port: int, folder: str, environment: dict[
     torch.save(result, os.path.join(folder, f"{rank}.pt"))
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0, expect_failure: bool = False) -> list[Any]:
-    """What ``function(rank, world_size, *args)`` returned on every rank (with ``expect_failure``, where ranks may die, a traceback where
-    it raised).
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0, expect_failure: bool = False
+) -> list[Any]:
+    """What ``function(rank, world_size, *args)`` returned on every rank (with ``expect_failure``, where ranks may die,
+    a traceback where it raised).
 
     Raises:
         AssertionError: a rank raised, died or did not end within ``timeout`` seconds; the message holds the tracebacks.
@@ -59,7 +72,13 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         port = _free_port()
-        processes = [context.Process(target=_main, args=(r, world_size, port, folder, dict(os.environ), (function, *args), not expect_failure)) for r in range(world_size)]
+        processes = [
+            context.Process(
+                target=_main,
+                args=(r, world_size, port, folder, dict(os.environ), (function, *args), not expect_failure),
+            )
+            for r in range(world_size)
+        ]
         for process in processes:
             process.start()
         for process in processes:
@@ -72,7 +91,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         results = []
         for rank in range(world_size):
             path = os.path.join(folder, f"{rank}.pt")
-            results.append(torch.load(path, weights_only=False) if os.path.exists(path) else (False, f"rank {rank} left no result"))
+            results.append(
+                torch.load(path, weights_only=False) if os.path.exists(path) else (False, f"rank {rank} left no result")
+            )
     problems = [f"rank {r}: {text}" for r, (ok, text) in enumerate(results) if not ok]
     assert not hung, f"ranks {hung} did not end within {timeout} s\n" + "\n".join(problems)
     assert expect_failure or not problems, "\n".join(problems)

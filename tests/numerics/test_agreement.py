@@ -31,7 +31,10 @@ def _evened(x: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
     pieces = list(x.split(chunk, dim))
     pieces += [x.narrow(dim, 0, 0)] * (world_size - len(pieces))
     behind = [0, 0] * (x.dim() - 1 - dim)
-    return torch.cat([torch.nn.functional.pad(p, [*behind, 0, chunk - p.shape[dim]]) if p.shape[dim] < chunk else p for p in pieces], dim)
+    return torch.cat(
+        [torch.nn.functional.pad(p, [*behind, 0, chunk - p.shape[dim]]) if p.shape[dim] < chunk else p for p in pieces],
+        dim,
+    )
 
 
 def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
@@ -48,7 +51,11 @@ def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, .
         "gather sequence, batch 1": (lambda x, a: all_gather(x, 1, g) @ a, [(1, s, 16), (16, 12)], 1),
         "gather sequence, batch 2": (lambda x, a: all_gather(x, 1, g) @ a, [(2, s, 16), (16, 12)], 1),
         "gather the contracted dim": (lambda x, a: all_gather(x, 1, g) @ a, [(s, 8), (8 * w, 12)], 1),
-        "dgrad and wgrad on one gather": (lambda x, y, a: (lambda z: (z @ a, z.t() @ y))(all_gather(x, 0, g)), [(s, 8), (s * w, 9), (8, 4)], 1),
+        "dgrad and wgrad on one gather": (
+            lambda x, y, a: (lambda z: (z @ a, z.t() @ y))(all_gather(x, 0, g)),
+            [(s, 8), (s * w, 9), (8, 4)],
+            1,
+        ),
         "dgrad and wgrads of either side, batch 2": (
             lambda x, y, a: (lambda z: (z @ a, z.t() @ y, y.t() @ z))(all_gather(x, 1, g).reshape(-1, 8)),
             [(2, s, 8), (2 * s * w, 9), (8, 4)],
@@ -59,29 +66,51 @@ def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, .
             [(s, 8), (8 * w, 12), (5, 8 * w), (12,)],
             1,
         ),
-        "gathered columns as rows, and contracted": (lambda x, y, a: (lambda z: (z.t() @ y, z @ a))(all_gather(x, 1, g)), [(s, 8), (s, 9), (8 * w, 5)], 1),
-        "a gathered column on the left, and contracted": (lambda x, a, b: (lambda z: (a @ z, z @ b))(all_gather(x * 3, 0, g)), [(s, 1), (5, s * w), (1, 40)], 1),
+        "gathered columns as rows, and contracted": (
+            lambda x, y, a: (lambda z: (z.t() @ y, z @ a))(all_gather(x, 1, g)),
+            [(s, 8), (s, 9), (8 * w, 5)],
+            1,
+        ),
+        "a gathered column on the left, and contracted": (
+            lambda x, a, b: (lambda z: (a @ z, z @ b))(all_gather(x * 3, 0, g)),
+            [(s, 1), (5, s * w), (1, 40)],
+            1,
+        ),
         "a gather of what is gathered, and of its shards beside each other": (
-            lambda x, a, b: (lambda p, c: (p, c @ b, c.relu()))(*(lambda z: (a @ all_gather(z, 0, g), torch.cat(z.chunk(w), 1)))(all_gather(x, 0, g))),
+            lambda x, a, b: (lambda p, c: (p, c @ b, c.relu()))(
+                *(lambda z: (a @ all_gather(z, 0, g), torch.cat(z.chunk(w), 1)))(all_gather(x, 0, g))
+            ),
             [(s, 3), (5, s * w * w), (3 * w, 6)],
             2,
         ),
         "gather columns on the right": (lambda x, a: (a * 2) @ all_gather(x * 3, 0, g).t(), [(s, 8), (5, 8)], 1),
-        "cast and activation behind the gather": (lambda x, a: torch.nn.functional.silu(all_gather(x, 0, g) * 2) @ a, [(s, 8), (8, 5)], 1),
+        "cast and activation behind the gather": (
+            lambda x, a: torch.nn.functional.silu(all_gather(x, 0, g) * 2) @ a,
+            [(s, 8), (8, 5)],
+            1,
+        ),
         "bmm": (lambda x, a: torch.bmm(all_gather(x, 1, g), a), [(3, s, 8), (3, 8, 5)], 1),
         "baddbmm of gathered rows": (
             lambda x, a, c: torch.baddbmm(c, all_gather(x, 1, g), a),
             [(3, s, 8), (3, 8, 5), (3, 1, 5)],
             1,
         ),
-        "baddbmm of a gathered contracted dim": (lambda x, a, c: torch.baddbmm(c, all_gather(x, 2, g), a), [(3, s, 8), (3, 8 * w, 5), (3, s, 5)], 1),
+        "baddbmm of a gathered contracted dim": (
+            lambda x, a, c: torch.baddbmm(c, all_gather(x, 2, g), a),
+            [(3, s, 8), (3, 8 * w, 5), (3, s, 5)],
+            1,
+        ),
         "gated MLP, piece by piece": (
-            lambda x, a, b, c: (lambda z: torch.nn.functional.silu(torch.addmm(c, z, a)) * (z @ b))(all_gather(x, 0, g)),
+            lambda x, a, b, c: (lambda z: torch.nn.functional.silu(torch.addmm(c, z, a)) * (z @ b))(
+                all_gather(x, 0, g)
+            ),
             [(s, 8), (8, 5), (8, 5), (5,)],
             1,
         ),
         "gated MLP of a sequence, its halves kept": (
-            lambda x, a, b: (lambda p, q: (p, q.double(), torch.nn.functional.gelu(p) * q))(*(lambda z: (z @ a, z @ b))(all_gather(x, 1, g))),
+            lambda x, a, b: (lambda p, q: (p, q.double(), torch.nn.functional.gelu(p) * q))(
+                *(lambda z: (z @ a, z @ b))(all_gather(x, 1, g))
+            ),
             [(2, s, 8), (8, 5), (8, 5)],
             1,
         ),
@@ -97,37 +126,71 @@ def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, .
             [(2, s * w, 8), (8, 5), (8, 5)],
             1,
         ),
-        "all-reduce in fp64 of rows that are no multiple of the ranks": (lambda x, a: all_reduce((x @ a).double(), "avg", g), [(s * w + 1, 8), (8, 5)], 1),
+        "all-reduce in fp64 of rows that are no multiple of the ranks": (
+            lambda x, a: all_reduce((x @ a).double(), "avg", g),
+            [(s * w + 1, 8), (8, 5)],
+            1,
+        ),
         "all-reduce a sum of three matmuls, rows no multiple of the ranks": (
             lambda x, a, b, c: all_reduce(torch.addmm(c, x, a) + (x * 2) @ b + x.relu() @ a, "avg", g),
             [(s * w + 1, 8), (8, 5), (8, 5), (5,)],
             1,
         ),
-        "scatter columns of a sum of matmuls": (lambda x, a, b: reduce_scatter(x @ a + x.relu() @ b, "sum", 1, g), [(7, 8), (8, s * w), (8, s * w)], 1),
+        "scatter columns of a sum of matmuls": (
+            lambda x, a, b: reduce_scatter(x @ a + x.relu() @ b, "sum", 1, g),
+            [(7, 8), (8, s * w), (8, s * w)],
+            1,
+        ),
         "scatter the last dim": (lambda x, a: reduce_scatter(x @ a, "sum", 1, g), [(7, 8), (8, s * w)], 1),
         "all-reduce": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(s * w, 8), (8, 5)], 1),
         "all-reduce of a result plus one": (lambda x, a: all_reduce(x @ a + 1, "sum", g), [(s * w, 8), (8, 5)], 1),
-        "scatter a baddbmm's rows": (lambda x, a, c: reduce_scatter(torch.baddbmm(c, x, a), "sum", 1, g), [(3, s * w, 8), (3, 8, 5), (3, s * w, 5)], 1),
+        "scatter a baddbmm's rows": (
+            lambda x, a, c: reduce_scatter(torch.baddbmm(c, x, a), "sum", 1, g),
+            [(3, s * w, 8), (3, 8, 5), (3, s * w, 5)],
+            1,
+        ),
         "all-reduce of a baddbmm": (
             lambda x, a, c: all_reduce(torch.baddbmm(c, x, a), "sum", g),
             [(3, s * w, 8), (3, 8, 5), (3, 1, 5)],
             1,
         ),
-        "scatter an average over a sequence": (lambda x, a: reduce_scatter(x @ a, "avg", 1, g), [(2, s * w, 8), (8, 5)], 1),
-        "all-reduce, rows no multiple of the ranks": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(1, s * w + 1, 8), (8, 5)], 1),
-        "two all-reduces added": (lambda x, a, b: all_reduce(x @ a, "sum", g) + all_reduce(x @ b, "sum", g), [(s, 8), (8, 5), (8, 5)], 1),
-        "three all-reduces added": (
-            lambda x, a, b: all_reduce(x @ a, "sum", g) + all_reduce(x @ b, "sum", g) + all_reduce(x @ (a * b), "sum", g),
+        "scatter an average over a sequence": (
+            lambda x, a: reduce_scatter(x @ a, "avg", 1, g),
+            [(2, s * w, 8), (8, 5)],
+            1,
+        ),
+        "all-reduce, rows no multiple of the ranks": (
+            lambda x, a: all_reduce(x @ a, "sum", g) + 1,
+            [(1, s * w + 1, 8), (8, 5)],
+            1,
+        ),
+        "two all-reduces added": (
+            lambda x, a, b: all_reduce(x @ a, "sum", g) + all_reduce(x @ b, "sum", g),
             [(s, 8), (8, 5), (8, 5)],
             1,
         ),
-        "scatter uneven rows": (lambda x, a: reduce_scatter(_evened(x @ a, 0, w), "sum", 0, g), [(max(s * w - 1, 2), 8), (8, 5)], 1),
+        "three all-reduces added": (
+            lambda x, a, b: (
+                all_reduce(x @ a, "sum", g) + all_reduce(x @ b, "sum", g) + all_reduce(x @ (a * b), "sum", g)
+            ),
+            [(s, 8), (8, 5), (8, 5)],
+            1,
+        ),
+        "scatter uneven rows": (
+            lambda x, a: reduce_scatter(_evened(x @ a, 0, w), "sum", 0, g),
+            [(max(s * w - 1, 2), 8), (8, 5)],
+            1,
+        ),
         "scatter an uneven sequence, batch 2, shards empty": (
             lambda x, a: reduce_scatter(_evened(x @ a, 1, w), "avg", 1, g),
             [(2, w + 1, 8), (8, 5)],
             1,
         ),
-        "scatter uneven columns": (lambda x, a: reduce_scatter(_evened(x @ a, 1, w), "sum", 1, g), [(7, 8), (8, max(s * w - 1, 2))], 1),
+        "scatter uneven columns": (
+            lambda x, a: reduce_scatter(_evened(x @ a, 1, w), "sum", 1, g),
+            [(7, 8), (8, max(s * w - 1, 2))],
+            1,
+        ),
         "scatter uneven blocks of rows": (
             lambda x, a: reduce_scatter(_evened((x @ a).view(-1, 3, 5), 0, w), "sum", 0, g),
             [(3 * max(s * w - 1, 2), 8), (8, 5)],
@@ -157,7 +220,9 @@ def _tuple(value: Any) -> tuple[torch.Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _check(rank: int, world_size: int, fields: dict[str, Any], dtype: torch.dtype, names: list[str] | None, generated: bool) -> list[str]:
+def _check(
+    rank: int, world_size: int, fields: dict[str, Any], dtype: torch.dtype, names: list[str] | None, generated: bool
+) -> list[str]:
     """Problems found on this rank; ``generated`` runs Inductor's code, else the rewritten graph is interpreted."""
     import overlap_inductor
 
@@ -182,7 +247,11 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], dtype: torch.dtyp
                 found = _tuple(torch.compile(function, backend=interpreted(config, reports), dynamic=False)(*inputs))
             tolerance = 1e-4 if dtype == torch.float32 else 6e-2
             for e, f in zip(exact, found, strict=True):
-                if f.dtype not in (dtype, torch.float64) or f.shape != e.shape or not torch.allclose(f.double(), e, rtol=tolerance, atol=tolerance * 4):
+                if (
+                    f.dtype not in (dtype, torch.float64)
+                    or f.shape != e.shape
+                    or not torch.allclose(f.double(), e, rtol=tolerance, atol=tolerance * 4)
+                ):
                     problems.append(f"{name} size {size}: off by {(f.double() - e).abs().max():.3g}")
             counts = reports[0].counters()
             if "step_node_budget" in fields and name in WITHOUT_LOOPING_OP:
@@ -252,7 +321,13 @@ EVEN_RING = [
         (2, {}, torch.float32, None, False),
         (2, {}, torch.float32, GENERATED, True),
         (3, {}, torch.bfloat16, None, False),
-        (3, {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}, torch.float32, None, False),
+        (
+            3,
+            {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2},
+            torch.float32,
+            None,
+            False,
+        ),
         (3, {"step_node_budget": 1}, torch.float32, None, False),
         (2, {"step_node_budget": 1}, torch.bfloat16, LOOPING_GATHERS, True),
         (4, {"step_node_budget": 1, "ring_direction": "bidirectional"}, torch.bfloat16, LOOPING_GATHERS, False),
@@ -294,7 +369,9 @@ def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool
         "gather the contracted dim": lambda x, a, b: all_gather(x, 1, g) @ a.repeat(g.size(), 1),
         "gather columns on the right": lambda x, a, b: a.t() @ all_gather(x * 3, 0, g).t(),
         "gather sequence, batch 2": lambda x, a, b: all_gather(torch.stack([x, x + 1]), 1, g) @ a,
-        "scatter sequence, batch 2": lambda x, a, b: reduce_scatter(torch.stack([x, x + 1]).repeat(1, g.size(), 1) @ a, "sum", 1, g),
+        "scatter sequence, batch 2": lambda x, a, b: reduce_scatter(
+            torch.stack([x, x + 1]).repeat(1, g.size(), 1) @ a, "sum", 1, g
+        ),
         "scatter the last dim": lambda x, a, b: reduce_scatter(x @ a.repeat(1, g.size()), "sum", 1, g),
     }
     generator = torch.Generator().manual_seed(rank)
@@ -304,7 +381,9 @@ def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool
         torch._dynamo.utils.counters.clear()
         reports: list[OverlapReport] = []
         with overlap_inductor.overlap(**dataclasses.asdict(config)) if generated else contextlib.nullcontext():
-            compiled = torch.compile(function) if generated else torch.compile(function, backend=interpreted(config, reports))
+            compiled = (
+                torch.compile(function) if generated else torch.compile(function, backend=interpreted(config, reports))
+            )
             # The first count cuts every chunk to one row: a shape that must not be baked in.
             for tokens in (8, 7, 12, 2, 33, 100):
                 x = torch.randn(tokens, 16, generator=torch.Generator().manual_seed(rank + tokens))

@@ -57,8 +57,7 @@ def test_all_ranks_manage_or_none_with_one_text() -> None:
     for rank, said in enumerate(found):
         assert said[0] == said[3] == rank
         assert (
-            said[1][0]
-            == "rank 1 cannot allocate 512 bytes (OutOfMemoryError: CUDA out of memory on GPU 1). "
+            said[1][0] == "rank 1 cannot allocate 512 bytes (OutOfMemoryError: CUDA out of memory on GPU 1). "
             "So no rank of group '0' does."
         )
         assert said[2][0].startswith(
@@ -141,8 +140,7 @@ def test_a_rank_without_memory_leaves_all_without_workspace_and_none_waiting(tmp
     found = run_ranks(3, _workspace, str(tmp_path))
     assert found[0] == found[1] == found[2]
     assert (
-        found[0][1]
-        == "rank 1 cannot allocate 3072 bytes of symmetric memory (OutOfMemoryError: CUDA out of memory). "
+        found[0][1] == "rank 1 cannot allocate 3072 bytes of symmetric memory (OutOfMemoryError: CUDA out of memory). "
         "So no rank of group '0' does."
     )
     assert all(text.startswith("rank 1 cannot allocate") for text in found[0][:5]) and found[0][6] is None

@@ -20,20 +20,56 @@ FIELDS = {
 
 
 def test_one_command_to_rows_and_tables_and_plots(tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="Triton comes with the package's test extra; environments of other torch versions may have none")
+    pytest.importorskip(
+        "triton",
+        reason="Triton comes with the package's test extra; environments of other torch versions may have none",
+    )
     pytest.importorskip("matplotlib", reason="the bench extra is for make test")
     file, printed = tmp_path / "rows.jsonl", []
     # The second token count does not fit into the budget.
-    command = ["-m", "bench.operators", "--device", "cpu", "--dtype", "float32", "--shapes", "tiny", "--tokens", "16", "64", "--patterns", "all_gather_matmul", "matmul_reduce_scatter"]
-    command += ["--schedules", "ring", "auto", "--repeats", "5", "--case-seconds", "0.1", "--budget-seconds", "1", "--out", str(file)]
-    environment = rank_environment("cpu") | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [
+        "-m",
+        "bench.operators",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--shapes",
+        "tiny",
+        "--tokens",
+        "16",
+        "64",
+        "--patterns",
+        "all_gather_matmul",
+        "matmul_reduce_scatter",
+    ]
+    command += [
+        "--schedules",
+        "ring",
+        "auto",
+        "--repeats",
+        "5",
+        "--case-seconds",
+        "0.1",
+        "--budget-seconds",
+        "1",
+        "--out",
+        str(file),
+    ]
+    environment = rank_environment("cpu") | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    }
     run_ranks(command, 2, tmp_path, environment=environment, timeout=200, on_line=printed.append, on_wait=lambda: None)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(r["pattern"], r["tokens"], r["setting"], r["provider"]) for r in rows] == [
-        ("all_gather_matmul", 64, setting, provider) for setting in ("hidden", "compiled") for provider in ("keep", "ring/p2p", "auto")
+        ("all_gather_matmul", 64, setting, provider)
+        for setting in ("hidden", "compiled")
+        for provider in ("keep", "ring/p2p", "auto")
     ]
     assert all(set(row) == FIELDS for row in rows)
-    assert [row["runs"] for row in rows] == ["keep", "ring", "keep"] * 2 and all(row["p20_us"] <= row["median_us"] <= row["p80_us"] for row in rows)
+    assert [row["runs"] for row in rows] == ["keep", "ring", "keep"] * 2 and all(
+        row["p20_us"] <= row["median_us"] <= row["p80_us"] for row in rows
+    )
     assert "3 of 4 cases left out" in (tmp_path / "rank_0.log").read_text()
     assert sum(line.startswith("| all_gather_matmul | 64 |") for line in printed) == 2
 
@@ -41,5 +77,8 @@ def test_one_command_to_rows_and_tables_and_plots(tmp_path: Path) -> None:
 
     report.main(["--rows", str(file), "--out", str(tmp_path / "report")])
     written = {path.name: path.stat().st_size for path in (tmp_path / "report").iterdir()}
-    assert set(written) == {"operators.md", *(f"operators_2_x86_64_cpu_tiny_float32_{figure}.png" for figure in ("speedup", "ratio"))}
+    assert set(written) == {
+        "operators.md",
+        *(f"operators_2_x86_64_cpu_tiny_float32_{figure}.png" for figure in ("speedup", "ratio")),
+    }
     assert min(written.values()) > 500

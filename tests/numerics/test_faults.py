@@ -1,4 +1,5 @@
-"""Ranks that disagree, die, or start anew, and inputs at the edge: an error that says what is wrong, or the right result; never a hang."""
+"""Ranks that disagree, die, or start anew, and inputs at the edge: an error that says what is wrong, or the right
+result; never a hang."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def _disagree(rank: int, world_size: int, fields: list[dict[str, Any]]) -> tuple
     ids=["sub-chunks", "direction"],
 )
 def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
-    """A rewritten graph that runs outside of Inductor's callable has no plain program: every rank must hear who differs, and in what."""
+    """A rewritten graph that runs outside of Inductor's callable has no plain program: every rank must hear who
+    differs, and in what."""
     odd = next(i for i, f in enumerate(fields) if f)
     for rank, (kind, text, _) in enumerate(run_ranks(3, _disagree, fields)):
         assert kind == "AgreementError" and words in text, f"rank {rank}: {kind} {text}"
@@ -91,7 +93,13 @@ def _other_model(rank: int, world_size: int, other: str) -> tuple[str, str, floa
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        ("avg", r"transfer 1 is g0: reduce_scatter\(sum\) float32 \[4, 8\] .* here and g0: reduce_scatter\(avg\) float32 \[4, 8\]"),
+        (
+            "avg",
+            (
+                r"transfer 1 is g0: reduce_scatter\(sum\) float32 \[4, 8\] .* here and g0: reduce_scatter\(avg\)"
+                r" float32 \[4, 8\]"
+            ),
+        ),
         ("all-reduce", r"and g0: all_reduce\(sum\) float32 \[4, 8\] .* in matmul_all_reduce by ring/p2p"),
         ("cast", r"reduce_scatter\(sum\) bfloat16"),
     ],
@@ -120,12 +128,15 @@ def _switched_off_on_one(rank: int, world_size: int) -> tuple[str, str, float]:
     inputs = _inputs(rank)
     if rank == 1:
         return _outcome(lambda: _site(group)(*inputs))
-    compiled = torch.compile(_site(group), backend=interpreted(OverlapConfig(schedule="ring", agreement_timeout=3), []), dynamic=False)
+    compiled = torch.compile(
+        _site(group), backend=interpreted(OverlapConfig(schedule="ring", agreement_timeout=3), []), dynamic=False
+    )
     return _outcome(lambda: compiled(*inputs))
 
 
 def test_switched_off_on_one_rank() -> None:
-    """The rank that is off publishes no plan: the other must say so at its deadline, and not move data to a peer that waits elsewhere."""
+    """The rank that is off publishes no plan: the other must say so at its deadline, and not move data to a peer that
+    waits elsewhere."""
     on, off = run_ranks(2, _switched_off_on_one)
     assert on[0] == "AgreementError" and "rank 1 published no plan" in on[1] and on[2] < 60
     # Its own all-gather finds no peer and ends with the group's timeout, or with the peer's process.
@@ -144,10 +155,13 @@ def _one_compiles_again(rank: int, world_size: int) -> list[tuple[str, str, floa
 
 
 def test_one_rank_alone_compiles_again() -> None:
-    """Where plans are compared at first runs only, the other goes on with the plan agreed upon and finds no partner: its error must say why."""
+    """Where plans are compared at first runs only, the other goes on with the plan agreed upon and finds no partner:
+    its error must say why."""
     (first, kept), (second, changed) = run_ranks(2, _one_compiles_again, expect_failure=True)
     assert first[0] == second[0] == "ok", (first, second)
-    assert changed[0] == "AgreementError" and "rank 0 published no plan" in changed[1] and "compiled again" in changed[1]
+    assert (
+        changed[0] == "AgreementError" and "rank 0 published no plan" in changed[1] and "compiled again" in changed[1]
+    )
     assert kept[0] == "TransferError" and kept[2] < SECONDS + 15
     assert "another plan was compiled by rank 1" in kept[1] and "sub_chunks is 4 here and 2 there" in kept[1], kept
 
@@ -157,7 +171,9 @@ def test_one_rank_alone_compiles_again() -> None:
 
 def _peer_dies(rank: int, world_size: int, first_call: bool) -> tuple[str, str, float]:
     group = _group()
-    compiled = torch.compile(_site(group), backend=interpreted(OverlapConfig(schedule="ring", agreement_timeout=5), []), dynamic=False)
+    compiled = torch.compile(
+        _site(group), backend=interpreted(OverlapConfig(schedule="ring", agreement_timeout=5), []), dynamic=False
+    )
     inputs = _inputs(rank)
     if not first_call:
         compiled(*inputs)
@@ -212,7 +228,8 @@ def _recycled(rank: int, world_size: int) -> list[str]:
 
 
 def test_recycled_group_names() -> None:
-    """A compiled graph that outlives its group: counters, keys and buffers of the dead group must not be met by the new one."""
+    """A compiled graph that outlives its group: counters, keys and buffers of the dead group must not be met by the new
+    one."""
     assert run_ranks(2, _recycled) == [[], []]
 
 
@@ -243,7 +260,9 @@ def _edges(rank: int, world_size: int) -> list[str]:
             torch._dynamo.reset()
             reports: list[OverlapReport] = []
             value = make(x)
-            found = torch.compile(function, backend=interpreted(OverlapConfig(schedule="ring"), reports), dynamic=False)(value, w)
+            found = torch.compile(
+                function, backend=interpreted(OverlapConfig(schedule="ring"), reports), dynamic=False
+            )(value, w)
             exact = function(value.double(), w.double())
             if found.shape != exact.shape or not torch.allclose(found.double(), exact, atol=1e-4):
                 problems.append(f"{name}, {kind}: wrong")
@@ -251,7 +270,9 @@ def _edges(rank: int, world_size: int) -> list[str]:
                 problems.append(f"{name}, {kind}: strides {found.stride()}")
             for site in reports[0].sites:
                 if site.decision.status != "overlapped":
-                    problems.append(f"{name}, {kind}: {site.decision.status} {[(r.code, r.text) for r in site.decision.reasons]}")
+                    problems.append(
+                        f"{name}, {kind}: {site.decision.status} {[(r.code, r.text) for r in site.decision.reasons]}"
+                    )
             if not reports[0].sites:
                 problems.append(f"{name}, {kind}: no site")
     return problems
@@ -268,7 +289,9 @@ def _alone(rank: int, world_size: int) -> tuple[bool, list[tuple[str, list[str]]
     x, w = _inputs(rank)
     function = lambda x, w: all_reduce(x @ w, "sum", dist.group.WORLD)  # noqa: E731
     found = torch.compile(function, backend=interpreted(OverlapConfig(schedule="ring"), reports), dynamic=False)(x, w)
-    return torch.allclose(found, x @ w, atol=1e-5), [(s.decision.status, [r.code for r in s.decision.reasons]) for s in reports[0].sites]
+    return torch.allclose(found, x @ w, atol=1e-5), [
+        (s.decision.status, [r.code for r in s.decision.reasons]) for s in reports[0].sites
+    ]
 
 
 def test_world_size_one() -> None:
@@ -281,7 +304,9 @@ def test_uninitialised_process_group() -> None:
     assert not dist.is_initialized()
     reports: list[OverlapReport] = []
     x, w = _inputs(0)
-    found = torch.compile(lambda x, w: torch.relu(x @ w), backend=interpreted(OverlapConfig(schedule="ring"), reports))(x, w)
+    found = torch.compile(lambda x, w: torch.relu(x @ w), backend=interpreted(OverlapConfig(schedule="ring"), reports))(
+        x, w
+    )
     assert torch.allclose(found, torch.relu(x @ w)) and [(r.sites, r.near_misses) for r in reports] == [([], [])]
 
 
@@ -292,4 +317,7 @@ def test_a_plan_of_another_form_is_named_by_its_version() -> None:
 
     mine = ExchangePlan("0.2", "on", ("g0: all_reduce float32 kept",))
     for other in ('{"overlap_inductor": "0.1", "steps": 1, "config": []}', '{"overlap_inductor": "0.1", "sites": {}}'):
-        assert difference(mine, {1: ExchangePlan.from_json(other)}) == "rank 1: overlap_inductor is '0.2' here and '0.1' there"
+        assert (
+            difference(mine, {1: ExchangePlan.from_json(other)})
+            == "rank 1: overlap_inductor is '0.2' here and '0.1' there"
+        )

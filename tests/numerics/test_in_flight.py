@@ -17,7 +17,8 @@ Span = tuple[float, float]
 
 
 def _trace(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    """``{pattern: {event: [(start, end) in microseconds]}}``. A send or receive lasts from its start to the end of its wait."""
+    """``{pattern: {event: [(start, end) in microseconds]}}``. A send or receive lasts from its start to the end of its
+    wait."""
     import overlap_inductor
 
     group = dist.group.WORLD
@@ -40,7 +41,9 @@ def _trace(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
             for event in profile.events():
                 spans.setdefault(event.name, []).append((event.time_range.start, event.time_range.end))
             report = overlap_inductor.last_report()
-            found[f"{name} {fields['schedule']}"] = {k: sorted(v) for k, v in spans.items()} | {"site": report.sites[0].facts.id if report else ""}
+            found[f"{name} {fields['schedule']}"] = {k: sorted(v) for k, v in spans.items()} | {
+                "site": report.sites[0].facts.id if report else ""
+            }
     return found
 
 
@@ -50,19 +53,26 @@ def _under(matmul: Span, transfers: list[Span]) -> int:
 
 
 def test_transfers_are_in_flight_while_matmuls_run() -> None:
-    """Steps in the right order in the graph, but run one after the other: nothing would be hidden. Three ranks, two parts a shard."""
+    """Steps in the right order in the graph, but run one after the other: nothing would be hidden. Three ranks, two
+    parts a shard."""
     for trace in run_ranks(3, _trace):
         gather, scatter = trace["gather ring"], trace["scatter ring"]
         # The report, the graph and a trace join on the site's id.
-        for name, found, ops in (("gather", gather, ("gather_start", "gather_step")), ("scatter", scatter, ("exchange_start", "exchange_send", "exchange_wait"))):
-            assert found["site"] and all(f"overlap_inductor::{op} {found['site']}" in found for op in ops), sorted(found)
+        for name, found, ops in (
+            ("gather", gather, ("gather_start", "gather_step")),
+            ("scatter", scatter, ("exchange_start", "exchange_send", "exchange_wait")),
+        ):
+            assert found["site"] and all(f"overlap_inductor::{op} {found['site']}" in found for op in ops), sorted(
+                found
+            )
             assert not any(key.startswith("overlap_inductor::") for key in trace[f"{name} keep"])
         # Gather: own slice, then 2 x 2 sub-chunks; all but the last matmul run under the next hops.
         assert len(gather["aten::mm"]) == 5 and len(gather["gloo:recv"]) == 4
         for matmul in gather["aten::mm"][:-1]:
             assert _under(matmul, gather["gloo:recv"]) and _under(matmul, gather["gloo:send"]), trace
         assert not _under(gather["aten::mm"][-1], gather["gloo:recv"])
-        # Scatter: 2 x 2 partials for others, then the own slice, cut in two or whole; all but the first run under sends.
+        # Scatter: 2 x 2 partials for others, then the own slice, cut in two or whole; all but the first run under
+        # sends.
         assert len(scatter["aten::mm"]) >= 5 and len(scatter["gloo:send"]) == 4
         for matmul in scatter["aten::mm"][1:]:
             assert _under(matmul, scatter["gloo:send"]), trace

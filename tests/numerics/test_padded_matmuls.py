@@ -15,6 +15,7 @@ def _first_rank_pads(rank: int, world_size: int) -> list[str]:
 
 
 def test_one_rank_pads_its_matmuls() -> None:
-    """Catches a plan or a site that rests on a timing of one rank: an agreement error, or one rank that waits for the others."""
+    """Catches a plan or a site that rests on a timing of one rank: an agreement error, or one rank that waits for the
+    others."""
     for rank, problems in enumerate(run_ranks(3, _first_rank_pads, timeout=300)):
         assert not problems, f"rank {rank}: {problems}"

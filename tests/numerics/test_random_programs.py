@@ -1,6 +1,7 @@
 """Whatever the program: it compiles, its rewrites do not fail, and it computes what it computed.
 
-    python -m tests.numerics.test_random_programs --world-size 2 --seeds 1000 2000 [--fields '{"step_node_budget": 1}'] [--trains]
+python -m tests.numerics.test_random_programs --world-size 2 --seeds 1000 2000 [--fields '{"step_node_budget": 1}']
+[--trains]
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from tests.numerics.ranks import compile_anew
 from tests.numerics.ranks import run_ranks
 
 COUNT = 25
-"""Programs of a case here; thousands by ``python -m tests.numerics.test_random_programs``, for whoever changes what finds or rewrites sites."""
+"""Programs of a case here; thousands by ``python -m tests.numerics.test_random_programs``, for whoever changes what
+finds or rewrites sites."""
 
 
-def check(rank: int, world_size: int, seeds: list[int], fields: dict[str, Any], trains: bool) -> tuple[list[str], dict[str, int]]:
+def check(
+    rank: int, world_size: int, seeds: list[int], fields: dict[str, Any], trains: bool
+) -> tuple[list[str], dict[str, int]]:
     """What is wrong on this rank (fp64, so that a wrong element shows), and sites overlapped by pattern."""
     compile_anew()
     problems, overlapped = [], Counter[str]()
@@ -54,7 +58,10 @@ def problems_of(program: Program, rank: int, backend: Any) -> list[str]:
     for i, (e, f) in enumerate(zip(exact, found, strict=True)):
         assert e.isfinite().all(), f"{name} says nothing: {program.text}"
         if e.shape != f.shape or e.numel() and not (e - f).abs().max() <= 1e-9 * max(1, e.abs().max()):
-            problems.append(f"{name}, result {i}: {tuple(f.shape)} beside {tuple(e.shape)}, off by {(e - f).abs().max() if e.shape == f.shape else '?'}\n{program.text}")
+            problems.append(
+                f"{name}, result {i}: {tuple(f.shape)} beside {tuple(e.shape)}, off by"
+                f" {(e - f).abs().max() if e.shape == f.shape else '?'}\n{program.text}"
+            )
     return problems
 
 
@@ -68,7 +75,9 @@ def problems_of(program: Program, rank: int, backend: Any) -> list[str]:
     ids=["2 ranks", "2 ranks, looping, trained", "3 ranks, hop rounding, bidirectional"],
 )
 def test_a_program_computes_what_it_computed(world_size: int, fields: dict[str, Any], trains: bool) -> None:
-    for rank, (problems, overlapped) in enumerate(run_ranks(world_size, check, list(range(COUNT)), fields, trains, timeout=500)):
+    for rank, (problems, overlapped) in enumerate(
+        run_ranks(world_size, check, list(range(COUNT)), fields, trains, timeout=500)
+    ):
         assert not problems, f"rank {rank}: " + "\n".join(problems)
         assert sum(overlapped.values()) >= COUNT // 2, f"too few sites to say anything: {overlapped}"
 
@@ -80,7 +89,9 @@ def main() -> int:
     parser.add_argument("--fields", type=json.loads, default={}, help="of the configuration, JSON")
     parser.add_argument("--trains", action="store_true", help="gradients, too")
     arguments = parser.parse_args()
-    (problems, overlapped), *_ = run_ranks(arguments.world_size, check, list(range(*arguments.seeds)), arguments.fields, arguments.trains, timeout=7200)
+    (problems, overlapped), *_ = run_ranks(
+        arguments.world_size, check, list(range(*arguments.seeds)), arguments.fields, arguments.trains, timeout=7200
+    )
     print(*problems, f"{len(problems)} problems; sites overlapped: {overlapped}", sep="\n")
     return bool(problems)
 

@@ -42,7 +42,9 @@ LAYERS: dict[str, tuple[Callable[..., torch.Tensor], int, int]] = {
     "column": (lambda x, w, v, dim: GatherTokens.apply(x, dim, dist.group.WORLD) @ w, 1, 1),
     "row": (lambda x, w, v, dim: ScatterTokens.apply(x @ w, dim, dist.group.WORLD), 1, 1),
     "mlp": (
-        lambda x, w, v, dim: ScatterTokens.apply(F.silu(GatherTokens.apply(x, dim, dist.group.WORLD) @ w) @ v, dim, dist.group.WORLD),
+        lambda x, w, v, dim: ScatterTokens.apply(
+            F.silu(GatherTokens.apply(x, dim, dist.group.WORLD) @ w) @ v, dim, dist.group.WORLD
+        ),
         2,
         2,
     ),
@@ -51,11 +53,19 @@ LAYERS: dict[str, tuple[Callable[..., torch.Tensor], int, int]] = {
 
 
 def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
-    """``(examples run, problems)`` of this rank. Draws are derandomised, and no example fails in hypothesis' eyes: all ranks draw alike."""
+    """``(examples run, problems)`` of this rank. Draws are derandomised, and no example fails in hypothesis' eyes: all
+    ranks draw alike."""
     problems: list[str] = []
     count = 0
 
-    @settings(max_examples=examples, derandomize=True, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(
         layer=st.sampled_from(sorted(LAYERS)),
         dim=st.sampled_from([0, 1]),
@@ -77,28 +87,38 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
         tokens = rows * world_size if layer == "row" else rows
         generator = torch.Generator().manual_seed(rank)
         shape = (tokens, batch, k) if dim == 0 else (batch, tokens, k)
-        inputs = [torch.randn(s, generator=generator, dtype=torch.float64) / s[-1] ** 0.5 for s in (shape, (k, n), (n, k))]
+        inputs = [
+            torch.randn(s, generator=generator, dtype=torch.float64) / s[-1] ** 0.5 for s in (shape, (k, n), (n, k))
+        ]
         torch._dynamo.reset()
         reports: list[OverlapReport] = []
         given_ = [i.to(dtype).requires_grad_() for i in inputs]
         exact_ = [i.detach().double().requires_grad_() for i in given_]
-        found = torch.compile(function, backend=interpreted(OverlapConfig(schedule="ring", **fields), reports), dynamic=False)(*given_, dim)
+        found = torch.compile(
+            function, backend=interpreted(OverlapConfig(schedule="ring", **fields), reports), dynamic=False
+        )(*given_, dim)
         exact = function(*exact_, dim)
         found.backward(torch.ones_like(found))
         exact.backward(torch.ones_like(exact))
         tolerance = 1e-5 if dtype == torch.float32 else 4e-2
-        pairs = [("output", found, exact)] + [(f"gradient {i}", a.grad, b.grad) for i, (a, b) in enumerate(zip(given_, exact_, strict=True))]
+        pairs = [("output", found, exact)] + [
+            (f"gradient {i}", a.grad, b.grad) for i, (a, b) in enumerate(zip(given_, exact_, strict=True))
+        ]
         what = f"{layer} {shape} k={k} n={n} dim={dim} {dtype} {fields}"
         for name, a, b in pairs:
             if (a is None) != (b is None):
                 problems.append(f"{what}: {name} is {a}, expected {b}")
-            elif a is not None and (a.shape != b.shape or (a.double() - b).abs().max() > tolerance * max(1.0, float(b.abs().max()))):
+            elif a is not None and (
+                a.shape != b.shape or (a.double() - b).abs().max() > tolerance * max(1.0, float(b.abs().max()))
+            ):
                 problems.append(f"{what}: {name} is off by {(a.double() - b).abs().max():.3g} of {b.abs().max():.3g}")
         problems.extend(f"{what}: {text}" for r in reports for text in waste(r))
         overlapped = [sum(s.decision.status == "overlapped" for s in r.sites) for r in reports]
         # Matrices of one row or column may be computed without a matmul, and then there is no site.
         if min(k, n, tokens * batch) > 1 and overlapped != expected:
-            reasons = [x.text for r in reports for s in r.sites for x in s.decision.reasons] + [m.reason.text for r in reports for m in r.near_misses]
+            reasons = [x.text for r in reports for s in r.sites for x in s.decision.reasons] + [
+                m.reason.text for r in reports for m in r.near_misses
+            ]
             problems.append(f"{what}: {overlapped} sites overlapped, expected {expected}; {reasons}")
 
     check()

@@ -24,9 +24,13 @@ TIMEOUT = 60
 
 
 def _inputs(rank: int, grad: bool = False) -> list[torch.Tensor]:
-    """A shard of rows, a weight to gather for, and one whose columns are this rank's; the weights' shapes are the same on all ranks."""
+    """A shard of rows, a weight to gather for, and one whose columns are this rank's; the weights' shapes are the same
+    on all ranks."""
     generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(s, generator=generator, dtype=torch.float64).float().requires_grad_(grad) for s in ((8, 16), (16, 12), (12, 16))]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).float().requires_grad_(grad)
+        for s in ((8, 16), (16, 12), (12, 16))
+    ]
 
 
 def _block(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -74,11 +78,18 @@ def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> 
     return _once(rank, world_size, fields)
 
 
-@pytest.mark.parametrize("fields", [[{}, {}, {"sub_chunks": 2}], [{}, {"patterns": ("all_gather_matmul",)}, {}], [{}, {}, {}]], ids=["differ", "no site there", "alike"])
+@pytest.mark.parametrize(
+    "fields",
+    [[{}, {}, {"sub_chunks": 2}], [{}, {"patterns": ("all_gather_matmul",)}, {}], [{}, {}, {}]],
+    ids=["differ", "no site there", "alike"],
+)
 def test_plans_that_are_compared_at_first_runs(fields: list[dict[str, Any]]) -> None:
     results = run_ranks(3, _at_first_runs, fields)
     differ = any(fields)
-    assert all(r.get("problems") == [] and bool(r["notices"]) is (differ and bool(r["counts"].get("sites_overlapped"))) for r in results), results
+    assert all(
+        r.get("problems") == [] and bool(r["notices"]) is (differ and bool(r["counts"].get("sites_overlapped")))
+        for r in results
+    ), results
     assert sum(len(r["warnings"]) for r in results) == int(differ)
 
 
@@ -102,14 +113,23 @@ def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str 
     counters = torch._dynamo.utils.counters
     hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
     report = overlap_inductor.last_report()
-    return {"problems": problems, "warnings": heard.texts, "counts": _counts(), "hits": hits, "notices": report.notices if report else []}
+    return {
+        "problems": problems,
+        "warnings": heard.texts,
+        "counts": _counts(),
+        "hits": hits,
+        "notices": report.notices if report else [],
+    }
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ([{}, {}, {"sub_chunks": 2}], "sub_chunks is 4 here and 2 there"),
-        ([{}, {"ring_direction": "bidirectional"}, {}], "ring_direction is 'unidirectional' here and 'bidirectional' there"),
+        (
+            [{}, {"ring_direction": "bidirectional"}, {}],
+            "ring_direction is 'unidirectional' here and 'bidirectional' there",
+        ),
         ([{}, {"patterns": ("all_gather_matmul",)}, {}], "all_reduce float32 kept there"),
         ([{}, {"mode": "report"}, {}], "kept there"),
     ],
@@ -120,7 +140,9 @@ def test_all_ranks_run_the_plain_program(fields: list[dict[str, Any]], words: st
     results = run_ranks(3, _once, fields)
     warnings = [w for r in results for w in r.get("warnings", [str(r)])]
     assert all(r.get("problems") == [] for r in results), results
-    assert len(warnings) == 1 and words in warnings[0] and "rank 0 and other ranks do not exchange the same" in warnings[0], warnings
+    assert (
+        len(warnings) == 1 and words in warnings[0] and "rank 0 and other ranks do not exchange the same" in warnings[0]
+    ), warnings
     odd = next(i for i, f in enumerate(fields) if f)
     assert f"rank {odd}: " in warnings[0]
     for rank, result in enumerate(results):
@@ -130,14 +152,20 @@ def test_all_ranks_run_the_plain_program(fields: list[dict[str, Any]], words: st
 
 
 def test_strict_raises_on_every_rank_that_overlaps() -> None:
-    results = run_ranks(3, _once, [{"mode": "strict"}, {"mode": "strict"}, {"mode": "strict", "sub_chunks": 2}], expect_failure=True)
-    assert [r["error"] for r in results] == ["StrictError"] * 3 and all("do not exchange the same" in r["text"] for r in results), results
+    results = run_ranks(
+        3, _once, [{"mode": "strict"}, {"mode": "strict"}, {"mode": "strict", "sub_chunks": 2}], expect_failure=True
+    )
+    assert [r["error"] for r in results] == ["StrictError"] * 3 and all(
+        "do not exchange the same" in r["text"] for r in results
+    ), results
 
 
 def test_other_budgets_exchange_the_same() -> None:
     """Unrolled steps on one rank, looping ops on the other: how a rank multiplies is its own."""
     for result in run_ranks(2, _once, [{"step_node_budget": 1}, {}]):
-        assert result["problems"] == [] and result["warnings"] == [] and result["counts"]["sites_overlapped"] == 2, result
+        assert result["problems"] == [] and result["warnings"] == [] and result["counts"]["sites_overlapped"] == 2, (
+            result
+        )
 
 
 def _cut_otherwise(rank: int, world_size: int) -> list[str]:
@@ -148,14 +176,23 @@ def _cut_otherwise(rank: int, world_size: int) -> list[str]:
         (lambda x, w: reduce_scatter(x @ w, "sum", 1, group), [(2, 8, 8), (8, 6)]),
         (lambda x, w: reduce_scatter(x @ w, "sum", 1, group), [(6, 8), (8, 16)]),
         (lambda x, w: all_gather(x, 0, group) @ w, [(5, 3, 8), (8, 6)]),
-        (lambda x, w: all_gather(x, 0, group).view(world_size * 5, 3, 8) @ w if rank else all_gather(x, 0, group) @ w, [(15, 8), (8, 6)]),
+        (
+            lambda x, w: (
+                all_gather(x, 0, group).view(world_size * 5, 3, 8) @ w if rank else all_gather(x, 0, group) @ w
+            ),
+            [(15, 8), (8, 6)],
+        ),
     ]
     for number, (function, shapes) in enumerate(functions):
         generator = torch.Generator().manual_seed(rank)
         inputs = [torch.randn(s, generator=generator) for s in shapes]
         torch._dynamo.reset()
-        with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, step_node_budget=1 if rank and number < 3 else 4000):
-            problems += [f"{number}: {p}" for p in _wrong(torch.compile(function, dynamic=False)(*inputs), function, inputs)]
+        with overlap_inductor.overlap(
+            schedule="ring", agreement_timeout=TIMEOUT, step_node_budget=1 if rank and number < 3 else 4000
+        ):
+            problems += [
+                f"{number}: {p}" for p in _wrong(torch.compile(function, dynamic=False)(*inputs), function, inputs)
+            ]
     return problems
 
 
@@ -190,9 +227,12 @@ def _one_is_off(rank: int, world_size: int, how: str) -> dict[str, Any]:
     return {"problems": problems, "warnings": heard.texts, "seconds": time.monotonic() - begun}
 
 
-@pytest.mark.parametrize(("how", "words"), [("told", "OVERLAP_INDUCTOR is on here and off there"), ("silent", "rank 1 published no plan")])
+@pytest.mark.parametrize(
+    ("how", "words"), [("told", "OVERLAP_INDUCTOR is on here and off there"), ("silent", "rank 1 published no plan")]
+)
 def test_switched_off_on_one_rank(how: str, words: str) -> None:
-    """A rank that is off runs the plain program, so the others do; they know at once, or after a while in which that rank compiles nothing."""
+    """A rank that is off runs the plain program, so the others do; they know at once, or after a while in which that
+    rank compiles nothing."""
     on, off = run_ranks(2, _one_is_off, how)
     assert on["problems"] == off["problems"] == [] and on["seconds"] < TIMEOUT, (on, off)
     assert off["warnings"] == [] and len(on["warnings"]) == 1 and words in on["warnings"][0], on
@@ -209,7 +249,11 @@ def _other_version(rank: int, world_size: int) -> dict[str, Any]:
 def test_another_version_is_an_error_at_once() -> None:
     """Two versions may cut differently with the same switches, and compare differently."""
     for result in run_ranks(2, _other_version, expect_failure=True):
-        assert result["error"] == "AgreementError" and "overlap_inductor is '" in result["text"] and "9.9" in result["text"], result
+        assert (
+            result["error"] == "AgreementError"
+            and "overlap_inductor is '" in result["text"]
+            and "9.9" in result["text"]
+        ), result
         assert result["seconds"] < TIMEOUT
 
 
@@ -234,7 +278,9 @@ def test_a_rank_that_alone_compiles_again_to_another_exchange() -> None:
     """The others are asked at every call, so they take the plain program for as long as that rank differs."""
     results = run_ranks(2, _again, [{}, {"sub_chunks": 2}])
     assert all(r["problems"] == [] for r in results), results
-    assert len(results[0]["warnings"]) == 1 and "sub_chunks" in results[0]["warnings"][0] and results[1]["warnings"] == []
+    assert (
+        len(results[0]["warnings"]) == 1 and "sub_chunks" in results[0]["warnings"][0] and results[1]["warnings"] == []
+    )
 
 
 def test_a_rank_that_alone_compiles_again_to_the_same_exchange() -> None:
@@ -308,9 +354,14 @@ def _split(rank: int, world_size: int, patterns: tuple[str, ...]) -> dict[str, A
     return {"problems": problems, "warnings": heard.texts, "seconds": time.monotonic() - begun}
 
 
-@pytest.mark.parametrize("patterns", [("all_gather_matmul", "matmul_all_reduce"), ("matmul_all_reduce",)], ids=["both halves", "the second half"])
+@pytest.mark.parametrize(
+    "patterns",
+    [("all_gather_matmul", "matmul_all_reduce"), ("matmul_all_reduce",)],
+    ids=["both halves", "the second half"],
+)
 def test_a_graph_that_is_broken_on_one_rank_only(patterns: tuple[str, ...]) -> None:
-    """Calls cannot be counted alike any more: the group goes on without overlap, and no rank waits for a plan that never comes."""
+    """Calls cannot be counted alike any more: the group goes on without overlap, and no rank waits for a plan that
+    never comes."""
     results = run_ranks(2, _split, patterns)
     assert all(r["problems"] == [] and r["seconds"] < TIMEOUT for r in results), results
     assert sum(len(r["warnings"]) for r in results) == 1 and "transfers here" in results[0]["warnings"][0], results
@@ -388,7 +439,9 @@ def test_a_difference_reaches_all_ranks_of_a_mesh(differs: bool) -> None:
     assert all(r["problems"] == [] for r in results), results
     assert all(bool(r["counts"].get("reason.ranks_differ")) is differs for r in results), results
     warnings = [w for r in results for w in r["warnings"]]
-    assert all("rank 3: " in w and "sub_chunks is 4 here and 2 there" in w for w in warnings) and bool(warnings) is differs, warnings
+    assert (
+        all("rank 3: " in w and "sub_chunks is 4 here and 2 there" in w for w in warnings) and bool(warnings) is differs
+    ), warnings
 
 
 def test_a_dry_run_on_the_fake_backend_runs() -> None:
@@ -405,13 +458,16 @@ def test_a_dry_run_on_the_fake_backend_runs() -> None:
 
 
 def _without_memory(rank: int, world_size: int) -> dict[str, Any]:
-    """A mesh of two rows of which one has no memory for its workspace: the workspace itself is made up, since rings need none."""
+    """A mesh of two rows of which one has no memory for its workspace: the workspace itself is made up, since rings
+    need none."""
     from overlap_inductor.inductor import compared_call
 
     compile_anew()
     function = _on_a_mesh()
     made = compared_call.ComparedCall._prepare
-    compared_call.ComparedCall._prepare = lambda self, inputs: made(self, inputs) or ("rank 3 has no memory left" if rank > 1 else "")  # type: ignore[method-assign]
+    compared_call.ComparedCall._prepare = lambda self, inputs: (
+        made(self, inputs) or ("rank 3 has no memory left" if rank > 1 else "")
+    )  # type: ignore[method-assign]
     heard, inputs = Heard(), _inputs(rank)
     with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
         compiled = torch.compile(function, dynamic=False)

@@ -1,4 +1,5 @@
-"""What commutes with cutting rows computes, in pieces, what it computed: norms, scales and masks behind a gather, sums over experts and ``cat`` before a reduction, batches."""
+"""What commutes with cutting rows computes, in pieces, what it computed: norms, scales and masks behind a gather, sums
+over experts and ``cat`` before a reduction, batches."""
 
 from __future__ import annotations
 
@@ -21,11 +22,16 @@ from tests.numerics.random_programs import outcome
 from tests.numerics.ranks import compile_anew
 from tests.numerics.ranks import run_ranks
 
-FIELDS: dict[int, dict[str, Any]] = {2: {}, 3: {"ring_direction": "bidirectional", "numerics": "allow_hop_rounding", "sub_chunks": 3}}
+FIELDS: dict[int, dict[str, Any]] = {
+    2: {},
+    3: {"ring_direction": "bidirectional", "numerics": "allow_hop_rounding", "sub_chunks": 3},
+}
 ONE_OP = {"step_node_budget": 1}
 
 
-def _wrong(name: str, fn: Callable[..., Any], inputs: list[torch.Tensor], fields: dict[str, Any], trains: bool) -> list[str]:
+def _wrong(
+    name: str, fn: Callable[..., Any], inputs: list[torch.Tensor], fields: dict[str, Any], trains: bool
+) -> list[str]:
     def program(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = fn(*tensors)
         return results if isinstance(results, tuple) else (results,)
@@ -34,8 +40,15 @@ def _wrong(name: str, fn: Callable[..., Any], inputs: list[torch.Tensor], fields
     reports: list[OverlapReport] = []
     backend = interpreted(OverlapConfig(schedule="ring", **fields), reports)
     with torch.set_grad_enabled(trains):
-        exact, found = outcome(program, inputs, trains), outcome(torch.compile(program, backend=backend, dynamic=False), inputs, trains)
-    wrong = [f"{name} {fields}: result {i} is off by {(e - f).abs().max()}" for i, (e, f) in enumerate(zip(exact, found, strict=True)) if not _close(e, f)]
+        exact, found = (
+            outcome(program, inputs, trains),
+            outcome(torch.compile(program, backend=backend, dynamic=False), inputs, trains),
+        )
+    wrong = [
+        f"{name} {fields}: result {i} is off by {(e - f).abs().max()}"
+        for i, (e, f) in enumerate(zip(exact, found, strict=True))
+        if not _close(e, f)
+    ]
     wrong += [f"{name} {fields}: {text}" for r in reports for text in (*waste(r), *r.notices)]
     statuses = [s.decision.status for s in reports[0].sites]
     if set(statuses) != {"refused" if fields is ONE_OP and name in OWN else "overlapped"}:
@@ -54,7 +67,9 @@ def check(rank: int, world_size: int) -> list[str]:
     problems: list[str] = []
     for name, (fn, _, _) in PROGRAMS.items():
         for fields in (FIELDS[world_size], *([ONE_OP] if name in LOOPING | OWN else [])):
-            problems += _wrong(name, fn, arguments(name, world_size, torch.Generator().manual_seed(rank)), fields, name in TRAINED)
+            problems += _wrong(
+                name, fn, arguments(name, world_size, torch.Generator().manual_seed(rank)), fields, name in TRAINED
+            )
     return problems
 
 

@@ -1,4 +1,5 @@
-"""fp8 sites (``_scaled_mm``) by schedule ``ring``, by gloo in several processes, against fp64 of the dequantised operands."""
+"""fp8 sites (``_scaled_mm``) by schedule ``ring``, by gloo in several processes, against fp64 of the dequantised
+operands."""
 
 from __future__ import annotations
 
@@ -26,23 +27,47 @@ Case = tuple[Callable[..., Any], list[Input], int]
 
 
 def _cases(world_size: int) -> dict[str, Case]:
-    """``name: (function, inputs, sites that must be overlapped)``: those of schedule ``chunked``, and sites of several matmuls, each with scales of its own."""
+    """``name: (function, inputs, sites that must be overlapped)``: those of schedule ``chunked``, and sites of several
+    matmuls, each with scales of its own."""
     g, w, s = dist.group.WORLD, world_size, 24
     one, columns = ("scale", ()), ("scale", (1, 48))
     several: dict[str, Case] = {
         "gather rows, two matmuls, tensor-wise": (
-            lambda x, v, a, b, u, c, d: (lambda y: (multiply(y, v.t(), a, b), multiply(y, u.t(), c, d)))(gather_bytes(x, 0, g)),
+            lambda x, v, a, b, u, c, d: (lambda y: (multiply(y, v.t(), a, b), multiply(y, u.t(), c, d)))(
+                gather_bytes(x, 0, g)
+            ),
             [("fp8", (s, 32)), ("fp8", (48, 32)), one, one, ("fp8", (16, 32)), one, one],
             1,
         ),
         "gather rows, two matmuls, row-wise": (
-            lambda x, v, a, b, u, c, d: (lambda y: (multiply(y, v.t(), a, b), multiply(y, u.t(), c, d)))(gather_bytes(x, 0, g)),
-            [("fp8", (s, 32)), ("fp8", (48, 32)), ("scale", (s * w, 1)), columns, ("fp8", (16, 32)), ("scale", (s * w, 1)), ("scale", (1, 16))],
+            lambda x, v, a, b, u, c, d: (lambda y: (multiply(y, v.t(), a, b), multiply(y, u.t(), c, d)))(
+                gather_bytes(x, 0, g)
+            ),
+            [
+                ("fp8", (s, 32)),
+                ("fp8", (48, 32)),
+                ("scale", (s * w, 1)),
+                columns,
+                ("fp8", (16, 32)),
+                ("scale", (s * w, 1)),
+                ("scale", (1, 16)),
+            ],
             1,
         ),
         "scatter a sum of matmuls, one row-wise": (
-            lambda x, v, a, b, y, u, c, d: reduce_scatter(multiply(x, v.t(), a, b) + multiply(y, u.t(), c, d), "sum", 0, g),
-            [("fp8", (s * w, 32)), ("fp8", (48, 32)), one, one, ("fp8", (s * w, 16)), ("fp8", (48, 16)), ("scale", (s * w, 1)), columns],
+            lambda x, v, a, b, y, u, c, d: reduce_scatter(
+                multiply(x, v.t(), a, b) + multiply(y, u.t(), c, d), "sum", 0, g
+            ),
+            [
+                ("fp8", (s * w, 32)),
+                ("fp8", (48, 32)),
+                one,
+                one,
+                ("fp8", (s * w, 16)),
+                ("fp8", (48, 16)),
+                ("scale", (s * w, 1)),
+                columns,
+            ],
             1,
         ),
     }
@@ -64,14 +89,20 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
                 found = _tuple(torch.compile(function)(*tensors))
             reports = [r for r in [overlap_inductor.last_report()] if r is not None]
         else:
-            found = _tuple(torch.compile(function, backend=interpreted(OverlapConfig(schedule="ring", **fields), reports), dynamic=False)(*tensors))
+            found = _tuple(
+                torch.compile(
+                    function, backend=interpreted(OverlapConfig(schedule="ring", **fields), reports), dynamic=False
+                )(*tensors)
+            )
         for e, f in zip(exact, found, strict=True):
             # fp8 and bf16 make less; scales differ from one another by more.
             if f.shape != e.shape or not (f.double() - e).abs().max() <= 2e-2 * e.abs().max():
                 problems.append(f"{name}: off by {(f.double() - e).abs().max():.3g} of {e.abs().max():.3g}")
         schedules = [p.schedule for r in reports for site in r.sites for p in site.decision.plan]
         if schedules != ["ring"] * expected:
-            problems.append(f"{name}: {schedules}, {[(m.reason.code, m.reason.text) for r in reports for m in r.near_misses]}")
+            problems.append(
+                f"{name}: {schedules}, {[(m.reason.code, m.reason.text) for r in reports for m in r.near_misses]}"
+            )
     return problems
 
 
@@ -87,7 +118,9 @@ GENERATED = ["gather rows, two matmuls, row-wise", "scatter a sum of matmuls, on
     ],
     ids=["2 ranks", "2 ranks, generated code", "3 ranks, hop rounding, bidirectional"],
 )
-def test_every_pattern_agrees_with_fp64(world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool) -> None:
+def test_every_pattern_agrees_with_fp64(
+    world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool
+) -> None:
     """A scale of rows that is not cut with them, or a matmul that takes another one's scale."""
     for rank, problems in enumerate(run_ranks(world_size, _check, fields, names, generated, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"

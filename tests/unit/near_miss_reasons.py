@@ -47,7 +47,9 @@ def _() -> OverlapReport:
 @case("coalesced", "near_miss")
 def _() -> OverlapReport:
     made = HandGraph()
-    started = made.call(c10d.all_reduce_coalesced.default, [made.mm(made.input(4, 16), weight(made))], "sum", made.group)
+    started = made.call(
+        c10d.all_reduce_coalesced.default, [made.mm(made.input(4, 16), weight(made))], "sum", made.group
+    )
     return made.output(made.wait(made.call(getitem, started, 0))).run()
 
 
@@ -153,7 +155,10 @@ def _() -> OverlapReport:
 
 def grouped(made: HandGraph, x: fx.Node, rows: int) -> fx.Node:
     """``x [rows, 16]`` by four experts' weights ``[16, 16]``."""
-    experts, ends = made.input(4, 16, 16, dtype=torch.bfloat16, name="experts"), made.input(4, dtype=torch.int32, name="ends")
+    experts, ends = (
+        made.input(4, 16, 16, dtype=torch.bfloat16, name="experts"),
+        made.input(4, dtype=torch.int32, name="ends"),
+    )
     node = made.graph.call_function(aten._grouped_mm.default, (x, experts, ends))
     with made.mode:
         node.meta["val"] = torch.empty(rows, 16, dtype=torch.bfloat16)
@@ -174,7 +179,9 @@ def _() -> OverlapReport:
 def _() -> OverlapReport:
     made = HandGraph()
     gathered = made.gather(made.input(4, 16, dtype=torch.bfloat16))
-    return made.output(grouped(made, made.call(aten.index.Tensor, gathered, [made.input(8, dtype=torch.int64, name="order")]), 8)).run()
+    return made.output(
+        grouped(made, made.call(aten.index.Tensor, gathered, [made.input(8, dtype=torch.int64, name="order")]), 8)
+    ).run()
 
 
 @case("fsdp_weight_gather", "near_miss")
@@ -203,7 +210,9 @@ def _() -> OverlapReport:
 def _() -> OverlapReport:
     made = HandGraph()
     gathered = made.gather(made.input(4, 16))
-    powers = made.call(aten.exp.default, made.call(aten.sub.Tensor, gathered, made.call(aten.amax.default, gathered, [0], True)))
+    powers = made.call(
+        aten.exp.default, made.call(aten.sub.Tensor, gathered, made.call(aten.amax.default, gathered, [0], True))
+    )
     shares = made.call(aten.div.Tensor, powers, made.call(aten.sum.dim_IntList, powers, [0], True))
     return made.output(made.mm(shares, weight(made))).run()
 
@@ -212,7 +221,9 @@ def _() -> OverlapReport:
 def _() -> OverlapReport:
     made = HandGraph()
     gathered = made.gather(made.input(8, 16))
-    return made.output(made.mm(made.call(aten.mul.Tensor, gathered, made.call(aten.permute.default, gathered, [1, 0])), weight(made))).run()
+    return made.output(
+        made.mm(made.call(aten.mul.Tensor, gathered, made.call(aten.permute.default, gathered, [1, 0])), weight(made))
+    ).run()
 
 
 def behind_gather(made: HandGraph, node: fx.Node, k: int = 16) -> OverlapReport:
@@ -228,13 +239,18 @@ def _() -> OverlapReport:
 @case("op_between", "near_miss", "other rows beside a gathered tensor")
 def _() -> OverlapReport:
     made = HandGraph()
-    return behind_gather(made, made.call(aten.cat.default, [made.input(3, 16, name="y"), made.gather(made.input(4, 16))]))
+    return behind_gather(
+        made, made.call(aten.cat.default, [made.input(3, 16, name="y"), made.gather(made.input(4, 16))])
+    )
 
 
 @case("op_between", "near_miss", "rows of a gathered tensor in another order")
 def _() -> OverlapReport:
     made = HandGraph()
-    return behind_gather(made, made.call(aten.index.Tensor, made.gather(made.input(4, 16)), [made.input(8, dtype=torch.int64, name="order")]))
+    return behind_gather(
+        made,
+        made.call(aten.index.Tensor, made.gather(made.input(4, 16)), [made.input(8, dtype=torch.int64, name="order")]),
+    )
 
 
 @case("op_between", "near_miss", "a running sum over the gathered dim")
@@ -254,14 +270,22 @@ def _() -> OverlapReport:
 def _() -> OverlapReport:
     made = HandGraph()
     w = weight(made)
-    return made.output(made.reduce(made.call(aten.cat.default, [made.mm(made.input(4, 16), w), made.mm(made.input(6, 16, name="y"), w)]))).run()
+    return made.output(
+        made.reduce(
+            made.call(aten.cat.default, [made.mm(made.input(4, 16), w), made.mm(made.input(6, 16, name="y"), w)])
+        )
+    ).run()
 
 
 @case("layout", "near_miss", "rows of two matmuls, scattered")
 def _() -> OverlapReport:
     made = HandGraph()
     w = weight(made)
-    return made.output(made.scatter(made.call(aten.cat.default, [made.mm(made.input(4, 16), w), made.mm(made.input(6, 16, name="y"), w)]))).run()
+    return made.output(
+        made.scatter(
+            made.call(aten.cat.default, [made.mm(made.input(4, 16), w), made.mm(made.input(6, 16, name="y"), w)])
+        )
+    ).run()
 
 
 @case("matmul_form", "near_miss", "a vector behind a gather")
@@ -286,7 +310,9 @@ def _() -> OverlapReport:
 @case("matmul_form", "near_miss", "a convolution, reduced")
 def _() -> OverlapReport:
     made = HandGraph()
-    y = made.call(aten.convolution.default, made.input(2, 4, 9), made.input(5, 4, 3, name="w"), None, [1], [0], [1], False, [0], 1)
+    y = made.call(
+        aten.convolution.default, made.input(2, 4, 9), made.input(5, 4, 3, name="w"), None, [1], [0], [1], False, [0], 1
+    )
     return made.output(made.reduce(y)).run()
 
 
@@ -294,7 +320,9 @@ def _() -> OverlapReport:
 def _() -> OverlapReport:
     made = HandGraph()
     gathered = made.gather(made.input(4, 16))
-    square = made.call(aten.relu.default, made.call(aten.cumsum.default, made.call(aten.permute.default, gathered, [1, 0]), 0))
+    square = made.call(
+        aten.relu.default, made.call(aten.cumsum.default, made.call(aten.permute.default, gathered, [1, 0]), 0)
+    )
     return made.output(made.mm(gathered, square)).run()
 
 

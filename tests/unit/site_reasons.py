@@ -55,7 +55,9 @@ def _() -> OverlapReport:
 def _() -> OverlapReport:
     made = HandGraph()
     gathered = made.gather(made.input(4, 16, dtype=torch.int8))
-    return made.output(made.mm(made.call(torch.ops.prims.convert_element_type.default, gathered, torch.float32), weight(made))).run()
+    return made.output(
+        made.mm(made.call(torch.ops.prims.convert_element_type.default, gathered, torch.float32), weight(made))
+    ).run()
 
 
 @case("other_users", "refused")

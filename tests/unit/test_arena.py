@@ -33,7 +33,9 @@ class Plain:
 
 
 def arena(limit: int = 2**30, capturing: bool = False) -> WorkspaceArena:
-    return WorkspaceArena(4, torch.device("cpu"), lambda n, dtype: Plain(torch.zeros(n, dtype=dtype)), lambda: capturing, limit)
+    return WorkspaceArena(
+        4, torch.device("cpu"), lambda n, dtype: Plain(torch.zeros(n, dtype=dtype)), lambda: capturing, limit
+    )
 
 
 requests = st.lists(st.tuples(st.integers(1, 10_000), st.integers(1, 8)), min_size=1, max_size=12).map(
@@ -115,7 +117,13 @@ def test_a_site_that_was_not_prepared_for() -> None:
 def test_protocols_share_no_slot() -> None:
     """A call that gives no credit would leave the next one, which waits for it, waiting."""
     made = arena()
-    sites = [Request("a", 5000, 2), Request("b", 300, 1, HALVES), Request("c", 100, 1), Request("b", 100, 1), Request("d", 100, 1, HALVES)]
+    sites = [
+        Request("a", 5000, 2),
+        Request("b", 300, 1, HALVES),
+        Request("c", 100, 1),
+        Request("b", 100, 1),
+        Request("d", 100, 1, HALVES),
+    ]
     made.prepare(sites)
     assert {id(made.slot(s)) for s in "abc"}.isdisjoint({id(made.slot(s, HALVES)) for s in "bd"})
     assert made.slot("b", HALVES).protocol == HALVES and all(made.holds(s) for s in sites)
@@ -127,7 +135,9 @@ def test_protocols_share_no_slot() -> None:
 
 
 @given(requests, requests)
-def test_a_site_that_asks_again_for_less_of_one_and_more_of_the_other_has_room_for_both(first: list[Request], second: list[Request]) -> None:
+def test_a_site_that_asks_again_for_less_of_one_and_more_of_the_other_has_room_for_both(
+    first: list[Request], second: list[Request]
+) -> None:
     """The same site compiled for another token count: the graph before goes on with what it was given."""
     made = arena()
     made.prepare(first)
@@ -144,4 +154,6 @@ def test_what_is_planned_for_the_most_tokens_holds_any_fewer(pattern: str, most:
         rows = -(-tokens // 8)
         nbytes, signals = fused_plan.needed(pattern, 8, rows, 64, 64, 2, parameters)
         bands = -(-rows // fused_plan.band_rows(rows, 8, parameters))
-        assert nbytes <= planned[0] and bands * (2 if pattern == "matmul_all_reduce" else 1) <= signals <= planned[1], tokens
+        assert nbytes <= planned[0] and bands * (2 if pattern == "matmul_all_reduce" else 1) <= signals <= planned[1], (
+            tokens
+        )

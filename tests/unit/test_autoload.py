@@ -88,7 +88,9 @@ def test_switched_on_it_waits_for_the_config_module(installed: Path) -> None:
 @pytest.mark.parametrize(("switch", "bound"), [("0", 0.005), ("1", 0.05)])
 def test_its_cost(switch: str, bound: float) -> None:
     """Some 2 ms where it is switched on, on a quiet machine; importing Inductor would be two seconds."""
-    run("import overlap_inductor.switch.autoload as a; a.autoload()", OVERLAP_INDUCTOR=switch)  # byte code, if there is none
+    run(
+        "import overlap_inductor.switch.autoload as a; a.autoload()", OVERLAP_INDUCTOR=switch
+    )  # byte code, if there is none
     assert value(COST, OVERLAP_INDUCTOR=switch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")["seconds"] < bound
 
 
@@ -172,21 +174,43 @@ def test_the_log_name_is_known(installed: Path) -> None:
     assert got == {"known": True, "level": 10}
 
 
-@pytest.mark.parametrize("first", ["overlap_inductor.inductor.pass_slot", "overlap_inductor.inductor.probe", "overlap_inductor.switch.install", "torch._inductor.config"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "overlap_inductor.inductor.pass_slot",
+        "overlap_inductor.inductor.probe",
+        "overlap_inductor.switch.install",
+        "torch._inductor.config",
+    ],
+)
 def test_whatever_module_is_imported_first_the_pass_is_in_the_slot(installed: Path, first: str) -> None:
     """Also where one of our own is what imports Inductor's configuration, in the middle of its body."""
-    code = f"import torch, importlib; importlib.import_module({first!r})\nfrom overlap_inductor.inductor import probe\nprint(int(probe.config_in_slot() is not None))"
+    code = (
+        f"import torch, importlib; importlib.import_module({first!r})\nfrom overlap_inductor.inductor import"
+        " probe\nprint(int(probe.config_in_slot() is not None))"
+    )
     done = run(code, installed, OVERLAP_INDUCTOR="1")
-    assert done.returncode == 0 and done.stdout.split() == ["1"] and "could not be switched on" not in done.stderr, done.stderr
+    assert done.returncode == 0 and done.stdout.split() == ["1"] and "could not be switched on" not in done.stderr, (
+        done.stderr
+    )
 
 
 def test_the_doctor_finds_the_pass_where_the_environment_asks_for_it(installed: Path) -> None:
-    done = run("import sys, torch; from overlap_inductor.cli.main import main; main(['doctor', '--json'])", installed, OVERLAP_INDUCTOR="1")
+    done = run(
+        "import sys, torch; from overlap_inductor.cli.main import main; main(['doctor', '--json'])",
+        installed,
+        OVERLAP_INDUCTOR="1",
+    )
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
-    assert checks["by environment"]["value"] == "requested on, effective on: the pass is in Inductor's slot", checks["by environment"]
+    assert checks["by environment"]["value"] == "requested on, effective on: the pass is in Inductor's slot", checks[
+        "by environment"
+    ]
 
 
 def test_enable_before_inductor_is_imported_waits_for_the_end_of_our_own_module() -> None:
-    code = "import torch, overlap_inductor; overlap_inductor.enable(); import overlap_inductor.inductor.pass_slot\nfrom overlap_inductor.inductor import probe\nprint(int(probe.config_in_slot() is not None))"
+    code = (
+        "import torch, overlap_inductor; overlap_inductor.enable(); import overlap_inductor.inductor.pass_slot\nfrom"
+        " overlap_inductor.inductor import probe\nprint(int(probe.config_in_slot() is not None))"
+    )
     done = run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.returncode == 0 and done.stdout.split() == ["1"], done.stderr

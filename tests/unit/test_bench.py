@@ -67,25 +67,43 @@ class Gpu:
 
 
 @pytest.mark.parametrize(("host", "device"), [(800e-6, 200e-6), (50e-6, 900e-6)])
-def test_the_clock_hides_the_host_behind_a_sleep_and_else_does_not(monkeypatch: pytest.MonkeyPatch, host: float, device: float) -> None:
+def test_the_clock_hides_the_host_behind_a_sleep_and_else_does_not(
+    monkeypatch: pytest.MonkeyPatch, host: float, device: float
+) -> None:
     gpu, clock = Gpu(monkeypatch), Clock(CPU)
     clock.device = torch.device("cuda")
     hidden = clock.sample(lambda: gpu.call(host, device), 1, 3.0)
     assert hidden == pytest.approx((device * 1e6, host * 1e6))
     in_loop = clock.sample(lambda: gpu.call(host, device), 4, 0.0)
-    # (The call before them fills the pipeline: neither its launch nor the last call's work on the device is over and above.)
+    # (The call before them fills the pipeline: neither its launch nor the last call's work on the device is over and
+    # above.)
     assert in_loop == pytest.approx((max(host, device) * 1e6, host * 1e6))
 
 
-def case(pattern: str = "all_gather_matmul", tokens: int = 4096, shape: str = "llama3-70b-mlp", operands: str = "bfloat16") -> Case:
+def case(
+    pattern: str = "all_gather_matmul", tokens: int = 4096, shape: str = "llama3-70b-mlp", operands: str = "bfloat16"
+) -> Case:
     return Case(shape, pattern, tokens, 4, operands)
 
 
 def some_rows(tokens: int = 4096, **times: float) -> list[dict[str, Any]]:
     times = {"keep": 790.0, "fused/sm_push": 640.0, "auto": 645.0, **times}
-    providers = [Provider(name, torch.empty, "fused" if name == "auto" else name.split("/")[0], {}, 3 << 20) for name in times]
-    measured = {name: Timing(us, us - 5, us + 10, 21.5, 20) for name, us in {**times, "matmul": 600.0, "collective": 190.0}.items()}
-    return rows.rows_of(case(tokens=tokens), "hidden", providers, measured, dict.fromkeys(times, 0.00325), dict.fromkeys(times, float(1 << 20)), WHERE)
+    providers = [
+        Provider(name, torch.empty, "fused" if name == "auto" else name.split("/")[0], {}, 3 << 20) for name in times
+    ]
+    measured = {
+        name: Timing(us, us - 5, us + 10, 21.5, 20)
+        for name, us in {**times, "matmul": 600.0, "collective": 190.0}.items()
+    }
+    return rows.rows_of(
+        case(tokens=tokens),
+        "hidden",
+        providers,
+        measured,
+        dict.fromkeys(times, 0.00325),
+        dict.fromkeys(times, float(1 << 20)),
+        WHERE,
+    )
 
 
 def test_a_row_has_its_bounds_and_what_follows_from_them() -> None:
@@ -104,20 +122,36 @@ def test_tables_show_all_providers_and_mark_the_best() -> None:
     overview, details = text.split("\n\n")[1:]
     assert text.startswith("**4 x NVIDIA H200, llama3-70b-mlp, bfloat16, the host hidden**\n\n")
     assert overview.splitlines() == [
-        "| pattern | tokens | matmul | collective | sum | max | keep | fused/sm_push | auto | ring/p2p | best | speed-up | ratio | efficiency |",
+        (
+            "| pattern | tokens | matmul | collective | sum | max | keep | fused/sm_push | auto | ring/p2p | best |"
+            " speed-up | ratio | efficiency |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-        "| all_gather_matmul | 1024 | 600 | 190 | 790 | 600 | 600 | **640 (0.94)** | 645 (0.93, fused) | 900 (0.67) | fused/sm_push | 0.94 | 1.07 | 0.79 |",
-        "| all_gather_matmul | 4096 | 600 | 190 | 790 | 600 | 790 | **640 (1.23)** | 645 (1.23, fused) | - | fused/sm_push | 1.23 | 1.07 | 0.79 |",
+        (
+            "| all_gather_matmul | 1024 | 600 | 190 | 790 | 600 | 600 | **640 (0.94)** | 645 (0.93, fused) | 900 (0.67)"
+            " | fused/sm_push | 0.94 | 1.07 | 0.79 |"
+        ),
+        (
+            "| all_gather_matmul | 4096 | 600 | 190 | 790 | 600 | 790 | **640 (1.23)** | 645 (1.23, fused) | - |"
+            " fused/sm_push | 1.23 | 1.07 | 0.79 |"
+        ),
     ]
-    assert details.splitlines()[5] == "| all_gather_matmul | 1024 | ring/p2p | 900.0 | 895.0 | 910.0 | 0.67 | 1.50 | -0.58 | 22 | 4.0 |"
+    assert (
+        details.splitlines()[5]
+        == "| all_gather_matmul | 1024 | ring/p2p | 900.0 | 895.0 | 910.0 | 0.67 | 1.50 | -0.58 | 22 | 4.0 |"
+    )
 
 
 def test_other_parameters_stand_in_the_details_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = some_rows(**{"fused parts=2": 500.0})
     overview, details = tables.operators(found, details=True).split("\n\n")[1:]
-    assert "parts=2" not in overview and "| fused/sm_push | 1.23 |" in overview and "| fused parts=2 | 500.0 |" in details
+    assert (
+        "parts=2" not in overview and "| fused/sm_push | 1.23 |" in overview and "| fused parts=2 | 500.0 |" in details
+    )
     drawn: list[str] = []
-    monkeypatch.setattr(plots, "_against_tokens", lambda rows, figure, folder: drawn.extend(row["provider"] for row in rows) or folder)
+    monkeypatch.setattr(
+        plots, "_against_tokens", lambda rows, figure, folder: drawn.extend(row["provider"] for row in rows) or folder
+    )
     plots.operators(found, tmp_path)
     assert set(drawn) == {"keep", "fused/sm_push", "auto"}
 
@@ -127,7 +161,11 @@ def test_the_last_row_of_a_provider_counts_and_older_forms_are_left_alone(tmp_pa
     rows.append(path, some_rows())
     rows.append(path, [{"pattern": "all_gather_matmul", "tokens": 4096, "provider": "keep", "us": 791.2}])
     rows.append(path, some_rows(auto=500.0))
-    assert {row["provider"]: row["median_us"] for row in rows.read(path)} == {"keep": 790.0, "fused/sm_push": 640.0, "auto": 500.0}
+    assert {row["provider"]: row["median_us"] for row in rows.read(path)} == {
+        "keep": 790.0,
+        "fused/sm_push": 640.0,
+        "auto": 500.0,
+    }
     assert len(path.read_text().splitlines()) == 7
 
 
@@ -137,7 +175,11 @@ def test_rows_say_where_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("OVERLAP_INDUCTOR", "1")
     found = rows.environment(CPU)
     assert {"gpu", "torch", "triton", "nccl", "driver", "commit", "sources", "variables", "date"} == set(found)
-    assert found["variables"]["NCCL_P2P_DISABLE"] == "1" and found["variables"]["OVERLAP_INDUCTOR"] == "1" and "NCCL_VERSION" not in found["variables"]
+    assert (
+        found["variables"]["NCCL_P2P_DISABLE"] == "1"
+        and found["variables"]["OVERLAP_INDUCTOR"] == "1"
+        and "NCCL_VERSION" not in found["variables"]
+    )
     json.dumps(found)
 
 
@@ -145,7 +187,9 @@ def test_other_parameters_are_read_and_refused_by_name() -> None:
     assert Variant.parse("fused.parts=2,pushers=8") == Variant("fused", "parts=2,pushers=8", {"parts": 2, "pushers": 8})
     assert Variant.parse("chunked.transport=sm_push").parameters == {"transport": "sm_push"}
     assert Variant.parse("wave_groups.free=[8, 16],halves=false").parameters == {"free": [8, 16], "halves": False}
-    with pytest.raises(ValueError, match="'bands=2' sets no parameter of schedule fused; expected one of blocks, copies_from, parts"):
+    with pytest.raises(
+        ValueError, match="'bands=2' sets no parameter of schedule fused; expected one of blocks, copies_from, parts"
+    ):
         Variant.parse("fused.parts=2,bands=2")
     with pytest.raises(ValueError, match="no parameters of schedule 'ring' can be set"):
         Variant.parse("ring.parts=2")
@@ -169,15 +213,32 @@ def test_what_cannot_run_is_left_out_with_its_reason() -> None:
 def test_fp8_is_multiplied_by_the_plain_graph_the_ring_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
     arguments = parsed(["--dtype", "fp8_rows"])
-    (made, *_) = cases(arguments, 4)
-    assert (made.operands, made.dtype, made.result, made.sent) == ("fp8_rows", torch.float8_e4m3fn, torch.bfloat16, torch.float8_e4m3fn)
+    made, *_ = cases(arguments, 4)
+    assert (made.operands, made.dtype, made.result, made.sent) == (
+        "fp8_rows",
+        torch.float8_e4m3fn,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+    )
     assert made.scale_shapes == ((16384, 1), (1, 7168))
     for pattern in PATTERNS:
         made = case(pattern, operands="fp8")
         assert made.scale_shapes == ((), ())
-        assert chosen(arguments.schedules, [], made, CPU) == ["keep", "ring/p2p", "chunked/copy_engine", "chunked/sm_push", "auto"]
+        assert chosen(arguments.schedules, [], made, CPU) == [
+            "keep",
+            "ring/p2p",
+            "chunked/copy_engine",
+            "chunked/sm_push",
+            "auto",
+        ]
         left_out = {name: str(why_not(name, made, CPU)) for name in NAMES if why_not(name, made, CPU)}
-        assert set(left_out) == {"async_tp", "fused/sm_push", "fused/copy_engine", "wave_groups/nccl", "small_message/sm_push"}
+        assert set(left_out) == {
+            "async_tp",
+            "fused/sm_push",
+            "fused/copy_engine",
+            "wave_groups/nccl",
+            "small_message/sm_push",
+        }
         assert left_out["fused/sm_push"] == "no fused kernel multiplies fp8 with scales"
     # A gather carries fp8, a reduction bf16.
     needs = [request(case(pattern, operands="fp8"), "chunked", "{}", "site") for pattern in PATTERNS[:2]]

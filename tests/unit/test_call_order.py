@@ -403,7 +403,10 @@ class Inside:
 
 
 def test_every_op_launches_inside_of_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason="Triton comes with the package's test extra; environments of other torch versions may have none")
+    pytest.importorskip(
+        "triton",
+        reason="Triton comes with the package's test extra; environments of other torch versions may have none",
+    )
     from overlap_inductor.lowerings.chunked import launch as chunked
     from overlap_inductor.lowerings.chunked import ops as chunked_ops  # noqa: F401
     from overlap_inductor.lowerings.chunked import scaled_ops as chunked_scaled_ops

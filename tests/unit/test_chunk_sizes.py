@@ -36,7 +36,9 @@ def test_scattered_chunks_hide_all_transfers_but_the_last_matmuls(peers: int) ->
 def test_no_fewer_scattered_chunks_would_do(peers: int) -> None:
     """But two, the smaller first, where one would end at the last moment."""
     for ratio in SHORT:
-        fewest = min(len(sizes) for sizes in _compositions(peers) if chunk_sizes.last_transfer(sizes, ratio) <= peers + 1 + 1e-9)
+        fewest = min(
+            len(sizes) for sizes in _compositions(peers) if chunk_sizes.last_transfer(sizes, ratio) <= peers + 1 + 1e-9
+        )
         sizes = chunk_sizes.scatter_sizes(peers, ratio)
         late = fewest == 1 < peers and peers * ratio > 1 - chunk_sizes.LATE
         assert (len(sizes) == 2 and sizes[1] - sizes[0] in (0, 1)) if late else len(sizes) == fewest, ratio
@@ -63,6 +65,13 @@ def test_a_link_that_decides_is_kept_busy_by_few_chunks() -> None:
 
 def test_llama3_70b_on_8_and_4_gpus() -> None:
     eight, four = chunk_sizes.transfer_ratio(2, 2, 28672 // 8), chunk_sizes.transfer_ratio(2, 2, 28672 // 4)
-    assert (chunk_sizes.scatter_sizes(7, eight), chunk_sizes.gather_sizes(7, eight, 0.42)) == ((2, 2, 2, 1), (1, 1, 2, 3))
+    assert (chunk_sizes.scatter_sizes(7, eight), chunk_sizes.gather_sizes(7, eight, 0.42)) == (
+        (2, 2, 2, 1),
+        (1, 1, 2, 3),
+    )
     assert (chunk_sizes.scatter_sizes(3, four), chunk_sizes.gather_sizes(3, four, 0.42)) == ((1, 2), (2, 1))
-    assert chunk_sizes.transfer_ratio(2, 1, 3584) == 2 * chunk_sizes.transfer_ratio(2, 2, 3584) == 2 * chunk_sizes.transfer_ratio(1, 1, 3584), "fp8 multiplies twice as fast; half the bytes"
+    assert (
+        chunk_sizes.transfer_ratio(2, 1, 3584)
+        == 2 * chunk_sizes.transfer_ratio(2, 2, 3584)
+        == 2 * chunk_sizes.transfer_ratio(1, 1, 3584)
+    ), "fp8 multiplies twice as fast; half the bytes"

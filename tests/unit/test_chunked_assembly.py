@@ -1,4 +1,5 @@
-"""The kernels of schedule ``chunked`` are assembled for Hopper on a machine without a GPU: rows move in wide words, signals stand behind barriers, waits are small."""
+"""The kernels of schedule ``chunked`` are assembled for Hopper on a machine without a GPU: rows move in wide words,
+signals stand behind barriers, waits are small."""
 
 from __future__ import annotations
 
@@ -27,9 +28,14 @@ PARTS_OF_8 = {"WORLD": 8, "PARTS": 3, "DIRECTION": -1}
 
 
 def _compiled(kernel: Any, constants: dict[str, Any], warps: int) -> tuple[str, int]:
-    """``(PTX, bytes of shared memory)`` on bf16; only the pointers to rows are known to lie at 16 bytes: offsets are of rows of eight columns."""
+    """``(PTX, bytes of shared memory)`` on bf16; only the pointers to rows are known to lie at 16 bytes: offsets are of
+    rows of eight columns."""
     rows = ("source", "own", "out", "staging", "finished")
-    types = dict.fromkeys(rows, "*bf16") | dict.fromkeys(("peer_data", "peer_flags"), "*i64") | {"patience": "i64", "scale": "fp32"}
+    types = (
+        dict.fromkeys(rows, "*bf16")
+        | dict.fromkeys(("peer_data", "peer_flags"), "*i64")
+        | {"patience": "i64", "scale": "fp32"}
+    )
     types |= dict.fromkeys(("result", "one"), "*bf16")
     types |= dict.fromkeys(("flags", "queues", "calls", "announced", "stop"), "*i32")
     names = kernel.arg_names
@@ -44,22 +50,48 @@ def _compiled(kernel: Any, constants: dict[str, Any], warps: int) -> tuple[str, 
 @pytest.mark.parametrize(
     ("kernel", "constants", "moved", "signals"),
     [
-        pytest.param(push_parts, {**PARTS_OF_8, "PIECES": 16, "SCATTERED": True, "BLOCK": 8192}, (8, 8), 1, id="push_parts"),
-        pytest.param(push_parts, {**PARTS_OF_8, "PIECES": 16, "SCATTERED": False, "BLOCK": 8192}, (8, 8), 1, id="push_parts, one shard"),
-        pytest.param(sum_partials, {"WORLD": 8, "VECTOR": 8, "BROADCAST": True, "BLOCK": 2048}, (8, 8), 7, id="sum_partials"),
-        pytest.param(sum_partials, {"WORLD": 8, "VECTOR": 8, "BROADCAST": False, "BLOCK": 2048}, (8, 1), 0, id="sum_partials, scatter"),
-        pytest.param(receive_rows, {"WORLD": 8, "STRIPES": 18, "VECTOR": 8, "BLOCK": 2048}, (1, 1), 0, id="receive_rows"),
+        pytest.param(
+            push_parts, {**PARTS_OF_8, "PIECES": 16, "SCATTERED": True, "BLOCK": 8192}, (8, 8), 1, id="push_parts"
+        ),
+        pytest.param(
+            push_parts,
+            {**PARTS_OF_8, "PIECES": 16, "SCATTERED": False, "BLOCK": 8192},
+            (8, 8),
+            1,
+            id="push_parts, one shard",
+        ),
+        pytest.param(
+            sum_partials, {"WORLD": 8, "VECTOR": 8, "BROADCAST": True, "BLOCK": 2048}, (8, 8), 7, id="sum_partials"
+        ),
+        pytest.param(
+            sum_partials,
+            {"WORLD": 8, "VECTOR": 8, "BROADCAST": False, "BLOCK": 2048},
+            (8, 1),
+            0,
+            id="sum_partials, scatter",
+        ),
+        pytest.param(
+            receive_rows, {"WORLD": 8, "STRIPES": 18, "VECTOR": 8, "BLOCK": 2048}, (1, 1), 0, id="receive_rows"
+        ),
     ],
 )
-def test_rows_move_in_wide_words_and_signals_stand_behind_them(kernel: Any, constants: dict[str, Any], moved: tuple[int, int], signals: int) -> None:
+def test_rows_move_in_wide_words_and_signals_stand_behind_them(
+    kernel: Any, constants: dict[str, Any], moved: tuple[int, int], signals: int
+) -> None:
     text, _ = _compiled(kernel, constants, 8)
     loads, stores = (re.findall(rf"{what}\.global\.(?:cg\.)?(v\d\.\w+|b16|b8)", text) for what in ("ld", "st"))
     assert (loads, stores) == (["v4.b32"] * moved[0], ["v4.b32"] * moved[1])
-    events = re.findall(r"ld\.acquire\.sys|bar\.sync|atom\.\S*acq_rel|st\.release\.sys(?=[^\n]*, %r)|(?:ld|st)\.global\S*\.v4", text)
+    events = re.findall(
+        r"ld\.acquire\.sys|bar\.sync|atom\.\S*acq_rel|st\.release\.sys(?=[^\n]*, %r)|(?:ld|st)\.global\S*\.v4", text
+    )
     assert sum("st.release" in e for e in events) == signals and "ld.volatile" not in text
     for before, after in zip(events, events[1:]):
-        assert before != "ld.acquire.sys" or after == "bar.sync", "loads of other threads may run before the signal is seen"
-        assert ("st.release" not in after and "atom" not in after) or before == "bar.sync", "stores of other threads may come after the signal"
+        assert before != "ld.acquire.sys" or after == "bar.sync", (
+            "loads of other threads may run before the signal is seen"
+        )
+        assert ("st.release" not in after and "atom" not in after) or before == "bar.sync", (
+            "stores of other threads may come after the signal"
+        )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +104,8 @@ def test_rows_move_in_wide_words_and_signals_stand_behind_them(kernel: Any, cons
     ],
 )
 def test_what_waits_is_small(kernel: Any, constants: dict[str, Any]) -> None:
-    """A block that waits beside a matmul takes no shared memory, and what one warp may find left of an SM's registers; a flag is read at system scope."""
+    """A block that waits beside a matmul takes no shared memory, and what one warp may find left of an SM's registers;
+    a flag is read at system scope."""
     text, shared = _compiled(kernel, constants, 1)
     assert shared == 0 and "ld.volatile" not in text
     assert ("ld.acquire.sys" in text) == (kernel is not announce)

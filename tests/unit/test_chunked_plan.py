@@ -1,4 +1,5 @@
-"""What schedule ``chunked`` plans: rows fall to chunks, parts to peers, and what one rank sends is where another one reads it."""
+"""What schedule ``chunked`` plans: rows fall to chunks, parts to peers, and what one rank sends is where another one
+reads it."""
 
 from __future__ import annotations
 
@@ -26,9 +27,13 @@ def transfer_of(world_size: int, rows: int, chunks: int, scattered: bool) -> tup
 @pytest.mark.parametrize(("world_size", "rows", "chunks"), SIZES)
 def test_chunks_cover_all_other_rows_once_and_go_round_once(world_size: int, rows: int, chunks: int) -> None:
     made, bounds = transfer_of(world_size, rows, chunks, False)
-    assert len(bounds) - 1 == min(chunks, made.parts * (world_size - 1)), "no more chunks than asked for, and as many where there are parts"
+    assert len(bounds) - 1 == min(chunks, made.parts * (world_size - 1)), (
+        "no more chunks than asked for, and as many where there are parts"
+    )
     for rank in range(world_size):
-        ranges = [chunked_plan.chunk_rows(a, b, rank, world_size, rows, made.part_rows) for a, b in zip(bounds, bounds[1:])]
+        ranges = [
+            chunked_plan.chunk_rows(a, b, rank, world_size, rows, made.part_rows) for a, b in zip(bounds, bounds[1:])
+        ]
         assert sum(len(r) == 2 for r in ranges) <= 1
         found = [row for chunk in ranges for start, stop in chunk for row in range(start, stop)]
         assert found == [row % (world_size * rows) for row in range((rank + 1) * rows, (rank + world_size) * rows)]
@@ -43,7 +48,10 @@ def test_what_a_chunk_waits_for_is_what_it_reads(world_size: int, rows: int, chu
     for rank in range(world_size):
         for number in range(bounds[-1]):
             piece = made.piece(number, rank, world_size)
-            assert piece.peer != rank and (rank - piece.peer) * made.direction % world_size == -(number // made.parts + 1) % world_size
+            assert (
+                piece.peer != rank
+                and (rank - piece.peer) * made.direction % world_size == -(number // made.parts + 1) % world_size
+            )
             for i in range(piece.rows):
                 assert (piece.peer, piece.target + i) not in landed
                 landed[piece.peer, piece.target + i] = rank, piece.source + i, number
@@ -87,7 +95,9 @@ def test_what_is_planned_for_the_most_rows_serves_fewer(pattern: str, world_size
 
 def test_small_pieces_are_pushed_and_bands_stay_large() -> None:
     p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("matmul_all_reduce", "auto")), 132)
-    chosen = [chunked_plan.fitted("all_gather_matmul", 8, 64 * mb, 8192, 3584, 2, 2, p).transport for mb in (1, 3, 4, 16)]
+    chosen = [
+        chunked_plan.fitted("all_gather_matmul", 8, 64 * mb, 8192, 3584, 2, 2, p).transport for mb in (1, 3, 4, 16)
+    ]
     assert chosen == ["sm_push", "copy_engine", "copy_engine", "copy_engine"]
     bands = [chunked_plan.fitted("matmul_all_reduce", 8, 64 * mb, 3584, 8192, 2, 2, p) for mb in (1, 8, 16, 32, 64)]
     assert [(b.bands, b.sizes, b.transport) for b in bands] == [
@@ -105,7 +115,10 @@ def test_small_pieces_are_pushed_and_bands_stay_large() -> None:
 
 def test_large_pieces_take_turns() -> None:
     p = ChunkedParameters(132, "copy_engine")
-    gather, reduce = (chunked_plan.fitted(pattern, 8, 512, 8192, 3584, 2, 2, p).turns_from for pattern in ("all_gather_matmul", "matmul_all_reduce"))
+    gather, reduce = (
+        chunked_plan.fitted(pattern, 8, 512, 8192, 3584, 2, 2, p).turns_from
+        for pattern in ("all_gather_matmul", "matmul_all_reduce")
+    )
     assert gather is not None and reduce is not None and reduce < 8 << 20 < gather < 16 << 20
     assert chunked_plan.fitted("all_gather_matmul", 8, 512, 8192, 3584, 2, 2, replace(p, turns_from=1)).turns_from == 1
 

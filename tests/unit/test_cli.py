@@ -164,7 +164,13 @@ def test_demo_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def result(part: str = "block", overlapped: int = 2, passed: bool = True) -> dict[str, Any]:
     check = {"name": "output", "difference": 0.5, "largest": 1.0, "tolerance": 0.1, "passed": passed}
-    graph = {"graph": "0_0", "phase": "forward", "headline": "2 sites found", "overlapped": overlapped, "rows": [["m", 1, "p", "mm", "x"]]}
+    graph = {
+        "graph": "0_0",
+        "phase": "forward",
+        "headline": "2 sites found",
+        "overlapped": overlapped,
+        "rows": [["m", 1, "p", "mm", "x"]],
+    }
     return {
         "part": part,
         "checks": [check],
@@ -184,7 +190,11 @@ def result(part: str = "block", overlapped: int = 2, passed: bool = True) -> dic
     ],
 )
 def test_demo_status_is_what_was_found(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, results: list[dict[str, Any]], status: int, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    results: list[dict[str, Any]],
+    status: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Catches a demo that passes though numbers differ, nothing was overlapped, or a part gave no result."""
 
@@ -249,7 +259,9 @@ def ranks(tmp_path: Path, script: str, timeout: float = 20.0) -> list[str]:
 
 def test_ranks_get_their_variables_and_rank_0_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OVERLAP_INDUCTOR", "strict")
-    script = "import os; print(*(os.environ.get(n) for n in ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS', 'OVERLAP_INDUCTOR')))"
+    script = (
+        "import os; print(*(os.environ.get(n) for n in ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS', 'OVERLAP_INDUCTOR')))"
+    )
     assert ranks(tmp_path, script) == ["0 2 1 None"], "the caller's switches must not reach the plain run"
     assert (tmp_path / "rank_1.log").read_text() == "1 2 1 None\n"
 
@@ -265,8 +277,8 @@ def test_a_rank_that_raises_stops_the_others_and_is_shown(tmp_path: Path) -> Non
 def test_hung_ranks_are_stopped(tmp_path: Path) -> None:
     """Catches a demo that never ends, also where a rank ignores the polite signal."""
     script = (
-        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"open(os.path.join({str(tmp_path)!r}, 'pid' + os.environ['RANK']), 'w').write(str(os.getpid()))\ntime.sleep(120)"
+        f"import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(os.path.join({str(tmp_path)!r},"
+        " 'pid' + os.environ['RANK']), 'w').write(str(os.getpid()))\ntime.sleep(120)"
     )
     with pytest.raises(RankError, match=r"rank 0, 1 did not finish within 2 s"):
         ranks(tmp_path, script, timeout=2.0)

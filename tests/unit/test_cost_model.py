@@ -105,8 +105,19 @@ def test_unknown_machine_is_conservative() -> None:
 
 MEASURED = {  # llama3-70b MLP on 4 H200s, bf16 (bench/results/fused.jsonl, all-reduces operators.jsonl): tokens: (keep, fused) in microseconds
     "all_gather_matmul": {1024: (243.2, 226.1), 2048: (413.0, 360.9), 4096: (791.2, 639.7), 16384: (3084.8, 2499.0)},
-    "matmul_reduce_scatter": {1024: (220.7, 209.9), 2048: (413.0, 380.0), 4096: (794.8, 675.6), 16384: (3130.4, 2597.8)},
-    "matmul_all_reduce": {1024: (257.3, 246.8), 2048: (476.8, 420.8), 4096: (922.8, 747.1), 8192: (1840.0, 1418.0), 16384: (3630.6, 2831.4)},
+    "matmul_reduce_scatter": {
+        1024: (220.7, 209.9),
+        2048: (413.0, 380.0),
+        4096: (794.8, 675.6),
+        16384: (3130.4, 2597.8),
+    },
+    "matmul_all_reduce": {
+        1024: (257.3, 246.8),
+        2048: (476.8, 420.8),
+        4096: (922.8, 747.1),
+        8192: (1840.0, 1418.0),
+        16384: (3630.6, 2831.4),
+    },
 }
 
 
@@ -115,7 +126,15 @@ def mlp(pattern: str, tokens: int, world_size: int) -> SiteSizes:
     columns = wide // world_size if pattern == "all_gather_matmul" else hidden
     sent = tokens * hidden * 2 / world_size * (world_size - 1)
     legs = 2 if pattern == "matmul_all_reduce" else 1
-    return SiteSizes(2.0 * tokens * hidden * wide / world_size, sent, 2, world_size, legs, tokens // 128 * columns // 256, pattern == "all_gather_matmul")
+    return SiteSizes(
+        2.0 * tokens * hidden * wide / world_size,
+        sent,
+        2,
+        world_size,
+        legs,
+        tokens // 128 * columns // 256,
+        pattern == "all_gather_matmul",
+    )
 
 
 @pytest.mark.parametrize("pattern", MEASURED)
@@ -140,8 +159,20 @@ def test_fused_kernels_are_not_taken_for_few_tiles_nor_lightly_where_none_was_me
 
 MEASURED_AT_8 = {  # the same on 8 H200s (bench/results/operators.jsonl): tokens: (keep, chunked over copy engines)
     "all_gather_matmul": {1024: (149, 161), 2048: (294, 221), 4096: (528, 374), 8192: (989, 680), 16384: (1946, 1360)},
-    "matmul_reduce_scatter": {1024: (155, 158), 2048: (276, 218), 4096: (510, 373), 8192: (1016, 703), 16384: (1976, 1420)},
-    "matmul_all_reduce": {1024: (201, 232), 2048: (370, 362), 4096: (677, 589), 8192: (1335, 1107), 16384: (2608, 1977)},
+    "matmul_reduce_scatter": {
+        1024: (155, 158),
+        2048: (276, 218),
+        4096: (510, 373),
+        8192: (1016, 703),
+        16384: (1976, 1420),
+    },
+    "matmul_all_reduce": {
+        1024: (201, 232),
+        2048: (370, 362),
+        4096: (677, 589),
+        8192: (1335, 1107),
+        16384: (2608, 1977),
+    },
 }
 
 
@@ -151,7 +182,9 @@ def test_chunks_of_eight_ranks_are_taken_where_they_gained(pattern: str) -> None
     machine = machine_for("cuda")
     for tokens, (keep, chunked) in MEASURED_AT_8[pattern].items():
         sizes = dataclasses.replace(mlp(pattern, tokens, 8), replays=True)
-        assert chunked_cost.seconds(sizes, machine) * 1e6 == pytest.approx(chunked, rel=0.06 if tokens > 1024 else 0.15), tokens
+        assert chunked_cost.seconds(sizes, machine) * 1e6 == pytest.approx(
+            chunked, rel=0.06 if tokens > 1024 else 0.15
+        ), tokens
         pays = chunked_cost.pays(sizes, machine)
         assert pays <= (chunked < keep) and pays >= (chunked < 0.9 * keep), tokens
 
@@ -159,7 +192,11 @@ def test_chunks_of_eight_ranks_are_taken_where_they_gained(pattern: str) -> None
 def test_chunks_agree_with_what_was_measured_and_leave_the_host_time() -> None:
     """llama3-70b MLP, 4096 tokens on 2 H200s (bench/results/operators.jsonl), in microseconds."""
     machine = machine_for("cuda")
-    for pattern, measured in (("all_gather_matmul", 1219.3), ("matmul_reduce_scatter", 1238.9), ("matmul_all_reduce", 1360.8)):
+    for pattern, measured in (
+        ("all_gather_matmul", 1219.3),
+        ("matmul_reduce_scatter", 1238.9),
+        ("matmul_all_reduce", 1360.8),
+    ):
         sizes = mlp(pattern, 4096, 2)
         assert chunked_cost.seconds(sizes, machine) * 1e6 == pytest.approx(measured, rel=0.08)
         assert chunked_cost.pays(sizes, machine)
@@ -167,10 +204,17 @@ def test_chunks_agree_with_what_was_measured_and_leave_the_host_time() -> None:
     assert not chunked_cost.pays(small, machine), "the host would be slower than the GPU"
     assert chunked_cost.pays(dataclasses.replace(small, replays=True), machine), "one launch"
     late = dataclasses.replace(mlp("matmul_reduce_scatter", 1024, 8), replays=True)
-    seconds, keep = chunked_cost.seconds(late, machine), cost_model.matmul_seconds(late, machine) + cost_model.collective_seconds(late, machine)
-    assert 1.05 * seconds < keep < seconds + 28e-6 and not chunked_cost.pays(late, machine), "less than late peers may lose"
+    seconds, keep = (
+        chunked_cost.seconds(late, machine),
+        cost_model.matmul_seconds(late, machine) + cost_model.collective_seconds(late, machine),
+    )
+    assert 1.05 * seconds < keep < seconds + 28e-6 and not chunked_cost.pays(late, machine), (
+        "less than late peers may lose"
+    )
     narrow = dataclasses.replace(mlp("all_gather_matmul", 1024, 4), replays=True, tiles=191)
-    assert not chunked_cost.pays(narrow, machine) and chunked_cost.pays(dataclasses.replace(narrow, tiles=192), machine), "a quarter of them each time"
+    assert not chunked_cost.pays(narrow, machine) and chunked_cost.pays(
+        dataclasses.replace(narrow, tiles=192), machine
+    ), "a quarter of them each time"
 
 
 SHORT = {  # Layers of 2 H200s whose matmuls are short (bench/results/operators.jsonl), one call a launch: (hidden, wide): tokens: (keep, chunked) in microseconds
@@ -188,7 +232,16 @@ SHORT = {  # Layers of 2 H200s whose matmuls are short (bench/results/operators.
 def short(pattern: str, hidden: int, wide: int, tokens: int) -> SiteSizes:
     columns, sent = wide // 2 if pattern == "all_gather_matmul" else hidden, float(tokens * hidden)
     legs = 2 if pattern == "matmul_all_reduce" else 1
-    return SiteSizes(1.0 * tokens * hidden * wide, sent, 2, 2, legs, -(-tokens // 128) * -(-columns // 256), pattern == "all_gather_matmul", replays=True)
+    return SiteSizes(
+        1.0 * tokens * hidden * wide,
+        sent,
+        2,
+        2,
+        legs,
+        -(-tokens // 128) * -(-columns // 256),
+        pattern == "all_gather_matmul",
+        replays=True,
+    )
 
 
 @pytest.mark.parametrize(("pattern", "hidden", "wide"), SHORT)
@@ -198,15 +251,39 @@ def test_chunks_of_short_matmuls_are_taken_where_they_gained(pattern: str, hidde
         sizes = short(pattern, hidden, wide, tokens)
         pays = chunked_cost.pays(sizes, machine)
         assert pays <= (chunked < keep) and (pays or chunked > 0.9 * keep or keep < 100), tokens
-        assert not (chunked_cost.pays(dataclasses.replace(sizes, replays=False), machine) and chunked < 250), "one launch after the other the host would be slower"
+        assert not (chunked_cost.pays(dataclasses.replace(sizes, replays=False), machine) and chunked < 250), (
+            "one launch after the other the host would be slower"
+        )
 
 
 LARGER_GROUPS = {  # One of 4 or of 8 ranks on 2 H200s (bench/results/mirrored.jsonl): tokens: (fused, chunked) in microseconds
-    ("all_gather_matmul", 4): {1024: (203.7, 195.5), 2048: (372.0, 350.6), 4096: (635.6, 652.3), 8192: (1263.9, 1268.2)},
+    ("all_gather_matmul", 4): {
+        1024: (203.7, 195.5),
+        2048: (372.0, 350.6),
+        4096: (635.6, 652.3),
+        8192: (1263.9, 1268.2),
+    },
     ("all_gather_matmul", 8): {2048: (231.6, 210.3), 4096: (378.1, 350.2), 8192: (661.7, 683.7)},
-    ("matmul_reduce_scatter", 4): {1024: (206.9, 195.8), 2048: (367.7, 337.0), 4096: (685.7, 643.7), 8192: (1342.0, 1273.3), 16384: (2613.6, 2531.6)},
-    ("matmul_reduce_scatter", 8): {1024: (154.0, 139.2), 2048: (239.3, 207.8), 4096: (400.5, 363.8), 8192: (733.3, 697.1), 16384: (1412.9, 1362.1)},
-    ("matmul_all_reduce", 8): {2048: (336.1, 313.5), 4096: (490.5, 556.2), 8192: (873.3, 979.4), 16384: (1688.1, 1782.8)},
+    ("matmul_reduce_scatter", 4): {
+        1024: (206.9, 195.8),
+        2048: (367.7, 337.0),
+        4096: (685.7, 643.7),
+        8192: (1342.0, 1273.3),
+        16384: (2613.6, 2531.6),
+    },
+    ("matmul_reduce_scatter", 8): {
+        1024: (154.0, 139.2),
+        2048: (239.3, 207.8),
+        4096: (400.5, 363.8),
+        8192: (733.3, 697.1),
+        16384: (1412.9, 1362.1),
+    },
+    ("matmul_all_reduce", 8): {
+        2048: (336.1, 313.5),
+        4096: (490.5, 556.2),
+        8192: (873.3, 979.4),
+        16384: (1688.1, 1782.8),
+    },
 }
 
 
@@ -232,7 +309,9 @@ def test_groups_of_waves_pay_where_peers_are_out_of_reach(pattern: str) -> None:
     for tokens, (keep, groups) in WITHOUT_PEERS_MEASURED[pattern].items():
         sizes = mlp(pattern, tokens, 2)
         assert 0.93 * groups < wave_cost.seconds(sizes, machine) * 1e6 < 1.2 * groups
-        assert cost_model.matmul_seconds(sizes, machine) + cost_model.collective_seconds(sizes, machine) == pytest.approx(keep * 1e-6, rel=0.1)
+        assert cost_model.matmul_seconds(sizes, machine) + cost_model.collective_seconds(
+            sizes, machine
+        ) == pytest.approx(keep * 1e-6, rel=0.1)
         assert wave_cost.pays(sizes, machine) and not wave_cost.pays(sizes, machine_for("cuda"))
         assert not ring_cost.pays(sizes, machine, 4)
     assert wave_cost.cost_on(machine).efficiency > wave_cost.WaveCost().efficiency
@@ -241,6 +320,10 @@ def test_groups_of_waves_pay_where_peers_are_out_of_reach(pattern: str) -> None:
 
 def test_small_messages_pay_for_few_rows_only() -> None:
     machine = machine_for("cuda")
-    assert all(small_cost.pays(mlp("matmul_all_reduce", tokens, world_size), machine) for tokens in (1, 128) for world_size in (2, 8))
+    assert all(
+        small_cost.pays(mlp("matmul_all_reduce", tokens, world_size), machine)
+        for tokens in (1, 128)
+        for world_size in (2, 8)
+    )
     large = mlp("matmul_all_reduce", 16384, 8)
     assert small_cost.seconds(large, machine) > fused_cost.seconds(large, machine)

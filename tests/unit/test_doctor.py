@@ -94,7 +94,9 @@ def test_asked_for_and_effective_with_another_value(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("mode", "state"), [("on", BAD), ("off", NOTE)])
-def test_a_hindrance_is_bad_only_where_overlap_is_asked_for(monkeypatch: pytest.MonkeyPatch, mode: str, state: str) -> None:
+def test_a_hindrance_is_bad_only_where_overlap_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, mode: str, state: str
+) -> None:
     monkeypatch.setenv("OVERLAP_INDUCTOR", mode)
     monkeypatch.setattr(probe, "hindrances", lambda: [("cpp_wrapper", "unset it")])
     assert named(doctor.switches(), "cpp_wrapper").state == state
@@ -156,7 +158,9 @@ def test_gpus_without_peer_access_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"GPU model {i}")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) != (2, 0))
-    monkeypatch.setattr(doctor_machine, "tool_output", lambda command: "GPU 0\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n")
+    monkeypatch.setattr(
+        doctor_machine, "tool_output", lambda command: "GPU 0\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
+    )
     monkeypatch.setattr(doctor_machine, "symmetric_memory", list)
     checks = doctor_machine.gpus()
     assert named(checks, "GPUs").value.splitlines()[2] == "2: GPU model 2"
@@ -174,9 +178,12 @@ def test_symmetric_memory_that_is_absent_is_no_failure(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("scope", "refusal", "state"), [("1\n", "", GOOD), ("2\n", "", NOTE), ("0\n", "Operation not permitted", NOTE), (None, "", GOOD)]
+    ("scope", "refusal", "state"),
+    [("1\n", "", GOOD), ("2\n", "", NOTE), ("0\n", "Operation not permitted", NOTE), (None, "", GOOD)],
 )
-def test_handle_exchange(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scope: str | None, refusal: str, state: str) -> None:
+def test_handle_exchange(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scope: str | None, refusal: str, state: str
+) -> None:
     file = tmp_path / "ptrace_scope"
     if scope is not None:
         file.write_text(scope)
@@ -199,7 +206,9 @@ def test_pidfd_probe_leaks_no_descriptor() -> None:
     ("command", "expected"),
     [(["no-such-tool-here"], ""), (["false"], ""), (["sleep", "30"], ""), (["echo", "links"], "links\n")],
 )
-def test_a_tool_that_is_absent_fails_or_hangs_gives_nothing(monkeypatch: pytest.MonkeyPatch, command: list[str], expected: str) -> None:
+def test_a_tool_that_is_absent_fails_or_hangs_gives_nothing(
+    monkeypatch: pytest.MonkeyPatch, command: list[str], expected: str
+) -> None:
     monkeypatch.setattr(doctor_machine, "_TOOL_SECONDS", 0.2)
     assert doctor_machine.tool_output(command) == expected
 
@@ -239,7 +248,9 @@ def test_json_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_this_machine_in_a_process_of_its_own() -> None:
     """The whole command, nothing replaced: whatever this machine is, the doctor comes to an end and gives JSON."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OVERLAP_INDUCTOR")}
-    environment.update(OVERLAP_INDUCTOR="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONPATH=str(Path(__file__).parents[2]))
+    environment.update(
+        OVERLAP_INDUCTOR="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONPATH=str(Path(__file__).parents[2])
+    )
     command = [sys.executable, "-m", "overlap_inductor", "doctor", "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr

@@ -120,7 +120,11 @@ def test_a_graph_is_captured_between_begin_and_end_launched_and_given_back(libra
         "cuStreamBeginCapture_v2", "start", "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphDestroy", "cuGraphLaunch",
     ]  # fmt: skip
     assert library.arguments["cuStreamBeginCapture_v2"] == (77, driver.THREAD_LOCAL)
-    assert library.arguments["cuGraphInstantiateWithFlags"][1].value == library.arguments["cuGraphDestroy"][0].value == 1234
+    assert (
+        library.arguments["cuGraphInstantiateWithFlags"][1].value
+        == library.arguments["cuGraphDestroy"][0].value
+        == 1234
+    )
     assert library.arguments["cuGraphLaunch"] == (5678, 78)
     del graph
     gc.collect()

@@ -18,7 +18,10 @@ def _plan(*steps: str, mode: str = "on", **config: object) -> ExchangePlan:
 
 def test_the_digest_covers_what_moves_and_not_how_it_was_switched_on() -> None:
     assert _plan(GATHER).digest == _plan(GATHER, mode="strict", sub_chunks=4, dump="x").digest
-    assert len({_plan(*steps).digest for steps in ((GATHER,), (GATHER, REDUCE), (REDUCE, GATHER), (GATHER, KEPT), ())}) == 5
+    assert (
+        len({_plan(*steps).digest for steps in ((GATHER,), (GATHER, REDUCE), (REDUCE, GATHER), (GATHER, KEPT), ())})
+        == 5
+    )
     assert _plan(KEPT, mode="off").digest != _plan(KEPT).digest
     assert ExchangePlan("2.0", "on", (GATHER,)).digest != ExchangePlan("1.0", "on", (GATHER,)).digest
 
@@ -36,10 +39,19 @@ def test_the_collectives_behind_two_plans_are_compared_whatever_became_of_them()
 
 def test_ranks_of_one_plan_are_named_together() -> None:
     mine = _plan(GATHER, REDUCE, sub_chunks=4)
-    text = difference(mine, {1: mine, 2: _plan(GATHER, KEPT, sub_chunks=4), 3: _plan(GATHER, KEPT, sub_chunks=4), 5: _plan(GATHER, sub_chunks=2)})
-    assert text == (
-        f"ranks 2, 3: transfer 2 is {REDUCE} here and {KEPT} there; "
-        f"rank 5: 2 transfers here and 1 there, transfer 2 is {REDUCE} here and nothing there, sub_chunks is 4 here and 2 there"
+    text = difference(
+        mine,
+        {
+            1: mine,
+            2: _plan(GATHER, KEPT, sub_chunks=4),
+            3: _plan(GATHER, KEPT, sub_chunks=4),
+            5: _plan(GATHER, sub_chunks=2),
+        },
+    )
+    assert (
+        text
+        == f"ranks 2, 3: transfer 2 is {REDUCE} here and {KEPT} there; rank 5: 2 transfers here and 1 there, transfer 2"
+        f" is {REDUCE} here and nothing there, sub_chunks is 4 here and 2 there"
     )
     assert difference(mine, {1: mine}) == ""
     assert difference(mine, {1: _plan(mode="off")}) == "rank 1: OVERLAP_INDUCTOR is on here and off there"

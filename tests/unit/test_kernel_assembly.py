@@ -1,4 +1,5 @@
-"""Kernels are assembled for the GPU they are written for, on a machine without one: a slip in inline assembly is found here."""
+"""Kernels are assembled for the GPU they are written for, on a machine without one: a slip in inline assembly is found
+here."""
 
 from __future__ import annotations
 
@@ -50,13 +51,30 @@ def test_signals_assemble_for_hopper() -> None:
     assert compiled.asm["cubin"].startswith(b"\x7fELF")
     # (The releases inside a wait say that it was given up, by constants.)
     events = re.findall(r"ld\.acquire\.sys|bar\.sync|(?:st|red)\.release\.sys(?=[^\n]*, %r)", text)
-    assert events.count("ld.acquire.sys") == 2 and events.count("st.release.sys") == 2 and events.count("red.release.sys") == 2
-    # Of all threads that give up one writes the record: the one that finds the abort word clear. Then it says so on the board, and to all ranks.
-    given_up = re.findall(r"atom\.relaxed\.sys\.global\.cas|st\.relaxed\.sys\.global|st\.release\.sys\.global\.s32(?=[^\n]*, 1;)", text)
-    assert given_up == ["atom.relaxed.sys.global.cas", *["st.relaxed.sys.global"] * 5, *["st.release.sys.global.s32"] * 3] * 2
+    assert (
+        events.count("ld.acquire.sys") == 2
+        and events.count("st.release.sys") == 2
+        and events.count("red.release.sys") == 2
+    )
+    # Of all threads that give up one writes the record: the one that finds the abort word clear. Then it says so on the
+    # board, and to all ranks.
+    given_up = re.findall(
+        r"atom\.relaxed\.sys\.global\.cas|st\.relaxed\.sys\.global|st\.release\.sys\.global\.s32(?=[^\n]*, 1;)", text
+    )
+    assert (
+        given_up
+        == [
+            "atom.relaxed.sys.global.cas",
+            *["st.relaxed.sys.global"] * 5,
+            *["st.release.sys.global.s32"] * 3,
+        ]
+        * 2
+    )
     assert text.count(f"setp.lt.u32 done, ahead, {signals.WINDOW.value};") == 2
     for before, after in zip(events, events[1:]):
-        assert before != "ld.acquire.sys" or after == "bar.sync", "loads of other threads may run before the signal is seen"
+        assert before != "ld.acquire.sys" or after == "bar.sync", (
+            "loads of other threads may run before the signal is seen"
+        )
         assert "release" not in after or before == "bar.sync", "stores of other threads may come after the signal"
 
 
@@ -70,25 +88,57 @@ def _weights(count: int, block_n: int, halves: bool = False) -> tuple[dict[str, 
     for i in range(4):
         names = (f"b{i}_desc", f"c{i}_desc", f"c{i}", f"bias{i}")
         if i < count:
-            types |= dict(zip(names, (f"tensordesc<bf16[{block_n}, 64]>", f"tensordesc<bf16[128, {block_n // 2 if halves else block_n}]>", "*bf16", "*bf16")))
+            types |= dict(
+                zip(
+                    names,
+                    (
+                        f"tensordesc<bf16[{block_n}, 64]>",
+                        f"tensordesc<bf16[128, {block_n // 2 if halves else block_n}]>",
+                        "*bf16",
+                        "*bf16",
+                    ),
+                )
+            )
         else:
             constants |= dict.fromkeys((*names, f"columns{i}"))
     return types, constants
 
 
-def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int], folder: Path, stages: int = 3, given: dict[str, str] | None = None) -> tuple[str, str, int]:
+def _assembled(
+    kernel: Any,
+    constants: dict[str, Any],
+    tile: tuple[int, int, int],
+    folder: Path,
+    stages: int = 3,
+    given: dict[str, str] | None = None,
+) -> tuple[str, str, int]:
     """``(PTX, machine code, bytes of shared memory)`` of a kernel on bf16, for Hopper."""
     block_m, block_n, block_k = tile
     halves = constants.get("HALVES", False)
     constants = {**constants, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8}
     left, right = f"tensordesc<bf16[{block_m}, {block_k}]>", f"tensordesc<bf16[{block_n}, {block_k}]>"
-    types = {"own_desc": left, "gathered_desc": left, "a_desc": left, "b_desc": right, "product_desc": f"tensordesc<bf16[{block_m}, {block_n // 2 if halves else block_n}]>", "c_desc": f"tensordesc<bf16[{block_m}, {block_n // 2 if halves else block_n}]>", "patience": "i64", "scale": "fp32"}
-    types |= dict.fromkeys(("a", "c", "out", "bias", "staging", "product"), "*bf16") | dict.fromkeys(("peer_data", "peer_flags"), "*i64")
+    types = {
+        "own_desc": left,
+        "gathered_desc": left,
+        "a_desc": left,
+        "b_desc": right,
+        "product_desc": f"tensordesc<bf16[{block_m}, {block_n // 2 if halves else block_n}]>",
+        "c_desc": f"tensordesc<bf16[{block_m}, {block_n // 2 if halves else block_n}]>",
+        "patience": "i64",
+        "scale": "fp32",
+    }
+    types |= dict.fromkeys(("a", "c", "out", "bias", "staging", "product"), "*bf16") | dict.fromkeys(
+        ("peer_data", "peer_flags"), "*i64"
+    )
     types |= dict.fromkeys(("flags", "queues", "calls", "stop", "partition", "counters", "queue", "ready"), "*i32")
     types |= given or {}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if i not in _unspecialised(kernel) and signature[name][0] in "*i"}
+    divisible = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if i not in _unspecialised(kernel) and signature[name][0] in "*i"
+    }
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, divisible)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": stages})
     binary = folder / "kernel.cubin"
@@ -99,8 +149,30 @@ def _assembled(kernel: Any, constants: dict[str, Any], tile: tuple[int, int, int
 
 
 NO_EPILOGUE = {"EPILOGUE": None, "extra0": None, "extra1": None}
-GATHER = {"WORLD": 8, "PARTS": 2, "SENDS": True, "PIECES": 16, "PUSHERS": 8, "BLOCK": 8192, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True, **NO_EPILOGUE}
-SLICES = {"WORLD": 8, "PARTS": 1, "SLICES": 4, "PIECES": 16, "PUSHERS": 16, "ROWS": 8, "COLUMNS": 1024, "THREADS": 256, "TRANSPOSED": True, **NO_EPILOGUE}
+GATHER = {
+    "WORLD": 8,
+    "PARTS": 2,
+    "SENDS": True,
+    "PIECES": 16,
+    "PUSHERS": 8,
+    "BLOCK": 8192,
+    "BATCH": 8,
+    "THREADS": 256,
+    "TRANSPOSED": True,
+    **NO_EPILOGUE,
+}
+SLICES = {
+    "WORLD": 8,
+    "PARTS": 1,
+    "SLICES": 4,
+    "PIECES": 16,
+    "PUSHERS": 16,
+    "ROWS": 8,
+    "COLUMNS": 1024,
+    "THREADS": 256,
+    "TRANSPOSED": True,
+    **NO_EPILOGUE,
+}
 
 
 def _multiplying(machine: str) -> list[list[str]]:
@@ -110,7 +182,16 @@ def _multiplying(machine: str) -> list[list[str]]:
     return [lines[a:b] for a, b in zip(multiplies, multiplies[1:]) if b - a < 100]
 
 
-REDUCE = {"WORLD": 8, "PUSHERS": 12, "UNIT": 4, "SLAB": 32, "THREADS": 256, "HALVES": True, "TRANSPOSED": True, **NO_EPILOGUE}
+REDUCE = {
+    "WORLD": 8,
+    "PUSHERS": 12,
+    "UNIT": 4,
+    "SLAB": 32,
+    "THREADS": 256,
+    "HALVES": True,
+    "TRANSPOSED": True,
+    **NO_EPILOGUE,
+}
 SCATTER = {"WORLD": 8, "STAGGER": 150, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True, "BIAS": False, **NO_EPILOGUE}
 
 
@@ -118,36 +199,68 @@ SCATTER = {"WORLD": 8, "STAGGER": 150, "BATCH": 8, "THREADS": 256, "TRANSPOSED":
     ("kernel", "constants"),
     [
         pytest.param(all_gather_matmul, {**GATHER, "KEEP": True, "HALVES": False, "BIASES": 1}, id="all_gather_matmul"),
-        pytest.param(all_gather_matmul, {**GATHER, "SENDS": False, "KEEP": False, "HALVES": False, "BIASES": 1}, id="all_gather_matmul by copies"),
-        pytest.param(all_gather_matmul_slices, {**SLICES, "KEEP": False, "HALVES": False, "BIASES": 1}, id="all_gather_matmul_slices"),
+        pytest.param(
+            all_gather_matmul,
+            {**GATHER, "SENDS": False, "KEEP": False, "HALVES": False, "BIASES": 1},
+            id="all_gather_matmul by copies",
+        ),
+        pytest.param(
+            all_gather_matmul_slices,
+            {**SLICES, "KEEP": False, "HALVES": False, "BIASES": 1},
+            id="all_gather_matmul_slices",
+        ),
         pytest.param(matmul_reduce_scatter, {**SCATTER, "HALVES": False, "BIAS": True}, id="matmul_reduce_scatter"),
         pytest.param(matmul_all_reduce, {**REDUCE, "BIAS": True}, id="matmul_all_reduce"),
     ],
 )
 def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
-    """The tile shape that pays on this chip. What goes to peers is stored in bulk or 16 bytes at a time; loops over K share their stages."""
+    """The tile shape that pays on this chip. What goes to peers is stored in bulk or 16 bytes at a time; loops over K
+    share their stages."""
     types, others = _weights(1, 256) if kernel in (all_gather_matmul, all_gather_matmul_slices) else ({}, {})
-    text, machine, shared = _assembled(kernel, constants | others, (128, 256, 64), tmp_path, 4 if kernel is matmul_all_reduce else 3, types)
+    text, machine, shared = _assembled(
+        kernel, constants | others, (128, 256, 64), tmp_path, 4 if kernel is matmul_all_reduce else 3, types
+    )
     assert "wgmma.mma_async" in text and "st.global.v4" in text and shared <= 227 * 1024
     loops = _multiplying(machine)
     assert len(loops) >= (2 if kernel is matmul_all_reduce else 3)
-    assert not [line for loop in loops for line in loop if "LDL" in line or "STL" in line], "a loop over K keeps something on the stack"
-    # A flag that each thread reads for itself may have come for some threads of a block only: they part, and meet at no barrier.
+    assert not [line for loop in loops for line in loop if "LDL" in line or "STL" in line], (
+        "a loop over K keeps something on the stack"
+    )
+    # A flag that each thread reads for itself may have come for some threads of a block only: they part, and meet at no
+    # barrier.
     assert "ld.volatile" not in text
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_weights_of_one_launch_share_a_loop(count: int, tmp_path: Path) -> None:
-    """The parameters that are planned. A loop over K is there once for the own tiles and once for those of peers, whatever the number of weights: its tensor map
-    is selected before it, in place (a copy on the stack is none that the bulk copy unit can read)."""
+    """The parameters that are planned. A loop over K is there once for the own tiles and once for those of peers,
+    whatever the number of weights: its tensor map is selected before it, in place (a copy on the stack is none that the
+    bulk copy unit can read)."""
     types, others = _weights(count, 256, halves=True)
-    constants = GATHER | others | {"PARTS": 4, "PUSHERS": 12, "KEEP": False, "HALVES": True, "BIASES": 0b0101 & (1 << count) - 1}
+    constants = (
+        GATHER
+        | others
+        | {
+            "PARTS": 4,
+            "PUSHERS": 12,
+            "KEEP": False,
+            "HALVES": True,
+            "BIASES": 0b0101 & (1 << count) - 1,
+        }
+    )
     text, machine, shared = _assembled(all_gather_matmul, constants, (128, 256, 64), tmp_path, 4, types)
-    # Of the loads of each of the two loops three fill the stages, and one goes on; each of the left and of the right operand.
-    assert text.count("wgmma.mma_async") == 2 * 4 and text.count("cp.async.bulk.tensor.2d.shared") == 2 * 2 * 4 and shared <= 227 * 1024
+    # Of the loads of each of the two loops three fill the stages, and one goes on; each of the left and of the right
+    # operand.
+    assert (
+        text.count("wgmma.mma_async") == 2 * 4
+        and text.count("cp.async.bulk.tensor.2d.shared") == 2 * 2 * 4
+        and shared <= 227 * 1024
+    )
     assert ".local" not in text and "ld.volatile" not in text
     loops = _multiplying(machine)
-    assert len(loops) == 2 * 3 and not [line for loop in loops for line in loop if "LDL" in line or "STL" in line], "the loop over K keeps something on the stack"
+    assert len(loops) == 2 * 3 and not [line for loop in loops for line in loop if "LDL" in line or "STL" in line], (
+        "the loop over K keeps something on the stack"
+    )
 
 
 SILU = ((), (("neg", "x"), ("exp", "t0"), ("add", "t1", 1.0), ("div", "x", "t2")))
@@ -157,15 +270,24 @@ SIGMOID_AND_RESIDUAL = (("full", "row"), (("sigmoid", "x"), ("mul", "t0", "e1"),
 @pytest.mark.parametrize(
     ("kernel", "programs", "words"),
     [
-        pytest.param(all_gather_matmul, (SILU, None, SILU), 0, id="all_gather_matmul, activations of two of three weights"),
+        pytest.param(
+            all_gather_matmul, (SILU, None, SILU), 0, id="all_gather_matmul, activations of two of three weights"
+        ),
         pytest.param(all_gather_matmul, (SIGMOID_AND_RESIDUAL,), 40, id="all_gather_matmul, extra tensors"),
         pytest.param(matmul_reduce_scatter, (SIGMOID_AND_RESIDUAL,), 100, id="matmul_reduce_scatter, extra tensors"),
         pytest.param(matmul_all_reduce, (SIGMOID_AND_RESIDUAL,), 100, id="matmul_all_reduce, extra tensors"),
     ],
 )
 def test_epilogues_stay_in_registers(kernel: Any, programs: tuple[Any, ...], words: int, tmp_path: Path) -> None:
-    """The parameters that are planned. An op of a whole accumulator would take as many registers again: ``words`` may be kept on the stack, outside of loops over K."""
-    constants = {**GATHER, "PARTS": 4, "KEEP": False, "BIASES": 0} if kernel is all_gather_matmul else SCATTER if kernel is matmul_reduce_scatter else {**REDUCE, "BIAS": False}
+    """The parameters that are planned. An op of a whole accumulator would take as many registers again: ``words`` may
+    be kept on the stack, outside of loops over K."""
+    constants = (
+        {**GATHER, "PARTS": 4, "KEEP": False, "BIASES": 0}
+        if kernel is all_gather_matmul
+        else SCATTER
+        if kernel is matmul_reduce_scatter
+        else {**REDUCE, "BIAS": False}
+    )
     types, others = _weights(len(programs), 256, halves=True) if kernel is all_gather_matmul else ({}, {})
     constants = constants | others | {"HALVES": True, "EPILOGUE": function_of(programs)}
     if SIGMOID_AND_RESIDUAL in programs:
@@ -175,47 +297,77 @@ def test_epilogues_stay_in_registers(kernel: Any, programs: tuple[Any, ...], wor
     assert shared <= 227 * 1024 and "ld.volatile" not in text
     if SIGMOID_AND_RESIDUAL in programs:
         assert re.search(r"ld\.global\.v4", text), "a residual is read 16 bytes at a time"
-    assert not [line for loop in _multiplying(machine) for line in loop if "LDL" in line or "STL" in line], "a loop over K keeps something on the stack"
+    assert not [line for loop in _multiplying(machine) for line in loop if "LDL" in line or "STL" in line], (
+        "a loop over K keeps something on the stack"
+    )
     assert not triton.__version__.startswith("3.6") or len(re.findall("LDL|STL", machine)) <= words
 
 
-@pytest.mark.parametrize(("transposed", "shards"), [(True, {"shards": 1}), (False, {})], ids=["all-reduce", "reduce-scatter"])
-def test_a_matmul_in_groups_stores_in_bulk_and_counts_behind_a_fence(transposed: bool, shards: dict[str, int], tmp_path: Path) -> None:
-    """The parameters that are planned. A block counts when its bulk stores are done, by one thread's release behind a barrier."""
+@pytest.mark.parametrize(
+    ("transposed", "shards"), [(True, {"shards": 1}), (False, {})], ids=["all-reduce", "reduce-scatter"]
+)
+def test_a_matmul_in_groups_stores_in_bulk_and_counts_behind_a_fence(
+    transposed: bool, shards: dict[str, int], tmp_path: Path
+) -> None:
+    """The parameters that are planned. A block counts when its bulk stores are done, by one thread's release behind a
+    barrier."""
     right = f"tensordesc<bf16[{'256, 64' if transposed else '64, 256'}]>"
     constants = {"BATCH": 8, "THREADS": 256, "HALVES": True, "TRANSPOSED": transposed, "BIAS": True, **shards}
     text, machine, shared = _assembled(matmul_in_groups, constants, (128, 256, 64), tmp_path, 4, {"b_desc": right})
-    assert "wgmma.mma_async" in text and "cp.async.bulk.tensor.2d.global.shared" in text and shared <= 227 * 1024 and "ld.volatile" not in text
+    assert (
+        "wgmma.mma_async" in text
+        and "cp.async.bulk.tensor.2d.global.shared" in text
+        and shared <= 227 * 1024
+        and "ld.volatile" not in text
+    )
     (count,) = re.finditer(r"red\.release\.sys\.global\.add\.s32(?=[^\n]*, %r)", text)
-    before = re.findall(r"bar\.sync|fence\.proxy\.async\.global|cp\.async\.bulk\.wait_group 0|cp\.async\.bulk\.tensor\.2d\.global\.shared", text[: count.start()])
+    before = re.findall(
+        r"bar\.sync|fence\.proxy\.async\.global|cp\.async\.bulk\.wait_group"
+        r" 0|cp\.async\.bulk\.tensor\.2d\.global\.shared",
+        text[: count.start()],
+    )
     assert before[-3:] == ["cp.async.bulk.wait_group 0", "fence.proxy.async.global", "bar.sync"]
     lines = machine.splitlines()
     multiplies = [i for i, line in enumerate(lines) if "HGMMA" in line]
     loop = lines[multiplies[0] : multiplies[-1]]
-    assert len(loop) < 200 and not [line for line in loop if "LDL" in line or "STL" in line], "the loop over K keeps something on the stack"
+    assert len(loop) < 200 and not [line for line in loop if "LDL" in line or "STL" in line], (
+        "the loop over K keeps something on the stack"
+    )
 
 
 @pytest.mark.parametrize(
     ("kernel", "constants", "counts"),
     [
-        pytest.param(matmul_all_reduce, {**REDUCE, "BIAS": False}, r"(?:atom|red)\.global\.gpu\.release\.add", id="all-reduce"),
-        pytest.param(matmul_reduce_scatter, {**SCATTER, "HALVES": True}, r"atom\.global\.gpu\.acq_rel\.add", id="reduce-scatter"),
+        pytest.param(
+            matmul_all_reduce, {**REDUCE, "BIAS": False}, r"(?:atom|red)\.global\.gpu\.release\.add", id="all-reduce"
+        ),
+        pytest.param(
+            matmul_reduce_scatter, {**SCATTER, "HALVES": True}, r"atom\.global\.gpu\.acq_rel\.add", id="reduce-scatter"
+        ),
     ],
 )
-def test_a_tile_is_counted_when_its_bulk_stores_are_done(kernel: Any, constants: dict[str, Any], counts: str, tmp_path: Path) -> None:
-    """The fence between bulk stores and whoever loads them, and a barrier, before the one thread's release: where a tile's stores are counted."""
+def test_a_tile_is_counted_when_its_bulk_stores_are_done(
+    kernel: Any, constants: dict[str, Any], counts: str, tmp_path: Path
+) -> None:
+    """The fence between bulk stores and whoever loads them, and a barrier, before the one thread's release: where a
+    tile's stores are counted."""
     text, _, _ = _assembled(kernel, constants, (128, 256, 64), tmp_path, 4, {})
     # (Triton 3.9 puts a barrier of its own before an atomic, and makes one whose result nobody reads a ``red``.)
     found = re.findall(rf"bar\.sync|fence\.proxy\.async\.global|cp\.async\.bulk\.wait_group 0|{counts}", text)
     events = [event for event, before in zip(found, ["", *found]) if event != "bar.sync" or before != event]
     counted = [i for i, event in enumerate(events) if event.startswith(("atom", "red"))]
-    fenced = [i for i in counted if events[max(0, i - 3) : i] == ["cp.async.bulk.wait_group 0", "fence.proxy.async.global", "bar.sync"]]
+    fenced = [
+        i
+        for i in counted
+        if events[max(0, i - 3) : i] == ["cp.async.bulk.wait_group 0", "fence.proxy.async.global", "bar.sync"]
+    ]
     # (The last add that acquires and releases is that of blocks that have ended.)
     assert fenced and fenced == (counted if kernel is matmul_all_reduce else counted[:-1]), events
 
 
 def test_a_waiting_kernel_fits_beside_a_matmul() -> None:
-    """One warp without shared memory; it sets the counter back, and looks at the abort word, behind the barrier that follows its wait."""
+    """One warp without shared memory; it sets the counter back, and looks at the abort word, behind the barrier that
+    follows its wait."""
     types = dict.fromkeys(("counters", "stop"), "*i32") | {"c": "*bf16", "patience": "i64", "BLOCK": "constexpr"}
     signature = {name: types.get(name, "i32") for name in wait_for_group.arg_names}
     source = ASTSource(wait_for_group, signature, {(wait_for_group.arg_names.index("BLOCK"),): 256})
@@ -223,4 +375,6 @@ def test_a_waiting_kernel_fits_beside_a_matmul() -> None:
     text = compiled.asm["ptx"]
     assert compiled.metadata.shared == 0
     events = re.findall(r"ld\.acquire\.sys|bar\.(?:sync|warp\.sync)|[ls][dt]\.global\.(?:cg\.)?b32", text)
-    assert events[0] == "ld.acquire.sys" and "bar" in events[1] and events[2:] == ["st.global.b32", "ld.global.cg.b32"], events
+    assert (
+        events[0] == "ld.acquire.sys" and "bar" in events[1] and events[2:] == ["st.global.b32", "ld.global.cg.b32"]
+    ), events

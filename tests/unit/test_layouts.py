@@ -1,4 +1,5 @@
-"""Layouts against numpy: an index map that says where an element lies must agree with what reshape, transpose and cat do to it."""
+"""Layouts against numpy: an index map that says where an element lies must agree with what reshape, transpose and cat
+do to it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def array_of(layout: Layout, memory: Layout) -> np.ndarray:
     """What a tensor in ``layout`` holds, where a tensor in ``memory`` (same atoms) holds ``arange``."""
     source, target = memory.flat(), layout.flat()
     data = np.arange(int(np.prod([a.size for a in source], dtype=int))).reshape([a.size for a in source])
-    return data.transpose([next(i for i, a in enumerate(source) if a is w or a.rank and w.rank) for w in target]).reshape(layout.shape())
+    return data.transpose(
+        [next(i for i, a in enumerate(source) if a is w or a.rank and w.rank) for w in target]
+    ).reshape(layout.shape())
 
 
 def arange(layout: Layout) -> np.ndarray:
@@ -147,7 +150,8 @@ def test_a_split_atom_is_known_to_layouts_made_before() -> None:
 
 @pytest.mark.parametrize("shape", [[2, 6], [8, 1, 2], [3, 4], [12, 2], [2, 2]])
 def test_reshapes_that_cannot_be_followed(shape: list[int]) -> None:
-    """A cut through the rank atom or through a dim without a boundary, elements left over or missing: never a wrong layout."""
+    """A cut through the rank atom or through a dim without a boundary, elements left over or missing: never a wrong
+    layout."""
     with pytest.raises(LayoutError, match="reshape to"):
         Layout.gathered([1, 3], 4).reshape(shape)
 

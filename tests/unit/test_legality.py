@@ -73,13 +73,19 @@ def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.Monke
             original = Rewriter._site
             monkeypatch.setattr(Rewriter, "_site", lambda self, s, a: 1 / 0 if self.emitted else original(self, s, a))
         elif point == "order":
-            monkeypatch.setattr(Rewriter, "apply", lambda self, sites: (sites[0].matmuls[0].lhs.append(sites[0].matmuls[0].lhs.args[0]), 1 / 0))
+            monkeypatch.setattr(
+                Rewriter,
+                "apply",
+                lambda self, sites: (sites[0].matmuls[0].lhs.append(sites[0].matmuls[0].lhs.args[0]), 1 / 0),
+            )
         else:
             monkeypatch.setattr(torch.fx.Graph, "lint", lambda self: 1 / 0)
         report = made.run()
         monkeypatch.undo()
         assert report.before == before
-        failed = [(s.decision.status, s.decision.reasons[0].code) for s in report.sites if s.decision.status == "failed"]
+        failed = [
+            (s.decision.status, s.decision.reasons[0].code) for s in report.sites if s.decision.status == "failed"
+        ]
         if point == "placing":
             # Only the gather is placed; the all-reduce is rewritten all the same.
             assert failed == [("failed", "rewrite_failed")] and report.sites[1].decision.status == "overlapped"
@@ -100,4 +106,9 @@ def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.Monke
 def test_not_a_failure() -> None:
     """Strict mode raises for refused sites: what the user switched off, or what moves nothing, must not be one."""
     statuses = {code: status for code, status, _ in CASES.values()}
-    assert {c for c, s in statuses.items() if s == "kept"} >= {"switched_off", "world_size_one", "too_small", "report_mode"}
+    assert {c for c, s in statuses.items() if s == "kept"} >= {
+        "switched_off",
+        "world_size_one",
+        "too_small",
+        "report_mode",
+    }

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton comes with the package's test extra; environments of other torch versions may have none")
+pytest.importorskip(
+    "triton", reason="Triton comes with the package's test extra; environments of other torch versions may have none"
+)
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -16,7 +18,13 @@ from tests.gpu import check_litmus as litmus  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has no assembler")
 
-WRITERS = sorted({writer for writer, _, _ in litmus.WAYS if not writer.startswith("copy engine") and not writer.startswith("two blocks")})
+WRITERS = sorted(
+    {
+        writer
+        for writer, _, _ in litmus.WAYS
+        if not writer.startswith("copy engine") and not writer.startswith("two blocks")
+    }
+)
 READERS = sorted({reader for _, reader, _ in litmus.WAYS})
 KERNELS: list[tuple[Any, dict[str, Any]]] = [
     *((litmus.write_rounds, {"way": way}) for way in WRITERS),
@@ -31,12 +39,20 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kernel", "chosen"), KERNELS, ids=lambda value: getattr(value, "__name__", None) or str(value.get("way", "")))
+@pytest.mark.parametrize(
+    ("kernel", "chosen"), KERNELS, ids=lambda value: getattr(value, "__name__", None) or str(value.get("way", ""))
+)
 def test_a_litmus_kernel_can_be_assembled(kernel: Any, chosen: dict[str, Any]) -> None:
     names = kernel.arg_names
-    constants = {name: value for name, value in {**chosen, "R": litmus.ROWS, "C": litmus.COLUMNS}.items() if name in names}
+    constants = {
+        name: value for name, value in {**chosen, "R": litmus.ROWS, "C": litmus.COLUMNS}.items() if name in names
+    }
     pointers = ("peer", "mine", "acknowledged", "flags", "peer_flags", "counters", "stop", "wrong", "flag")
-    types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(("desc", "peer_desc"), f"tensordesc<i32[{litmus.ROWS}, {litmus.COLUMNS}]>") | {"patience": "i64", "table": "*i64"}
+    types = (
+        dict.fromkeys(pointers, "*i32")
+        | dict.fromkeys(("desc", "peer_desc"), f"tensordesc<i32[{litmus.ROWS}, {litmus.COLUMNS}]>")
+        | {"patience": "i64", "table": "*i64"}
+    )
     types["half_desc"] = f"tensordesc<i32[{litmus.ROWS // 2}, {litmus.COLUMNS}]>"
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()})

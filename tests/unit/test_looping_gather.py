@@ -15,10 +15,17 @@ from overlap_inductor.lowerings.ring.looped_gather_ops import _Matmul
 from overlap_inductor.lowerings.ring.looped_gather_ops import texts
 from tests.fake_group import fake_group
 
-FORMS = [Form(operand, role, turned) for (operand, role), turned in itertools.product([("lhs", "M"), ("rhs", "N"), ("lhs", "K"), ("rhs", "K")], [False, True])]
+FORMS = [
+    Form(operand, role, turned)
+    for (operand, role), turned in itertools.product(
+        [("lhs", "M"), ("rhs", "N"), ("lhs", "K"), ("rhs", "K")], [False, True]
+    )
+]
 
 
-def slice_by_slice(form: Form, shards: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, cuts: list[int]) -> torch.Tensor:
+def slice_by_slice(
+    form: Form, shards: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, cuts: list[int]
+) -> torch.Tensor:
     matmul = _Matmul(form, shards[1], other, bias, len(shards))
     matmul.add(shards[1], 1, 0)
     for slot in (0, 2):
@@ -59,10 +66,23 @@ def test_a_split_contraction_is_summed_in_fp32() -> None:
 def test_shards_without_elements_leave_no_row_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing travels, and every rank's rows are the bias all the same."""
     new_empty = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *sizes, **keywords: new_empty(self, *sizes, **keywords).fill_(7))
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda self, *sizes, **keywords: new_empty(self, *sizes, **keywords).fill_(7)
+    )
     chain, bias = torch.zeros(1), torch.arange(4.0)
     with fake_group(3, 1):
-        (found,), *_ = _all_gather_matmul(chain, torch.empty(2, 0), [torch.empty(0, 4)], [bias], "lhs M", 1, 0, "unidirectional", dist.group.WORLD.group_name, "site")
+        (found,), *_ = _all_gather_matmul(
+            chain,
+            torch.empty(2, 0),
+            [torch.empty(0, 4)],
+            [bias],
+            "lhs M",
+            1,
+            0,
+            "unidirectional",
+            dist.group.WORLD.group_name,
+            "site",
+        )
     assert torch.equal(found, bias.expand(6, 4))
 
 

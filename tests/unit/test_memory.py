@@ -1,4 +1,5 @@
-"""Where an op's results and tokens are allocated: on a GPU by one call of the generated code's own allocator, anywhere else as ever."""
+"""Where an op's results and tokens are allocated: on a GPU by one call of the generated code's own allocator, anywhere
+else as ever."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def on_gpu(number: int) -> Any:
     """A tensor there, which says when it is asked for a new one."""
-    return SimpleNamespace(is_cuda=True, get_device=lambda: number, new_empty=lambda *sizes, **keywords: ("new_empty", sizes, keywords))
+    return SimpleNamespace(
+        is_cuda=True, get_device=lambda: number, new_empty=lambda *sizes, **keywords: ("new_empty", sizes, keywords)
+    )
 
 
 def test_on_the_current_gpu(asked: list[Any]) -> None:
@@ -39,6 +42,9 @@ def test_on_another_gpu_the_tensor_decides(asked: list[Any]) -> None:
 
 
 def test_on_a_cpu() -> None:
-    rows, token = memory.rows_like(torch.zeros(2), 3, 8, torch.float16), memory.token_like(torch.zeros(1, dtype=torch.uint8))
+    rows, token = (
+        memory.rows_like(torch.zeros(2), 3, 8, torch.float16),
+        memory.token_like(torch.zeros(1, dtype=torch.uint8)),
+    )
     assert (rows.shape, rows.stride(), rows.dtype, rows.device.type) == ((3, 8), (8, 1), torch.float16, "cpu")
     assert (token.shape, token.dtype) == ((1,), torch.uint8)

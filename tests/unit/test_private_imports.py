@@ -56,6 +56,13 @@ def test_public_parts_are_left_alone(source: str) -> None:
 def test_kernels_know_no_graphs() -> None:
     """The design's layers: what runs on a GPU imports nothing of FX."""
     kernels = sorted((check.ROOT / "kernels").glob("*.py"))
-    imports = [node for path in kernels for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    names = [f"{getattr(node, 'module', None) or ''}.{alias.name}".strip(".") for node in imports for alias in node.names]
+    imports = [
+        node
+        for path in kernels
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+    names = [
+        f"{getattr(node, 'module', None) or ''}.{alias.name}".strip(".") for node in imports for alias in node.names
+    ]
     assert "triton" in names and not [name for name in names if name.startswith("torch.fx")]

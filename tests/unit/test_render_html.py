@@ -132,7 +132,9 @@ def test_changed_lines_are_marked() -> None:
     ]
     page = Page(render_diff("a\nb\nc\n", "a\nx\nc\nd\n", {}))
     assert (len(page.named("del")), len(page.named("ins"))) == (1, 2)
-    assert sum("data-change" in attributes for _, attributes in page.elements) == 2, "two runs of changes to step through"
+    assert sum("data-change" in attributes for _, attributes in page.elements) == 2, (
+        "two runs of changes to step through"
+    )
 
 
 def test_unchanged_runs_are_folded_and_lose_no_line() -> None:
@@ -148,7 +150,11 @@ def test_unchanged_runs_are_folded_and_lose_no_line() -> None:
 def test_five_thousand_lines_render_in_seconds() -> None:
     """Catches a quadratic comparison or search: dumps are written while a model compiles."""
     before = [f"mm_{i}: float32[4, 4] = aten.mm.default(view_{i}, permute_{i})" for i in range(5000)]
-    after = [text for i, line in enumerate(before) for text in ([f"step_{i}_{k}" for k in range(8)] if i % 50 == 0 else [line])]
+    after = [
+        text
+        for i, line in enumerate(before)
+        for text in ([f"step_{i}_{k}" for k in range(8)] if i % 50 == 0 else [line])
+    ]
     report = samples.llama(80)
     report.before, report.after = "\n".join(before), "\n".join(after)
     start = time.process_time()
@@ -168,7 +174,9 @@ PATTERNS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("world_size", [2, 3, 8, 1024])
-@pytest.mark.parametrize("estimate", [{"matmul": 600.0, "collective": 380.0}, {"matmul": 10.0, "collective": 500.0}, {}])
+@pytest.mark.parametrize(
+    "estimate", [{"matmul": 600.0, "collective": 380.0}, {"matmul": 10.0, "collective": 500.0}, {}]
+)
 def test_sketch_does_the_same_work_in_less_time(pattern: str, world_size: int, estimate: dict[str, float]) -> None:
     """Catches a sketch that drops or invents work, runs two things on one lane at once, or promises the impossible."""
     piece = PlanPiece("ring", "p2p", parameters={"sub_chunks": 4}, estimate_us=estimate)

@@ -40,12 +40,15 @@ def several_queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Noted:
-    """A launch on a GPU, and what was done there: ``start`` by the host, ``graph`` in one launch. ``failing``: numbers of the graph launches that fail."""
+    """A launch on a GPU, and what was done there: ``start`` by the host, ``graph`` in one launch. ``failing``: numbers
+    of the graph launches that fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, graphs: bool = True, device: str = "cuda") -> None:
         self.done: list[str] = []
         faults = SimpleNamespace(abort=lambda: self.done.append("abort"))
-        self.launch: Any = SimpleNamespace(slot=SimpleNamespace(calls=SimpleNamespace(device=torch.device(device))), seen={}, replays={}, faults=faults)
+        self.launch: Any = SimpleNamespace(
+            slot=SimpleNamespace(calls=SimpleNamespace(device=torch.device(device))), seen={}, replays={}, faults=faults
+        )
         self.captures = self.launches = 0
         self.failing: set[int] = set()
         self.inside = False
@@ -66,7 +69,13 @@ class Noted:
             raise RuntimeError("out of memory")
         self.done.append("graph")
 
-    def call(self, *tensors: torch.Tensor | None, what: object = "gather", replays: bool = True, copied: Sequence[torch.Tensor | None] = ()) -> list[str]:
+    def call(
+        self,
+        *tensors: torch.Tensor | None,
+        what: object = "gather",
+        replays: bool = True,
+        copied: Sequence[torch.Tensor | None] = (),
+    ) -> list[str]:
         """What was done."""
         before = len(self.done)
         launched(self.launch, what, tensors, lambda: self.done.append("start"), replays, copied)
@@ -80,7 +89,8 @@ def test_the_second_call_with_everything_in_its_place_is_a_graph(monkeypatch: py
 
 
 def test_a_copy_from_another_allocation_at_the_same_address_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program gave the memory back (``torch.cuda.empty_cache``) and took it again: CUDA refuses to launch the graph."""
+    """The program gave the memory back (``torch.cuda.empty_cache``) and took it again: CUDA refuses to launch the
+    graph."""
     noted, a, b = Noted(monkeypatch), torch.zeros(4, 4), torch.zeros(4)
     for number in range(3):
         noted.allocations[a.data_ptr()] = number
@@ -90,7 +100,9 @@ def test_a_copy_from_another_allocation_at_the_same_address_is_not_replayed(monk
     assert noted.call(a, b, copied=[a, None]) == ["graph"], "kernels read whatever lies at an address"
 
 
-def test_memory_that_the_driver_does_not_know_is_not_replayed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_the_driver_does_not_know_is_not_replayed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     noted, a = Noted(monkeypatch), torch.zeros(4, 4)
 
     def unknown(address: int) -> int:
@@ -161,7 +173,9 @@ def test_without_a_graph_it_is_launched_as_it_is_and_not_captured_again(monkeypa
     assert noted.captures == 1
 
 
-def test_a_graph_that_cannot_be_launched_is_no_call_lost(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_graph_that_cannot_be_launched_is_no_call_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     noted, a = Noted(monkeypatch), torch.zeros(4)
     noted.failing = {1}
     assert [noted.call(a) for _ in range(4)] == [["start"]] * 4
@@ -201,13 +215,17 @@ class _Graph:
         raise AssertionError("nothing is launched here")
 
 
-def test_no_more_graphs_at_once_than_the_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_more_graphs_at_once_than_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(replay, "MOST_GRAPHS", 2)
     monkeypatch.setattr(Recorder, "_captured", lambda self, start, inference: _Graph())
     recorder = Recorder(torch.device("cuda", 0))
     kept = [recorder.replay_of(lambda: None) for _ in range(4)]
     assert [k is None for k in kept] == [False, False, True, True]
-    assert [r.levelno for r in caplog.records] == [logging.WARNING] and "2 CUDA graphs hold launches of sites" in caplog.text
+    assert [r.levelno for r in caplog.records] == [
+        logging.WARNING
+    ] and "2 CUDA graphs hold launches of sites" in caplog.text
     kept.clear()
     gc.collect()
     assert recorder.replay_of(lambda: None) is not None and recorder.made == 3
@@ -308,11 +326,15 @@ def test_all_that_decides_a_chunked_call_is_in_its_key(calls: list[Call]) -> Non
     chunked.all_gather_matmul(a, [matmul()], LAUNCH, q)
     for average in (False, True):
         out = chunked.matmul_reduce_scatter(a, matmul(), LAUNCH, p, average)
-        assert {t.data_ptr() for t in (a, b, bias, scale, other, out)} < {*calls[-1][1]} and len(calls[-1][1]) == 7, "the product, too"
+        assert {t.data_ptr() for t in (a, b, bias, scale, other, out)} < {*calls[-1][1]} and len(calls[-1][1]) == 7, (
+            "the product, too"
+        )
         out = chunked.matmul_all_reduce(a, matmul(), LAUNCH, p, average)
         assert {t.data_ptr() for t in (a, b, bias, scale, other, out)} == {*calls[-1][1]}, "summed in place"
     assert len({what for what, _ in calls}) == len(calls) == 7
-    assert copies == [addresses for _, addresses in calls], "copy engines send some, and the vendor's library may copy a bias or a scale"
+    assert copies == [addresses for _, addresses in calls], (
+        "copy engines send some, and the vendor's library may copy a bias or a scale"
+    )
     left, right = torch.zeros(8, 4), torch.zeros(4, 8)
     chunked.matmul_reduce_scatter(a, VendorMatmul(b, bias, added=((left, right),)), LAUNCH, p)
     assert {left.data_ptr(), right.data_ptr()} < {*calls[-1][1]}
@@ -321,7 +343,11 @@ def test_all_that_decides_a_chunked_call_is_in_its_key(calls: list[Call]) -> Non
 def test_all_that_decides_a_fused_call_is_in_its_key(calls: list[Call]) -> None:
     a, b, bias, extra = (torch.zeros(s) for s in ((8, 8), (8, 8), (8,), (1,)))
     p, q = FusedParameters(2), FusedParameters(2)
-    tails = [Tail(), Tail((Epilogue(("scalar",), (("mul", "x", "e0"),)),), [extra]), Tail((Epilogue(("scalar",), (("add", "x", "e0"),)),), [extra])]
+    tails = [
+        Tail(),
+        Tail((Epilogue(("scalar",), (("mul", "x", "e0"),)),), [extra]),
+        Tail((Epilogue(("scalar",), (("add", "x", "e0"),)),), [extra]),
+    ]
     for tail in tails:
         for keep in (False, True):
             read = [t.data_ptr() for t in (a, b, bias, *tail.extras)]
@@ -330,7 +356,11 @@ def test_all_that_decides_a_fused_call_is_in_its_key(calls: list[Call]) -> None:
             out = fused.matmul_reduce_scatter(a, b, LAUNCH, p, bias, keep, tail)
             assert calls[-1][1] == read and calls[-1][0][5:] == (out.data_ptr(),)
             out = fused.matmul_all_reduce(a, b, LAUNCH, p, bias, keep, tail)
-            assert calls[-1][1] == read and calls[-1][0][6:] == (out.data_ptr(),) and calls[-1][0][5] not in {*read, out.data_ptr()}, "the product, too"
+            assert (
+                calls[-1][1] == read
+                and calls[-1][0][6:] == (out.data_ptr(),)
+                and calls[-1][0][5] not in {*read, out.data_ptr()}
+            ), "the product, too"
     fused.all_gather_matmuls(a, [b], LAUNCH, q, [bias])
     assert len({what[:5] for what, _ in calls}) == len(calls) == 19 and not any(copies), "all this is stored by kernels"
     fused.all_gather_matmuls(a, [b], LAUNCH, FusedParameters(2, copies_from=a.nbytes), [bias])
@@ -363,7 +393,9 @@ def test_all_that_decides_a_small_message_is_in_its_key(calls: list[Call]) -> No
             out = small_message.matmul_all_reduce(a, b, bias, LAUNCH, parameters, average)
             assert calls[-1][1] == [t.data_ptr() for t in (a, b, bias)] and calls[-1][0][4:] == (out.data_ptr(),)
     results = small_message.matmul_all_reduce_norm(a, b, None, residual, weight, 1e-5, LAUNCH, p)
-    assert calls[-1][1] == [a.data_ptr(), b.data_ptr(), None, residual.data_ptr(), weight.data_ptr()] and calls[-1][0][4:] == tuple(t.data_ptr() for t in results)
+    assert calls[-1][1] == [a.data_ptr(), b.data_ptr(), None, residual.data_ptr(), weight.data_ptr()] and calls[-1][0][
+        4:
+    ] == tuple(t.data_ptr() for t in results)
     small_message.matmul_all_reduce_norm(a, b, None, residual, weight, 1e-6, LAUNCH, p)
     assert len({(what[:4], tuple(addresses)) for what, addresses in calls}) == len(calls) == 6
     assert copies == [[bias.data_ptr()]] * 4 + [[]] * 2, "the vendor's library may copy a bias"

@@ -38,7 +38,16 @@ def test_another_schema_version_is_refused() -> None:
 def test_sites_json_has_the_fields_of_the_contract() -> None:
     """Catches a renamed or dropped field: tools outside read this file."""
     value = json.loads(samples.llama(1).to_json())
-    assert {"schema_version", "overlap_inductor", "torch", "mode", "phase", "world_size", "sites", "near_misses"} <= value.keys()
+    assert {
+        "schema_version",
+        "overlap_inductor",
+        "torch",
+        "mode",
+        "phase",
+        "world_size",
+        "sites",
+        "near_misses",
+    } <= value.keys()
     assert value["schema_version"] == 1
     assert "before" not in value, "the graphs are files of their own"
     site = value["sites"][0]
@@ -86,7 +95,9 @@ def test_layers_that_differ_in_anything_stay_apart() -> None:
     """Catches grouping by name alone: layer 1 has another plan, layer 2 another size, layer 3 another reason value."""
     report = samples.empty()
     report.sites = [samples.site(f"layers.{i}.mlp.down_proj", samples.overlapped()) for i in range(3)]
-    report.sites[1] = samples.site("layers.1.mlp.down_proj", Decision("overlapped", "forced", [PlanPiece("ring", "p2p")]))
+    report.sites[1] = samples.site(
+        "layers.1.mlp.down_proj", Decision("overlapped", "forced", [PlanPiece("ring", "p2p")])
+    )
     report.sites[2] = samples.site("layers.2.mlp.down_proj", samples.overlapped(), k=128)
     assert [g.module for g in group_sites(report)] == [f"layers.{i}.mlp.down_proj" for i in range(3)]
 
@@ -122,7 +133,9 @@ def test_eighty_layers_take_as_many_lines_as_two() -> None:
 def test_plan_parameters_and_estimates_are_shown_per_token_range() -> None:
     text = render_text(samples.llama(2))
     assert re.search(r"tokens <= 511 +keep", text)
-    assert re.search(r"tokens >= 512 +ring/p2p S=4  min_rows=512 .*\n +estimated ring 902 us, keep 1342 us \(matmul 644 us", text)
+    assert re.search(
+        r"tokens >= 512 +ring/p2p S=4  min_rows=512 .*\n +estimated ring 902 us, keep 1342 us \(matmul 644 us", text
+    )
 
 
 def test_report_mode_says_that_the_graph_was_left_alone() -> None:
@@ -135,10 +148,25 @@ def test_report_mode_says_that_the_graph_was_left_alone() -> None:
 
 
 def test_units() -> None:
-    assert [report_words.microseconds(v) for v in (3.14, 140.2, 12345.0, 2.5e6)] == ["3.1 us", "140 us", "12.35 ms", "2.50 s"]
-    assert [report_words.size_in_bytes(v) for v in (512, 4 << 20, 3 << 30, "2*s0")] == ["512 B", "4.0 MiB", "3.0 GiB", "2*s0 B"]
+    assert [report_words.microseconds(v) for v in (3.14, 140.2, 12345.0, 2.5e6)] == [
+        "3.1 us",
+        "140 us",
+        "12.35 ms",
+        "2.50 s",
+    ]
+    assert [report_words.size_in_bytes(v) for v in (512, 4 << 20, 3 << 30, "2*s0")] == [
+        "512 B",
+        "4.0 MiB",
+        "3.0 GiB",
+        "2*s0 B",
+    ]
     pieces = [(0, None), (1, 512), (513, 4096), (4097, None)]
-    assert [report_words.tokens(PlanPiece("keep", None, p)) for p in pieces] == ["any", "<= 512", "513 to 4096", ">= 4097"]
+    assert [report_words.tokens(PlanPiece("keep", None, p)) for p in pieces] == [
+        "any",
+        "<= 512",
+        "513 to 4096",
+        ">= 4097",
+    ]
 
 
 class TestGoldens(expecttest.TestCase):
@@ -147,7 +175,9 @@ class TestGoldens(expecttest.TestCase):
     maxDiff = None
 
     def test_llama(self) -> None:
-        self.assertExpectedInline(render_text(samples.llama(80)), """\
+        self.assertExpectedInline(
+            render_text(samples.llama(80)),
+            """\
 overlap_inductor 0.1.0, torch 2.13.0
 graph 0_0, inference, world size 8, mode on
 161 sites found: 160 overlapped, 1 refused; 80 near misses
@@ -202,10 +232,13 @@ layers.{0..79}.norm: all_gather_into_tensor on dim 1 (M) of 4.0 MiB fp32 over 2 
 notices
 -------
 - micro_pipeline_tp is on and ran first: the sites that it took are not listed here
-""")
+""",
+        )
 
     def test_block(self) -> None:
-        self.assertExpectedInline(render_text(samples.block()), """\
+        self.assertExpectedInline(
+            render_text(samples.block()),
+            """\
 overlap_inductor 0.1.0, torch 2.13.0
 graph 1_0, forward, world size 2, mode on
 1 site found: 1 kept
@@ -248,10 +281,13 @@ feed_forward.w1
   all_gather_into_tensor on dim 1 (M) of 4.0 MiB fp32 over 2 ranks; decided by: estimate from the shipped machine profile
   tokens any  keep
     estimated keep 95.0 us, ring 140 us (matmul 60.0 us, collective 35.0 us)
-""")
+""",
+        )
 
     def test_nothing_found(self) -> None:
-        self.assertExpectedInline(render_text(samples.empty()), """\
+        self.assertExpectedInline(
+            render_text(samples.empty()),
+            """\
 overlap_inductor 0.1.0, torch 2.13.0
 graph 0_0, inference, world size 8, mode on
 no sites found
@@ -272,4 +308,5 @@ workspace_limit    4096            4096
 max_tokens         16384           16384
 replay             on              on
 agreement_timeout  300             300
-""")
+""",
+        )

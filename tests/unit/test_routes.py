@@ -1,4 +1,5 @@
-"""Routes, simulated for every rank at once: what is sent is there, what is received was sent, and in the end everybody has everything."""
+"""Routes, simulated for every rank at once: what is sent is there, what is received was sent, and in the end everybody
+has everything."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def test_slots_fit_the_buffer(route: str, world_size: int, parts: int) -> None:
     received: Counter[tuple[int, int, int]] = Counter()
     for ranks in hops(route, world_size, parts):
         for rank, h in enumerate(ranks):
-            assert all(0 <= m.slot < routes.slots(route, world_size) and 0 <= m.part < parts for m in h.sends + h.receives)
+            assert all(
+                0 <= m.slot < routes.slots(route, world_size) and 0 <= m.part < parts for m in h.sends + h.receives
+            )
             received.update((rank, m.slot, m.part) for m in h.receives)
     assert set(received.values()) == {1}
     assert len(received) == world_size * (world_size - 1) * parts
@@ -84,13 +87,16 @@ def test_owner(world_size: int, parts: int) -> None:
             assert send.peer == (rank + 1 + step) % world_size and send.part == part
             inbox[send.peer].append((rank, send.slot, send.part))
     for rank, pieces in enumerate(inbox):
-        assert {(source, part) for source, _, part in pieces} == {(s, p) for s in range(world_size) if s != rank for p in range(parts)}
+        assert {(source, part) for source, _, part in pieces} == {
+            (s, p) for s in range(world_size) if s != rank for p in range(parts)
+        }
         assert len(pieces) == (world_size - 1) * parts
 
 
 @every_size
 def test_travel(world_size: int, parts: int) -> None:
-    """The accumulator of slice r - 1 - i leaves rank r at step i and ends at its owner with every rank's partial in it, once."""
+    """The accumulator of slice r - 1 - i leaves rank r at step i and ends at its owner with every rank's partial in it,
+    once."""
     arrived: list[dict[tuple[int, int], tuple[int, Counter[int]]]] = [{} for _ in range(world_size)]
     for index, ranks in enumerate(hops("travel", world_size, parts)):
         step, part = divmod(index, parts)

@@ -1,4 +1,5 @@
-"""The stream beside the current one: who waits for whom. Streams and events are stood in for, as there are none without a GPU."""
+"""The stream beside the current one: who waits for whom. Streams and events are stood in for, as there are none without
+a GPU."""
 
 from __future__ import annotations
 

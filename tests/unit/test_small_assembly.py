@@ -1,4 +1,5 @@
-"""The small-message kernels are assembled for Hopper on a machine without a GPU: what they store and load is wide, and signals stand between barriers."""
+"""The small-message kernels are assembled for Hopper on a machine without a GPU: what they store and load is wide, and
+signals stand between barriers."""
 
 from __future__ import annotations
 
@@ -23,37 +24,66 @@ def _compiled(kernel: Any, norm: bool, columns: int, segment: int, warps: int) -
     """For 8 ranks, bf16, with what Triton sees of rows of ``columns``."""
     row = 1 << (columns - 1).bit_length()
     constants = {"WORLD": 8, "SEGMENTS": -(-columns // segment), "SEGMENT": segment, "ROW": row, "NORM": norm}
-    types = dict.fromkeys(("product", "out", "residual", "residual_out", "weight", "staging"), "*bf16") | dict.fromkeys(("peer_data", "peer_flags"), "*i64")
-    types |= dict.fromkeys(("flags", "queues", "calls", "stop"), "*i32") | {"patience": "i64", "scale": "fp32", "eps": "fp32"}
+    types = dict.fromkeys(("product", "out", "residual", "residual_out", "weight", "staging"), "*bf16") | dict.fromkeys(
+        ("peer_data", "peer_flags"), "*i64"
+    )
+    types |= dict.fromkeys(("flags", "queues", "calls", "stop"), "*i32") | {
+        "patience": "i64",
+        "scale": "fp32",
+        "eps": "fp32",
+    }
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*" and name != "calls" or name == "half"}
+    divisible = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name][0] == "*" and name != "calls" or name == "half"
+    }
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, divisible)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("kernel", "legs"), [(one_shot, 1), (two_shot, 2)])
-@pytest.mark.parametrize(("columns", "segment", "warps"), [(8192, 2048, 8), (16384, 16384, 8), (8192, 1024, 4), (5128, 2048, 8)])
-def test_wide_and_in_order(kernel: Any, legs: int, norm: bool, columns: int, segment: int, warps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("columns", "segment", "warps"), [(8192, 2048, 8), (16384, 16384, 8), (8192, 1024, 4), (5128, 2048, 8)]
+)
+def test_wide_and_in_order(
+    kernel: Any, legs: int, norm: bool, columns: int, segment: int, warps: int, tmp_path: Path
+) -> None:
     compiled = _compiled(kernel, norm, columns, segment, warps)
     text = compiled.asm["ptx"]
     # Every access to rows is 16 bytes wide; what remains narrow are flags, addresses and counters.
     stores = re.findall(r"st\.global\.(\S+)", text)
     assert set(stores) == {"v4.b32", "b32"} and stores.count("b32") == 2 * legs, stores
     loads = re.findall(r"ld\.global\.(\S+)", text)
-    assert set(loads) <= {"v4.b32", "cg.v4.b32", "b64", "u64", "u32", "b32", "cg.b32"} and loads.count("b32") == 1, loads
+    assert set(loads) <= {"v4.b32", "cg.v4.b32", "b64", "u64", "u32", "b32", "cg.b32"} and loads.count("b32") == 1, (
+        loads
+    )
     # The abort word: beside the call, and beside what a wait has waited for.
     assert loads.count("cg.b32") <= 1 + legs, loads
     assert "ld.volatile" not in text
-    events = ["", *re.findall(r"ld\.acquire\.sys|bar\.sync|bar\.red|(?:ld\.global\.cg|st\.global)\.v4|st\.release\.sys(?=[^\n]*, %r)", text), ""]
+    events = [
+        "",
+        *re.findall(
+            r"ld\.acquire\.sys|bar\.sync|bar\.red|(?:ld\.global\.cg|st\.global)\.v4|st\.release\.sys(?=[^\n]*, %r)",
+            text,
+        ),
+        "",
+    ]
     assert events.count("ld.acquire.sys") == legs and events.count("st.release.sys") == legs
     for before, after in zip(events, events[1:]):
-        assert before != "ld.acquire.sys" or after == "bar.sync", "loads of other threads may run before the signal is seen"
-        assert after != "st.release.sys" or before == "bar.red", "stores of other threads may come after the signal, or may have been left out"
+        assert before != "ld.acquire.sys" or after == "bar.sync", (
+            "loads of other threads may run before the signal is seen"
+        )
+        assert after != "st.release.sys" or before == "bar.red", (
+            "stores of other threads may come after the signal, or may have been left out"
+        )
     binary = tmp_path / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     tool = triton.knobs.nvidia.nvdisasm.path
     machine = subprocess.run([tool, "-c", str(binary)], capture_output=True, text=True, check=True).stdout
     # (The Triton that these kernels were measured with; 3.9 keeps a little on the stack.)
-    assert not triton.__version__.startswith("3.6") or "STL" not in machine and "LDL" not in machine, "registers do not suffice"
+    assert not triton.__version__.startswith("3.6") or "STL" not in machine and "LDL" not in machine, (
+        "registers do not suffice"
+    )

@@ -17,7 +17,17 @@ from overlap_inductor.lowerings.small_message.parameters import why_not
 
 
 @pytest.mark.parametrize(
-    ("world_size", "rows", "two_shot"), [(2, 512, False), (4, 1, False), (4, 16, False), (4, 128, True), (8, 1, False), (8, 4, False), (8, 16, True), (8, 128, True)]
+    ("world_size", "rows", "two_shot"),
+    [
+        (2, 512, False),
+        (4, 1, False),
+        (4, 16, False),
+        (4, 128, True),
+        (8, 1, False),
+        (8, 4, False),
+        (8, 16, True),
+        (8, 128, True),
+    ],
 )
 def test_the_second_leg_pays_where_one_shot_sends_much_more(world_size: int, rows: int, two_shot: bool) -> None:
     """Hidden 8192 in bf16: a row is 16 KiB."""
@@ -54,7 +64,11 @@ def test_a_site_of_dynamic_rows_has_room_for_each_of_its_calls(world_size: int, 
 
 def test_what_a_plan_fixes_is_not_decided_again() -> None:
     p = parameters_of('{"two_shot": true}', 8, 1, 8192, 2)
-    assert p.two_shot and p.segment == settings_for(8, 1, 8192, 2)["segment"] and p is parameters_of('{"two_shot": true}', 8, 1, 8192, 2)
+    assert (
+        p.two_shot
+        and p.segment == settings_for(8, 1, 8192, 2)["segment"]
+        and p is parameters_of('{"two_shot": true}', 8, 1, 8192, 2)
+    )
 
 
 def test_what_no_kernel_is_made_for() -> None:

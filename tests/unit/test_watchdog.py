@@ -1,4 +1,5 @@
-"""The watchdog: what it says, frees and ends after a fault, what it leaves alone, and that it never ends a process that is well."""
+"""The watchdog: what it says, frees and ends after a fault, what it leaves alone, and that it never ends a process that
+is well."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ def test_a_fault_is_logged_once_and_ends_the_process_after_the_grace_period(capl
     assert [r.levelname for r in caplog.records] == ["ERROR"]
     assert "site mlp/up of group 'tp' waited in vain for rows from rank 5: call 8 was wanted, 7 had come" in caplog.text
     scene.look(160.2)
-    assert len(scene.ends) == 1 and "rank 5" in scene.ends[0] and "In 60 s no call has raised this error" in scene.ends[0]
+    assert (
+        len(scene.ends) == 1 and "rank 5" in scene.ends[0] and "In 60 s no call has raised this error" in scene.ends[0]
+    )
 
 
 def test_the_rank_that_gave_up_first_is_named_and_waits_here_are_stopped(caplog: pytest.LogCaptureFixture) -> None:

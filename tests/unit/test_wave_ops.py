@@ -13,8 +13,19 @@ from tests.fake_group import fake_group
 
 @pytest.mark.parametrize(("pattern", "rows"), [("matmul_all_reduce", 48), ("matmul_reduce_scatter", 12)])
 def test_schema_and_shapes(pattern: str, rows: int) -> None:
-    ours, theirs = (getattr(torch.ops.overlap_inductor, f"{schedule}_{pattern}").default for schedule in ("wave_groups", "fused"))
+    ours, theirs = (
+        getattr(torch.ops.overlap_inductor, f"{schedule}_{pattern}").default for schedule in ("wave_groups", "fused")
+    )
     assert str(ours._schema).replace("wave_groups_", "fused_") == str(theirs._schema) and ours.tags == theirs.tags
     with fake_group(4) as group, FakeTensorMode():
-        result, token = ours(torch.zeros(1), torch.zeros(48, 16).half(), torch.zeros(16, 24).half(), None, "{}", "sum", group.group_name, "site")
+        result, token = ours(
+            torch.zeros(1),
+            torch.zeros(48, 16).half(),
+            torch.zeros(16, 24).half(),
+            None,
+            "{}",
+            "sum",
+            group.group_name,
+            "site",
+        )
         assert result.shape == (rows, 24) and result.dtype == torch.float16 and token.shape == (1,)

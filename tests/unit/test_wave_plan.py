@@ -26,7 +26,15 @@ MIB = 2.0**20
 def random_site(chance: random.Random) -> tuple[Waves, Curve]:
     bands, block_m = chance.randrange(1, 12), 128
     rows = bands * block_m - chance.randrange(block_m)
-    waves = Waves(bands, chance.randrange(1, 300), chance.randrange(40, 132), chance.uniform(1e-5, 1e-4), rows, block_m, chance.choice((2048, 16384, 65536)))
+    waves = Waves(
+        bands,
+        chance.randrange(1, 300),
+        chance.randrange(40, 132),
+        chance.uniform(1e-5, 1e-4),
+        rows,
+        block_m,
+        chance.choice((2048, 16384, 65536)),
+    )
     latency, bandwidth = chance.uniform(5e-6, 2e-4), chance.uniform(1e9, 4e11)
     points = tuple((2.0**p, (latency + 2**p / bandwidth) * chance.uniform(0.8, 1.3)) for p in range(17, 27))
     return waves, Curve(points)
@@ -57,7 +65,9 @@ def test_the_search_finds_what_brute_force_finds() -> None:
         groups = chance.choice((1, 2, 3, MAX_GROUPS))
         found = best_partition(waves, curve, groups)
         at = cuts(waves)
-        every = [(0, *c, waves.bands) for n in range(min(groups, len(at) - 1)) for c in itertools.combinations(at[1:-1], n)]
+        every = [
+            (0, *c, waves.bands) for n in range(min(groups, len(at) - 1)) for c in itertools.combinations(at[1:-1], n)
+        ]
         assert sorted(every) == sorted(partitions(waves, groups)) and found in every
         best = min(predicted(p, waves, curve) for p in every)
         assert predicted(found, waves, curve) == pytest.approx(best)
@@ -77,7 +87,10 @@ def test_cuts_are_ends_of_waves_and_few() -> None:
     assert cuts(waves) == (0, 3, 7, 10, 14, 16), "a wave of 116 tiles ends in the 4th band, the next in the 8th, ..."
     assert cuts(Waves(4, 256, 116, 1e-5, 512, 128, 16384)) == (0, 1, 2, 3, 4), "where a wave is less than a band"
     many = Waves(1024, 32, 116, 1e-5, 131072, 128, 16384)
-    assert len(cuts(many)) <= MAX_UNITS + 1 and len(best_partition(many, Curve(((1e5, 1e-5), (1e8, 1e-3))))) <= MAX_GROUPS + 1
+    assert (
+        len(cuts(many)) <= MAX_UNITS + 1
+        and len(best_partition(many, Curve(((1e5, 1e-5), (1e8, 1e-3))))) <= MAX_GROUPS + 1
+    )
 
 
 def test_bytes_of_a_last_band_that_is_not_full() -> None:
@@ -86,7 +99,9 @@ def test_bytes_of_a_last_band_that_is_not_full() -> None:
     assert [waves.done(b) for b in range(4)] == [0, 2, 4, 6]
 
 
-@pytest.mark.parametrize("partition", [(0,), (0, 2), (1, 4), (0, 2, 2, 4), (0, 3, 2, 4), (0, 5), tuple(range(MAX_GROUPS + 2))])
+@pytest.mark.parametrize(
+    "partition", [(0,), (0, 2), (1, 4), (0, 2, 2, 4), (0, 3, 2, 4), (0, 5), tuple(range(MAX_GROUPS + 2))]
+)
 def test_a_partition_that_does_not_fit_is_refused(partition: tuple[int, ...]) -> None:
     with pytest.raises(OverlapError, match="expected rising numbers from 0 to 4"):
         check_partition(partition, 4)

@@ -1,4 +1,5 @@
-"""What a group's fused kernels are given on a rank: slots for the plans that fit, none for those that do not, and an end to every call."""
+"""What a group's fused kernels are given on a rank: slots for the plans that fit, none for those that do not, and an
+end to every call."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def requests(**sizes: int) -> str:
     return json.dumps([[site, nbytes, 1] for site, nbytes in sizes.items()])
 
 
-def test_a_plan_that_failed_in_a_capture_is_prepared_when_it_runs_outside(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_failed_in_a_capture_is_prepared_when_it_runs_outside(
+    group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the advice that the error gives, to run once before capturing, would not help."""
     monkeypatch.setattr(symmetric, "capturing", lambda: True)
     with pytest.raises(OverlapError, match="Run the compiled function once before capturing it"):
@@ -57,7 +60,9 @@ def test_a_plan_that_failed_in_a_capture_is_prepared_when_it_runs_outside(group:
     assert workspace.workspace_of(group, CPU).launch("a", 100, 1) is not None
 
 
-def test_a_plan_without_room_runs_as_it_stood_and_takes_nothing_from_others(group: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plan_without_room_runs_as_it_stood_and_takes_nothing_from_others(
+    group: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     workspace.prepare(group, CPU, requests(a=1000), 2**20)
     workspace.prepare(group, CPU, requests(a=2**21, b=10), 2**20)
     place = workspace.workspace_of(group, CPU)
@@ -96,10 +101,21 @@ def test_schedules_of_one_site_have_their_own_parameters(group: Any) -> None:
     def ready(plan: Any, pattern: str = "all_gather_matmul", settings: str = "{}", rows: int = 256) -> Any:
         return site_ops.ready(plan, pattern, rows, a, b, a.dtype, group, "a", settings)
 
-    assert [type(ready(plan)[1]) for plan in (fused_plan, chunked_plan, fused_plan)] == [FusedParameters, ChunkedParameters, FusedParameters]
+    assert [type(ready(plan)[1]) for plan in (fused_plan, chunked_plan, fused_plan)] == [
+        FusedParameters,
+        ChunkedParameters,
+        FusedParameters,
+    ]
     # Whatever else the plan or the call changes has its own answer, too.
-    assert [ready(fused_plan, settings=s)[1].warps for s in ("{}", '{"warps": 4}', "{}")] == [FusedParameters(1).warps, 4, FusedParameters(1).warps]
-    assert ready(fused_plan, settings='{"min_rows": 513}') is None and ready(fused_plan, settings='{"min_rows": 513}', rows=257) is not None
+    assert [ready(fused_plan, settings=s)[1].warps for s in ("{}", '{"warps": 4}', "{}")] == [
+        FusedParameters(1).warps,
+        4,
+        FusedParameters(1).warps,
+    ]
+    assert (
+        ready(fused_plan, settings='{"min_rows": 513}') is None
+        and ready(fused_plan, settings='{"min_rows": 513}', rows=257) is not None
+    )
     assert ready(fused_plan, "matmul_all_reduce") is None, "its two legs take twice as much as the site has"
 
 
@@ -119,8 +135,12 @@ def test_a_destroyed_group_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_call_ends_also_where_a_later_reader_fails(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without leave to write again the peers would wait, and this rank would take the last call's rows for the next one's."""
-    fused = pytest.importorskip("overlap_inductor.lowerings.fused.calls", reason="Triton is not installed here; it is where the kernels' tests run")
+    """Without leave to write again the peers would wait, and this rank would take the last call's rows for the next
+    one's."""
+    fused = pytest.importorskip(
+        "overlap_inductor.lowerings.fused.calls",
+        reason="Triton is not installed here; it is where the kernels' tests run",
+    )
     ended = []
     monkeypatch.setattr(site_ops, "ready", lambda *args: ("launch", FusedParameters(1)))
     monkeypatch.setattr(fused, "all_gather_matmuls", lambda a, rhs, *rest: [a @ b for b in rhs])

@@ -51,22 +51,29 @@ COST = ChunkedCost()
 
 
 def _copy_beside_seconds(sizes: SiteSizes, machine: Machine, matmul: float) -> float:
-    """The same in sight of chunks, which copy beside the last chunk's matmul (of a quarter of all rows, or of a shard): what that does not hide, and what it is slowed down."""
+    """The same in sight of chunks, which copy beside the last chunk's matmul (of a quarter of all rows, or of a shard):
+    what that does not hide, and what it is slowed down."""
     copy = copy_seconds(sizes, machine)
     return max(COST.copy_exposed * copy, copy - matmul / max(4, sizes.world_size))
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of vendor matmuls on chunks beside transfers: the longer of both, a part of the shorter, and a fixed cost a leg."""
+    """Seconds of vendor matmuls on chunks beside transfers: the longer of both, a part of the shorter, and a fixed cost
+    a leg."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
-    exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + _copy_beside_seconds(sizes, machine, matmul)
-    return max(matmul, wire) + exposed + sizes.legs * (COST.leg_seconds + (sizes.world_size - 1) * COST.leg_peer_seconds)
+    exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + _copy_beside_seconds(
+        sizes, machine, matmul
+    )
+    return (
+        max(matmul, wire) + exposed + sizes.legs * (COST.leg_seconds + (sizes.world_size - 1) * COST.leg_peer_seconds)
+    )
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """As ``fused.cost.pays``; and a call takes the GPU no less time than the host, which would be what a model without CUDA graphs waits for, and gains more than the host, or
-    peers that are late, may lose. Where its launches are one, fewer tiles and a smaller gain are enough."""
+    """As ``fused.cost.pays``; and a call takes the GPU no less time than the host, which would be what a model without
+    CUDA graphs waits for, and gains more than the host, or peers that are late, may lose. Where its launches are one,
+    fewer tiles and a smaller gain are enough."""
     peers, estimate = sizes.world_size - 1, seconds(sizes, machine)
     if sizes.replays:
         tiles, host = min(machine.least_tiles, COST.replay_tiles * sizes.world_size), COST.replay_seconds

@@ -1,14 +1,18 @@
-"""Schedule ``chunked``: the vendor's matmul on runs of rows, on the current stream, while a transport moves rows on the side stream.
+"""Schedule ``chunked``: the vendor's matmul on runs of rows, on the current stream, while a transport moves rows on the
+side stream.
 
-Each function is the host's part of one call. At a site's first call with operands of some shape it prepares every kernel of the call, since loading one while
-another waits on the device would stop the group; after that it only launches. (A vendor's matmul is loaded at its first launch. That waits for what stands
-before it on this rank, and by ``kernels.transfer`` nothing of that waits for what comes later anywhere.)
+Each function is the host's part of one call. At a site's first call with operands of some shape it prepares every
+kernel of the call, since loading one while another waits on the device would stop the group; after that it only
+launches. (A vendor's matmul is loaded at its first launch. That waits for what stands before it on this rank, and by
+``kernels.transfer`` nothing of that waits for what comes later anywhere.)
 
-Order of rows. Rows of the other ranks are multiplied from the own shard's end on, going round; what has come, or has to leave, first, is first. A chunk is a
-run of these rows, some shards or parts of one (``chunk_sizes``); one that goes round the end of the tensor is two matmuls.
+Order of rows. Rows of the other ranks are multiplied from the own shard's end on, going round; what has come, or has to
+leave, first, is first. A chunk is a run of these rows, some shards or parts of one (``chunk_sizes``); one that goes
+round the end of the tensor is two matmuls.
 
-The host launches for W ranks and C chunks (of each of B bands) about ``2 * W + 2 * C + 3`` things for a gather or a scatter with copy engines,
-``B * (4 * W + C + 5)`` for an all-reduce, ``W`` or ``2 * B * W`` more where copies take turns, and without the multiples of W with SMs that push; one CUDA graph where a call comes again (``runtime.replay``).
+The host launches for W ranks and C chunks (of each of B bands) about ``2 * W + 2 * C + 3`` things for a gather or a
+scatter with copy engines, ``B * (4 * W + C + 5)`` for an all-reduce, ``W`` or ``2 * B * W`` more where copies take
+turns, and without the multiples of W with SMs that push; one CUDA graph where a call comes again (``runtime.replay``).
 """
 
 from __future__ import annotations
@@ -53,21 +57,45 @@ Range = tuple[int, int]
 """``(first row, end)``."""
 
 
-def _check(a: torch.Tensor, matmuls: Sequence[VendorMatmul], pattern: str, rows: int, launch: Launch, parameters: ChunkedParameters) -> None:
+def _check(
+    a: torch.Tensor,
+    matmuls: Sequence[VendorMatmul],
+    pattern: str,
+    rows: int,
+    launch: Launch,
+    parameters: ChunkedParameters,
+) -> None:
     for matmul in matmuls:
         b = matmul.b
         reason = chunked_plan.why_not(a.dtype, a.shape[1], b.shape[1], matmul.scales is not None)
         if reason is not None or b.shape[0] != a.shape[1] or matmul.scales is None and b.dtype != a.dtype:
-            raise UnsupportedError(reason or f"schedule chunked multiplies {a.dtype}{list(a.shape)} by a matrix that fits, not {b.dtype}{list(b.shape)}")
+            raise UnsupportedError(
+                reason
+                or f"schedule chunked multiplies {a.dtype}{list(a.shape)} by a matrix that fits, not {b.dtype}{list(b.shape)}"
+            )
         for left, right in matmul.added:
             reason = chunked_plan.why_not(left.dtype, left.shape[1], right.shape[1])
-            if reason is not None or matmul.scales is not None or left.dtype != a.dtype or right.dtype != a.dtype or (len(left), *right.shape) != (len(a), left.shape[1], b.shape[1]):
+            if (
+                reason is not None
+                or matmul.scales is not None
+                or left.dtype != a.dtype
+                or right.dtype != a.dtype
+                or (len(left), *right.shape) != (len(a), left.shape[1], b.shape[1])
+            ):
                 what = f"{left.dtype}{list(left.shape)} @ {right.dtype}{list(right.shape)}"
-                raise UnsupportedError(reason or f"schedule chunked adds products like the first of a sum, {a.dtype}{list(a.shape)} @ {list(b.shape)} without scales, not {what}")
+                raise UnsupportedError(
+                    reason
+                    or f"schedule chunked adds products like the first of a sum, {a.dtype}{list(a.shape)} @ {list(b.shape)} without scales, not {what}"
+                )
     sent = a.dtype if pattern == "all_gather_matmul" else matmuls[0].dtype(a)
-    nbytes, signals = chunked_plan.needed(pattern, launch.world_size, rows, a.shape[1], matmuls[0].b.shape[1], sent.itemsize, parameters)
+    nbytes, signals = chunked_plan.needed(
+        pattern, launch.world_size, rows, a.shape[1], matmuls[0].b.shape[1], sent.itemsize, parameters
+    )
     if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
-        raise UnsupportedError(f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and {launch.slot.signals}")
+        raise UnsupportedError(
+            f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and"
+            f" {launch.slot.signals}"
+        )
 
 
 def _transport(parameters: ChunkedParameters) -> Transport:
@@ -81,7 +109,8 @@ word, nor does a copy."""
 
 @dataclass(frozen=True)
 class _Gather:
-    """A prepared all-gather: what sends the shard, and each chunk's rows with what waits for them. ``workspace``: ``[world_size * rows, K]``."""
+    """A prepared all-gather: what sends the shard, and each chunk's rows with what waits for them. ``workspace``:
+    ``[world_size * rows, K]``."""
 
     send: Send
     chunks: list[tuple[list[Range], PreparedKernel]]
@@ -90,10 +119,14 @@ class _Gather:
 
 
 def all_gather_matmul(
-    shard: torch.Tensor, matmuls: Sequence[VendorMatmul], launch: Launch, parameters: ChunkedParameters, gathered_used: bool = False
+    shard: torch.Tensor,
+    matmuls: Sequence[VendorMatmul],
+    launch: Launch,
+    parameters: ChunkedParameters,
+    gathered_used: bool = False,
 ) -> list[torch.Tensor]:
-    """``[all_gather(shard) @ b + bias]``: ``shard [rows, K]``. Returns ``[world_size * rows, N]`` for each matmul, and the gathered tensor behind them where
-    ``gathered_used``.
+    """``[all_gather(shard) @ b + bias]``: ``shard [rows, K]``. Returns ``[world_size * rows, N]`` for each matmul, and
+    the gathered tensor behind them where ``gathered_used``.
 
     Raises:
         UnsupportedError: a dtype, layout or slot that the schedule is not made for.
@@ -101,13 +134,22 @@ def all_gather_matmul(
     """
     launch.faults.check()
     if not shard.is_contiguous() or shard.data_ptr() % 16:
-        raise UnsupportedError(f"the shard of shape {list(shard.shape)}, strides {list(shard.stride())} is not contiguous at 16 bytes")
+        raise UnsupportedError(
+            f"the shard of shape {list(shard.shape)}, strides {list(shard.stride())} is not contiguous at 16 bytes"
+        )
     all_rows = launch.world_size * shard.shape[0]
     outs = [rows_like(shard, all_rows, m.b.shape[1], m.dtype(shard)) for m in matmuls]
     gathered = rows_like(shard, all_rows, shard.shape[1], shard.dtype) if gathered_used else None
     tensors = [shard, gathered, *outs, *(t for m in matmuls for t in m.operands)]
     what = ("chunked", "all_gather_matmul", parameters, blas.switches(), *(m.fast for m in matmuls))
-    launched(launch, what, tensors, lambda: _gather(shard, matmuls, launch, parameters, outs, gathered), parameters.replays, tensors)
+    launched(
+        launch,
+        what,
+        tensors,
+        lambda: _gather(shard, matmuls, launch, parameters, outs, gathered),
+        parameters.replays,
+        tensors,
+    )
     return outs if gathered is None else [*outs, gathered]
 
 
@@ -119,7 +161,8 @@ def _gather(
     outs: Sequence[torch.Tensor],
     gathered: torch.Tensor | None,
 ) -> None:
-    """The launches of one call, into ``outs`` (``[world_size * rows, N]`` each) and, where it is used, ``gathered [world_size * rows, K]``. Raises ``UnsupportedError``."""
+    """The launches of one call, into ``outs`` (``[world_size * rows, N]`` each) and, where it is used, ``gathered
+    [world_size * rows, K]``. Raises ``UnsupportedError``."""
     rows, rank = shard.shape[0], launch.rank
     results = [*outs] if gathered is None else [*outs, gathered]
     key = (
@@ -135,12 +178,15 @@ def _gather(
         _check(shard, matmuls, "all_gather_matmul", rows, launch, parameters)
         # (Matmuls of one chunk follow each other: as one of all their columns.)
         columns, itemsize = sum(m.b.shape[1] for m in matmuls), shard.element_size()
-        fitted = chunked_plan.fitted("all_gather_matmul", launch.world_size, rows, shard.shape[1], columns, itemsize, itemsize, parameters)
+        fitted = chunked_plan.fitted(
+            "all_gather_matmul", launch.world_size, rows, shard.shape[1], columns, itemsize, itemsize, parameters
+        )
         call = _prepare_gather(shard, launch, fitted, results)
         launch.remember(key, call)
     credits, side = credit_kernel(launch), side_stream(shard.device)
     with one_call(launch, side):
-        # (Not beside the matmul: a vendor's kernel that has the same SM for all its tiles ends as much later as something waits on one.)
+        # (Not beside the matmul: a vendor's kernel that has the same SM for all its tiles ends as much later as
+        # something waits on one.)
         credits()
         with side:
             call.send(shard)
@@ -160,8 +206,8 @@ def _gather(
 
 
 def _hand_out(workspace: torch.Tensor, gathered: torch.Tensor, start: int, stop: int) -> None:
-    """All rows but the own ones, ``start`` to ``stop``. Behind the own shard's way to the peers, beside the last chunk's matmuls, which hide more than half of it
-    (``bench/results/handed_out.jsonl``)."""
+    """All rows but the own ones, ``start`` to ``stop``. Behind the own shard's way to the peers, beside the last
+    chunk's matmuls, which hide more than half of it (``bench/results/handed_out.jsonl``)."""
     gathered[:start].copy_(workspace[:start])
     gathered[stop:].copy_(workspace[stop:])
 
@@ -173,7 +219,10 @@ def _prepare_gather(
     transfer = Transfer(rows, width, chunked_plan.part_rows_of(rows, world_size, p), scattered=False)
     bounds = chunked_plan.chunk_bounds(transfer.parts, world_size, p)
     chunks = [
-        (chunked_plan.chunk_rows(first, last, launch.rank, world_size, rows, transfer.part_rows), wait_kernel(launch, transfer, first, last, WAIT_PART))
+        (
+            chunked_plan.chunk_rows(first, last, launch.rank, world_size, rows, transfer.part_rows),
+            wait_kernel(launch, transfer, first, last, WAIT_PART),
+        )
         for first, last in pairwise(bounds)
     ]
     workspace = launch.slot.data.local[: world_size * shard.nbytes].view(shard.dtype).view(world_size * rows, width)
@@ -189,7 +238,8 @@ class _Band:
         chunks: rows of each matmul, and what sends the part of them that is other ranks'.
         own: rows of the own shard among all, multiplied last where they are in no chunk (``own_last``).
         add: sums ``(own rows of the product, their place ``finished`` in the result)``.
-        receive: copies the peers' finished rows into ``everyone``, the result's rows of the band, when they have come (all-reduce).
+        receive: copies the peers' finished rows into ``everyone``, the result's rows of the band, when they have come
+            (all-reduce).
         hand_round: sends the result's finished rows where ``add`` has not.
     """
 
@@ -207,7 +257,8 @@ class _Band:
 def matmul_reduce_scatter(
     a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool = False
 ) -> torch.Tensor:
-    """``reduce_scatter(a @ b + bias)`` of rows (of a sum of such products): ``a [world_size * rows, K]``. Returns ``[rows, N]``, summed over ranks in fp32.
+    """``reduce_scatter(a @ b + bias)`` of rows (of a sum of such products): ``a [world_size * rows, K]``. Returns
+    ``[rows, N]``, summed over ranks in fp32.
 
     Raises:
         UnsupportedError, TransferError: as ``all_gather_matmul``.
@@ -222,17 +273,31 @@ def matmul_all_reduce(
     return _reduce("matmul_all_reduce", a, matmul, launch, parameters, average)
 
 
-def _reduce(pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool) -> torch.Tensor:
+def _reduce(
+    pattern: str, a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool
+) -> torch.Tensor:
     launch.faults.check()
     columns, dtype = matmul.b.shape[1], matmul.dtype(a)
     all_rows, shard_rows = a.shape[0], -(-a.shape[0] // launch.world_size)
-    # Where the rows of an all-reduce do not fall into equal shards, the last ones are of rows that nobody multiplies, sums of whatever lies there.
+    # Where the rows of an all-reduce do not fall into equal shards, the last ones are of rows that nobody multiplies,
+    # sums of whatever lies there.
     product = rows_like(a, shard_rows * launch.world_size, columns, dtype)
     reduces_all = pattern == "matmul_all_reduce"
-    # (The rows of an all-reduce lie where they were multiplied: a peer's come back finished when it has got them, and the own ones are summed in place.)
+    # (The rows of an all-reduce lie where they were multiplied: a peer's come back finished when it has got them, and
+    # the own ones are summed in place.)
     out = product if reduces_all else rows_like(a, shard_rows, columns, dtype)
-    what, tensors = ("chunked", pattern, parameters, average, blas.switches(), matmul.fast), [a, product, out, *matmul.operands]
-    launched(launch, what, tensors, lambda: _reduce_into(pattern, a, matmul, launch, parameters, average, product, out), parameters.replays, tensors)
+    what, tensors = (
+        ("chunked", pattern, parameters, average, blas.switches(), matmul.fast),
+        [a, product, out, *matmul.operands],
+    )
+    launched(
+        launch,
+        what,
+        tensors,
+        lambda: _reduce_into(pattern, a, matmul, launch, parameters, average, product, out),
+        parameters.replays,
+        tensors,
+    )
     return out[:all_rows] if reduces_all and all_rows < len(out) else out
 
 
@@ -246,11 +311,23 @@ def _reduce_into(
     product: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """The launches of one call, into ``product [world_size * rows, N]`` and ``out`` (a shard's rows, or as ``product``). Raises ``UnsupportedError``.
+    """The launches of one call, into ``product [world_size * rows, N]`` and ``out`` (a shard's rows, or as
+    ``product``). Raises ``UnsupportedError``.
 
-    Bands in turn: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and handed round; then band ``i - 2`` is received.
+    Bands in turn: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and handed round; then band ``i -
+        2`` is received.
     """
-    key = ("chunked", pattern, a.shape, a.dtype, *(b.shape for _, b in matmul.added), out.shape[1], out.dtype, parameters, average)
+    key = (
+        "chunked",
+        pattern,
+        a.shape,
+        a.dtype,
+        *(b.shape for _, b in matmul.added),
+        out.shape[1],
+        out.dtype,
+        parameters,
+        average,
+    )
     prepared = launch.prepared.get(key)
     if prepared is None:
         prepared = (
@@ -301,14 +378,23 @@ def _reduce_into(
 
 
 def _prepare_reduce(
-    pattern: str, a: torch.Tensor, matmul: VendorMatmul, product: torch.Tensor, out: torch.Tensor, launch: Launch, p: ChunkedParameters, average: bool
+    pattern: str,
+    a: torch.Tensor,
+    matmul: VendorMatmul,
+    product: torch.Tensor,
+    out: torch.Tensor,
+    launch: Launch,
+    p: ChunkedParameters,
+    average: bool,
 ) -> list[_Band]:
     world_size, rows = launch.world_size, len(product) // launch.world_size
     reduces_all = pattern == "matmul_all_reduce"
     if len(a) % world_size and not reduces_all:
         raise UnsupportedError(f"{len(a)} rows do not fall into {world_size} equal shards")
     _check(a, [matmul], pattern, rows, launch, p)
-    p = chunked_plan.fitted(pattern, world_size, rows, matmul.inner, out.shape[1], out.element_size(), a.element_size(), p)
+    p = chunked_plan.fitted(
+        pattern, world_size, rows, matmul.inner, out.shape[1], out.element_size(), a.element_size(), p
+    )
     bands = chunked_plan.bands_of(rows, p) if reduces_all else [(0, rows)]
     made: list[_Band] = []
     index, results = 0, chunked_plan.result_signals(world_size, p)
@@ -317,14 +403,24 @@ def _prepare_reduce(
         part_rows = chunked_plan.part_rows_of(size, world_size, p)
         transfer = Transfer(size, out.shape[1], part_rows, True, world_size * start, world_size * start, index)
         index += transfer.parts
-        made.append(_prepare_band(product, out, launch, p, transfer, average, results + number if reduces_all else None, last))
+        made.append(
+            _prepare_band(product, out, launch, p, transfer, average, results + number if reduces_all else None, last)
+        )
     return made
 
 
 def _prepare_band(
-    product: torch.Tensor, out: torch.Tensor, launch: Launch, p: ChunkedParameters, transfer: Transfer, average: bool, result_index: int | None, last: bool
+    product: torch.Tensor,
+    out: torch.Tensor,
+    launch: Launch,
+    p: ChunkedParameters,
+    transfer: Transfer,
+    average: bool,
+    result_index: int | None,
+    last: bool,
 ) -> _Band:
-    """``result_index``: flag of the all-reduce's second leg, whose rows lie behind those of the first in the workspace; ``last``: of its bands."""
+    """``result_index``: flag of the all-reduce's second leg, whose rows lie behind those of the first in the workspace;
+    ``last``: of its bands."""
     world_size, rank, slot, rows, width = launch.world_size, launch.rank, launch.slot, transfer.rows, transfer.width
     transport, first_row, all_rows = _transport(p), transfer.origin, len(product)
     vector = 16 // out.element_size()
@@ -333,7 +429,11 @@ def _prepare_band(
     bounds = chunked_plan.chunk_bounds(transfer.parts, world_size, p)
     chunks: list[tuple[list[Range], Send]] = []
     for first, end in pairwise(bounds):
-        ranges = [(0, world_size * rows)] if p.chunks == 0 else chunked_plan.chunk_rows(first, end, rank, world_size, rows, transfer.part_rows)
+        ranges = (
+            [(0, world_size * rows)]
+            if p.chunks == 0
+            else chunked_plan.chunk_rows(first, end, rank, world_size, rows, transfer.part_rows)
+        )
         send = transport.prepare(launch, transfer, range(first, end), product)
         chunks.append(([(first_row + start, first_row + stop) for start, stop in ranges], send))
     own = first_row + rank * rows, first_row + (rank + 1) * rows
@@ -346,7 +446,9 @@ def _prepare_band(
         workspace[first_row * width :], slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, launch.faults.stop, rank, back.index, slot.signals,
         rows * row_vectors, behind * row_vectors, 1.0 / world_size if average else 1.0, world_size, vector, last, BLOCK,
     )  # fmt: skip
-    add = PreparedKernel(sum_partials, p.sms * BLOCKS_AN_SM, (product[slice(*own)], out[slice(*finished)]), fixed, num_warps=8)
+    add = PreparedKernel(
+        sum_partials, p.sms * BLOCKS_AN_SM, (product[slice(*own)], out[slice(*finished)]), fixed, num_warps=8
+    )
     if result_index is None:
         return _Band(chunks, own, own_last, finished, everyone, wait, add, None, None)
     hand_round = None if last else transport.prepare(launch, back, range(world_size - 1), out, guarded=True)

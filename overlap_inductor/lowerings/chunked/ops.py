@@ -28,13 +28,26 @@ def _launches() -> ModuleType:
 
 
 def _gather(
-    shard: torch.Tensor, rhs: Sequence[torch.Tensor], biases: Optional, gathered_used: bool, launch: Launch, parameters: ChunkedParameters
+    shard: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    biases: Optional,
+    gathered_used: bool,
+    launch: Launch,
+    parameters: ChunkedParameters,
 ) -> Tensors:
-    return _launches().all_gather_matmul(left_operand(shard), list(map(VendorMatmul, rhs, biases)), launch, parameters, gathered_used)
+    return _launches().all_gather_matmul(
+        left_operand(shard), list(map(VendorMatmul, rhs, biases)), launch, parameters, gathered_used
+    )
 
 
 def _reduce(
-    pattern: str, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, average: bool, launch: Launch, parameters: ChunkedParameters
+    pattern: str,
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    average: bool,
+    launch: Launch,
+    parameters: ChunkedParameters,
 ) -> torch.Tensor:
     return getattr(_launches(), pattern)(lhs, VendorMatmul(rhs, bias), launch, parameters, average)
 

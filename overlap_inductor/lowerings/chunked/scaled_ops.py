@@ -1,8 +1,9 @@
 """The ops of schedule ``chunked`` for fp8 (``_scaled_mm``), tensor-wise and row-wise scales. Otherwise as ``site_ops``.
 
-Shapes (W ranks, this rank's view): ``shard [m, K]``, ``lhs [W*m, K]``, ``rhs [K, N]`` in columns, all fp8. Scales are fp32: one element, or ``scale_a [W*m, 1]`` (of all
-gathered rows, or of the rows of ``lhs``) with ``scale_b [1, N]``. ``dtypes``: the results', by name (torch 2.11 hands an op a list of dtypes as numbers); ``fast`` as ``_scaled_mm``
-takes it. fp8 travels in a gather, the result's dtype in a reduction.
+Shapes (W ranks, this rank's view): ``shard [m, K]``, ``lhs [W*m, K]``, ``rhs [K, N]`` in columns, all fp8. Scales are
+fp32: one element, or ``scale_a [W*m, 1]`` (of all gathered rows, or of the rows of ``lhs``) with ``scale_b [1, N]``.
+``dtypes``: the results', by name (torch 2.11 hands an op a list of dtypes as numbers); ``fast`` as ``_scaled_mm`` takes
+it. fp8 travels in a gather, the result's dtype in a reduction.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _scales(a: torch.Tensor, b: torch.Tensor, dtype: str, fast: bool) -> Scales:
-    """Scales as the library takes them: of a column of rows the stride counts, too, which Inductor is free to choose where a dim is of size 1."""
+    """Scales as the library takes them: of a column of rows the stride counts, too, which Inductor is free to choose
+    where a dim is of size 1."""
     if a.numel() > 1:
         a, b = a.flatten().contiguous().unsqueeze(1), b.flatten().contiguous().unsqueeze(0)
     return Scales(a, b, _dtype(dtype), fast)
@@ -93,8 +95,9 @@ def _scaled_all_gather_matmul_fake(
 
 
 define(
-    "chunked_scaled_all_gather_matmul(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, Tensor[] scales_a, Tensor[] scales_b, str[] dtypes, "
-    "bool[] fast, bool gathered_used, str settings, str group_name, str site) -> (Tensor[], Tensor)",
+    "chunked_scaled_all_gather_matmul(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, Tensor[] scales_a,"
+    " Tensor[] scales_b, str[] dtypes, bool[] fast, bool gathered_used, str settings, str group_name, str site) ->"
+    " (Tensor[], Tensor)",
     _scaled_all_gather_matmul,
     _scaled_all_gather_matmul_fake,
 )
@@ -117,7 +120,9 @@ def _define_reduction(pattern: str) -> None:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         group, token = resolve_group(group_name), chain.new_empty(1)
         matmul = VendorMatmul(rhs, bias, _scales(scale_a, scale_b, dtype, fast))
-        found = ready(chunked_plan, pattern, -(-lhs.shape[0] // group.size()), lhs, rhs, _dtype(dtype), group, site, settings)
+        found = ready(
+            chunked_plan, pattern, -(-lhs.shape[0] // group.size()), lhs, rhs, _dtype(dtype), group, site, settings
+        )
         if found is None:
             return reference.reduced(pattern, _whole(matmul, lhs), reduce_op, group), token
         from overlap_inductor.lowerings.chunked import launch as chunked
@@ -143,8 +148,8 @@ def _define_reduction(pattern: str) -> None:
         return lhs.new_empty(rows, rhs.shape[1], dtype=_dtype(dtype)), chain.new_empty(1)
 
     schema = (
-        "(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, Tensor scale_a, Tensor scale_b, str dtype, bool fast, str settings, str reduce_op, "
-        "str group_name, str site) -> (Tensor, Tensor)"
+        "(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, Tensor scale_a, Tensor scale_b, str dtype, bool fast, str"
+        " settings, str reduce_op, str group_name, str site) -> (Tensor, Tensor)"
     )
     define(f"chunked_scaled_{pattern}{schema}", implementation, fake)
 

@@ -1,14 +1,16 @@
-"""How many shards schedule ``chunked`` multiplies at a time, so that no transfer shows and matmuls are few. No torch here.
+"""How many shards schedule ``chunked`` multiplies at a time, so that no transfer shows and matmuls are few. No torch
+here.
 
-Time is counted in matmuls of one shard's rows, ``ratio`` is the time of one shard's transfer. Transfers go one after the other, matmuls too; each rank multiplies its own
-shard in one of them: first where shards are gathered, last where sums are scattered. ::
+Time is counted in matmuls of one shard's rows, ``ratio`` is the time of one shard's transfer. Transfers go one after
+the other, matmuls too; each rank multiplies its own shard in one of them: first where shards are gathered, last where
+sums are scattered. ::
 
     gather:   each chunk is what has come shortly before the one before it is multiplied, one shard at least
     scatter:  from the last chunk on, each as large as its transfer still ends before that of the next one has to begin; sizes even where that does no harm, and two
               where one would do with next to no time to spare
 
-Where a transfer takes longer than a matmul (``ratio > 1``) the link decides, and few even chunks keep it busy. Source: own; measured for 4 and 8 ranks in
-``bench/results/mirrored.jsonl``.
+Where a transfer takes longer than a matmul (``ratio > 1``) the link decides, and few even chunks keep it busy. Source:
+own; measured for 4 and 8 ranks in ``bench/results/mirrored.jsonl``.
 """
 
 from __future__ import annotations
@@ -18,15 +20,17 @@ from collections.abc import Sequence
 FEW_CHUNKS = 3
 """Chunks where the link decides, the smallest last; or where a shard's matmul is too small, the smallest first."""
 LATE = 0.35
-"""Of a shard's matmul: what comes so late before a chunk begins is not counted on, as a chunk waits for all of its shards. What leaves in one chunk has so much time to
-spare, or goes in two, the smaller first (4 H200s, scatter of 1024 tokens 206 -> 196 us, of 2048 356 -> 340, of 4096 the same)."""
+"""Of a shard's matmul: what comes so late before a chunk begins is not counted on, as a chunk waits for all of its
+shards. What leaves in one chunk has so much time to spare, or goes in two, the smaller first (4 H200s, scatter of 1024
+tokens 206 -> 196 us, of 2048 356 -> 340, of 4096 the same)."""
 FLOPS_A_BYTE = 2300
-"""What an H200 multiplies (bf16) while it sends a byte, its fixed costs for pieces of 4 to 32 MB included: 620 TFLOP/s against 379 GB/s and 5 us a piece."""
+"""What an H200 multiplies (bf16) while it sends a byte, its fixed costs for pieces of 4 to 32 MB included: 620 TFLOP/s
+against 379 GB/s and 5 us a piece."""
 
 
 def transfer_ratio(sent_itemsize: int, operand_itemsize: int, other: int) -> float:
-    """Time of a shard's transfer over that of its matmul. Item sizes in bytes; ``other``: columns of the right operand (gather), or K (scatter): the dimension that is
-    not sent."""
+    """Time of a shard's transfer over that of its matmul. Item sizes in bytes; ``other``: columns of the right operand
+    (gather), or K (scatter): the dimension that is not sent."""
     return sent_itemsize * FLOPS_A_BYTE * (2 / operand_itemsize) / (2 * other)
 
 

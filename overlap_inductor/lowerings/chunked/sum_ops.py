@@ -1,7 +1,9 @@
-"""The ops of schedule ``chunked`` for a sum of matmuls that is reduced at once (backward of layers that read one tensor: q, k and v; gate and up). Otherwise as ``site_ops``.
+"""The ops of schedule ``chunked`` for a sum of matmuls that is reduced at once (backward of layers that read one
+tensor: q, k and v; gate and up). Otherwise as ``site_ops``.
 
-Shapes (W ranks, this rank's view): each ``lhs [W*m, K_i]``, ``rhs [K_i, N]``; the bias is of the first. A chunk's rows are multiplied by all right operands, one vendor matmul
-behind the other, each but the first adding to what stands there: rounded in between, as ``addmm`` is by whose bias Inductor writes such a sum.
+Shapes (W ranks, this rank's view): each ``lhs [W*m, K_i]``, ``rhs [K_i, N]``; the bias is of the first. A chunk's rows
+are multiplied by all right operands, one vendor matmul behind the other, each but the first adding to what stands
+there: rounded in between, as ``addmm`` is by whose bias Inductor writes such a sum.
 """
 
 from __future__ import annotations
@@ -42,12 +44,24 @@ def _define_reduction(pattern: str) -> None:
             return getattr(chunked, pattern)(a, matmul, *found, reduce_op == "avg"), token
 
     def fake(
-        chain: torch.Tensor, lhs: Sequence[torch.Tensor], rhs: Sequence[torch.Tensor], bias: object, settings: str, reduce_op: str, group_name: str, site: str
+        chain: torch.Tensor,
+        lhs: Sequence[torch.Tensor],
+        rhs: Sequence[torch.Tensor],
+        bias: object,
+        settings: str,
+        reduce_op: str,
+        group_name: str,
+        site: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = lhs[0].shape[0] if pattern == "matmul_all_reduce" else lhs[0].shape[0] // resolve_group(group_name).size()
+        rows = (
+            lhs[0].shape[0] if pattern == "matmul_all_reduce" else lhs[0].shape[0] // resolve_group(group_name).size()
+        )
         return lhs[0].new_empty(rows, rhs[0].shape[1]), chain.new_empty(1)
 
-    schema = "(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor? bias, str settings, str reduce_op, str group_name, str site) -> (Tensor, Tensor)"
+    schema = (
+        "(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor? bias, str settings, str reduce_op, str group_name, str"
+        " site) -> (Tensor, Tensor)"
+    )
     define(f"chunked_sum_{pattern}{schema}", implementation, fake)
 
 

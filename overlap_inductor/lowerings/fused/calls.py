@@ -1,8 +1,10 @@
 """Schedule ``fused``: one persistent kernel a site, launched on the current stream.
 
-Each function is the host's part of one kernel. At a site's first call with operands of some shapes and strides it checks what the kernel rests on, cuts the
-work into bands and pieces, and prepares the kernel; after that it launches (a CUDA graph where a call comes again, ``runtime.replay``), waits for nothing on the
-device and allocates nothing there but its result, and what an all-reduce's blocks send from where that is another tensor. A group that has been aborted launches nothing more.
+Each function is the host's part of one kernel. At a site's first call with operands of some shapes and strides it
+checks what the kernel rests on, cuts the work into bands and pieces, and prepares the kernel; after that it launches (a
+CUDA graph where a call comes again, ``runtime.replay``), waits for nothing on the device and allocates nothing there
+but its result, and what an all-reduce's blocks send from where that is another tensor. A group that has been aborted
+launches nothing more.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ from overlap_inductor.transports.transfer import Transfer
 
 
 def all_gather_matmul(
-    a: torch.Tensor, b: torch.Tensor, launch: Launch, parameters: FusedParameters, bias: torch.Tensor | None = None, keep: bool = False
+    a: torch.Tensor,
+    b: torch.Tensor,
+    launch: Launch,
+    parameters: FusedParameters,
+    bias: torch.Tensor | None = None,
+    keep: bool = False,
 ) -> torch.Tensor:
     """``all_gather_matmuls`` of one weight."""
     return all_gather_matmuls(a, [b], launch, parameters, [bias], keep)[0]
@@ -52,10 +59,11 @@ def all_gather_matmuls(
     keep: bool = False,
     tail: Tail = NO_TAIL,
 ) -> list[torch.Tensor]:
-    """``all_gather(a) @ b + bias`` for each weight, with its epilogue: ``a [rows, K]`` this rank's shard, ``b [K, N]``, ``bias [N]``. Returns each ``[world_size * rows, N]``.
+    """``all_gather(a) @ b + bias`` for each weight, with its epilogue: ``a [rows, K]`` this rank's shard, ``b [K, N]``,
+    ``bias [N]``. Returns each ``[world_size * rows, N]``.
 
-    One to ``MOST_WEIGHTS`` weights, all in rows or all transposed (``in_one_launch`` chooses them). ``keep``: the call does not end with the kernel: ``gathered``
-    may be read on the same stream until ``end``.
+    One to ``MOST_WEIGHTS`` weights, all in rows or all transposed (``in_one_launch`` chooses them). ``keep``: the call
+    does not end with the kernel: ``gathered`` may be read on the same stream until ``end``.
 
     Raises:
         UnsupportedError: a dtype, layout or slot that the kernel is not made for.
@@ -66,7 +74,14 @@ def all_gather_matmuls(
     # (Results lie in rows, of sizes that the operands have: where they begin is all that may change.)
     what = ("fused", "all_gather_matmul", parameters, keep, tail.epilogues, *[r.data_ptr() for r in results])
     copied = [a] if a.nbytes >= parameters.copies_from else []
-    launched(launch, what, [a, *rhs, *biases, *tail.extras], lambda: _gather(a, rhs, results, launch, parameters, biases, keep, tail), parameters.replays, copied)
+    launched(
+        launch,
+        what,
+        [a, *rhs, *biases, *tail.extras],
+        lambda: _gather(a, rhs, results, launch, parameters, biases, keep, tail),
+        parameters.replays,
+        copied,
+    )
     return results
 
 
@@ -106,13 +121,15 @@ def _gather(
 def _with_copies(a: torch.Tensor, launch: Launch, multiply: Callable[[], None], keep: bool) -> None:
     """Copy engines send the shard while ``multiply`` multiplies what has come.
 
-    Nothing that they wait for needs an SM while the kernel fills all of them: leave to write is awaited before, on the current stream, and flags are copied,
-    too. So a rank's shard leaves whatever its kernel waits for.
+    Nothing that they wait for needs an SM while the kernel fills all of them: leave to write is awaited before, on the
+    current stream, and flags are copied, too. So a rank's shard leaves whatever its kernel waits for.
     """
     side, key = side_stream(a.device), ("send", a.shape, a.dtype)
     send = launch.prepared.get(key)
     if send is None:
-        send = copies_with_flags(launch, Transfer(a.shape[0], a.shape[1], a.shape[0], scattered=False), range(launch.world_size - 1), a)
+        send = copies_with_flags(
+            launch, Transfer(a.shape[0], a.shape[1], a.shape[0], scattered=False), range(launch.world_size - 1), a
+        )
         launch.remember(key, send)
     credit_kernel(launch)()
     with one_call(launch, side):
@@ -141,7 +158,8 @@ def matmul_reduce_scatter(
     average: bool = False,
     tail: Tail = NO_TAIL,
 ) -> torch.Tensor:
-    """``reduce_scatter(a @ b + bias)`` of rows, with its epilogue: ``a [world_size * rows, K]``, ``b [K, N]``, ``bias [N]``. Returns ``[rows, N]``, summed in fp32.
+    """``reduce_scatter(a @ b + bias)`` of rows, with its epilogue: ``a [world_size * rows, K]``, ``b [K, N]``, ``bias
+    [N]``. Returns ``[rows, N]``, summed in fp32.
 
     Raises:
         UnsupportedError, TransferError: as ``all_gather_matmul``.
@@ -171,12 +189,14 @@ def matmul_all_reduce(
     average: bool = False,
     tail: Tail = NO_TAIL,
 ) -> torch.Tensor:
-    """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, returns all rows ``[M, N]``; ``M`` need not be a multiple of the world size."""
+    """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, returns all rows ``[M, N]``; ``M`` need not be a
+    multiple of the world size."""
     launch.faults.check()
     rows = a.shape[0]
     out = rows_like(a, rows, b.shape[1], a.dtype)
     sent_from = product_rows(-(-rows // launch.world_size), launch.world_size, parameters)
-    # (Where a shard is whole tiles, finished rows lie where they were multiplied: a peer's come when it has got them, the own ones are summed in place.)
+    # (Where a shard is whole tiles, finished rows lie where they were multiplied: a peer's come when it has got them,
+    # the own ones are summed in place.)
     product = out if sent_from == rows else rows_like(a, sent_from, b.shape[1], a.dtype)
 
     def start() -> None:

@@ -36,15 +36,19 @@ COST = FusedCost()
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of one fused kernel: the longer of matmul and wire, and for each leg a fixed cost and the part of its wire that stays in sight."""
+    """Seconds of one fused kernel: the longer of matmul and wire, and for each leg a fixed cost and the part of its
+    wire that stays in sight."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + copy_seconds(sizes, machine)
-    return max(matmul, wire) + exposed + sizes.legs * (COST.leg_seconds + (sizes.world_size - 1) * COST.leg_peer_seconds)
+    return (
+        max(matmul, wire) + exposed + sizes.legs * (COST.leg_seconds + (sizes.world_size - 1) * COST.leg_peer_seconds)
+    )
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether a fused kernel is estimated to be at least 5 % faster than ``keep``: 25 % in groups larger than those that were measured.
+    """Whether a fused kernel is estimated to be at least 5 % faster than ``keep``: 25 % in groups larger than those
+    that were measured.
 
     Never with less than a wave and a half of tiles, where most of the GPU would wait for what is coming.
     """

@@ -47,7 +47,10 @@ def prepare_gather(
     part_rows = -(-rows // p.block_m) * p.block_m if copied else band_rows(rows, world_size, p)
     transposed = {lies_transposed(b) for b in rhs}
     if len(transposed) > 1 or not 1 <= len(rhs) <= MOST_WEIGHTS:
-        raise UnsupportedError(f"one launch multiplies by 1 to {MOST_WEIGHTS} weights that lie alike, not by those of strides {[list(b.stride()) for b in rhs]}")
+        raise UnsupportedError(
+            f"one launch multiplies by 1 to {MOST_WEIGHTS} weights that lie alike, not by those of strides"
+            f" {[list(b.stride()) for b in rhs]}"
+        )
     tail.check(results)
     varying: list[Any] = [TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), a]
     for b, result, bias in zip(rhs, results, biases, strict=True):
@@ -67,7 +70,9 @@ def prepare_gather(
     varying += [*[None] * (4 * others), *tail.operands]
     if slices > 1:
         if not p.slices_pushers:
-            raise UnsupportedError("a gather in slices has its shard pushed by its first blocks: slices_pushers must be at least 1")
+            raise UnsupportedError(
+                "a gather in slices has its shard pushed by its first blocks: slices_pushers must be at least 1"
+            )
         size = -(-inner // (slices * p.block_k)) * p.block_k
         words = -(-size * a.element_size() // 4)
         columns_at_once = min(triton.next_power_of_2(words), COPY_WORDS // 8)
@@ -86,6 +91,7 @@ def prepare_gather(
 
 
 def gathered(a: torch.Tensor, launch: Launch) -> torch.Tensor:
-    """The workspace of an ``all_gather_matmul`` of shard ``a`` as ``[world_size * rows, K]``; whole only after a call with ``keep``, until ``end``."""
+    """The workspace of an ``all_gather_matmul`` of shard ``a`` as ``[world_size * rows, K]``; whole only after a call
+    with ``keep``, until ``end``."""
     rows, inner = a.shape
     return launch.slot.data.local[: launch.world_size * a.nbytes].view(a.dtype).view(launch.world_size * rows, inner)

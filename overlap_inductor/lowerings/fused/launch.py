@@ -1,4 +1,5 @@
-"""What every launch of schedule ``fused`` has in common: epilogues, operands as its kernels read them, and what a prepared kernel rests on."""
+"""What every launch of schedule ``fused`` has in common: epilogues, operands as its kernels read them, and what a
+prepared kernel rests on."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from overlap_inductor.sites.epilogue_program import Epilogue
 
 
 class Tail(NamedTuple):
-    """What follows a launch's matmuls or its reduction: an epilogue (or none) for each result, and the extra tensors of all, each contiguous."""
+    """What follows a launch's matmuls or its reduction: an epilogue (or none) for each result, and the extra tensors of
+    all, each contiguous."""
 
     epilogues: tuple[Epilogue | None, ...] = ()
     extras: Sequence[torch.Tensor] = ()
@@ -26,14 +28,27 @@ class Tail(NamedTuple):
     @property
     def function(self) -> Any:
         """The Triton function, or ``None``."""
-        return function_of(tuple(None if e is None else (e.extras, e.ops) for e in self.epilogues)) if any(self.epilogues) else None
+        return (
+            function_of(tuple(None if e is None else (e.extras, e.ops) for e in self.epilogues))
+            if any(self.epilogues)
+            else None
+        )
 
     def check(self, results: Sequence[torch.Tensor]) -> None:
         """Raises ``UnsupportedError`` where the extra tensors are not what the epilogues of ``results`` read."""
         kinds = [(k, r) for e, r in zip(self.epilogues, results) if e is not None for k in e.extras]
-        shapes = [{"full": r.shape, "row": r.shape[1:], "column": r.shape[:1], "scalar": torch.Size([1])}[k] for k, r in kinds]
-        if len(self.epilogues) not in (0, len(results)) or len(shapes) > MOST_EXTRAS or shapes != [e.shape for e in self.extras]:
-            raise UnsupportedError(f"extra tensors {[list(e.shape) for e in self.extras]}; at most {MOST_EXTRAS} are read, expected {[list(s) for s in shapes]}")
+        shapes = [
+            {"full": r.shape, "row": r.shape[1:], "column": r.shape[:1], "scalar": torch.Size([1])}[k] for k, r in kinds
+        ]
+        if (
+            len(self.epilogues) not in (0, len(results))
+            or len(shapes) > MOST_EXTRAS
+            or shapes != [e.shape for e in self.extras]
+        ):
+            raise UnsupportedError(
+                f"extra tensors {[list(e.shape) for e in self.extras]}; at most {MOST_EXTRAS} are read, expected"
+                f" {[list(s) for s in shapes]}"
+            )
         if not all(e.is_contiguous() and e.is_floating_point() for e in self.extras):
             raise UnsupportedError("an extra tensor of an epilogue is not contiguous, or not of floating point")
 
@@ -50,7 +65,10 @@ def check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tup
     check_operands(a, b, bias)
     nbytes, signals = need
     if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
-        raise UnsupportedError(f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and {launch.slot.signals}")
+        raise UnsupportedError(
+            f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and"
+            f" {launch.slot.signals}"
+        )
 
 
 def key_of(
@@ -64,8 +82,18 @@ def key_of(
 ) -> tuple[object, ...]:
     """What a prepared kernel rests on. Raises ``UnsupportedError`` where an operand lies as no kernel reads it."""
     if not a.is_contiguous() or a.data_ptr() % 16:
-        raise UnsupportedError(f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous at 16 bytes")
-    key: list[object] = [pattern, a.shape, a.dtype, parameters, flag, tail.epilogues, *((e.dtype, e.data_ptr() % 16 == 0) for e in tail.extras)]
+        raise UnsupportedError(
+            f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous at 16 bytes"
+        )
+    key: list[object] = [
+        pattern,
+        a.shape,
+        a.dtype,
+        parameters,
+        flag,
+        tail.epilogues,
+        *((e.dtype, e.data_ptr() % 16 == 0) for e in tail.extras),
+    ]
     for b, bias in zip(rhs, biases, strict=True):
         if b.data_ptr() % 16:
             raise UnsupportedError(f"the right operand of shape {list(b.shape)} does not begin at 16 bytes")

@@ -1,5 +1,6 @@
-"""The ops of schedule ``fused``: one functional op a site, one persistent kernel an op. Weights of a gathered tensor beyond those that one launch takes
-(``fused_plan.in_one_launch``) are multiplied by the vendor's matmul, on the workspace. Operands that no kernel reads as they lie are copied.
+"""The ops of schedule ``fused``: one functional op a site, one persistent kernel an op. Weights of a gathered tensor
+beyond those that one launch takes (``fused_plan.in_one_launch``) are multiplied by the vendor's matmul, on the
+workspace. Operands that no kernel reads as they lie are copied.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def _gather(
     keep = gathered_used or len(launched) < len(rhs)
     rows = [bias_row(biases[i], rhs[i].shape[1]) for i in launched]
     tail = fused.Tail(tuple(epilogues[i] for i in launched), [e for i in launched for e in of_each[i]])
-    made = dict(zip(launched, fused.all_gather_matmuls(shard, [rhs[i] for i in launched], launch, parameters, rows, keep, tail)))
+    made = dict(
+        zip(launched, fused.all_gather_matmuls(shard, [rhs[i] for i in launched], launch, parameters, rows, keep, tail))
+    )
     if not keep:
         return list(made.values())
     try:
@@ -97,7 +100,9 @@ def _reduce(
 ) -> torch.Tensor:
     fused = _kernels()
     tail = fused.Tail(tuple(epilogues), [e.contiguous() for e in extras]) if epilogues else fused.NO_TAIL
-    return getattr(fused, pattern)(left_operand(lhs), right_operand(rhs), launch, parameters, bias_row(bias, rhs.shape[1]), average, tail)
+    return getattr(fused, pattern)(
+        left_operand(lhs), right_operand(rhs), launch, parameters, bias_row(bias, rhs.shape[1]), average, tail
+    )
 
 
 def _gather_epilogue(
@@ -123,10 +128,21 @@ def _gather_epilogue(
 
 
 def _gather_epilogue_fake(
-    chain: torch.Tensor, shard: torch.Tensor, rhs: Tensors, biases: object, gathered_used: bool, extras: object, epilogues: str, settings: str, group_name: str, site: str
+    chain: torch.Tensor,
+    shard: torch.Tensor,
+    rhs: Tensors,
+    biases: object,
+    gathered_used: bool,
+    extras: object,
+    epilogues: str,
+    settings: str,
+    group_name: str,
+    site: str,
 ) -> tuple[Tensors, torch.Tensor]:
     rows = resolve_group(group_name).size() * shard.shape[0]
-    return [shard.new_empty(rows, width) for width in [b.shape[1] for b in rhs] + [shard.shape[1]] * gathered_used], chain.new_empty(1)
+    return [
+        shard.new_empty(rows, width) for width in [b.shape[1] for b in rhs] + [shard.shape[1]] * gathered_used
+    ], chain.new_empty(1)
 
 
 def _reduce_epilogue(
@@ -151,7 +167,17 @@ def _reduce_epilogue(
 
 
 def _reduce_epilogue_fake(
-    pattern: str, chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: object, extras: object, epilogues: str, settings: str, reduce_op: str, group_name: str, site: str
+    pattern: str,
+    chain: torch.Tensor,
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: object,
+    extras: object,
+    epilogues: str,
+    settings: str,
+    reduce_op: str,
+    group_name: str,
+    site: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = lhs.shape[0] if pattern == "matmul_all_reduce" else lhs.shape[0] // resolve_group(group_name).size()
     return lhs.new_empty(rows, rhs.shape[1]), chain.new_empty(1)
@@ -159,17 +185,18 @@ def _reduce_epilogue_fake(
 
 define_gather("fused", fused_plan, _gather)
 define_reductions("fused", fused_plan, _reduce)
-# The same with pointwise ops behind: ``epilogues`` is ``epilogue_text.to_text`` of one for each result (``None``: a result has none), ``extras`` what they read.
+# The same with pointwise ops behind: ``epilogues`` is ``epilogue_text.to_text`` of one for each result (``None``: a
+# result has none), ``extras`` what they read.
 define(
-    "fused_all_gather_matmul_epilogue(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, bool gathered_used, Tensor[] extras, str epilogues, "
-    "str settings, str group_name, str site) -> (Tensor[], Tensor)",
+    "fused_all_gather_matmul_epilogue(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, bool gathered_used,"
+    " Tensor[] extras, str epilogues, str settings, str group_name, str site) -> (Tensor[], Tensor)",
     _gather_epilogue,
     _gather_epilogue_fake,
 )
 for _pattern in ("matmul_reduce_scatter", "matmul_all_reduce"):
     define(
-        f"fused_{_pattern}_epilogue(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, Tensor[] extras, str epilogues, str settings, str reduce_op, "
-        "str group_name, str site) -> (Tensor, Tensor)",
+        f"fused_{_pattern}_epilogue(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, Tensor[] extras, str epilogues,"
+        " str settings, str reduce_op, str group_name, str site) -> (Tensor, Tensor)",
         functools.partial(_reduce_epilogue, _pattern),
         functools.partial(_reduce_epilogue_fake, _pattern),
     )

@@ -1,4 +1,5 @@
-"""What is planned of a fused kernel before any GPU is touched: its parameters, what it is not made for, what workspace it needs. No Triton here."""
+"""What is planned of a fused kernel before any GPU is touched: its parameters, what it is not made for, what workspace
+it needs. No Triton here."""
 
 from __future__ import annotations
 
@@ -17,24 +18,28 @@ from overlap_inductor.lowerings.one_op.operands import why_not as why_not
 
 NEVER = 2**62
 COPIES_FROM = 4 << 20
-"""Bytes of a shard from which on copy engines are the faster: seen on 2 H200s, also as one of 4 and of 8 ranks (bench/results/mirrored.jsonl)."""
+"""Bytes of a shard from which on copy engines are the faster: seen on 2 H200s, also as one of 4 and of 8 ranks
+(bench/results/mirrored.jsonl)."""
 
 
 @dataclass(frozen=True, eq=False)
 class FusedParameters:
-    """What may be tuned. (Compared by identity: ``parameters_of`` makes one for each text, and it is part of a key that is looked up at every call.)
+    """What may be tuned. (Compared by identity: ``parameters_of`` makes one for each text, and it is part of a key that
+    is looked up at every call.)
 
     Attributes:
         blocks: grid, at best the number of SMs.
         copies_from: bytes of an all-gather's shard from which copy engines send it, not SMs.
         parts: bands a shard, from ``parts_from`` rows of the whole matmul on; below one. 0: as many as ranks.
         pieces: in which a band is pushed (all-gather).
-        pushers: blocks that push: before they multiply (all-gather); whenever something is ready (all-reduce; 0: by ``push_inner``).
-        push_inner: K for which one block pushes as fast as all multiply (all-reduce). The best of those tried were 4 to 8 blocks for K = 14336, 10 to 12 for 7168 and 20 to 24
-            for 3584 (2 and 4 H200s, one of 8).
+        pushers: blocks that push: before they multiply (all-gather); whenever something is ready (all-reduce; 0: by
+            ``push_inner``).
+        push_inner: K for which one block pushes as fast as all multiply (all-reduce). The best of those tried were 4 to
+            8 blocks for K = 14336, 10 to 12 for 7168 and 20 to 24 for 3584 (2 and 4 H200s, one of 8).
         unit: tiles beside each other that are pushed at once (all-reduce).
-        slices, slices_tiles, slices_pushers: slices along K in which a shard is pushed, by so many blocks, and a tile waits for it (all-gather), up to so many tiles;
-            fewer of more tiles (``slices_of``). Numbers of the plan, not of the GPU: all ranks must cut alike.
+        slices, slices_tiles, slices_pushers: slices along K in which a shard is pushed, by so many blocks, and a tile
+            waits for it (all-gather), up to so many tiles; fewer of more tiles (``slices_of``). Numbers of the plan,
+            not of the GPU: all ranks must cut alike.
         column_tiles: tiles in a row of all weights of a gather. Ranks may have more or less columns, and count them
             alike here; 0: as the weights have.
         stagger_ns: between the starts of neighbouring blocks (reduce-scatter).
@@ -69,25 +74,40 @@ class FusedParameters:
 
     def __post_init__(self) -> None:
         least = {"parts": 0, "pushers": 0, "push_inner": 1, "unit": 1}
-        wrong = [f"{name}={getattr(self, name)} (at least {limit})" for name, limit in least.items() if getattr(self, name) < limit]
+        wrong = [
+            f"{name}={getattr(self, name)} (at least {limit})"
+            for name, limit in least.items()
+            if getattr(self, name) < limit
+        ]
         if wrong:
             raise ValueError(f"parameters of schedule fused: {', '.join(wrong)}")
 
 
 TUNED: Mapping[str, Mapping[str, Any]] = {
-    "all_gather_matmul": {"parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4, "halves": True},
+    "all_gather_matmul": {
+        "parts": 4,
+        "parts_from": 4096,
+        "pushers": 12,
+        "slices": 4,
+        "slices_tiles": 132,
+        "stages": 4,
+        "halves": True,
+    },
     "matmul_reduce_scatter": {"stagger_ns": 150, "stages": 4, "halves": True},
     "matmul_all_reduce": {"parts": 0, "pushers": 0, "stages": 4, "halves": True},
 }
-"""The best of what was tried on 2 and 4 H200s (bench/results/fused.jsonl, operators.jsonl), and as one of 4 and of 8 ranks on 2 (bench/results/mirrored.jsonl), by pattern."""
+"""The best of what was tried on 2 and 4 H200s (bench/results/fused.jsonl, operators.jsonl), and as one of 4 and of 8
+ranks on 2 (bench/results/mirrored.jsonl), by pattern."""
 
 
 MOST_WEIGHTS = 4
-"""Weights that one launch multiplies a gathered tensor by: q, k, v and a gate; further ones are the vendor's matmuls."""
+"""Weights that one launch multiplies a gathered tensor by: q, k, v and a gate; further ones are the vendor's matmuls.
+"""
 
 
 def transports_of(pattern: str) -> tuple[str, ...]:
-    """What may move a pattern's bytes. Tiles leave from the matmul's epilogue, or from blocks beside it: an SM stores them."""
+    """What may move a pattern's bytes. Tiles leave from the matmul's epilogue, or from blocks beside it: an SM stores
+    them."""
     return ("sm_push", "copy_engine") if pattern == "all_gather_matmul" else ("sm_push",)
 
 
@@ -106,8 +126,8 @@ def parameters_of(settings: str, blocks: int) -> FusedParameters:
 def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor], parameters: FusedParameters) -> int:
     """Slices along K of a gather of ``shard [rows, K]`` multiplied by each of ``rhs [K, N]``; 1: none.
 
-    As many as planned where all tiles are on the SMs at once, fewer of more tiles: tiles of shards that are there are then multiplied meanwhile. None of shards that
-    copy engines send.
+    As many as planned where all tiles are on the SMs at once, fewer of more tiles: tiles of shards that are there are
+    then multiplied meanwhile. None of shards that copy engines send.
     """
     if shard.nbytes > parameters.copies_from:
         return 1
@@ -129,11 +149,14 @@ def band_rows(rows: int, world_size: int, parameters: FusedParameters) -> int:
 
 
 def pushers_of(inner: int, parameters: FusedParameters) -> int:
-    """Blocks of an all-reduce of operands of ``inner`` K that push: so many that they are as fast as the others multiply, which takes a tile as long as its K."""
+    """Blocks of an all-reduce of operands of ``inner`` K that push: so many that they are as fast as the others
+    multiply, which takes a tile as long as its K."""
     return parameters.pushers or min(max(1, round(parameters.push_inner / inner)), parameters.blocks // 2 or 1)
 
 
-def needed(pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: FusedParameters) -> tuple[int, int]:
+def needed(
+    pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: FusedParameters
+) -> tuple[int, int]:
     """``(bytes, signals)`` that a call needs of its slot: ``rows`` of a shard, ``inner`` its K, ``columns`` its N."""
     # (The most of any fewer rows, too: what is planned for the largest count must serve all.)
     parts = min(parameters.parts or world_size, -(-rows // parameters.block_m))
@@ -145,7 +168,8 @@ def needed(pattern: str, world_size: int, rows: int, inner: int, columns: int, i
 
 
 def in_one_launch(rhs: Sequence[torch.Tensor]) -> list[int]:
-    """Which weights of a gathered tensor its kernel multiplies by: the widest of those that lie alike, of the layout that has most columns.
+    """Which weights of a gathered tensor its kernel multiplies by: the widest of those that lie alike, of the layout
+    that has most columns.
 
     Weights in rows and transposed ones need tensor maps of different blocks, and one loop over K has one kind.
     """

@@ -68,13 +68,19 @@ class FusedSchedule(OneOpSchedule):
             raise RuntimeError(f"the epilogue was planned as {parameters['epilogue']} and is now {_described(tails)}")
         extras = [emit.reshape(node, shape) for tail in tails if tail is not None for node, shape in tail.extras]
         text = to_text([None if tail is None else tail.epilogue for tail in tails])
-        chain, replaced = self.written(emit, site, f"{site.facts.pattern}_epilogue", (), extras, text, parameters["settings"])
+        chain, replaced = self.written(
+            emit, site, f"{site.facts.pattern}_epilogue", (), extras, text, parameters["settings"]
+        )
         if isinstance(site.nodes, GatherNodes):
-            ends = {c.matmul.node: tail.end for c, tail in zip(site.nodes.consumers, tails, strict=True) if tail is not None}
+            ends = {
+                c.matmul.node: tail.end for c, tail in zip(site.nodes.consumers, tails, strict=True) if tail is not None
+            }
         else:
             ends = {site.nodes.result: tails[0].end}  # type: ignore[union-attr]
             replaced = {site.nodes.result: replaced[site.nodes.result]}
-        return chain, {ends.get(old, old): emit.reshape(new, tools.shape(ends.get(old, old))) for old, new in replaced.items()}
+        return chain, {
+            ends.get(old, old): emit.reshape(new, tools.shape(ends.get(old, old))) for old, new in replaced.items()
+        }
 
 
 def _described(tails: list[Tail | None]) -> list[str]:
@@ -82,7 +88,8 @@ def _described(tails: list[Tail | None]) -> list[str]:
 
 
 def _tails(site: OverlapSite, planned: list[str] | None = None) -> list[Tail | None]:
-    """The tail of each result of the op that its kernel writes in the result's own order. ``planned``: what they were described as, if they were."""
+    """The tail of each result of the op that its kernel writes in the result's own order. ``planned``: what they were
+    described as, if they were."""
     nodes = site.nodes
     if not isinstance(tokens(site), int):
         return []
@@ -90,13 +97,23 @@ def _tails(site: OverlapSite, planned: list[str] | None = None) -> list[Tail | N
         collective, sharded = nodes.collectives[0], nodes.sharded
         in_order = sharded.dim == 0 and _one_run(sharded)
         alone = len(nodes.collectives) == 1 and nodes.result is collective.wait
-        return [find_tail(nodes.result, collective.node, planned=planned[0] if planned else None) if in_order and alone else None]
+        return [
+            (
+                find_tail(nodes.result, collective.node, planned=planned[0] if planned else None)
+                if in_order and alone
+                else None
+            )
+        ]
     launched = in_one_launch([right for _, right in operands(site)])
     tails: list[Tail | None] = []
     room = MOST_EXTRAS
     for i, consumer in enumerate(nodes.consumers):
         fits = i in launched and consumer.role == "M" and _one_run(consumer.sharded) and (planned is None or planned[i])
-        tail = find_tail(consumer.matmul.node, nodes.collective.node, room, planned[i] if planned else None) if fits else None
+        tail = (
+            find_tail(consumer.matmul.node, nodes.collective.node, room, planned[i] if planned else None)
+            if fits
+            else None
+        )
         room -= len(tail.extras) if tail is not None else 0
         tails.append(tail)
     return tails

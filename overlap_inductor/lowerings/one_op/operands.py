@@ -1,4 +1,5 @@
-"""Operands as the Triton matmuls need them: copied by an op where they lie otherwise, refused by a launch that would read them wrongly. No Triton here."""
+"""Operands as the Triton matmuls need them: copied by an op where they lie otherwise, refused by a launch that would
+read them wrongly. No Triton here."""
 
 from __future__ import annotations
 
@@ -29,13 +30,22 @@ def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) 
     """Raises ``UnsupportedError`` where no Triton matmul is made for ``a @ b + bias``: dtype, sizes, layout."""
     reason = why_not(a.dtype, a.shape[1], b.shape[1])
     if reason is not None or b.dtype != a.dtype:
-        raise UnsupportedError(reason or f"a fused kernel multiplies matrices of one dtype, not {a.dtype} and {b.dtype}")
+        raise UnsupportedError(
+            reason or f"a fused kernel multiplies matrices of one dtype, not {a.dtype} and {b.dtype}"
+        )
     if not a.is_contiguous() or a.data_ptr() % 16:
-        raise UnsupportedError(f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous at 16 bytes")
+        raise UnsupportedError(
+            f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous at 16 bytes"
+        )
     if not right_operand_fits(b) or b.data_ptr() % 16:
-        raise UnsupportedError(f"the right operand of shape {list(b.shape)} has strides {list(b.stride())}; expected whole 16-byte rows or columns")
+        raise UnsupportedError(
+            f"the right operand of shape {list(b.shape)} has strides {list(b.stride())}; expected whole 16-byte rows or"
+            " columns"
+        )
     if bias is not None and (bias.shape != b.shape[1:] or not bias.is_contiguous()):
-        raise UnsupportedError(f"the bias of shape {list(bias.shape)}, strides {list(bias.stride())} is no row of {b.shape[1]} elements")
+        raise UnsupportedError(
+            f"the bias of shape {list(bias.shape)}, strides {list(bias.stride())} is no row of {b.shape[1]} elements"
+        )
 
 
 def why_not(dtype: torch.dtype, inner: int, columns: int) -> str | None:

@@ -1,8 +1,10 @@
-"""The ops that run a whole site inside one op, of every schedule that does: one schema a pattern, one way to the site's workspace, one way out of it.
+"""The ops that run a whole site inside one op, of every schedule that does: one schema a pattern, one way to the site's
+workspace, one way out of it.
 
-Shapes (W ranks, this rank's view): ``shard [m, K]``, ``rhs [K, N]``, ``lhs [W*m, K]``. All ops return the chain's next token last. ``settings`` is JSON text of the
-schedule's parameters. A site without rows, with fewer than ``min_rows``, with more than its workspace was planned for, or one whose group has no workspace left for it
-(``runtime.workspace`` says so in the log), runs the plain collective and matmul: on every rank, since rows and workspace are the same on all.
+Shapes (W ranks, this rank's view): ``shard [m, K]``, ``rhs [K, N]``, ``lhs [W*m, K]``. All ops return the chain's next
+token last. ``settings`` is JSON text of the schedule's parameters. A site without rows, with fewer than ``min_rows``,
+with more than its workspace was planned for, or one whose group has no workspace left for it (``runtime.workspace``
+says so in the log), runs the plain collective and matmul: on every rank, since rows and workspace are the same on all.
 """
 
 from __future__ import annotations
@@ -37,13 +39,22 @@ class SitePlan(Protocol):
 
 
 Gather = Callable[[torch.Tensor, Sequence[torch.Tensor], Optional, bool, Launch, Any], Tensors]
-"""``(shard, rhs, biases, gathered_used, launch, parameters)`` to the results, and the gathered tensor behind them where it is used."""
+"""``(shard, rhs, biases, gathered_used, launch, parameters)`` to the results, and the gathered tensor behind them where
+it is used."""
 Reduce = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor | None, bool, Launch, Any], torch.Tensor]
 """``(pattern, lhs, rhs, bias, average, launch, parameters)`` to the result."""
 
 
 def ready(
-    plan: SitePlan, pattern: str, rows: int, a: torch.Tensor, b: torch.Tensor, sent: torch.dtype, group: dist.ProcessGroup, site: str, settings: str
+    plan: SitePlan,
+    pattern: str,
+    rows: int,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    sent: torch.dtype,
+    group: dist.ProcessGroup,
+    site: str,
+    settings: str,
 ) -> tuple[Launch, Any] | None:
     """Where and how the site's kernels multiply ``a`` by ``b``, with ``rows`` of a shard and elements of dtype ``sent``
     on their way; ``None`` where they do not. What is launched there is launched in the device's ``call_order``."""
@@ -65,7 +76,14 @@ def define_gather(schedule: str, plan: SitePlan, gather: Gather) -> None:
     """Op ``<schedule>_all_gather_matmul``: ``([results ..., gathered where it is used], token)``."""
 
     def implementation(
-        chain: torch.Tensor, shard: torch.Tensor, rhs: Tensors, biases: Optional, gathered_used: bool, settings: str, group_name: str, site: str
+        chain: torch.Tensor,
+        shard: torch.Tensor,
+        rhs: Tensors,
+        biases: Optional,
+        gathered_used: bool,
+        settings: str,
+        group_name: str,
+        site: str,
     ) -> tuple[Tensors, torch.Tensor]:
         group, token = resolve_group(group_name), token_like(chain)
         found = ready(plan, "all_gather_matmul", shard.shape[0], shard, rhs[0], shard.dtype, group, site, settings)
@@ -76,25 +94,43 @@ def define_gather(schedule: str, plan: SitePlan, gather: Gather) -> None:
             return gather(shard, rhs, biases, gathered_used, *found), token
 
     def fake(
-        chain: torch.Tensor, shard: torch.Tensor, rhs: Tensors, biases: object, gathered_used: bool, settings: str, group_name: str, site: str
+        chain: torch.Tensor,
+        shard: torch.Tensor,
+        rhs: Tensors,
+        biases: object,
+        gathered_used: bool,
+        settings: str,
+        group_name: str,
+        site: str,
     ) -> tuple[Tensors, torch.Tensor]:
         rows = resolve_group(group_name).size() * shard.shape[0]
         widths = [b.shape[1] for b in rhs] + ([shard.shape[1]] if gathered_used else [])
         return [shard.new_empty(rows, width) for width in widths], chain.new_empty(1)
 
-    schema = "(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, bool gathered_used, str settings, str group_name, str site) -> (Tensor[], Tensor)"
+    schema = (
+        "(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, bool gathered_used, str settings, str group_name,"
+        " str site) -> (Tensor[], Tensor)"
+    )
     define(f"{schedule}_all_gather_matmul{schema}", implementation, fake)
 
 
 def define_reductions(schedule: str, plan: SitePlan, reduce: Reduce) -> None:
-    """Ops ``<schedule>_matmul_reduce_scatter`` and ``<schedule>_matmul_all_reduce``: ``(result, token)``; the result has a shard's rows, and all rows of ``lhs``."""
+    """Ops ``<schedule>_matmul_reduce_scatter`` and ``<schedule>_matmul_all_reduce``: ``(result, token)``; the result
+    has a shard's rows, and all rows of ``lhs``."""
     for pattern in ("matmul_reduce_scatter", "matmul_all_reduce"):
         _define_reduction(schedule, plan, reduce, pattern)
 
 
 def _define_reduction(schedule: str, plan: SitePlan, reduce: Reduce, pattern: str) -> None:
     def implementation(
-        chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, settings: str, reduce_op: str, group_name: str, site: str
+        chain: torch.Tensor,
+        lhs: torch.Tensor,
+        rhs: torch.Tensor,
+        bias: torch.Tensor | None,
+        settings: str,
+        reduce_op: str,
+        group_name: str,
+        site: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         group, token = resolve_group(group_name), token_like(chain)
         found = ready(plan, pattern, -(-lhs.shape[0] // group.size()), lhs, rhs, lhs.dtype, group, site, settings)
@@ -104,10 +140,20 @@ def _define_reduction(schedule: str, plan: SitePlan, reduce: Reduce, pattern: st
             return reduce(pattern, lhs, rhs, bias, reduce_op == "avg", *found), token
 
     def fake(
-        chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: object, settings: str, reduce_op: str, group_name: str, site: str
+        chain: torch.Tensor,
+        lhs: torch.Tensor,
+        rhs: torch.Tensor,
+        bias: object,
+        settings: str,
+        reduce_op: str,
+        group_name: str,
+        site: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = lhs.shape[0] if pattern == "matmul_all_reduce" else lhs.shape[0] // resolve_group(group_name).size()
         return lhs.new_empty(rows, rhs.shape[1]), chain.new_empty(1)
 
-    schema = "(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op, str group_name, str site) -> (Tensor, Tensor)"
+    schema = (
+        "(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op, str group_name, str site) ->"
+        " (Tensor, Tensor)"
+    )
     define(f"{schedule}_{pattern}{schema}", implementation, fake)

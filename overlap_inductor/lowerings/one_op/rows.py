@@ -1,9 +1,11 @@
 """A site as one op: which sites such ops compute, and how operands and results are laid out for them.
 
-The ops of ``lowerings.ring.looped_reduce_ops`` (reductions) and of the schedules that are one op a site (``lowerings.fused.ops`` ...) cut plain 2-D matmuls along leading rows in the ranks' order. Rows that lie otherwise are
-brought there: ``[outer, rank, chunk]`` (a gather or scatter of an inner dim) by a permute of the result or of the left operand, and a cut along
-columns by computing the transposed product, which the vendor's matmul does without a copy (a fused kernel copies its left operand). A cut
-along the contracted dim is computed by the ring's op alone (``looping_gather``).
+The ops of ``lowerings.ring.looped_reduce_ops`` (reductions) and of the schedules that are one op a site
+(``lowerings.fused.ops`` ...) cut plain 2-D matmuls along leading rows in the ranks' order. Rows that lie otherwise are
+brought there: ``[outer, rank, chunk]`` (a gather or scatter of an inner dim) by a permute of the result or of the left
+operand, and a cut along columns by computing the transposed product, which the vendor's matmul does without a copy (a
+fused kernel copies its left operand). A cut along the contracted dim is computed by the ring's op alone
+(``looping_gather``).
 """
 
 from __future__ import annotations
@@ -40,13 +42,16 @@ SCALED: tuple[str, ...] = ("scaled_mm",)
 
 
 def served(site: OverlapSite) -> OverlapSite:
-    """``site`` with those of a gather's matmuls that one op computes beside each other, the ones that see the gathered tensor as the first of them does. The others stay as
-    they stand, and read the gathered tensor behind the op (a weight's gradient, whose tokens are contracted). The site itself where there is none of either, or where some
-    are scaled and some plain."""
+    """``site`` with those of a gather's matmuls that one op computes beside each other, the ones that see the gathered
+    tensor as the first of them does. The others stay as they stand, and read the gathered tensor behind the op (a
+    weight's gradient, whose tokens are contracted). The site itself where there is none of either, or where some are
+    scaled and some plain."""
     nodes = site.nodes
     if not isinstance(nodes, GatherNodes) or len({m.kind in SCALED for m in site.matmuls}) > 1:
         return site
-    able = [c for c in nodes.consumers if c.matmul.kind in PLAIN and _one_bias_row(c.matmul) and _gathers_rows(c, nodes)]
+    able = [
+        c for c in nodes.consumers if c.matmul.kind in PLAIN and _one_bias_row(c.matmul) and _gathers_rows(c, nodes)
+    ]
     able = [c for c in able if _one_shape([able[0], c])]
     return replace(site, nodes=replace(nodes, consumers=able)) if 0 < len(able) < len(nodes.consumers) else site
 
@@ -64,7 +69,11 @@ def loopable(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
     if any(m.kind not in kinds for m in site.matmuls):
         return False
     if isinstance(site.nodes, GatherNodes):
-        return all(map(_one_bias_row, site.matmuls)) and all(_gathers_rows(c, site.nodes) for c in site.nodes.consumers) and _one_shape(site.nodes.consumers)
+        return (
+            all(map(_one_bias_row, site.matmuls))
+            and all(_gathers_rows(c, site.nodes) for c in site.nodes.consumers)
+            and _one_shape(site.nodes.consumers)
+        )
     biases = biases_of(site.nodes, site.nodes.computed)
     if biases is None or any(b is not None and not is_row(b) for b in biases):
         return False
@@ -72,7 +81,8 @@ def loopable(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
 
 
 def computed_between(site: OverlapSite) -> fx.Node | None:
-    """An op between gather and matmuls, or matmuls and reduction, that changes more than single elements (``row_wise``, ``passes.find_region``), if any."""
+    """An op between gather and matmuls, or matmuls and reduction, that changes more than single elements (``row_wise``,
+    ``passes.find_region``), if any."""
     nodes = site.nodes
     if isinstance(nodes, GatherNodes):
         return next((n for n in nodes.layouts if n is not nodes.collective.wait and n not in nodes.through), None)
@@ -80,7 +90,8 @@ def computed_between(site: OverlapSite) -> fx.Node | None:
 
 
 def chooses_at_run_time(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
-    """Whether the op can also tell from its rows how many tokens there are, to run the plain collective where they are few."""
+    """Whether the op can also tell from its rows how many tokens there are, to run the plain collective where they are
+    few."""
     return loopable(site, kinds) and (isinstance(site.nodes, GatherNodes) or site.nodes.sharded.dim == 0)
 
 
@@ -88,13 +99,17 @@ def _gathers_rows(consumer: GatherConsumer, nodes: GatherNodes) -> bool:
     if consumer.role not in ("M", "N") or (consumer.role == "N" and consumer.matmul.bias is not None):
         return False
     rows_first = consumer.layout if consumer.role == "M" else consumer.layout.permute([1, 0])
-    return nodes.raw.without_rank().same_elements(rows_first.without_rank()) and only_views(consumer.operand_node, nodes)
+    return nodes.raw.without_rank().same_elements(rows_first.without_rank()) and only_views(
+        consumer.operand_node, nodes
+    )
 
 
 def _one_shape(consumers: list[GatherConsumer]) -> bool:
     """Whether all matmuls see the gathered tensor as one matrix."""
     shapes = [_shard(c) for c in consumers]
-    return len({tools.dtype(c.operand_node) for c in consumers}) == 1 and all(same_size(a, b) for other in shapes[1:] for a, b in zip(shapes[0], other, strict=True))
+    return len({tools.dtype(c.operand_node) for c in consumers}) == 1 and all(
+        same_size(a, b) for other in shapes[1:] for a, b in zip(shapes[0], other, strict=True)
+    )
 
 
 def _shard(consumer: GatherConsumer) -> list[Any]:
@@ -116,7 +131,8 @@ def behind_views(node: fx.Node, nodes: GatherNodes) -> fx.Node:
 
 
 def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
-    """Whether what each rank gets is rows of the matmuls' result (or columns, without a bias), in its own order of elements."""
+    """Whether what each rank gets is rows of the matmuls' result (or columns, without a bias), in its own order of
+    elements."""
     sharded = nodes.sharded
     one_run = pattern == "matmul_all_gather" or isinstance(sharded.outer, int) and sharded.outer == 1
     in_order = sharded.dim == 0 and one_run
@@ -179,7 +195,8 @@ def _of_one_width(row: fx.Node, matmul: fx.Node) -> bool:
 
 
 GatherCall = Callable[[fx.Node, list[fx.Node], list[fx.Node | None], bool], tuple[fx.Node, fx.Node | None, fx.Node]]
-"""Writes the op: ``(shard, right operands, biases, whether the gathered tensor is read) -> (results, gathered tensor or None, next token)``."""
+"""Writes the op: ``(shard, right operands, biases, whether the gathered tensor is read) -> (results, gathered tensor or
+None, next token)``."""
 ReduceCall = Callable[[list[fx.Node], list[fx.Node], list[fx.Node | None], str], fx.Node]
 """Writes the op: ``(left operands, right operands, biases, reduce_op) -> (result, next token)``, as one node."""
 
@@ -200,7 +217,9 @@ def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, call: GatherCall) -> t
 
 def gathered_as(emit: StepEmitter, nodes: GatherNodes, gathered: fx.Node) -> dict[fx.Node, fx.Node]:
     """What ``gathered``, a matrix of all shards in the ranks' order, replaces."""
-    whole = as_bits_of(emit, emit.reshape(gathered, tools.shape(nodes.collective.node)), tools.dtype(nodes.collective.node))
+    whole = as_bits_of(
+        emit, emit.reshape(gathered, tools.shape(nodes.collective.node)), tools.dtype(nodes.collective.node)
+    )
     return {nodes.collective.wait: whole, nodes.collective.node: whole}
 
 

@@ -1,10 +1,11 @@
 """``OneOpSchedule``: a schedule whose sites are one op each, ``overlap_inductor::<schedule>_<pattern>``.
 
-Such an op computes what a looping op computes (rows in the ranks' order, ``lowerings.one_op.rows``), of 16-bit matrices in whole 16-byte rows; one matmul
-into a reduction, or a sum of several where the schedule has ops for that (``<schedule>_sum_<pattern>``). Of the sizes only the token count may be
-dynamic. Of a gather's matmuls it computes those that it can, and hands out the gathered tensor for the others. What is the schedule's own
-(parameters, workspace, further limits) is in its plan module, e.g. ``lowerings.fused.parameters``.
-A schedule may have ops for fp8 with scales, too: ``<schedule>_scaled_<pattern>``, ``lowerings.one_op.scaled``.
+Such an op computes what a looping op computes (rows in the ranks' order, ``lowerings.one_op.rows``), of 16-bit matrices
+in whole 16-byte rows; one matmul into a reduction, or a sum of several where the schedule has ops for that
+(``<schedule>_sum_<pattern>``). Of the sizes only the token count may be dynamic. Of a gather's matmuls it computes
+those that it can, and hands out the gathered tensor for the others. What is the schedule's own (parameters, workspace,
+further limits) is in its plan module, e.g. ``lowerings.fused.parameters``. A schedule may have ops for fp8 with scales,
+too: ``<schedule>_scaled_<pattern>``, ``lowerings.one_op.scaled``.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class OneOpSchedule:
         cost: estimated seconds; pays: whether that is enough faster than ``keep``.
         reach: why ranks on a device cannot run it, from what all of them know alike, or ``None``.
         dynamic: whether the token count may be known no earlier than it runs.
-        needed: ``(pattern, world_size, rows of a shard, inner, columns, itemsize, parameters) -> (bytes, signals)`` that a call needs of its slot; ``None`` without.
+        needed: ``(pattern, world_size, rows of a shard, inner, columns, itemsize, parameters) -> (bytes, signals)``
+            that a call needs of its slot; ``None`` without.
         why_not_scaled: as the plan's ``why_not``, of fp8 with scales; ``None`` where the schedule has no ops for them.
         replays: whether the launches of a call may be one CUDA graph (``runtime.replay``).
         sums: whether it has ops for a sum of plain matmuls into one reduction.
@@ -110,7 +112,10 @@ class OneOpSchedule:
             return f"no {self.noun} computes {facts.pattern}"
         moving = self.plan.transports_of(facts.pattern)
         if config.transport not in ("auto", *moving):
-            return f"OVERLAP_INDUCTOR_TRANSPORT={config.transport}, and what schedule {self.name} sends of {facts.pattern} goes by {' or '.join(moving)}"
+            return (
+                f"OVERLAP_INDUCTOR_TRANSPORT={config.transport}, and what schedule {self.name} sends of {facts.pattern}"
+                f" goes by {' or '.join(moving)}"
+            )
         why_not: WhyNot = self.plan.why_not
         kinds, why_not_right = looping.PLAIN, _why_not_right
         if scaled_site.is_scaled(site):
@@ -121,7 +126,10 @@ class OneOpSchedule:
             why_not, kinds, why_not_right = self.why_not_scaled, looping.SCALED, scaled_site.why_not_right
         if not looping.loopable(site, kinds):
             if (between := looping.computed_between(site)) is not None:
-                return f"{between.name} ({between.target}) stands between its matmuls and the collective; a {self.noun} computes nothing there"
+                return (
+                    f"{between.name} ({between.target}) stands between its matmuls and the collective; a {self.noun}"
+                    " computes nothing there"
+                )
             return "its rows do not lie in the ranks' order, or its matmuls are not plain ones with a bias of one row"
         if facts.pattern != "all_gather_matmul" and len(site.matmuls) > 1:
             if not self.sums or scaled_site.is_scaled(site):
@@ -136,7 +144,10 @@ class OneOpSchedule:
             dynamic = self.dynamic and looping.chooses_at_run_time(site, kinds)
             static = (left.shape[1], *right.shape, *right.stride(), *(() if dynamic else left.shape))
             if any(not isinstance(size, int) for size in static):
-                return f"a size or stride is only known when it runs: {[str(s) for s in left.shape]} @ {[str(s) for s in right.shape]}"
+                return (
+                    f"a size or stride is only known when it runs: {[str(s) for s in left.shape]} @"
+                    f" {[str(s) for s in right.shape]}"
+                )
             reason = why_not(left.dtype, int(left.shape[1]), int(right.shape[1])) or why_not_right(left, right)
             if reason is not None:
                 return reason
@@ -158,7 +169,9 @@ class OneOpSchedule:
         if config.replay == "off" and self.replays:
             settings["replays"] = False
         # (A schedule with several transports that are all allowed takes the one for the bytes of each call.)
-        transport = " or ".join(t for t in self.plan.transports_of(site.facts.pattern) if config.transport in ("auto", t))
+        transport = " or ".join(
+            t for t in self.plan.transports_of(site.facts.pattern) if config.transport in ("auto", t)
+        )
         parameters: dict[str, Any] = {"settings": json.dumps(settings, sort_keys=True)}
         if len(own.matmuls) < len(site.matmuls):
             parameters["matmuls"] = f"{len(own.matmuls)} of {len(site.matmuls)}"
@@ -166,7 +179,13 @@ class OneOpSchedule:
             return [PlanPiece(self.name, transport, (0, None), parameters)]
         below = [PlanPiece("keep", None, (0, min_rows - 1))] if min_rows else []
         above = PlanPiece("keep", None, (config.max_tokens + 1, None))
-        return [*below, PlanPiece(self.name, transport, (min_rows, config.max_tokens), parameters | {"max_tokens": config.max_tokens}), above]
+        return [
+            *below,
+            PlanPiece(
+                self.name, transport, (min_rows, config.max_tokens), parameters | {"max_tokens": config.max_tokens}
+            ),
+            above,
+        ]
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
         own, machine = sizes_at(looping.served(site)), machine_of(site)
@@ -208,14 +227,21 @@ class OneOpSchedule:
         site = looping.served(site)
         if not scaled_site.is_scaled(site):
             return self.written(emit, site, site.facts.pattern, (), parameters["settings"])
-        return self.written(emit, site, f"scaled_{site.facts.pattern}", scaled_site.terms(emit, site), parameters["settings"])
+        return self.written(
+            emit, site, f"scaled_{site.facts.pattern}", scaled_site.terms(emit, site), parameters["settings"]
+        )
 
-    def written(self, emit: StepEmitter, site: OverlapSite, name: str, scales: tuple[Any, ...], *own: Any) -> tuple[fx.Node, Replaced]:
-        """The site as op ``<schedule>_<name>``, whose own arguments (its settings the last of them) stand behind the operands."""
+    def written(
+        self, emit: StepEmitter, site: OverlapSite, name: str, scales: tuple[Any, ...], *own: Any
+    ) -> tuple[fx.Node, Replaced]:
+        """The site as op ``<schedule>_<name>``, whose own arguments (its settings the last of them) stand behind the
+        operands."""
         op, where = getattr(looping.overlap, f"{self.name}_{name}").default, (emit.group_name, emit.site)
         if isinstance(site.nodes, GatherNodes):
 
-            def gather(shard: fx.Node, rhs: list[fx.Node], biases: list[fx.Node | None], used: bool) -> tuple[fx.Node, fx.Node | None, fx.Node]:
+            def gather(
+                shard: fx.Node, rhs: list[fx.Node], biases: list[fx.Node | None], used: bool
+            ) -> tuple[fx.Node, fx.Node | None, fx.Node]:
                 out = emit.communicate(op, emit.chain, shard, rhs, biases, *scales, used, *own, *where)
                 results, chain = (emit.call(getitem, out, i) for i in range(2))
                 # (The gathered tensor stands behind the results where something reads it.)
@@ -229,7 +255,16 @@ class OneOpSchedule:
             # (The one with a bias, if any, first.)
             order = sorted(range(len(lhs)), key=lambda i: biases[i] is None)
             summed = getattr(looping.overlap, f"{self.name}_sum_{name}").default
-            return emit.communicate(summed, emit.chain, [lhs[i] for i in order], [rhs[i] for i in order], biases[order[0]], *own, reduce_op, *where)
+            return emit.communicate(
+                summed,
+                emit.chain,
+                [lhs[i] for i in order],
+                [rhs[i] for i in order],
+                biases[order[0]],
+                *own,
+                reduce_op,
+                *where,
+            )
 
         return looping.rewrite_reduce(emit, site.nodes, reduce, looping.summed(site.nodes))
 
@@ -243,7 +278,10 @@ def operands(site: OverlapSite) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def _why_not_right(left: torch.Tensor, right: torch.Tensor) -> str | None:
     if right.dtype != left.dtype or not right_operand_fits(right):
-        return f"the right operand is {right.dtype}{list(right.shape)} with strides {list(right.stride())}; expected rows or columns of whole 16-byte words"
+        return (
+            f"the right operand is {right.dtype}{list(right.shape)} with strides {list(right.stride())}; expected rows"
+            " or columns of whole 16-byte words"
+        )
     return None
 
 

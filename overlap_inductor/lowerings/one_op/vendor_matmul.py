@@ -14,7 +14,8 @@ class Scales:
     """What makes a matmul of fp8 matrices one of numbers (``_scaled_mm``).
 
     Attributes:
-        a, b: fp32, one element each; or one a row of the left operand ``[all rows, 1]`` and one a column of the right one ``[1, N]``.
+        a, b: fp32, one element each; or one a row of the left operand ``[all rows, 1]`` and one a column of the right
+            one ``[1, N]``.
         dtype: of the result. fast: the sum over K may be kept in fewer bits.
     """
 
@@ -26,8 +27,9 @@ class Scales:
 
 @dataclass(frozen=True)
 class VendorMatmul:
-    """``rows @ b + bias``: ``b [K, N]`` in any layout that the library takes, ``bias [N]`` or ``[1]``; and more products ``added`` to it, each of a left operand
-    ``[all rows, K_i]`` and a right one ``[K_i, N]`` (without scales)."""
+    """``rows @ b + bias``: ``b [K, N]`` in any layout that the library takes, ``bias [N]`` or ``[1]``; and more
+    products ``added`` to it, each of a left operand ``[all rows, K_i]`` and a right one ``[K_i, N]`` (without scales).
+    """
 
     b: torch.Tensor
     bias: torch.Tensor | None = None
@@ -62,7 +64,17 @@ class VendorMatmul:
                 scale = scale[start:stop]
                 # (A slice of odd rows; the library wants 16 bytes.)
                 scale = scale if scale.data_ptr() % 16 == 0 else scale.clone()
-            aten._scaled_mm.out(rows, self.b, scale, self.scales.b, self.bias, None, self.scales.dtype, self.scales.fast, out=out[start:stop])
+            aten._scaled_mm.out(
+                rows,
+                self.b,
+                scale,
+                self.scales.b,
+                self.bias,
+                None,
+                self.scales.dtype,
+                self.scales.fast,
+                out=out[start:stop],
+            )
         elif self.bias is None:
             torch.mm(rows, self.b, out=out[start:stop])
         else:

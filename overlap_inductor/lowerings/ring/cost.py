@@ -19,8 +19,8 @@ def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine, parts: int) -> bool:
-    """Whether the ring is estimated to be at least 5 % faster than ``keep``, and hides more than its steps cost: one step may be cheaper than a collective
-    of next to nothing, but not for the host."""
+    """Whether the ring is estimated to be at least 5 % faster than ``keep``, and hides more than its steps cost: one
+    step may be cheaper than a collective of next to nothing, but not for the host."""
     matmul, wire = matmul_seconds(sizes, machine), sizes.legs * sizes.bytes_sent / machine.link_bytes
     if min(matmul, wire) < sizes.legs * (sizes.world_size - 1) * parts * machine.step_seconds:
         return False

@@ -1,8 +1,9 @@
-"""A gather as the looping op of ``lowerings.ring.looped_gather_ops``: which sites it computes, and how their operands and results are laid out for it.
+"""A gather as the looping op of ``lowerings.ring.looped_gather_ops``: which sites it computes, and how their operands
+and results are laid out for it.
 
-The op sees a shard as one matrix in the collective's own order, and each matmul's operand as a row or a column of such matrices, one a rank,
-as they are or transposed. Ranks that lie inside a dim (``[outer, rank, chunk]``) are brought in front by a permute of the result's rows or, where
-the dim is contracted, of the other operand's.
+The op sees a shard as one matrix in the collective's own order, and each matmul's operand as a row or a column of such
+matrices, one a rank, as they are or transposed. Ranks that lie inside a dim (``[outer, rank, chunk]``) are brought in
+front by a permute of the result's rows or, where the dim is contracted, of the other operand's.
 """
 
 from __future__ import annotations
@@ -54,9 +55,11 @@ def _is_plain(consumer: GatherConsumer) -> bool:
 
 
 def _gathers_operand(nodes: GatherNodes) -> bool:
-    """Whether what the matmuls read can be gathered: the gathered tensor itself, or one that is computed on it, row by row and for nothing else.
+    """Whether what the matmuls read can be gathered: the gathered tensor itself, or one that is computed on it, row by
+    row and for nothing else.
 
-    Then the shards are computed on before they travel; never where that makes them longer, nor with another tensor, which may be the rank's own.
+    Then the shards are computed on before they travel; never where that makes them longer, nor with another tensor,
+    which may be the rank's own.
     """
     (operand, *others) = {looping.behind_views(c.operand_node, nodes) for c in nodes.consumers}
     wait = nodes.collective.wait
@@ -67,11 +70,15 @@ def _gathers_operand(nodes: GatherNodes) -> bool:
     computed = members - set(nodes.through) - {wait}
     if any(n not in members and tools.is_tensor(n) for node in computed for n in node.all_input_nodes):
         return False
-    return users <= members | {c.matmul.node for c in nodes.consumers} and tools.dtype(operand).itemsize <= tools.dtype(wait).itemsize
+    return (
+        users <= members | {c.matmul.node for c in nodes.consumers}
+        and tools.dtype(operand).itemsize <= tools.dtype(wait).itemsize
+    )
 
 
 def _readings(consumer: GatherConsumer, nodes: GatherNodes) -> list[tuple[Form, list[Any]]]:
-    """Forms in which the consumer's operand is made of shards, each with the matrix ``[m, k]`` that a shard is then (two, where one has a single row)."""
+    """Forms in which the consumer's operand is made of shards, each with the matrix ``[m, k]`` that a shard is then
+    (two, where one has a single row)."""
     left = consumer.layout if consumer.operand == "lhs" else consumer.layout.permute([1, 0])
     found = []
     for transposed in (False, True):
@@ -91,12 +98,15 @@ def _same(mine: list[Any], theirs: list[Any]) -> bool:
 
 
 def chooses_at_run_time(nodes: GatherNodes) -> bool:
-    """Whether the op can also tell from a shard's rows how many tokens there are, to run the plain collective where they are few."""
+    """Whether the op can also tell from a shard's rows how many tokens there are, to run the plain collective where
+    they are few."""
     forms = forms_of(nodes)
     return forms is not None and all(f.transposed == f.contracted for f in forms)
 
 
-def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route: str) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+def rewrite(
+    emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route: str
+) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
     """``(next token of the chain, what replaces which node)``, each in the shape and strides of what it replaces."""
     forms = forms_of(nodes)
     if forms is None:
@@ -108,7 +118,9 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route
     others = [_in_ranks_order(emit, c) for c in nodes.consumers]
     biases = [c.matmul.bias for c in nodes.consumers]
     op = overlap.all_gather_matmul.default
-    out = emit.communicate(op, emit.chain, shard, others, biases, texts(forms), parts, floor, route, emit.group_name, emit.site)
+    out = emit.communicate(
+        op, emit.chain, shard, others, biases, texts(forms), parts, floor, route, emit.group_name, emit.site
+    )
     results, gathered, chain = (emit.call(looping.getitem, out, i) for i in range(3))
     replaced = {}
     for i, consumer in enumerate(nodes.consumers):
@@ -118,11 +130,14 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route
             whole = _in_place(emit, result, dim, consumer.sharded, from_ranks=True)
             result = emit.contiguous(emit.cut_to_size(whole, dim, consumer.sharded))
         replaced[consumer.matmul.node] = result
-    return chain, replaced | looping.gathered_as(emit, nodes, gathered) if operand is nodes.collective.wait else replaced
+    return chain, replaced | looping.gathered_as(
+        emit, nodes, gathered
+    ) if operand is nodes.collective.wait else replaced
 
 
 def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Node:
-    """``operand``, between gather and matmuls, computed on this rank's shard before it travels, in the order of the shard's elements."""
+    """``operand``, between gather and matmuls, computed on this rank's shard before it travels, in the order of the
+    shard's elements."""
     if not nodes.layouts:
         return ring_gather.evaluate(emit, nodes, operand, nodes.collective.input, {})
     raw = nodes.raw.without_rank()
@@ -134,7 +149,9 @@ def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:
     """The matmul's other operand, the rows that meet the gathered ones in the ranks' order."""
     if consumer.role != "K":
         return consumer.other_node
-    return _in_place(emit, consumer.other_node, 0 if consumer.operand == "lhs" else 1, consumer.sharded, from_ranks=False)
+    return _in_place(
+        emit, consumer.other_node, 0 if consumer.operand == "lhs" else 1, consumer.sharded, from_ranks=False
+    )
 
 
 def _in_place(emit: StepEmitter, x: fx.Node, dim: int, sharded: ShardedDim, from_ranks: bool) -> fx.Node:

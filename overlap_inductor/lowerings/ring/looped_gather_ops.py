@@ -1,13 +1,15 @@
-"""The looping op of gathers: one ring of slices for all matmuls that read the gathered tensor, whichever of their dims it lies on.
+"""The looping op of gathers: one ring of slices for all matmuls that read the gathered tensor, whichever of their dims
+it lies on.
 
-Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the slice of rank r as it is or transposed, ``s_r [p, q]``, as rows or as a
-part of its contraction::
+Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the slice of rank r as it is or transposed, ``s_r
+[p, q]``, as rows or as a part of its contraction::
 
     rows:        y[r * p : (r + 1) * p] = s_r @ other                           other [q, n], y [W * p, n]
     contraction: y = sum over r of s_r @ other[r * q : (r + 1) * q]             other [W * q, n], y [p, n]; accumulated in fp32
 
-or, where the slices are its right operand, all of this transposed. So dgrad (rows) and wgrad (contraction, slices transposed) of a backward
-graph share one ring, sub-chunk by sub-chunk: rows of a slice are rows of ``y``, or a shorter contraction.
+or, where the slices are its right operand, all of this transposed. So dgrad (rows) and wgrad (contraction, slices
+transposed) of a backward graph share one ring, sub-chunk by sub-chunk: rows of a slice are rows of ``y``, or a shorter
+contraction.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class Form:
-    """How a matmul reads the slices: as which ``operand`` (lhs, rhs), ranks along which dim (``role``: M, N or K), and whether transposed."""
+    """How a matmul reads the slices: as which ``operand`` (lhs, rhs), ranks along which dim (``role``: M, N or K), and
+    whether transposed."""
 
     operand: str
     role: str
@@ -40,7 +43,8 @@ class Form:
 
     @property
     def whole(self) -> bool:
-        """Whether rows of a shard would split the contraction of a matmul whose results are one rank's: it takes shards whole."""
+        """Whether rows of a shard would split the contraction of a matmul whose results are one rank's: it takes shards
+        whole."""
         return self.transposed and not self.contracted
 
     def __str__(self) -> str:
@@ -70,7 +74,9 @@ def texts(forms: Sequence[Form]) -> str:
 class _Matmul:
     """One matmul's result, slice by slice. The own slice comes first, whole."""
 
-    def __init__(self, form: Form, shard: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, world_size: int) -> None:
+    def __init__(
+        self, form: Form, shard: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, world_size: int
+    ) -> None:
         self.form, self.bias = form, bias
         self.other = form.turned(other)
         self.dtype = shard.dtype
@@ -101,7 +107,8 @@ class _Matmul:
 
 
 def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, empty: bool) -> None:
-    """``total += a @ b`` (``=`` where it is ``empty``) in the dtype of ``total``, as the unrolled steps do it (``matmuls.emit_partial``)."""
+    """``total += a @ b`` (``=`` where it is ``empty``) in the dtype of ``total``, as the unrolled steps do it
+    (``matmuls.emit_partial``)."""
     if a.dtype is total.dtype or a.device.type != "cuda":
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=0 if empty else 1)
     elif empty:
@@ -110,14 +117,20 @@ def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, empty: bo
         total.add_(torch.ops.aten.mm.dtype(a, b, total.dtype))
 
 
-def _as_it_stood(form: Form, gathered: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, world_size: int) -> torch.Tensor:
+def _as_it_stood(
+    form: Form, gathered: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, world_size: int
+) -> torch.Tensor:
     """The whole matmul on ``gathered [W * m, k]``."""
     rows, width = gathered.shape[0] // world_size, gathered.shape[1]
     if form.contracted == form.transposed:
         left = gathered.t() if form.transposed else gathered
     else:
         slices = gathered.view(world_size, rows, width)
-        left = slices.transpose(0, 1).reshape(rows, world_size * width) if form.contracted else slices.transpose(1, 2).reshape(world_size * width, rows)
+        left = (
+            slices.transpose(0, 1).reshape(rows, world_size * width)
+            if form.contracted
+            else slices.transpose(1, 2).reshape(world_size * width, rows)
+        )
     a, b = (other, left.t()) if form.operand == "rhs" else (left, other)
     return reference.product(a, b, bias)
 
@@ -138,7 +151,10 @@ def _all_gather_matmul(
     world_size, rank, (rows, width) = group.size(), group.rank(), shard.shape
     parsed = [Form.parse(text) for text in forms.split(", ")]
     if parts > 1 and any(f.whole for f in parsed):
-        raise ValueError(f"site {site}: {parts} sub-chunks would split the contraction of a matmul that has the ranks along its rows ({forms}); expected 1")
+        raise ValueError(
+            f"site {site}: {parts} sub-chunks would split the contraction of a matmul that has the ranks along its rows"
+            f" ({forms}); expected 1"
+        )
     if world_size * rows < min_rows:
         gathered, _ = reference.all_gather_matmul(shard, [], [], group)
         outs = [_as_it_stood(f, gathered, o, b, world_size) for f, o, b in zip(parsed, others, biases, strict=True)]
@@ -192,10 +208,11 @@ def _all_gather_matmul_fake(
     return outs, shard.new_empty(world_size * shard.shape[0], shard.shape[1]), chain.new_empty(1)
 
 
-# ``others`` and ``biases`` as they stand in the graph, contracted rows in the ranks' order; so are the results' rows (columns, for role N).
+# ``others`` and ``biases`` as they stand in the graph, contracted rows in the ranks' order; so are the results' rows
+# (columns, for role N).
 define(
-    "all_gather_matmul(Tensor chain, Tensor shard, Tensor[] others, Tensor?[] biases, str forms, int parts, SymInt min_rows, str route, "
-    "str group_name, str site) -> (Tensor[], Tensor, Tensor)",
+    "all_gather_matmul(Tensor chain, Tensor shard, Tensor[] others, Tensor?[] biases, str forms, int parts, SymInt"
+    " min_rows, str route, str group_name, str site) -> (Tensor[], Tensor, Tensor)",
     _all_gather_matmul,
     _all_gather_matmul_fake,
 )

@@ -1,6 +1,8 @@
-"""A reduction, or a gathered output, as one of the looping ops of ``lowerings.ring.looped_reduce_ops``: which sites they compute.
+"""A reduction, or a gathered output, as one of the looping ops of ``lowerings.ring.looped_reduce_ops``: which sites
+they compute.
 
-Beyond what all ops do that are one a site (``looping``), these add a bias of the result's own shape and reduce in another dtype than the matmuls'.
+Beyond what all ops do that are one a site (``looping``), these add a bias of the result's own shape and reduce in
+another dtype than the matmuls'.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def _bias_fits(matmul: MatmulNode, bias: fx.Node | None) -> bool:
 
 
 def _before_cast(node: fx.Node, nodes: ReduceNodes) -> fx.Node:
-    """``node`` before its last change of dtype, if that is all that was done to the matmuls' sum (two could round twice)."""
+    """``node`` before its last change of dtype, if that is all that was done to the matmuls' sum (two could round
+    twice)."""
     cast = node
     while cast in nodes.through:
         cast = nodes.through[cast]
@@ -55,7 +58,8 @@ def _before_cast(node: fx.Node, nodes: ReduceNodes) -> fx.Node:
 
 
 def chooses_at_run_time(pattern: str, nodes: ReduceNodes) -> bool:
-    """Whether the op can also tell from its rows how many tokens there are, to run the plain collective where they are few."""
+    """Whether the op can also tell from its rows how many tokens there are, to run the plain collective where they are
+    few."""
     return computes(pattern, nodes) and nodes.sharded.dim == 0
 
 

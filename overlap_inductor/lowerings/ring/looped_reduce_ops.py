@@ -1,11 +1,13 @@
-"""The looping ops of ``overlap_inductor::``: one functional op a site, running the ring in a loop of its own. Gathers: ``looping_gather``.
+"""The looping ops of ``overlap_inductor::``: one functional op a site, running the ring in a loop of its own. Gathers:
+``looping_gather``.
 
-They serve graphs whose unrolled steps would exceed the node budget (80 layers, 1024 ranks), and token counts that are too small for a
-ring at run time (``min_rows``): below it the plain collective and matmul run, decided by the token count that all ranks share. A chunk's
-matmul is the vendor's, so nothing is fused into it; that is the price of a bounded graph.
+They serve graphs whose unrolled steps would exceed the node budget (80 layers, 1024 ranks), and token counts that are
+too small for a ring at run time (``min_rows``): below it the plain collective and matmul run, decided by the token
+count that all ranks share. A chunk's matmul is the vendor's, so nothing is fused into it; that is the price of a
+bounded graph.
 
-Shapes (W ranks, this rank's view): ``rhs [K, N]``, ``lhs [W*m, K]``; a bias is ``[N]`` or ``[W*m, N]``. What is summed is
-sent, and reduced, as ``dtype``. All ops return the chain's next token last.
+Shapes (W ranks, this rank's view): ``rhs [K, N]``, ``lhs [W*m, K]``; a bias is ``[N]`` or ``[W*m, N]``. What is summed
+is sent, and reduced, as ``dtype``. All ops return the chain's next token last.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ def _cut(bias: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
 
 
 def _sum_of_products(
-    lhs: Sequence[torch.Tensor], rhs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], rows: slice, dtype: torch.dtype
+    lhs: Sequence[torch.Tensor],
+    rhs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    rows: slice,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     total = reference.product(lhs[0][rows], rhs[0], _cut(biases[0], rows))
     for a, b, bias in zip(lhs[1:], rhs[1:], biases[1:], strict=True):
@@ -47,18 +53,24 @@ def _partials(
     exchange: p2p.Exchange | None,
     group: dist.ProcessGroup,
 ) -> Tensors:
-    """Compute and send the other ranks' pieces of ``bands``, then the own ones; returns sent pieces followed by own pieces."""
+    """Compute and send the other ranks' pieces of ``bands``, then the own ones; returns sent pieces followed by own
+    pieces."""
     world_size, rank, parts = group.size(), group.rank(), len(cuts) - 1
     rows = cuts[-1]
     sent = []
     for step in range(world_size - 1):
         slot = (rank + 1 + step) % world_size
         for band in bands:
-            piece = _sum_of_products(lhs, rhs, biases, slice(slot * rows + cuts[band], slot * rows + cuts[band + 1]), dtype)
+            piece = _sum_of_products(
+                lhs, rhs, biases, slice(slot * rows + cuts[band], slot * rows + cuts[band + 1]), dtype
+            )
             if exchange is not None:
                 exchange.post(step * parts + band, piece.view(-1))
             sent.append(piece)
-    own = [_sum_of_products(lhs, rhs, biases, slice(rank * rows + cuts[b], rank * rows + cuts[b + 1]), dtype) for b in bands]
+    own = [
+        _sum_of_products(lhs, rhs, biases, slice(rank * rows + cuts[b], rank * rows + cuts[b + 1]), dtype)
+        for b in bands
+    ]
     return [*sent, *own]
 
 
@@ -101,7 +113,16 @@ def _matmul_reduce_scatter(
 
 
 def _matmul_reduce_scatter_fake(
-    chain: torch.Tensor, lhs: Tensors, rhs: Tensors, biases: object, parts: int, floor: int, dtype: torch.dtype, reduce_op: str, group_name: str, site: str
+    chain: torch.Tensor,
+    lhs: Tensors,
+    rhs: Tensors,
+    biases: object,
+    parts: int,
+    floor: int,
+    dtype: torch.dtype,
+    reduce_op: str,
+    group_name: str,
+    site: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = lhs[0].shape[0] // resolve_group(group_name).size()
     return lhs[0].new_empty(rows, rhs[0].shape[1], dtype=dtype), chain.new_empty(1)
@@ -169,14 +190,21 @@ def _matmul_all_reduce(
 
 
 def _full_fake(
-    chain: torch.Tensor, lhs: Tensors, rhs: Tensors, biases: object, parts: int, floor: int, dtype: torch.dtype, *args: object
+    chain: torch.Tensor,
+    lhs: Tensors,
+    rhs: Tensors,
+    biases: object,
+    parts: int,
+    floor: int,
+    dtype: torch.dtype,
+    *args: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return lhs[0].new_empty(lhs[0].shape[0], rhs[0].shape[1], dtype=dtype), chain.new_empty(1)
 
 
 define(
-    "matmul_all_reduce(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, int parts, SymInt min_rows, ScalarType dtype, str reduce_op, "
-    "str group_name, str site) -> (Tensor, Tensor)",
+    "matmul_all_reduce(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, int parts, SymInt min_rows,"
+    " ScalarType dtype, str reduce_op, str group_name, str site) -> (Tensor, Tensor)",
     _matmul_all_reduce,
     _full_fake,
 )

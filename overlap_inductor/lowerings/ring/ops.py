@@ -10,13 +10,13 @@ A gather in the graph (W ranks, S sub-chunks; ``chain`` is a one-byte tensor tha
     ...
     y        = assemble([y0, y1, ...], shifts=[0, -1, ...])
 
-Why nothing is reused too early and nothing moves: a hop is waited for by an op that *mutates* the buffer, so a matmul that reads a
-slice of it stands between two mutations. Inductor's scheduler keeps reads between the writes around them; that alone pins the
-order start, matmul, step, matmul. The buffer is the only memory in flight for gathers (the own shard is copied into its slot), and
-what a reduction sends stays an argument of the op that waits for it.
+Why nothing is reused too early and nothing moves: a hop is waited for by an op that *mutates* the buffer, so a matmul
+that reads a slice of it stands between two mutations. Inductor's scheduler keeps reads between the writes around them;
+that alone pins the order start, matmul, step, matmul. The buffer is the only memory in flight for gathers (the own
+shard is copied into its slot), and what a reduction sends stays an argument of the op that waits for it.
 
-``take`` and ``assemble`` rotate by the rank at run time, so that the graph's text is the same on every rank; their Inductor
-lowerings (``inductor.lowerings``) make them views.
+``take`` and ``assemble`` rotate by the rank at run time, so that the graph's text is the same on every rank; their
+Inductor lowerings (``inductor.lowerings``) make them views.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def _token_fake(chain: torch.Tensor, *args: object) -> torch.Tensor:
     return chain.new_empty(1)
 
 
-# ``computed`` is only there to be waited for: without it Inductor fuses what each piece is made into to one kernel after the last hop.
+# ``computed`` is only there to be waited for: without it Inductor fuses what each piece is made into to one kernel
+# after the last hop.
 define(
     "gather_step(Tensor(a!) chain, Tensor(b!) gathered, SymInt[] bounds, int hop, str route, str group_name, str site, "
     "Tensor[]? computed=None) -> Tensor",
@@ -152,7 +153,8 @@ def _exchange_send(
     return started
 
 
-# All of these return a token that other nodes can be ordered behind: the next piece's matmul is ordered behind it, else Inductor may run every matmul before the first send.
+# All of these return a token that other nodes can be ordered behind: the next piece's matmul is ordered behind it, else
+# Inductor may run every matmul before the first send.
 define(
     "exchange_send(Tensor(a!) chain, Tensor(b!) buffer, Tensor piece, SymInt[] bounds, int hop, str route, "
     "str group_name, str site) -> Tensor",
@@ -162,7 +164,13 @@ define(
 
 
 def _reduce_tail(
-    chain: torch.Tensor, buffer: torch.Tensor, tail: torch.Tensor, offset: int, reduce_op: str, group_name: str, site: str
+    chain: torch.Tensor,
+    buffer: torch.Tensor,
+    tail: torch.Tensor,
+    offset: int,
+    reduce_op: str,
+    group_name: str,
+    site: str,
 ) -> torch.Tensor:
     rows = tail.numel()
     if rows == 0:
@@ -176,9 +184,11 @@ def _reduce_tail(
     return chain.new_empty(1)
 
 
-# The rows of an all-reduce that are left over where the token count is no multiple of the world size: fewer than world_size.
+# The rows of an all-reduce that are left over where the token count is no multiple of the world size: fewer than
+# world_size.
 define(
-    "reduce_tail(Tensor(a!) chain, Tensor(b!) buffer, Tensor tail, SymInt offset, str reduce_op, str group_name, str site) -> Tensor",
+    "reduce_tail(Tensor(a!) chain, Tensor(b!) buffer, Tensor tail, SymInt offset, str reduce_op, str group_name, str"
+    " site) -> Tensor",
     _reduce_tail,
     _token_fake,
 )
@@ -214,9 +224,7 @@ define(
 )
 
 
-def _take(
-    x: torch.Tensor, dim: int, shift: int, chunk: int, start: int, length: int, group_name: str
-) -> torch.Tensor:
+def _take(x: torch.Tensor, dim: int, shift: int, chunk: int, start: int, length: int, group_name: str) -> torch.Tensor:
     group = resolve_group(group_name)
     slot = (group.rank() + shift) % group.size()
     # A copy: a functional op may not return a view of its input. The Inductor lowering is a view.
@@ -266,7 +274,8 @@ def _narrow_fake(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Te
     return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
 
 
-# A slice with symbolic bounds that are known to lie inside; its lowering is a view that asks nothing (``aten.slice`` guards its clamps).
+# A slice with symbolic bounds that are known to lie inside; its lowering is a view that asks nothing (``aten.slice``
+# guards its clamps).
 define("narrow(Tensor x, int dim, SymInt start, SymInt length) -> Tensor", _narrow, _narrow_fake, FLEXIBLE)
 
 
@@ -274,7 +283,8 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-# A slice of symbolic size brought together, for a reshape; its lowering is one copy (Inductor asks a strided view whether it can be reshaped without one, and each answer guards).
+# A slice of symbolic size brought together, for a reshape; its lowering is one copy (Inductor asks a strided view
+# whether it can be reshaped without one, and each answer guards).
 define("packed(Tensor x) -> Tensor", _packed, lambda x: x.new_empty(x.shape), FLEXIBLE)
 
 
@@ -328,7 +338,8 @@ def _assemble_fake(
 
 
 define(
-    "assemble(Tensor[] pieces, SymInt[] shape, int dim, SymInt chunk, int[] shifts, SymInt[] starts, str group_name) -> Tensor",
+    "assemble(Tensor[] pieces, SymInt[] shape, int dim, SymInt chunk, int[] shifts, SymInt[] starts, str group_name) ->"
+    " Tensor",
     _assemble,
     _assemble_fake,
     FLEXIBLE,

@@ -1,4 +1,5 @@
-"""Schedule ``ring`` for a site: how it is cut, from which token count on it pays, whether its steps are unrolled or run in one looping op."""
+"""Schedule ``ring`` for a site: how it is cut, from which token count on it pays, whether its steps are unrolled or run
+in one looping op."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ from overlap_inductor.transports import routes
 
 
 class RingSchedule:
-    """See ``SiteSchedule``. Every legal site has a ring, unless a piece would be too small for its kind of matmul; a dynamic token count below the break-even runs the plain collective."""
+    """See ``SiteSchedule``. Every legal site has a ring, unless a piece would be too small for its kind of matmul; a
+    dynamic token count below the break-even runs the plain collective."""
 
     name = "ring"
     transports = ("p2p",)
@@ -64,7 +66,10 @@ class RingSchedule:
         if threshold is None:
             return None
         if not _chooses_at_run_time(site):
-            return Reason("dynamic_shape", f"the ring pays from about {threshold} tokens on, and this site has no op that can choose at run time")
+            return Reason(
+                "dynamic_shape",
+                f"the ring pays from about {threshold} tokens on, and this site has no op that can choose at run time",
+            )
         parameters = {**_parameters(site, config), "min_rows": threshold}
         return [PlanPiece("keep", None, (0, threshold - 1)), PlanPiece(self.name, "p2p", (threshold, None), parameters)]
 
@@ -105,7 +110,10 @@ def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | N
             continue
         sizes = {"M": facts.m, "N": facts.n, "K": facts.k}
         if not all(isinstance(size, int) for size in sizes.values()):
-            return f"{matmul.node.name} multiplies int8 of sizes that are only known when it runs: its pieces may be too small"
+            return (
+                f"{matmul.node.name} multiplies int8 of sizes that are only known when it runs: its pieces may be too"
+                " small"
+            )
         nodes = site.nodes
         crossed = ring_gather.crossed_role(nodes, nodes.consumers[i]) if isinstance(nodes, GatherNodes) else None
         ranks = 1 if site.facts.pattern == "matmul_all_gather" else world_size
@@ -157,7 +165,8 @@ def _looping(emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]
 
 
 def _nodes_a_piece(consumer: GatherConsumer) -> int:
-    """The matmul and a view or two; of a split contraction the other operand is cut, and what is narrower than the sum is widened."""
+    """The matmul and a view or two; of a split contraction the other operand is cut, and what is narrower than the sum
+    is widened."""
     narrow = consumer.role == "K" and tools.dtype(consumer.matmul.node).itemsize < 4
     short = consumer.role == "K" and consumer.sharded.short
     return {"M": 2, "N": 3, "K": 4, "B": 3}[consumer.role] + (2 if narrow else 0) + (3 if short else 0)
@@ -179,7 +188,9 @@ def unrolled_nodes(site: OverlapSite) -> int:
         hops = routes.hop_count(piece.parameters["route"], world_size, parts)
         ahead = [n for n in between(site.nodes) if n not in site.nodes.through]
         computed = _in_eights([*ahead, *site.nodes.epilogue.nodes])
-        return 4 + hops + ((world_size - 1) * parts + 1) * (2 + sum(map(_nodes_a_piece, site.nodes.consumers)) + computed)
+        return (
+            4 + hops + ((world_size - 1) * parts + 1) * (2 + sum(map(_nodes_a_piece, site.nodes.consumers)) + computed)
+        )
     nodes = site.nodes
     own = (n for n in nodes.layouts if n not in nodes.through and n not in nodes.externals)
     region = len(nodes.leaves) + _in_eights(own)
@@ -192,7 +203,11 @@ def unrolled_nodes(site: OverlapSite) -> int:
 
 def _loopable(site: OverlapSite) -> bool:
     """Whether a looping op computes this site."""
-    return looping_gather.forms_of(site.nodes) is not None if isinstance(site.nodes, GatherNodes) else looping_reduce.computes(site.facts.pattern, site.nodes)
+    return (
+        looping_gather.forms_of(site.nodes) is not None
+        if isinstance(site.nodes, GatherNodes)
+        else looping_reduce.computes(site.facts.pattern, site.nodes)
+    )
 
 
 def _chooses_at_run_time(site: OverlapSite) -> bool:
@@ -204,8 +219,9 @@ def _chooses_at_run_time(site: OverlapSite) -> bool:
 def fit_budget(rings: list[OverlapSite], budget: int) -> None:
     """Unroll rings in graph order while their nodes fit the graph's ``budget``; the others become looping ops.
 
-    Those that no looping op computes come first, since they would be kept: their decision is replaced where even that does not help. None is unrolled where Inductor
-    moves nodes behind the pass. Reads what all ranks know alike, so all ranks unroll the same sites.
+    Those that no looping op computes come first, since they would be kept: their decision is replaced where even that
+    does not help. None is unrolled where Inductor moves nodes behind the pass. Reads what all ranks know alike, so all
+    ranks unroll the same sites.
     """
     mover = moving_pass()
     loopable = {s.facts.id: _loopable(s) for s in rings}
@@ -217,9 +233,17 @@ def fit_budget(rings: list[OverlapSite], budget: int) -> None:
         unroll = cost <= left and not dynamic and mover is None
         if not unroll and not loopable[site.facts.id]:
             if mover is None:
-                reason = Reason("too_many_steps", f"its steps would add about {cost} nodes, {left} are left of the graph's budget of {budget}, and no looping op computes it")
+                reason = Reason(
+                    "too_many_steps",
+                    f"its steps would add about {cost} nodes, {left} are left of the graph's budget of {budget}, and no"
+                    " looping op computes it",
+                )
             else:
-                reason = Reason("moving_pass", f"torch._inductor.config.{mover} moves nodes without regard to what steps write in place, and no looping op computes it")
+                reason = Reason(
+                    "moving_pass",
+                    f"torch._inductor.config.{mover} moves nodes without regard to what steps write in place, and no"
+                    " looping op computes it",
+                )
             site.decision = Decision("refused", decision.source, [PlanPiece("keep")], [reason])
             continue
         left -= cost if unroll else 0

@@ -1,7 +1,8 @@
 """Schedule ``ring``, gathers: ``all-gather -> matmul(s)`` as a ring whose hops run under the matmuls (CommFuse Alg. 1).
 
-Contract: replaces the collective, its wait and the consumers' outputs; the gathered tensor is one buffer in the collective's own layout,
-so its other users simply read it. The own slice comes first, whole; each later step multiplies one sub-chunk while later ones travel::
+Contract: replaces the collective, its wait and the consumers' outputs; the gathered tensor is one buffer in the
+collective's own layout, so its other users simply read it. The own slice comes first, whole; each later step multiplies
+one sub-chunk while later ones travel::
 
     gathered = gather_start(shard)                       # S hops in flight
     y[r]     = f(gathered[r]) @ w
@@ -46,9 +47,14 @@ def leading_atom(nodes: GatherNodes) -> Atom | None:
 
 
 def can_cut(nodes: GatherNodes) -> bool:
-    """Whether a sub-chunk of the shard is a rectangular block of every consumer's operand, and of all that it is computed from."""
+    """Whether a sub-chunk of the shard is a rectangular block of every consumer's operand, and of all that it is
+    computed from."""
     lead = leading_atom(nodes)
-    return lead is not None and all(_axis(c, lead) is not None for c in nodes.consumers) and row_pieces.can_cut(nodes, lead)
+    return (
+        lead is not None
+        and all(_axis(c, lead) is not None for c in nodes.consumers)
+        and row_pieces.can_cut(nodes, lead)
+    )
 
 
 def _axis(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | None:
@@ -56,7 +62,8 @@ def _axis(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | None:
     for dim, atoms in enumerate(consumer.layout.refined().dims):
         if any(a is lead for a in atoms):
             found = row_pieces.position(atoms, lead)
-            # Cutting the contraction would make partial sums of what must stay whole (a shard of one row leads with its width).
+            # Cutting the contraction would make partial sums of what must stay whole (a shard of one row leads with its
+            # width).
             if found is None or found[0] == "cross" and consumer.matmul.role(consumer.operand, dim) == "K":
                 return None
             return found[0], dim, found[1]
@@ -106,7 +113,9 @@ class _Consumer:
     def multiply(self, operand: fx.Node, shift: int, part: int | None, start: Size, length: Size) -> None:
         consumer, emit = self.consumer, self.emit
         matmul, sharded, role = consumer.matmul, consumer.sharded, consumer.role
-        block, cross_start, cross_length = self.block(start, length) if part is not None else (Block.whole(sharded), 0, None)
+        block, cross_start, cross_length = (
+            self.block(start, length) if part is not None else (Block.whole(sharded), 0, None)
+        )
         cross_role = matmul.role(consumer.operand, self.axis[1]) if self.axis and self.axis[0] == "cross" else None
         side = "rhs" if consumer.operand == "lhs" else "lhs"
         along: Any = matmul.operand_dim(side, "K")
@@ -247,8 +256,11 @@ def _annotate_new(emit: StepEmitter, node: fx.Node) -> None:
     emit.annotate(node)
 
 
-def evaluate(emit: StepEmitter, nodes: GatherNodes, node: fx.Node, piece: fx.Node, done: dict[fx.Node, fx.Node]) -> fx.Node:
-    """``node``, between gather and operand, computed anew of one slice ``piece`` in the collective's own layout: its pointwise ops, views left out."""
+def evaluate(
+    emit: StepEmitter, nodes: GatherNodes, node: fx.Node, piece: fx.Node, done: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """``node``, between gather and operand, computed anew of one slice ``piece`` in the collective's own layout: its
+    pointwise ops, views left out."""
     if node is nodes.collective.wait:
         return piece
     if node not in done:
@@ -273,7 +285,9 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tu
     rest = _rest(shard, lead)
     bounds = [start * rest for start, _ in cuts] + [size * rest]
     consumers = [_Consumer(emit, c, lead if parts > 1 else None) for c in nodes.consumers]
-    gathered = emit.communicate(overlap.gather_start.default, emit.chain, shard, bounds, route, emit.group_name, emit.site)
+    gathered = emit.communicate(
+        overlap.gather_start.default, emit.chain, shard, bounds, route, emit.group_name, emit.site
+    )
     layout = nodes.raw.without_rank()
     atoms = tuple(a for a in layout.flat())
     flat_layout = Layout((atoms[:1], atoms[1:])) if atoms else layout
@@ -284,7 +298,9 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tu
         raw = emit.take(rows, 0, shift, size, start, length)
         done: dict[fx.Node, fx.Node] = {}
         sizes = {id(lead): length} if lead is not None else {}
-        pieces = row_pieces.RowPieces(emit, nodes, raw, flat_layout, shift, lead, start, length) if nodes.layouts else None
+        pieces = (
+            row_pieces.RowPieces(emit, nodes, raw, flat_layout, shift, lead, start, length) if nodes.layouts else None
+        )
         for target in consumers:
             if pieces is not None:
                 operand = pieces.of(target.consumer.operand_node)
@@ -300,7 +316,17 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tu
         for part in range(parts):
             hop = index * parts + part
             computed = [epilogue.newest] if epilogue.newest else []
-            emit.communicate(overlap.gather_step.default, emit.chain, gathered, bounds, hop, route, emit.group_name, emit.site, *computed)
+            emit.communicate(
+                overlap.gather_step.default,
+                emit.chain,
+                gathered,
+                bounds,
+                hop,
+                route,
+                emit.group_name,
+                emit.site,
+                *computed,
+            )
             for shift in shifts:
                 step(shift, part if parts > 1 else None)
     whole = {t.consumer.matmul.node: t.finish() for t in consumers if t.consumer.matmul.node not in epilogue.base}

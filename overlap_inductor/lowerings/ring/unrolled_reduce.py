@@ -1,17 +1,18 @@
 """Schedule ``ring``, reductions: ``matmul(s) -> reduce-scatter | all-reduce | all-gather of the output``.
 
-Contract: replaces the collective(s) and the region that feeds them. Every slice of the collective's input is computed alone, in the
-order in which it leaves; the own slice is last, so that after the last matmul only the sum is exposed.
+Contract: replaces the collective(s) and the region that feeds them. Every slice of the collective's input is computed
+alone, in the order in which it leaves; the own slice is last, so that after the last matmul only the sum is exposed.
 
-reduce-scatter, route ``owner`` (CommFuse Fig. 8b; *preserve*: partials travel once in their own dtype and are summed once in fp32)::
+reduce-scatter, route ``owner`` (CommFuse Fig. 8b; *preserve*: partials travel once in their own dtype and are summed
+once in fp32)::
 
     for i in 0 .. W-2, part: p = slice(r + 1 + i)[part]; send p to rank r + 1 + i
     own = slice(r); wait; out = own + sum(received)
 
-route ``travel`` (CommFuse Alg. 2; rounds at each hop, needs ``allow_hop_rounding``): the accumulator of slice ``r - 1 - i`` visits every
-rank once. All-reduce: S bands of rows, each a reduce-scatter as above followed by a broadcast of the sum, which runs under the next
-band's matmuls; rows left over by the world size are reduced by one small collective. All-gather of an output: S bands, each sent to
-all ranks while the next is multiplied.
+route ``travel`` (CommFuse Alg. 2; rounds at each hop, needs ``allow_hop_rounding``): the accumulator of slice ``r - 1 -
+i`` visits every rank once. All-reduce: S bands of rows, each a reduce-scatter as above followed by a broadcast of the
+sum, which runs under the next band's matmuls; rows left over by the world size are reduced by one small collective.
+All-gather of an output: S bands, each sent to all ranks while the next is multiplied.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class _Slices:
         return self.in_memory(total)
 
     def in_memory(self, piece: fx.Node) -> fx.Node:
-        """``piece``, computed once: Inductor would compute a cheap op anew for the op that waits, and reuse the memory that is being sent."""
+        """``piece``, computed once: Inductor would compute a cheap op anew for the op that waits, and reuse the memory
+        that is being sent."""
         if piece.target is overlap.after.default or piece.target in matmuls.KINDS:
             return piece  # (A matmul is never computed inside what reads it.)
         return self.emit.call(overlap.after.default, piece, self.after or self.emit.chain)
@@ -105,7 +107,9 @@ class _Slices:
             parts = [self._evaluate(n, cut, done) for n in node.args[0]]  # type: ignore[union-attr, arg-type]
             result = emit.call(aten.cat.default, parts, nodes.region.joined[node])
         else:
-            result = emit.annotate(emit.graph.node_copy(node, lambda n: self._evaluate(n, cut, done) if tools.is_tensor(n) else n))
+            result = emit.annotate(
+                emit.graph.node_copy(node, lambda n: self._evaluate(n, cut, done) if tools.is_tensor(n) else n)
+            )
         done[node] = result
         return result
 
@@ -166,7 +170,14 @@ def rewrite_reduce_scatter(emit: StepEmitter, nodes: ReduceNodes, parts: int, ro
     unit = sharded.outer * inner
     bounds = [start * unit for start, _ in cuts] + [sharded.chunk * unit]
     buffer = emit.communicate(
-        overlap.exchange_start.default, emit.chain, [world_size - 1, bounds[-1]], bounds, dtype, route, emit.group_name, emit.site
+        overlap.exchange_start.default,
+        emit.chain,
+        [world_size - 1, bounds[-1]],
+        bounds,
+        dtype,
+        route,
+        emit.group_name,
+        emit.site,
     )
     arguments = (route, emit.group_name, emit.site)
     reduce_op = collective.reduce_op or "sum"
@@ -248,8 +259,12 @@ def _travel(
             piece = slices.of_rank(-1 - step, block)
             if step:
                 hop = (step - 1) * parts + part
-                emit.communicate(overlap.exchange_wait.default, emit.chain, buffer, [sent[part], piece], bounds, [hop], *arguments)
-                arrived = emit.narrow(emit.call(aten.select.int, buffer, 0, step - 1), 0, bounds[part], bounds[part + 1] - bounds[part])
+                emit.communicate(
+                    overlap.exchange_wait.default, emit.chain, buffer, [sent[part], piece], bounds, [hop], *arguments
+                )
+                arrived = emit.narrow(
+                    emit.call(aten.select.int, buffer, 0, step - 1), 0, bounds[part], bounds[part + 1] - bounds[part]
+                )
                 arrived = emit.reshape(arrived, tools.shape(piece))
                 wide = _wide(dtype)
                 terms = [x if tools.dtype(x) == wide else emit.call(convert_dtype, x, wide) for x in (arrived, piece)]
@@ -261,7 +276,9 @@ def _travel(
                 piece = slices.in_memory(piece)
             if step < world_size - 1:
                 hop = step * parts + part
-                slices.after = emit.communicate(overlap.exchange_send.default, emit.chain, buffer, piece, bounds, hop, *arguments)
+                slices.after = emit.communicate(
+                    overlap.exchange_send.default, emit.chain, buffer, piece, bounds, hop, *arguments
+                )
                 sent[part] = piece
             else:
                 finished.append(piece)
@@ -270,7 +287,8 @@ def _travel(
     sharded, dim = nodes.sharded, nodes.sharded.dim
     shape = tools.shape(finished[0])
     split = [
-        emit.reshape(p, [*shape[:dim], sharded.outer, b.length, *shape[dim + 1 :]]) for p, b in zip(finished, blocks, strict=True)
+        emit.reshape(p, [*shape[:dim], sharded.outer, b.length, *shape[dim + 1 :]])
+        for p, b in zip(finished, blocks, strict=True)
     ]
     joined = emit.call(aten.cat.default, split, dim + 1)
     return emit.reshape(joined, _leaf_shape(nodes, sharded.outer * sharded.chunk))
@@ -355,7 +373,9 @@ def rewrite_gathered_output(emit: StepEmitter, nodes: ReduceNodes, parts: int) -
     )
     for band, (start, length) in enumerate(cuts):
         piece = slices.rows(start, length)
-        slices.after = emit.communicate(overlap.exchange_send.default, emit.chain, buffer, piece, bounds, band, *arguments)
+        slices.after = emit.communicate(
+            overlap.exchange_send.default, emit.chain, buffer, piece, bounds, band, *arguments
+        )
     emit.communicate(overlap.exchange_wait.default, emit.chain, buffer, [], bounds, list(range(parts)), *arguments)
     return buffer
 

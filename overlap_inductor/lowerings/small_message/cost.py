@@ -1,4 +1,5 @@
-"""Estimates of schedule ``small_message``: 4 to 11 us at 1 to 128 rows of 8192 on 2 H200s (bench/results/small_message.jsonl)."""
+"""Estimates of schedule ``small_message``: 4 to 11 us at 1 to 128 rows of 8192 on 2 H200s
+(bench/results/small_message.jsonl)."""
 
 from __future__ import annotations
 
@@ -29,13 +30,15 @@ COST = SmallMessageCost()
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of the matmul and, behind it, a small all-reduce: in one shot (every shard to every peer) or in two, whichever sends for less time."""
+    """Seconds of the matmul and, behind it, a small all-reduce: in one shot (every shard to every peer) or in two,
+    whichever sends for less time."""
     one_shot = sizes.bytes_sent * sizes.world_size / COST.push_bytes
     two_shot = 2 * sizes.bytes_sent / COST.push_bytes + COST.leg_seconds
     return matmul_seconds(sizes, machine) + COST.seconds + min(one_shot, two_shot)
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether that is estimated to be at least 5 % faster than ``keep``, on a machine whose GPUs reach each other's memory."""
+    """Whether that is estimated to be at least 5 % faster than ``keep``, on a machine whose GPUs reach each other's
+    memory."""
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
     return seconds(sizes, machine) * MARGIN < keep

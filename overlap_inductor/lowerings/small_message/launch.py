@@ -1,8 +1,9 @@
 """Schedule ``small_message``: one kernel behind an ordinary matmul, launched on the current stream.
 
-Each function is the host's part of a kernel, or of a matmul and the kernel. At a site's first call of a shape it checks what the kernel rests on and prepares it; after that
-it launches (matmul and kernel as one CUDA graph where a call comes again, ``runtime.replay``), waits for nothing and allocates its results alone, and the matmul's where it is no replay. A group that has
-been aborted launches nothing more.
+Each function is the host's part of a kernel, or of a matmul and the kernel. At a site's first call of a shape it checks
+what the kernel rests on and prepares it; after that it launches (matmul and kernel as one CUDA graph where a call comes
+again, ``runtime.replay``), waits for nothing and allocates its results alone, and the matmul's where it is no replay. A
+group that has been aborted launches nothing more.
 """
 
 from __future__ import annotations
@@ -25,8 +26,15 @@ from overlap_inductor.torch_compat.memory import rows_like
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 
 
-def all_reduce(product: torch.Tensor, launch: Launch, parameters: SmallParameters, average: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum (``average``: the mean) over ranks of ``product [M, N]``, fp16 or bf16, summed in fp32 and rounded once: the same bits on all ranks. ``out``: the result's place.
+def all_reduce(
+    product: torch.Tensor,
+    launch: Launch,
+    parameters: SmallParameters,
+    average: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The sum (``average``: the mean) over ranks of ``product [M, N]``, fp16 or bf16, summed in fp32 and rounded once:
+    the same bits on all ranks. ``out``: the result's place.
 
     Raises:
         UnsupportedError: a dtype, layout or slot that the kernel is not made for.
@@ -39,7 +47,12 @@ def all_reduce(product: torch.Tensor, launch: Launch, parameters: SmallParameter
 
 
 def matmul_all_reduce(
-    lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, launch: Launch, parameters: SmallParameters, average: bool = False
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    launch: Launch,
+    parameters: SmallParameters,
+    average: bool = False,
 ) -> torch.Tensor:
     """``all_reduce`` of ``lhs [M, K] @ rhs [K, N] + bias``."""
     launch.faults.check()
@@ -61,10 +74,12 @@ def all_reduce_norm(
     parameters: SmallParameters,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(normed, residual_out)``, both ``[M, N]``: ``residual_out = residual + all_reduce(product)``, and its RMSNorm times ``weight [N]``. ``out``: their places.
+    """``(normed, residual_out)``, both ``[M, N]``: ``residual_out = residual + all_reduce(product)``, and its RMSNorm
+    times ``weight [N]``. ``out``: their places.
 
-    Rounded as a model rounds that computes them op by op: the sum, what the residual makes of it, the normed row, its product with ``weight``; all of them in the dtype
-    of ``product``, the norm itself in fp32 (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, section 3).
+    Rounded as a model rounds that computes them op by op: the sum, what the residual makes of it, the normed row, its
+    product with ``weight``; all of them in the dtype of ``product``, the norm itself in fp32 (Zhang and Sennrich, Root
+    Mean Square Layer Normalization, 2019, section 3).
 
     Raises:
         UnsupportedError, TransferError: as ``all_reduce``.
@@ -122,7 +137,14 @@ def _behind_matmul(
     what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
     # Of the tensors only a bias is ever copied, into the product, before it is added to.
     copied = [] if bias is None else [bias]
-    launched(launch, what, [lhs, rhs, bias, *others], lambda: start(reference.product(lhs, rhs, bias)), parameters.replays, copied)
+    launched(
+        launch,
+        what,
+        [lhs, rhs, bias, *others],
+        lambda: start(reference.product(lhs, rhs, bias)),
+        parameters.replays,
+        copied,
+    )
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -139,7 +161,10 @@ def _run(
     average: bool,
 ) -> None:
     if product.shape[0] == 0 or not _plain(product):
-        raise UnsupportedError(f"the matmul's result of shape {list(product.shape)}, strides {list(product.stride())} is empty, or not contiguous at 16 bytes")
+        raise UnsupportedError(
+            f"the matmul's result of shape {list(product.shape)}, strides {list(product.stride())} is empty, or not"
+            " contiguous at 16 bytes"
+        )
     varying = (product, out, *(norm or (out, out, out)))
     key = "small_message", product.shape, product.dtype, parameters, eps, norm is None, average
     kernel = launch.prepared.get(key)
@@ -149,7 +174,9 @@ def _run(
     kernel(*varying)
 
 
-def _prepare(varying: tuple[torch.Tensor, ...], norm: bool, launch: Launch, p: SmallParameters, eps: float, average: bool) -> PreparedKernel:
+def _prepare(
+    varying: tuple[torch.Tensor, ...], norm: bool, launch: Launch, p: SmallParameters, eps: float, average: bool
+) -> PreparedKernel:
     product, slot, world_size = varying[0], launch.slot, launch.world_size
     rows, columns = product.shape
     itemsize = product.element_size()
@@ -158,11 +185,15 @@ def _prepare(varying: tuple[torch.Tensor, ...], norm: bool, launch: Launch, p: S
     if reason is not None:
         raise UnsupportedError(reason)
     if world_size * segments > threads:
-        raise UnsupportedError(f"{segments} segments a row from {world_size} ranks are more flags than a block of {threads} threads waits for; take wider segments")
+        raise UnsupportedError(
+            f"{segments} segments a row from {world_size} ranks are more flags than a block of {threads} threads waits"
+            " for; take wider segments"
+        )
     nbytes, signals, protocol = needed(p, world_size, rows, columns, itemsize)
     if nbytes > slot.nbytes or signals > slot.signals or protocol != slot.protocol:
         raise UnsupportedError(
-            f"the call needs {nbytes} bytes and {signals} signals in {protocol}; its slot has {slot.nbytes} and {slot.signals}, and is used with {slot.protocol}"
+            f"the call needs {nbytes} bytes and {signals} signals in {protocol}; its slot has {slot.nbytes} and"
+            f" {slot.signals}, and is used with {slot.protocol}"
         )
     # Halves of the slot, not of what this call needs: every call must find the same ones.
     half = slot.nbytes // 256 * 128

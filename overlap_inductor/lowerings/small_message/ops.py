@@ -1,9 +1,11 @@
-"""The ops of schedule ``small_message``: a vendor matmul and one kernel that sums its results over the ranks, alone or with the residual add and RMSNorm behind it.
+"""The ops of schedule ``small_message``: a vendor matmul and one kernel that sums its results over the ranks, alone or
+with the residual add and RMSNorm behind it.
 
-Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``residual [M, N]``, ``weight [N]``; results ``[M, N]``. All ops return the chain's next
-token last. ``settings`` is JSON text of what is fixed of ``SmallParameters``; each call's rows decide the rest. A call without rows, with more than were planned
-for, or of a group that has no workspace left for it (``runtime.workspace`` says so in the log), runs the plain collective: on every rank, since
-rows and workspace are the same on all.
+Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``residual [M, N]``, ``weight [N]``; results ``[M,
+N]``. All ops return the chain's next token last. ``settings`` is JSON text of what is fixed of ``SmallParameters``;
+each call's rows decide the rest. A call without rows, with more than were planned for, or of a group that has no
+workspace left for it (``runtime.workspace`` says so in the log), runs the plain collective: on every rank, since rows
+and workspace are the same on all.
 """
 
 from __future__ import annotations
@@ -25,10 +27,13 @@ from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.torch_compat.memory import token_like
 
 
-def _ready(lhs: torch.Tensor, rhs: torch.Tensor, settings: str, group: dist.ProcessGroup, site: str) -> tuple[Launch, SmallParameters] | None:
+def _ready(
+    lhs: torch.Tensor, rhs: torch.Tensor, settings: str, group: dist.ProcessGroup, site: str
+) -> tuple[Launch, SmallParameters] | None:
     """Where and how the site's kernel runs; ``None`` where it does not."""
     rows, columns = lhs.shape[0], rhs.shape[1]
-    # (A slot may hold more than its site has asked for: what is too long for the kernel is refused by its size, not for want of room.)
+    # (A slot may hold more than its site has asked for: what is too long for the kernel is refused by its size, not for
+    # want of room.)
     if rows == 0 or why_not(lhs.dtype, group.size(), rows, columns) is not None:
         return None
     sizes, place = (group.size(), rows, columns, lhs.element_size()), workspace_of(group, lhs.device)
@@ -81,10 +86,11 @@ def _matmul_all_reduce_fake(
     return lhs.new_empty(lhs.shape[0], rhs.shape[1]), chain.new_empty(1)
 
 
-# ``beyond``: the schedule, one op a site, that serves calls that are no small messages, with its settings; without one they run the plain collective.
+# ``beyond``: the schedule, one op a site, that serves calls that are no small messages, with its settings; without one
+# they run the plain collective.
 define(
-    "small_message_matmul_all_reduce(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op, str group_name, str site, "
-    "str beyond='', str beyond_settings='') -> (Tensor, Tensor)",
+    "small_message_matmul_all_reduce(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op,"
+    " str group_name, str site, str beyond='', str beyond_settings='') -> (Tensor, Tensor)",
     _matmul_all_reduce,
     _matmul_all_reduce_fake,
 )
@@ -110,9 +116,12 @@ def _matmul_all_reduce_norm(
     from overlap_inductor.lowerings.small_message import launch as small_message
 
     with call_order(lhs.device):
-        return *small_message.matmul_all_reduce_norm(
-            lhs, rhs, bias, left_operand(residual), left_operand(weight), eps, *ready
-        ), token
+        return (
+            *small_message.matmul_all_reduce_norm(
+                lhs, rhs, bias, left_operand(residual), left_operand(weight), eps, *ready
+            ),
+            token,
+        )
 
 
 def _matmul_all_reduce_norm_fake(
@@ -133,8 +142,8 @@ def _matmul_all_reduce_norm_fake(
 
 # ``(normed, residual_out, token)``.
 define(
-    "small_message_matmul_all_reduce_norm(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, Tensor residual, Tensor weight, float eps, str settings, "
-    "str group_name, str site) -> (Tensor, Tensor, Tensor)",
+    "small_message_matmul_all_reduce_norm(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, Tensor residual, Tensor"
+    " weight, float eps, str settings, str group_name, str site) -> (Tensor, Tensor, Tensor)",
     _matmul_all_reduce_norm,
     _matmul_all_reduce_norm_fake,
 )

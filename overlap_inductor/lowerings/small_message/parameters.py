@@ -1,4 +1,5 @@
-"""What is planned of a small-message kernel before any GPU is touched: its parameters, what it is not made for, what workspace it needs. No Triton here."""
+"""What is planned of a small-message kernel before any GPU is touched: its parameters, what it is not made for, what
+workspace it needs. No Triton here."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import torch
 from overlap_inductor.runtime.arena import HALVES
 
 LEG_BYTES = 650_000
-"""What a GPU sends to its peers in the time that a second leg takes, beyond its bytes: some 2 us (4 and 8 H200s, bench/results/small_message.jsonl)."""
+"""What a GPU sends to its peers in the time that a second leg takes, beyond its bytes: some 2 us (4 and 8 H200s,
+bench/results/small_message.jsonl)."""
 LIMIT_BYTES = 8 << 20
 """The largest all-reduce: beyond it the kernels that hide transfers under the matmul are better."""
 MOST_COLUMNS = 16384
@@ -26,7 +28,8 @@ BLOCKS = 128
 
 @dataclass(frozen=True, eq=False)
 class SmallParameters:
-    """What may be tuned. (Compared by identity: ``parameters_of`` makes one for each size, and it is part of a key that is looked up at every call.)
+    """What may be tuned. (Compared by identity: ``parameters_of`` makes one for each size, and it is part of a key that
+    is looked up at every call.)
 
     Attributes:
         two_shot: rows are summed by their owners and sent again, instead of by everybody.
@@ -44,11 +47,13 @@ class SmallParameters:
 def settings_for(world_size: int, rows: int, columns: int, itemsize: int) -> dict[str, Any]:
     """The parameters for ``rows`` of ``columns`` elements.
 
-    One-shot sends ``bytes * (W - 1)`` from each GPU, two-shot ``2 * bytes * (W - 1) / W``: a second leg pays where the difference takes longer.
+    One-shot sends ``bytes * (W - 1)`` from each GPU, two-shot ``2 * bytes * (W - 1) / W``: a second leg pays where the
+    difference takes longer.
     """
     two_shot = rows * columns * itemsize * (world_size - 1) * (world_size - 2) > world_size * LEG_BYTES
     width = max(_power_of_two(columns), 256)
-    # A block of two-shot holds a segment for each peer: with many, narrower ones and smaller blocks are sooner done (8 H200s: 2 us; with 4 GPUs 1 us later).
+    # A block of two-shot holds a segment for each peer: with many, narrower ones and smaller blocks are sooner done (8
+    # H200s: 2 us; with 4 GPUs 1 us later).
     small_blocks = two_shot and world_size > 4 and columns <= SHORT_ROW
     # A thread stores 16 bytes: fewer columns than this leave some without.
     narrowest = 32 * (4 if small_blocks else 8) * 16 // itemsize
@@ -61,12 +66,14 @@ def settings_for(world_size: int, rows: int, columns: int, itemsize: int) -> dic
 
 @functools.cache
 def parameters_of(settings: str, world_size: int, rows: int, columns: int, itemsize: int) -> SmallParameters:
-    """The parameters of a call of a site with a plan's ``settings``: JSON text of those that are fixed, ``{}`` where each call's rows decide."""
+    """The parameters of a call of a site with a plan's ``settings``: JSON text of those that are fixed, ``{}`` where
+    each call's rows decide."""
     return SmallParameters(**{**settings_for(world_size, rows, columns, itemsize), **json.loads(settings)})
 
 
 def needed_up_to(settings: str, world_size: int, rows: int, columns: int, itemsize: int) -> tuple[int, int, str]:
-    """``needed`` of a site with calls of 1 to ``rows`` rows (one-shot of fewer rows may need more than two-shot of more)."""
+    """``needed`` of a site with calls of 1 to ``rows`` rows (one-shot of fewer rows may need more than two-shot of
+    more)."""
     sizes = columns, itemsize
     needs = [needed(parameters_of(settings, world_size, m, *sizes), world_size, m, *sizes) for m in range(1, rows + 1)]
     return max(n[0] for n in needs), max(n[1] for n in needs), HALVES
@@ -77,7 +84,9 @@ def units(parameters: SmallParameters, world_size: int, rows: int, columns: int)
     return (-(-rows // world_size) if parameters.two_shot else rows) * -(-columns // parameters.segment)
 
 
-def needed(parameters: SmallParameters, world_size: int, rows: int, columns: int, itemsize: int) -> tuple[int, int, str]:
+def needed(
+    parameters: SmallParameters, world_size: int, rows: int, columns: int, itemsize: int
+) -> tuple[int, int, str]:
     """``(bytes, signals, protocol)`` that a call needs of its slot."""
     groups = -(-rows // world_size)
     held = world_size * groups + rows if parameters.two_shot else world_size * rows

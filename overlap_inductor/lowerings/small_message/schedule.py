@@ -1,4 +1,5 @@
-"""Schedule ``small_message`` for a site: all-reduces of few tokens, with the residual add and RMSNorm that follow where the token count is known."""
+"""Schedule ``small_message`` for a site: all-reduces of few tokens, with the residual add and RMSNorm that follow where
+the token count is known."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ ONE_BY_ONE = '{"replays": false}'
 
 
 class SmallMessageSchedule:
-    """See ``SiteSchedule``. The vendor's matmul stays; of a dynamic token count beyond the largest small message the plain collective, or another schedule's op
-    (``beyond``: its name and settings)."""
+    """See ``SiteSchedule``. The vendor's matmul stays; of a dynamic token count beyond the largest small message the
+    plain collective, or another schedule's op (``beyond``: its name and settings)."""
 
     name = "small_message"
     transports = ("sm_push",)
@@ -50,17 +51,25 @@ class SmallMessageSchedule:
         if facts.pattern != "matmul_all_reduce":
             return f"no small-message kernel computes {facts.pattern}"
         if (between := looping.computed_between(site)) is not None:
-            return f"{between.name} ({between.target}) stands between its matmuls and the collective; a small-message kernel computes nothing there"
+            return (
+                f"{between.name} ({between.target}) stands between its matmuls and the collective; a small-message"
+                " kernel computes nothing there"
+            )
         if not looping.loopable(site) or len(site.matmuls) > 1:
             return "its rows do not lie in the ranks' order, or it is no single plain matmul with a bias of one row"
         rows, columns, like = tokens(site), *_columns(site)
         if not isinstance(columns, int):
             return f"rows of {columns} elements are only known when it runs"
-        reason = small_plan.why_not(like.dtype, facts.collective.world_size, rows if isinstance(rows, int) else 1, columns)
+        reason = small_plan.why_not(
+            like.dtype, facts.collective.world_size, rows if isinstance(rows, int) else 1, columns
+        )
         return reason or symmetric.why_no_symmetric_memory(facts.collective.ranks, like.device)
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
-        parameters: dict[str, Any] = {"settings": SETTINGS if config.replay == "on" else ONE_BY_ONE, "norm": _norm(site) is not None}
+        parameters: dict[str, Any] = {
+            "settings": SETTINGS if config.replay == "on" else ONE_BY_ONE,
+            "norm": _norm(site) is not None,
+        }
         if isinstance(tokens(site), int):
             return [PlanPiece(self.name, "sm_push", (0, None), parameters)]
         most = _most_rows(site)
@@ -85,7 +94,16 @@ class SmallMessageSchedule:
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request:
         rows, (columns, like) = tokens(site), _columns(site)
         rows = rows if isinstance(rows, int) else _most_rows(site)
-        return Request(site.facts.id, *small_plan.needed_up_to(piece.parameters["settings"], site.facts.collective.world_size, max(rows, 1), columns, like.dtype.itemsize))
+        return Request(
+            site.facts.id,
+            *small_plan.needed_up_to(
+                piece.parameters["settings"],
+                site.facts.collective.world_size,
+                max(rows, 1),
+                columns,
+                like.dtype.itemsize,
+            ),
+        )
 
     def anchor(self, site: OverlapSite) -> fx.Node | None:
         assert site.decision is not None
@@ -100,7 +118,17 @@ class SmallMessageSchedule:
 
             def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
                 op = looping.overlap.small_message_matmul_all_reduce.default
-                return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], where[0], reduce_op, *where[1:], *parameters.get("beyond", ()))
+                return emit.communicate(
+                    op,
+                    emit.chain,
+                    lhs[0],
+                    rhs[0],
+                    biases[0],
+                    where[0],
+                    reduce_op,
+                    *where[1:],
+                    *parameters.get("beyond", ()),
+                )
 
             return looping.rewrite_reduce(emit, site.nodes, reduce, looping.summed(site.nodes))
         matmul = site.nodes.leaves[0]
@@ -122,9 +150,16 @@ def _joined(small: PlanPiece, large: list[PlanPiece]) -> list[PlanPiece]:
     moving = next(p for p in large if p.schedule != "keep")
     most = small.tokens[1] or 0
     first = max(moving.tokens[0], most + 1)
-    small = dataclasses.replace(small, parameters={**small.parameters, "beyond": [moving.schedule, moving.parameters["settings"]]})
+    small = dataclasses.replace(
+        small, parameters={**small.parameters, "beyond": [moving.schedule, moving.parameters["settings"]]}
+    )
     between = [PlanPiece("keep", None, (most + 1, first - 1))] if first > most + 1 else []
-    return [small, *between, dataclasses.replace(moving, tokens=(first, moving.tokens[1])), *(p for p in large if p.tokens[0] > first)]
+    return [
+        small,
+        *between,
+        dataclasses.replace(moving, tokens=(first, moving.tokens[1])),
+        *(p for p in large if p.tokens[0] > first),
+    ]
 
 
 def _columns(site: OverlapSite) -> tuple[Any, Any]:
@@ -139,13 +174,23 @@ def _most_rows(site: OverlapSite) -> int:
 
 
 def _norm(site: OverlapSite) -> NormEpilogue | None:
-    """The norm that the kernel computes too. Not with a dynamic token count, where calls that are no small messages would compute it op by op."""
+    """The norm that the kernel computes too. Not with a dynamic token count, where calls that are no small messages
+    would compute it op by op."""
     nodes = site.nodes
-    if isinstance(nodes, GatherNodes) or len(nodes.collectives) > 1 or nodes.collectives[0].reduce_op != "sum" or not isinstance(tokens(site), int):
+    if (
+        isinstance(nodes, GatherNodes)
+        or len(nodes.collectives) > 1
+        or nodes.collectives[0].reduce_op != "sum"
+        or not isinstance(tokens(site), int)
+    ):
         return None
     norm = find_norm(nodes.result)
     # (Another all-reduce, whose site may take the norm as well.)
-    if norm is None or collectives.is_a_wait(norm.residual) or tools.written_between(nodes.collectives[0].node, norm.residual_out, nodes.leaves[0].node.all_input_nodes):
+    if (
+        norm is None
+        or collectives.is_a_wait(norm.residual)
+        or tools.written_between(nodes.collectives[0].node, norm.residual_out, nodes.leaves[0].node.all_input_nodes)
+    ):
         return None
     return norm
 

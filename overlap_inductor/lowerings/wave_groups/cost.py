@@ -1,4 +1,5 @@
-"""Estimates of schedule ``wave_groups``: measured on 2 H200s without peer access (bench/results/operators_without_peers.jsonl)."""
+"""Estimates of schedule ``wave_groups``: measured on 2 H200s without peer access
+(bench/results/operators_without_peers.jsonl)."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def cost_on(machine: Machine) -> WaveCost:
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of a matmul with a collective for each group of its waves: the matmul has fewer SMs, the last group's collective is in sight."""
+    """Seconds of a matmul with a collective for each group of its waves: the matmul has fewer SMs, the last group's
+    collective is in sight."""
     cost = cost_on(machine)
     matmul = matmul_seconds(sizes, machine) / cost.efficiency
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes / cost.efficiency
@@ -46,7 +48,8 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether groups of waves are estimated to be at least 5 % faster than ``keep``: 25 % in groups larger than those that were measured, and where none were."""
+    """Whether groups of waves are estimated to be at least 5 % faster than ``keep``: 25 % in groups larger than those
+    that were measured, and where none were."""
     if sizes.tiles < machine.least_tiles:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)

@@ -1,11 +1,12 @@
-"""Schedule ``wave_groups``: a matmul on the current stream, and beside it a collective for each group of its waves (FlashOverlap, arXiv 2504.19519).
+"""Schedule ``wave_groups``: a matmul on the current stream, and beside it a collective for each group of its waves
+(FlashOverlap, arXiv 2504.19519).
 
-A site's first call plans it, on all ranks of the group together: the collective's curve is measured (once a group), the matmul is timed with each
-number of SMs left free, the predictor partitions its bands for each, and the fastest of these calls is kept. What is measured is the group's
-first rank's everywhere, and sites whose matmuls are alike on that rank share a plan. Other ranks' inner size and bias
-may differ from it: a partition cuts rows, which all have. That call also loads every kernel, before any of them waits:
-loading a module waits for the device. (A kernel for another inner size or bias is loaded by the matmul of the call that
-brings it, before anything of that call waits.)
+A site's first call plans it, on all ranks of the group together: the collective's curve is measured (once a group), the
+matmul is timed with each number of SMs left free, the predictor partitions its bands for each, and the fastest of these
+calls is kept. What is measured is the group's first rank's everywhere, and sites whose matmuls are alike on that rank
+share a plan. Other ranks' inner size and bias may differ from it: a partition cuts rows, which all have. That call also
+loads every kernel, before any of them waits: loading a module waits for the device. (A kernel for another inner size or
+bias is loaded by the matmul of the call that brings it, before anything of that call waits.)
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ POISONED_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class WavePlan:
-    """How a call runs: SMs left free, first band of each group and the number of bands, the same on the device, and the seconds predicted (``None``
-    where the partition was given)."""
+    """How a call runs: SMs left free, first band of each group and the number of bands, the same on the device, and the
+    seconds predicted (``None`` where the partition was given)."""
 
     free: int
     partition: tuple[int, ...]
@@ -88,7 +89,10 @@ class GroupWaves:
 
     def table(self, partition: tuple[int, ...]) -> torch.Tensor:
         if self.used == TABLES:
-            raise OverlapError(f"group {self.place.group.group_name!r} has {TABLES} partitions of matmuls of different sizes; keep sites of dynamic sizes")
+            raise OverlapError(
+                f"group {self.place.group.group_name!r} has {TABLES} partitions of matmuls of different sizes; keep"
+                " sites of dynamic sizes"
+            )
         row = self.tables[self.used]
         row[: len(partition)] = torch.tensor(partition, dtype=torch.int32)
         self.used += 1
@@ -116,7 +120,9 @@ def waves_of(group: dist.ProcessGroup, device: torch.device) -> GroupWaves:
         _not_in_a_capture(f"group {group.group_name!r}")
         for other in [k for k, w in _WAVES.items() if not is_alive(w.place.group)]:
             del _WAVES[other]
-        words = symmetric.lasting(torch.zeros(FLAG_WORDS * (1 + MAX_GROUPS) + TABLES * TABLE_WORDS, dtype=torch.int32), device)
+        words = symmetric.lasting(
+            torch.zeros(FLAG_WORDS * (1 + MAX_GROUPS) + TABLES * TABLE_WORDS, dtype=torch.int32), device
+        )
         queue, counters, tables = words.split([FLAG_WORDS, FLAG_WORDS * MAX_GROUPS, TABLES * TABLE_WORDS])
         known = _WAVES[key] = GroupWaves(place, queue, counters, tables.view(TABLES, TABLE_WORDS))
     return known
@@ -125,8 +131,8 @@ def waves_of(group: dist.ProcessGroup, device: torch.device) -> GroupWaves:
 def _not_in_a_capture(what: str) -> None:
     if symmetric.capturing():
         raise OverlapError(
-            f"{what} has no measured partition yet, and a CUDA graph is being captured, in which nothing can be measured. "
-            "Run the compiled function once before capturing it."
+            f"{what} has no measured partition yet, and a CUDA graph is being captured, in which nothing can be"
+            " measured. Run the compiled function once before capturing it."
         )
 
 
@@ -213,7 +219,8 @@ class Call:
                         piece = c[top * self.shards : bottom * self.shards]
                         nccl.reduce_rows(result[top:bottom] if self.scatters else piece, piece, self.group)
         except BaseException:
-            # Counters that nobody has waited for would let a later call's collective start too early. (In a capture nothing has run.)
+            # Counters that nobody has waited for would let a later call's collective start too early. (In a capture
+            # nothing has run.)
             if not captured:
                 self.waves.place.faults.abort()
             raise
@@ -223,7 +230,8 @@ class Call:
         """How this call runs, decided at the first call of its sizes by all ranks together.
 
         Raises:
-            OverlapError: it would have to be decided while a CUDA graph is captured, or the partition given does not fit.
+            OverlapError: it would have to be decided while a CUDA graph is captured, or the partition given does not
+                fit.
         """
         agreed = (self.site, self.scatters, self.a.shape[0], self.b.shape[1], self.a.dtype, self.parameters)
         own = (self.b.shape[0], *self.b.stride(), self.bias is None)
@@ -275,13 +283,22 @@ class Call:
         blocks = self.blocks(free)
         waves = -(-self.bands * self.tiles // blocks)
         row_bytes = self.b.shape[1] * self.a.element_size() * self.shards
-        return Waves(self.bands, self.tiles, blocks, matmul_seconds / waves, self.rows, self.parameters.block_m, row_bytes)
+        return Waves(
+            self.bands, self.tiles, blocks, matmul_seconds / waves, self.rows, self.parameters.block_m, row_bytes
+        )
 
 
 def matmul_reduce_scatter(
-    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup, parameters: WaveParameters, site: str, bias: torch.Tensor | None = None, average: bool = False
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup,
+    parameters: WaveParameters,
+    site: str,
+    bias: torch.Tensor | None = None,
+    average: bool = False,
 ) -> torch.Tensor:
-    """``reduce_scatter(a @ b + bias)`` of rows: ``a [world_size * rows, K]``, ``b [K, N]``, ``bias [N]``, fp16 or bf16. Returns ``[rows, N]``.
+    """``reduce_scatter(a @ b + bias)`` of rows: ``a [world_size * rows, K]``, ``b [K, N]``, ``bias [N]``, fp16 or bf16.
+    Returns ``[rows, N]``.
 
     Raises:
         UnsupportedError: a dtype, size or layout that the kernel is not made for.
@@ -292,14 +309,27 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup, parameters: WaveParameters, site: str, bias: torch.Tensor | None = None, average: bool = False
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup,
+    parameters: WaveParameters,
+    site: str,
+    bias: torch.Tensor | None = None,
+    average: bool = False,
 ) -> torch.Tensor:
     """``all_reduce(a @ b + bias)`` with any number of rows: as ``matmul_reduce_scatter``, returns ``[M, N]``."""
     return _checked(a, b, group, parameters, site, bias, average, False)
 
 
 def _checked(
-    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup, p: WaveParameters, site: str, bias: torch.Tensor | None, average: bool, scatters: bool
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup,
+    p: WaveParameters,
+    site: str,
+    bias: torch.Tensor | None,
+    average: bool,
+    scatters: bool,
 ) -> torch.Tensor:
     check_operands(a, b, bias)
     if scatters and a.shape[0] % group.size():

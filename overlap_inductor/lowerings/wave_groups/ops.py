@@ -1,8 +1,8 @@
 """The ops of schedule ``wave_groups``: one functional op a site, one matmul and a few ordinary collectives an op.
 
-Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``bias [N]``; the result is ``[M, N]``, or ``[M / W, N]`` of a reduce-scatter. The chain's
-next token comes last. ``settings`` is JSON text of ``WaveParameters`` without ``blocks``. A site without rows runs the plain matmul and collective, on
-every rank, since rows are the same on all.
+Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``bias [N]``; the result is ``[M, N]``, or ``[M / W,
+N]`` of a reduce-scatter. The chain's next token comes last. ``settings`` is JSON text of ``WaveParameters`` without
+``blocks``. A site without rows runs the plain matmul and collective, on every rank, since rows are the same on all.
 """
 
 from __future__ import annotations
@@ -21,10 +21,18 @@ from overlap_inductor.torch_compat.memory import token_like
 
 
 def _define(pattern: str, keeps_rows: bool) -> None:
-    """Op ``wave_groups_<pattern>``: ``(result, token)``. The plain computation and the launch have the pattern's name in ``reference`` and in ``wave_groups``."""
+    """Op ``wave_groups_<pattern>``: ``(result, token)``. The plain computation and the launch have the pattern's name
+    in ``reference`` and in ``wave_groups``."""
 
     def implementation(
-        chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None, settings: str, reduce_op: str, group_name: str, site: str
+        chain: torch.Tensor,
+        lhs: torch.Tensor,
+        rhs: torch.Tensor,
+        bias: torch.Tensor | None,
+        settings: str,
+        reduce_op: str,
+        group_name: str,
+        site: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         group, token = resolve_group(group_name), token_like(chain)
         if lhs.shape[0] == 0:
@@ -33,15 +41,28 @@ def _define(pattern: str, keeps_rows: bool) -> None:
 
         parameters = parameters_of(settings, workspace_of(group, lhs.device).blocks)
         run, average = getattr(wave_groups, pattern), reduce_op == "avg"
-        return run(left_operand(lhs), right_operand(rhs), group, parameters, site, bias_row(bias, rhs.shape[1]), average), token
+        return (
+            run(left_operand(lhs), right_operand(rhs), group, parameters, site, bias_row(bias, rhs.shape[1]), average),
+            token,
+        )
 
     def fake(
-        chain: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, bias: object, settings: str, reduce_op: str, group_name: str, site: str
+        chain: torch.Tensor,
+        lhs: torch.Tensor,
+        rhs: torch.Tensor,
+        bias: object,
+        settings: str,
+        reduce_op: str,
+        group_name: str,
+        site: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = lhs.shape[0] if keeps_rows else lhs.shape[0] // resolve_group(group_name).size()
         return lhs.new_empty(rows, rhs.shape[1]), chain.new_empty(1)
 
-    schema = "(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op, str group_name, str site) -> (Tensor, Tensor)"
+    schema = (
+        "(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op, str group_name, str site) ->"
+        " (Tensor, Tensor)"
+    )
     define(f"wave_groups_{pattern}{schema}", implementation, fake)
 
 

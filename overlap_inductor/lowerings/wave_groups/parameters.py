@@ -1,15 +1,17 @@
-"""Schedule ``wave_groups`` before any GPU is touched: its parameters, and which waves of a matmul share a collective. No Triton here.
+"""Schedule ``wave_groups`` before any GPU is touched: its parameters, and which waves of a matmul share a collective.
+No Triton here.
 
-A matmul's tiles finish in waves, in bands of rows; a *group* is some neighbouring bands, and has one collective of its own. The predictor is
-FlashOverlap's (arXiv 2504.19519, algorithm 1): a group's collective starts when its tiles are stored and the collective before it has ended,
-and takes what a measured curve says of its bytes. ::
+A matmul's tiles finish in waves, in bands of rows; a *group* is some neighbouring bands, and has one collective of its
+own. The predictor is FlashOverlap's (arXiv 2504.19519, algorithm 1): a group's collective starts when its tiles are
+stored and the collective before it has ended, and takes what a measured curve says of its bytes. ::
 
     matmul        | group 0 | group 1      | group 2      |
     collectives             | bytes of 0 |   | bytes of 1 | | bytes of 2 |
 
-The paper searches all ``2 ** (T - 1)`` partitions of ``T`` waves and prunes where ``T`` is large. Its recurrence is monotone in the end of the collective
-before, so the best way to serve a prefix of bands never depends on what follows: dynamic programming over (groups, bands) finds the optimum of the
-whole space (``best_partition``; ``partitions`` lists that space, for those who want to compare).
+The paper searches all ``2 ** (T - 1)`` partitions of ``T`` waves and prunes where ``T`` is large. Its recurrence is
+monotone in the end of the collective before, so the best way to serve a prefix of bands never depends on what follows:
+dynamic programming over (groups, bands) finds the optimum of the whole space (``best_partition``; ``partitions`` lists
+that space, for those who want to compare).
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class WaveParameters:
     Attributes:
         blocks: SMs of the device.
         free: numbers of SMs to leave to the collectives; the fastest at a site's first call is kept.
-        partition: first band of each group, and the number of bands: ``(0, 3, 8)``; ``None`` for the predictor's choice.
+        partition: first band of each group, and the number of bands: ``(0, 3, 8)``; ``None`` for the predictor's
+            choice.
         halves: tiles are stored in two halves, which leaves shared memory for one stage more.
     """
 
@@ -67,13 +70,16 @@ def settings_for(pattern: str, transport: str) -> dict[str, Any]:
 @functools.cache
 def parameters_of(settings: str, blocks: int) -> WaveParameters:
     """The parameters that a plan's ``settings`` (JSON text) and the device's number of SMs make."""
-    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(settings).items()}
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(settings).items()
+    }
     return WaveParameters(blocks, **given)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a collective by its bytes: ``points`` as measured, interpolated between neighbours in proportion to the logarithm of both.
+    """Seconds of a collective by its bytes: ``points`` as measured, interpolated between neighbours in proportion to
+    the logarithm of both.
 
     Below the first point a collective takes as long as there; beyond the last one its bandwidth stays.
     """
@@ -95,7 +101,8 @@ class Waves:
     """A matmul as the predictor sees it.
 
     Attributes:
-        bands: bands of ``block_m`` rows, in each of ``shards`` shards of ``rows`` rows (one shard for an all-reduce): tiles finish band by band.
+        bands: bands of ``block_m`` rows, in each of ``shards`` shards of ``rows`` rows (one shard for an all-reduce):
+            tiles finish band by band.
         tiles: tiles of a band in all shards; ``blocks`` of them are multiplied at a time, in ``seconds``.
         row_bytes: bytes of a row of the result, times the shards.
     """
@@ -126,7 +133,8 @@ def predicted(partition: tuple[int, ...], waves: Waves, curve: Curve) -> float:
 
 
 def cuts(waves: Waves) -> tuple[int, ...]:
-    """Where groups may begin and end: at the last whole band of each wave (of several waves where there are more than ``MAX_UNITS``)."""
+    """Where groups may begin and end: at the last whole band of each wave (of several waves where there are more than
+    ``MAX_UNITS``)."""
     total = -(-waves.bands * waves.tiles // waves.blocks)
     unit = -(-total // MAX_UNITS) * waves.blocks
     inside = {end // waves.tiles for end in range(unit, waves.bands * waves.tiles, unit)}
@@ -134,7 +142,8 @@ def cuts(waves: Waves) -> tuple[int, ...]:
 
 
 def best_partition(waves: Waves, curve: Curve, groups: int = MAX_GROUPS) -> tuple[int, ...]:
-    """The partition into at most ``groups`` groups that is predicted to end first; of equals the one with the fewest groups."""
+    """The partition into at most ``groups`` groups that is predicted to end first; of equals the one with the fewest
+    groups."""
     at = cuts(waves)
     seconds = [[curve.seconds(waves.nbytes(f, e)) if f < e else 0.0 for e in at] for f in at]
     # ends[j]: when the collectives of the bands before cut j can have ended, and the partition that does it.
@@ -167,8 +176,14 @@ def partitions(waves: Waves, groups: int = MAX_GROUPS) -> Iterator[tuple[int, ..
 def check_partition(partition: tuple[int, ...], bands: int) -> None:
     """Raises ``OverlapError`` where a partition is none of ``bands`` bands."""
     rising = all(a < b for a, b in itertools.pairwise(partition))
-    if len(partition) < 2 or partition[0] != 0 or partition[-1] != bands or not rising or len(partition) > MAX_GROUPS + 1:
+    if (
+        len(partition) < 2
+        or partition[0] != 0
+        or partition[-1] != bands
+        or not rising
+        or len(partition) > MAX_GROUPS + 1
+    ):
         raise OverlapError(
-            f"partition {list(partition)} does not cut {bands} bands into at most {MAX_GROUPS} groups; expected rising numbers from 0 to {bands}. "
-            "Leave it out to have it chosen."
+            f"partition {list(partition)} does not cut {bands} bands into at most {MAX_GROUPS} groups; expected rising"
+            f" numbers from 0 to {bands}. Leave it out to have it chosen."
         )

@@ -1,4 +1,5 @@
-"""``index.html``: one graph's report as a page that stands alone. What it shows is what ``report.txt`` says, to click through."""
+"""``index.html``: one graph's report as a page that stands alone. What it shows is what ``report.txt`` says, to click
+through."""
 
 from __future__ import annotations
 
@@ -81,7 +82,10 @@ def _estimate_tile(report: OverlapReport) -> str:
     plan = sum(p.estimate_us[p.schedule] for p in pieces)
     value = f"{words.microseconds(keep)} \u2192 {words.microseconds(plan)}"
     tone = "good" if plan < keep else "warn"
-    return f'<div class="tile wide {tone}"><b>{value}</b><span>estimated, overlapped sites together, at the example sizes</span></div>'
+    return (
+        f'<div class="tile wide {tone}"><b>{value}</b><span>estimated, overlapped sites together, at the example'
+        " sizes</span></div>"
+    )
 
 
 def _notices(report: OverlapReport) -> str:
@@ -98,8 +102,9 @@ def _sites(report: OverlapReport, groups: Sequence[SiteGroup], anchors: Mapping[
         return '<p class="quiet">No matmul beside a collective was found in this graph.</p>'
     head = "".join(f"<span>{h}</span>" for h in ("module", "sites", "pattern", "matmul [M x N x K]", "outcome"))
     tools = (
-        '<div class="tools script-only"><input id="filter" type="search" placeholder="filter: a module, pattern, reason, ..." '
-        'aria-label="filter the sites"><button type="button" id="all">open all</button><span id="shown" class="quiet"></span></div>'
+        '<div class="tools script-only"><input id="filter" type="search" placeholder="filter: a module, pattern,'
+        ' reason, ..." aria-label="filter the sites"><button type="button" id="all">open all</button><span id="shown"'
+        ' class="quiet"></span></div>'
     )
     rows = "".join(_site_row(group, anchors) for group in groups)
     return f'{tools}<div class="scroll"><div class="card sites"><div class="row head">{head}</div>{rows}</div></div>'
@@ -109,9 +114,10 @@ def _site_row(group: SiteGroup, anchors: Mapping[str, str]) -> str:
     facts, decision = group.facts, group.decision
     outcome = words.outcome(decision).removeprefix(decision.status).removeprefix(": ")
     cells = (
-        f'<span class="name mono">{escape(group.module)}</span><span>{len(group.sites)}</span><span>{escape(facts.pattern)}</span>'
-        f'<span class="mono">{escape(words.matmuls(facts))}</span>'
-        f'<span><span class="chip {TONES.get(decision.status, "")}">{escape(decision.status)}</span> {escape(outcome)}</span>'
+        '<span class="name'
+        f' mono">{escape(group.module)}</span><span>{len(group.sites)}</span><span>{escape(facts.pattern)}</span><span'
+        f' class="mono">{escape(words.matmuls(facts))}</span><span><span class="chip'
+        f' {TONES.get(decision.status, "")}">{escape(decision.status)}</span> {escape(outcome)}</span>'
     )
     detail = f"<h3>collective</h3>{escape(words.collective(facts.collective))}"
     if facts.derived_from:
@@ -150,7 +156,10 @@ def _bars(piece: PlanPiece) -> str:
     for name, value in sorted(values.items(), key=lambda item: item[1]):
         width = 100 * value / longest if longest else 0
         tone = ' class="best"' if value == best else ""
-        html += f'<span>{escape(name)}</span><i{tone} style="width:{width:.1f}%"></i><span>{words.microseconds(value)}</span>'
+        html += (
+            f"<span>{escape(name)}</span><i{tone}"
+            f' style="width:{width:.1f}%"></i><span>{words.microseconds(value)}</span>'
+        )
     return f'<div class="bars">{html}</div>'
 
 
@@ -168,8 +177,8 @@ def _reasons(report: OverlapReport, groups: Sequence[SiteGroup]) -> str:
         meaning = words.STATUS_MEANING.get(status, "a collective that is no site")
         lines = "".join(f'<p><span class="mono">{escape(where)}</span><br>{escape(text)}</p>' for where, text in uses)
         html += (
-            f'<div class="reason"><span class="chip {TONES.get(status, "wait")}">{escape(status)}</span> <b>{escape(code)}</b> '
-            f'<span class="quiet">{escape(meaning)}</span>{lines}</div>'
+            f'<div class="reason"><span class="chip {TONES.get(status, "wait")}">{escape(status)}</span>'
+            f' <b>{escape(code)}</b> <span class="quiet">{escape(meaning)}</span>{lines}</div>'
         )
     return f'<div class="card">{html}</div>' if html else ""
 
@@ -178,7 +187,11 @@ def _timelines(groups: Sequence[SiteGroup]) -> str:
     """One sketch for each pattern that was overlapped by a ring: the first such site's."""
     seen: dict[str, str] = {}
     for group in groups:
-        if group.decision.status == "overlapped" and group.decision.moving.schedule == "ring" and group.facts.collective.world_size > 1:
+        if (
+            group.decision.status == "overlapped"
+            and group.decision.moving.schedule == "ring"
+            and group.facts.collective.world_size > 1
+        ):
             seen.setdefault(group.facts.pattern, render_sketch(group.module, group.sites[0], group.decision.moving))
     return "".join(seen.values())
 
@@ -188,4 +201,7 @@ def _switches(report: OverlapReport) -> str:
     if not rows:
         return ""
     html = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="card"><table><tr><th>switch</th><th>requested</th><th>effective in this graph</th></tr>{html}</table></div>'
+    return (
+        '<div class="card"><table><tr><th>switch</th><th>requested</th><th>effective in this'
+        f" graph</th></tr>{html}</table></div>"
+    )

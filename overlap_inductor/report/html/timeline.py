@@ -1,7 +1,8 @@
-"""A sketch of the timeline of one site with schedule ``ring``, on one rank: what runs when, one after the other and overlapped. From estimates.
+"""A sketch of the timeline of one site with schedule ``ring``, on one rank: what runs when, one after the other and
+overlapped. From estimates.
 
-The lengths come from ``estimate_us`` (``matmul`` and ``collective`` alone); the steps from the plan's world size, sub-chunks
-and route. Without an estimate both are drawn equally long. It shows why time is saved, not how much was.
+The lengths come from ``estimate_us`` (``matmul`` and ``collective`` alone); the steps from the plan's world size,
+sub-chunks and route. Without an estimate both are drawn equally long. It shows why time is saved, not how much was.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def _gather(matmul: float, collective: float, world_size: int, parts: int) -> li
 
 
 def _reduce(matmul: float, collective: float, world_size: int, parts: int, legs: int) -> list[Bar]:
-    """The others' slices first, each sent while the next is multiplied. All-reduce: in bands, each gathered back under the next."""
+    """The others' slices first, each sent while the next is multiplied. All-reduce: in bands, each gathered back under
+    the next."""
     step = matmul / (world_size * parts)
     hop = collective / (legs * (world_size - 1) * parts)
     bars: list[Bar] = []
@@ -142,7 +144,8 @@ def render_sketch(module: str, site: SiteReport, piece: PlanPiece) -> str:
         if end < drawing.length:
             x, height = _LEFT + end * scale, 2 * _LANE + _GAP
             rows.append(
-                f'<rect class="saved" x="{x:.2f}" y="{begin}" width="{(drawing.length - end) * scale:.2f}" height="{height}"/>'
+                f'<rect class="saved" x="{x:.2f}" y="{begin}" width="{(drawing.length - end) * scale:.2f}"'
+                f' height="{height}"/>'
             )
         top += 10
     notes = ["Sketch, from estimates: one rank; the fixed costs of the steps are not drawn."]
@@ -154,8 +157,9 @@ def render_sketch(module: str, site: SiteReport, piece: PlanPiece) -> str:
     if estimated := words.estimates(piece):
         notes.append(f"The plan's estimate, fixed costs included: {estimated}.")
     return (
-        f'<figure><figcaption><b>{escape(title)}</b><br><span class="quiet">{escape(" ".join(notes))}</span></figcaption>'
-        f'<svg viewBox="0 0 {_WIDTH} {top}" role="img" aria-label="{escape("timeline sketch of " + title)}">{"".join(rows)}</svg></figure>'
+        f"<figure><figcaption><b>{escape(title)}</b><br><span"
+        f' class="quiet">{escape(" ".join(notes))}</span></figcaption><svg viewBox="0 0 {_WIDTH} {top}" role="img"'
+        f' aria-label="{escape("timeline sketch of " + title)}">{"".join(rows)}</svg></figure>'
     )
 
 
