@@ -15,10 +15,10 @@ from torch import fx
 
 import overlap_inductor
 from overlap_inductor.inductor import compared_call
+from overlap_inductor.lowerings import group_ops
 from overlap_inductor.lowerings.fused import ops as fused_ops
 from overlap_inductor.lowerings.fused import schedule as fused_site
 from overlap_inductor.lowerings.one_op import ops as site_ops
-from overlap_inductor.lowerings.ring import ops
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.report.text import render_text
 from overlap_inductor.runtime import agreement
@@ -264,7 +264,7 @@ def test_kernels_behind_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) 
     from torch._inductor.utils import run_and_get_code
 
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
-    monkeypatch.setattr(ops, "prepare", lambda *arguments: None)
+    monkeypatch.setattr(group_ops, "prepare", lambda *arguments: None)
     monkeypatch.setattr(compared_call, "prepare", lambda *arguments: None)
     monkeypatch.setattr(compared_call, "is_fake", lambda group: False)
     for module in (fused_ops, site_ops):
