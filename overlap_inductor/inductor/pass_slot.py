@@ -1,7 +1,8 @@
-"""Inductor's slot for passes that run last on the post-grad graph, and our pass as that slot wants it.
+"""Inductor's slots for passes that run last on a graph, and our passes as those slots want them.
 
 ``torch._inductor.config.post_grad_custom_post_pass`` holds one callable up to torch 2.12 and a callable or a list of
-them from 2.13. From 2.12 a value assigned on one thread is seen on that thread only, the others see the default.
+them from 2.13, as does ``joint_custom_post_pass``. From 2.12 a value assigned on one thread is seen on that thread
+only, the others see the default.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ from torch._inductor import custom_graph_pass
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.inductor import compile_scope
 from overlap_inductor.inductor import import_hook
+from overlap_inductor.passes.pipeline import JOINT
+from overlap_inductor.passes.pipeline import POST_GRAD
+from overlap_inductor.passes.pipeline import GraphContext
+from overlap_inductor.passes.pipeline import passes_in
+from overlap_inductor.report.report import OverlapReport
 
-SLOT = "post_grad_custom_post_pass"
+SETTINGS = {POST_GRAD: "post_grad_custom_post_pass", JOINT: "joint_custom_post_pass"}
+"""Of ``torch._inductor.config``, by the pipeline's slot."""
+SLOT = SETTINGS[POST_GRAD]
 TAKES_LIST = hasattr(custom_graph_pass, "get_custom_graph_passes")
 MICRO_PIPELINE_NOTICE = (
     "torch._inductor.config._micro_pipeline_tp is on: PyTorch's own pass runs first and takes the all-gather and "
@@ -31,10 +39,11 @@ _Base: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_
 
 
 class OverlapPass(_Base):
-    """Our pass as Inductor calls it. ``source`` says under which configuration; with ``None`` the pass is inert."""
+    """The pipeline's passes of one slot, as Inductor calls them. ``source`` says under which configuration; with
+    ``None`` they are inert."""
 
-    def __init__(self, source: Callable[[], OverlapConfig | None]) -> None:
-        self._source = source
+    def __init__(self, source: Callable[[], OverlapConfig | None], slot: str = POST_GRAD) -> None:
+        self._source, self.slot = source, slot
 
     def config(self) -> OverlapConfig | None:
         """The configuration for the graph being compiled: the one pinned to it, else what ``source`` says now."""
@@ -50,18 +59,23 @@ class OverlapPass(_Base):
         config = self.config()
         if config is None or config.mode == "off":
             return
-        if is_inference is None:  # torch 2.11, or a chain that calls its passes with the graph alone
+        if (
+            is_inference is None and self.slot == POST_GRAD
+        ):  # torch 2.11, or a chain that calls its passes with the graph alone
             is_inference = scope is not None and scope.is_inference
-        from overlap_inductor.inductor.lowerings import register_lowerings
-        from overlap_inductor.passes import overlap_pass
-
-        report = overlap_pass.run_overlap_pass(
-            graph,
-            config,
-            is_inference=is_inference,
-            graph_id=compile_scope.current_graph_name() or "graph",
-            refusal=compile_scope.refusal_context(),
+        context = GraphContext(
+            config, is_inference, compile_scope.current_graph_name() or "graph", compile_scope.refusal_context()
         )
+        for one in passes_in(self.slot):
+            report = one.run(graph, context)
+            if report is not None:
+                self._take(report, config)
+
+    def _take(self, report: OverlapReport, config: OverlapConfig) -> None:
+        """Have a report stored with the graph that is compiled, or made known now."""
+        from overlap_inductor.inductor.lowerings import register_lowerings
+
+        scope = compile_scope.current()
         if any(site.decision.status == "overlapped" for site in report.sites):
             register_lowerings()
         if inductor_config._micro_pipeline_tp:
@@ -80,7 +94,8 @@ class OverlapPass(_Base):
         from overlap_inductor.lowerings.registry import define_ops
 
         define_ops()
-        return fingerprint(self.config())
+        versions = "".join(f" {one.name}={one.version}" for one in passes_in(self.slot) if one.version)
+        return fingerprint(self.config()) + versions
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OverlapPass:
         # Inductor deep-copies its configuration now and then; a copy would not follow enable() and disable().
@@ -127,38 +142,42 @@ def with_pass(value: Any, ours: OverlapPass) -> Any:
     """A slot's value with ``ours`` in the place of an earlier pass of ours, or last."""
     passes = members(value)
     old = find(value)
-    return _packed(tuple(ours if p is old else p for p in passes) if old else (*passes, ours), value)
+    together = tuple(ours if p is old else p for p in passes) if old else (*passes, ours)
+    return _packed(together, value, ours.slot)
 
 
 def without_pass(value: Any) -> Any:
     """A slot's value as it is without us; the very same value where we are not in it."""
-    if find(value) is None:
+    ours = find(value)
+    if ours is None:
         return value
-    return _packed(tuple(p for p in members(value) if not isinstance(p, OverlapPass)), value)
+    return _packed(tuple(p for p in members(value) if not isinstance(p, OverlapPass)), value, ours.slot)
 
 
-def _packed(passes: tuple[Any, ...], like: Any) -> Any:
+def _packed(passes: tuple[Any, ...], like: Any, slot: str) -> Any:
     if len(passes) < 2:
         return passes[0] if passes else None
-    if not TAKES_LIST:
+    # (The joint graph's slot takes a list later than the other one: a chain is what each torch takes.)
+    takes_list = TAKES_LIST and (slot == POST_GRAD or isinstance(like, (list, tuple)))
+    if not takes_list:
         return PassChain(passes)
     return passes if isinstance(like, tuple) else list(passes)
 
 
-def read() -> Any:
+def read(slot: str = POST_GRAD) -> Any:
     """The slot's value on this thread."""
-    return getattr(inductor_config, SLOT)
+    return getattr(inductor_config, SETTINGS[slot])
 
 
-def write(value: Any) -> None:
+def write(value: Any, slot: str = POST_GRAD) -> None:
     """Assign the slot on this thread, if that changes anything."""
-    if value is not read():
-        setattr(inductor_config, SLOT, value)
+    if value is not read(slot):
+        setattr(inductor_config, SETTINGS[slot], value)
 
 
-def set_for_other_threads(ours: OverlapPass | None) -> None:
+def set_for_other_threads(ours: OverlapPass | None, slot: str = POST_GRAD) -> None:
     """What threads see that never assigned the slot (a server's workers); before torch 2.12 they see ``write``."""
-    entry = inductor_config._config[SLOT]  # type: ignore[attr-defined]
+    entry = inductor_config._config[SETTINGS[slot]]  # type: ignore[attr-defined]
     if isinstance(entry.user_override, ContextVar):
         entry.default = ours
 

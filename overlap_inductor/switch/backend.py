@@ -56,14 +56,16 @@ def compile_with(
     """Compile with Inductor under ``config`` and Inductor's own mode and options."""
     from overlap_inductor.inductor import compile_graph as inductor
     from overlap_inductor.inductor import pass_slot
+    from overlap_inductor.passes.pipeline import passes_in
 
     install.install_hooks()
     patches = inductor.option_patches(mode, options)
-    value = patches.get(pass_slot.SLOT, pass_slot.read())
-    if config.mode == "off":
-        patches[pass_slot.SLOT] = pass_slot.without_pass(value)
-    else:
-        patches[pass_slot.SLOT] = pass_slot.with_pass(value, pass_slot.OverlapPass(lambda: config))
+    for slot, setting in pass_slot.SETTINGS.items():
+        value = patches.get(setting, pass_slot.read(slot))
+        if config.mode == "off":
+            patches[setting] = pass_slot.without_pass(value)
+        elif passes_in(slot):
+            patches[setting] = pass_slot.with_pass(value, pass_slot.OverlapPass(lambda: config, slot))
     return inductor.compile_graph(gm, example_inputs, patches, **extra)
 
 

@@ -33,10 +33,11 @@ class _Switch:
     from_environment = False
     environment: OverlapConfig | None = None
     waiting: list[Callable[[], None]] = []
-    shared_pass: Any = None
+    shared_passes: dict[str, Any] = {}
+    """The pass of each slot of the pipeline."""
     applied = False
-    replaced: tuple[Any, Any] = (None, None)
-    """The slot's value before and after the pass was put in, to put back the very object."""
+    replaced: dict[str, tuple[Any, Any]] = {}
+    """By slot: its value before and after the pass was put in, to put back the very object."""
 
 
 _switch = _Switch()
@@ -78,10 +79,10 @@ def disable() -> None:
         _stack.set(())
         _cancel_waiting()
         _switch.applied = False
-        if _switch.shared_pass is not None:
+        if _switch.shared_passes:
             from overlap_inductor.inductor import hooks
 
-            _fill_slot()
+            _fill_slots()
             hooks.uninstall()
 
 
@@ -147,8 +148,9 @@ def require_supported_torch() -> None:
 def install_hooks() -> None:
     """Wrap Inductor's functions now (its modules get imported), for a caller that is about to compile."""
     from overlap_inductor.inductor import hooks
+    from overlap_inductor.passes.pipeline import POST_GRAD
 
-    hooks.install(effective, _shared_pass())
+    hooks.install(effective, _shared_pass(POST_GRAD))
 
 
 def _apply() -> None:
@@ -158,7 +160,7 @@ def _apply() -> None:
         return
     _switch.applied = True
     _switch.waiting = [
-        when_imported("torch._inductor.config", _fill_slot),
+        when_imported("torch._inductor.config", _fill_slots),
         when_imported("torch._inductor.compile_fx", install_hooks),
     ]
 
@@ -173,30 +175,39 @@ def _wanted(everywhere: bool = False) -> bool:
     return _switch.from_environment
 
 
-def _fill_slot() -> None:
+def _fill_slots() -> None:
+    from overlap_inductor.passes.pipeline import SLOTS
+
+    for slot in SLOTS:
+        _fill_slot(slot)
+
+
+def _fill_slot(slot: str) -> None:
     from overlap_inductor.inductor import pass_slot
+    from overlap_inductor.passes.pipeline import passes_in
 
-    ours, value = _shared_pass(), pass_slot.read()
-    before, after = _switch.replaced
-    if _wanted():
+    ours, value, works = _shared_pass(slot), pass_slot.read(slot), bool(passes_in(slot))
+    before, after = _switch.replaced.get(slot, (None, None))
+    wanted = _wanted() and works
+    if wanted:
         if not any(p is ours for p in pass_slot.members(value)):
-            _switch.replaced = (value, pass_slot.with_pass(value, ours))
-            pass_slot.write(_switch.replaced[1])
+            _switch.replaced[slot] = (value, pass_slot.with_pass(value, ours))
+            pass_slot.write(_switch.replaced[slot][1], slot)
     elif after is not None and value is after:
-        pass_slot.write(before)
+        pass_slot.write(before, slot)
     else:
-        pass_slot.write(pass_slot.without_pass(value))
-    if not _wanted():
-        _switch.replaced = (None, None)
-    pass_slot.set_for_other_threads(ours if _wanted(everywhere=True) else None)
+        pass_slot.write(pass_slot.without_pass(value), slot)
+    if not wanted:
+        _switch.replaced.pop(slot, None)
+    pass_slot.set_for_other_threads(ours if works and _wanted(everywhere=True) else None, slot)
 
 
-def _shared_pass() -> Any:
-    if _switch.shared_pass is None:
+def _shared_pass(slot: str) -> Any:
+    if slot not in _switch.shared_passes:
         from overlap_inductor.inductor.pass_slot import OverlapPass
 
-        _switch.shared_pass = OverlapPass(effective)
-    return _switch.shared_pass
+        _switch.shared_passes[slot] = OverlapPass(effective, slot)
+    return _switch.shared_passes[slot]
 
 
 def _cancel_waiting() -> None:
