@@ -46,7 +46,8 @@ def saved(folder: Path, layers: int) -> Path:
     if dist.get_rank() == 0:
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers, num_attention_heads=64, num_key_value_heads=8,
+            vocab_size=VOCABULARY, hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers,
+            num_attention_heads=64, num_key_value_heads=8,
             max_position_embeddings=16384, tie_word_embeddings=False, use_cache=False, dtype=torch.bfloat16,
         )  # fmt: skip
         with torch.device("cuda"):

@@ -83,8 +83,8 @@ def rows_of(
     bound = max(matmul, collective)
     standards = {"matmul_us": matmul, "collective_us": collective, "sum_us": matmul + collective, "bound_us": bound}
     shared = {
-        "shape": case.shape, "pattern": case.pattern, "world_size": case.world_size, "tokens": case.tokens, "dtype": case.operands,
-        "setting": setting,
+        "shape": case.shape, "pattern": case.pattern, "world_size": case.world_size, "tokens": case.tokens,
+        "dtype": case.operands, "setting": setting,
     }  # fmt: skip
     rows = []
     for provider in providers:

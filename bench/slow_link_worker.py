@@ -130,7 +130,7 @@ def main() -> None:
 def _callables(
     plain: Any, ring: Any, whole: Any, inputs: list[torch.Tensor], parts: int
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Both compiled forms of one function, alive at once: Dynamo caches by code object, so each gets code of its own."""
+    """Both compiled forms of one function, alive at once. Dynamo caches by code object, so each form gets its own."""
     torch._dynamo.reset()
     namespaces = [{"f": whole}, {"f": whole}]
     for namespace in namespaces:

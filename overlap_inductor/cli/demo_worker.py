@@ -88,7 +88,7 @@ def median_ms(call: Callable[[], Any], device: str) -> float:
 
 
 def compare(name: str, value: torch.Tensor, reference: torch.Tensor, tolerance: float) -> dict[str, Any]:
-    """Largest difference of any rank, the largest value it is measured against, and whether that is within tolerance."""
+    """The largest difference on any rank, the largest value to compare it with, and whether it is within tolerance."""
     difference = (value.float() - reference.float()).abs().max()
     largest = reference.float().abs().max()
     both = torch.stack([difference, largest])

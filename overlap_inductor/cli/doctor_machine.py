@@ -132,7 +132,7 @@ def symmetric_memory() -> list[Check]:
 
 
 def handle_exchange(section: str) -> Check:
-    """How processes could hand each other memory handles: fabric handles, or file descriptors through ``pidfd_getfd``."""
+    """How processes can share memory: by fabric handles, or by file descriptors through ``pidfd_getfd``."""
     fabric = _FABRIC_CHANNELS.is_dir() and any(_FABRIC_CHANNELS.iterdir())
     refusal = pidfd_refusal()
     scope = _PTRACE_SCOPE.read_text().strip() if _PTRACE_SCOPE.exists() else "absent"

@@ -88,7 +88,7 @@ def run_ranks(
 
 
 def rank_environment(device: str) -> dict[str, str]:
-    """This process's environment for ranks that switch everything on themselves: one thread each, no switches of ours."""
+    """This process's environment for ranks that switch overlap on themselves: one thread each, no switches of ours."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OVERLAP_INDUCTOR")}
     kept.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
     if device == "cpu":

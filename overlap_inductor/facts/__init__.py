@@ -1,1 +1,1 @@
-"""Plain data about sites, plans, machines and exchanges. Imports nothing of the package but ``errors`` and ``config``."""
+"""Plain data about sites, plans, machines and exchanges. Of the package it imports ``errors`` and ``config`` only."""

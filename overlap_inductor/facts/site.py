@@ -34,7 +34,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class Matmul:
-    """One matmul of a site. ``kind``: mm | addmm | bmm | baddbmm | scaled_mm; ``role``: role of the sharded dim in it."""
+    """One matmul of a site.
+
+    ``kind``: mm | addmm | bmm | baddbmm | scaled_mm. ``role``: the role of the sharded dim in this matmul.
+    """
 
     kind: str
     m: Size

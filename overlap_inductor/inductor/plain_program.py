@@ -217,7 +217,7 @@ def compile_plain(
 
 
 def guarded(plain: Any, examples: Sequence[Any]) -> Any:
-    """``plain`` behind the guards on sizes that its own compile has added to those of the graph whose place it takes."""
+    """``plain`` behind its own guards on sizes: those that its compile added to the guards of the graph it replaces."""
     from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
     places = [i for i, e in enumerate(examples) if isinstance(e, torch.SymInt) and not has_free_unbacked_symbols(e)]

@@ -47,11 +47,16 @@ from overlap_inductor.kernels.tile_order import store_tile
 
 @triton.jit(do_not_specialize=["rank", "site", "rows", "shard_vectors"])
 def all_gather_matmul(
-    own_desc, a, b0_desc, c0_desc, c0, bias0, b1_desc, c1_desc, c1, bias1, b2_desc, c2_desc, c2, bias2, b3_desc, c3_desc, c3, bias3, extra0, extra1,
+    own_desc, a,
+    b0_desc, c0_desc, c0, bias0, b1_desc, c1_desc, c1, bias1, b2_desc, c2_desc, c2, bias2, b3_desc, c3_desc, c3, bias3,
+    extra0, extra1,
     columns0, columns1, columns2, columns3, gathered_desc, peer_data, peer_flags, flags, queues, calls, stop, patience,
     site, rank, rows, inner, shard_vectors, part_rows, part_vectors, signals,
-    COUNT: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, SENDS: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr, EPILOGUE: tl.constexpr, KEEP: tl.constexpr,
+    COUNT: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, SENDS: tl.constexpr, PIECES: tl.constexpr,
+    PUSHERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr,
+    BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr,
+    EPILOGUE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """``c_i[WORLD * rows, columns_i] = gathered @ b_i + bias_i`` for ``COUNT`` weights, grid: any number of blocks, at
     best one an SM.
@@ -307,7 +312,7 @@ def _store(
     HALVES: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """One tile of the result; a tile that reaches beyond its shard stops there (the rows behind are another shard's)."""
+    """One tile of the result. A tile ends where its shard ends: the rows behind are another shard's."""
     at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
     tile = total.to(c.dtype.element_ty)

@@ -41,11 +41,15 @@ from overlap_inductor.kernels.tile_order import grouped
 
 @triton.jit(do_not_specialize=["rank", "site", "rows"])
 def all_gather_matmul_slices(
-    own_desc, a, b0_desc, c0_desc, c0, bias0, b1_desc, c1_desc, c1, bias1, b2_desc, c2_desc, c2, bias2, b3_desc, c3_desc, c3, bias3, extra0, extra1,
+    own_desc, a,
+    b0_desc, c0_desc, c0, bias0, b1_desc, c1_desc, c1, bias1, b2_desc, c2_desc, c2, bias2, b3_desc, c3_desc, c3, bias3,
+    extra0, extra1,
     columns0, columns1, columns2, columns3, gathered_desc, peer_data, peer_flags, flags, queues, calls, stop, patience,
     site, rank, rows, inner, row_vectors, part_rows, slice_inner, slice_vectors, signals,
-    COUNT: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr, PIECES: tl.constexpr, PUSHERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr, EPILOGUE: tl.constexpr, KEEP: tl.constexpr,
+    COUNT: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr, PIECES: tl.constexpr,
+    PUSHERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, THREADS: tl.constexpr,
+    HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr, EPILOGUE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Arguments as ``all_gather_matmul``, but for
 

@@ -6,10 +6,12 @@ A tile that leaves from its own block's epilogue holds up that block's next load
 tile goes to this rank's ``product``, in the collective's dtype, and is sent from there. Four kinds of work, each with a
 queue of its own, in the order of bands: ::
 
-    tile    multiply a tile of all ranks' rows into ``product``; of a band those of the peers' shards first, the own last
-    push    copy ``UNIT`` tiles beside each other of a peer's shard from ``product`` to that peer's workspace: at any time as many to each (``departing``)
-    sum     a tile of the own shard: what has come for it and the own product, in fp32, rounded once, into ``out`` and to all peers
-    copy    a tile of a peer's shard that is finished: from the workspace into ``out``
+    tile    multiply a tile of all ranks' rows into ``product``; in a band the peers' shards come first, the own last
+    push    copy ``UNIT`` neighbouring tiles of a peer's shard from ``product`` to that peer's workspace;
+            at any time each peer is sent as many (``departing``)
+    sum     add up a tile of the own shard: what has come for it and the own product, in fp32, rounded once;
+            store it into ``out`` and to all peers
+    copy    copy a finished tile of a peer's shard from the workspace into ``out``
 
 The first ``PUSHERS`` blocks do what is ready of ``push``, ``sum`` and ``copy``, in this order, and multiply a tile
 where nothing is; the others multiply, and do as those when all tiles are taken. Eight SMs that store to all peers at
@@ -210,10 +212,12 @@ def _credited(credits, peer, flags, call, stop, patience, site):
 
 @triton.jit(do_not_specialize=["rank", "site", "rows", "limit", "parts"])
 def matmul_all_reduce(
-    a_desc, b_desc, product_desc, product, out, bias, extra0, extra1, ready, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
+    a_desc, b_desc, product_desc, product, out, bias, extra0, extra1,
+    ready, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
     site, rank, rows, limit, columns, inner, part_rows, parts, signals, scale,
     WORLD: tl.constexpr, PUSHERS: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SLAB: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SLAB: tl.constexpr,
+    THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of blocks, at best one an SM.
 
@@ -367,7 +371,8 @@ def matmul_all_reduce(
                         for step in range(1, WORLD):
                             credits = _credited(credits, (rank + step) % WORLD, flags, call, stop, patience, site)
                         _sum_tile(
-                            product, out, extra0, extra1, staging, peer_data, stop, m, n, rank, rows, limit, columns, padded, scale,
+                            product, out, extra0, extra1, staging, peer_data, stop,
+                            m, n, rank, rows, limit, columns, padded, scale,
                             WORLD, BLOCK_M, BLOCK_N, SLAB, EPILOGUE,
                         )  # fmt: skip
                         counter = queues + QUEUE_WORDS + WORLD * parts + part

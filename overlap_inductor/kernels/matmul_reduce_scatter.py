@@ -95,7 +95,8 @@ def matmul_reduce_scatter(
     a_desc, b_desc, out, bias, extra0, extra1, staging, peer_data, peer_flags, flags, queues, calls, stop, patience,
     site, rank, rows, columns, inner, part_rows, parts, signals, scale,
     WORLD: tl.constexpr, STAGGER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr,
+    THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of blocks, at best one an SM.
 

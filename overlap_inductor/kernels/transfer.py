@@ -190,8 +190,10 @@ def wait_for_turn(peer_flags, calls, stop, patience, site, receiver, sender, ind
     do_not_specialize=["rank", "index", "first", "count", "signals", "shard_vectors", "part_vectors", "origin", "base"]
 )
 def push_parts(
-    source, peer_data, peer_flags, queues, calls, stop, rank, index, first, count, signals, shard_vectors, part_vectors, origin, base,
-    WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, DIRECTION: tl.constexpr, SCATTERED: tl.constexpr, BLOCK: tl.constexpr,
+    source, peer_data, peer_flags, queues, calls, stop,
+    rank, index, first, count, signals, shard_vectors, part_vectors, origin, base,
+    WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, DIRECTION: tl.constexpr, SCATTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store parts ``first .. first + count - 1`` into the peers' workspace, one after the other, and signal each when
     it is there. Grid: any number of blocks.

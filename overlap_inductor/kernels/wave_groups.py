@@ -4,10 +4,11 @@ waits for one (FlashOverlap, arXiv 2504.19519). Behind each waiting kernel stand
 
 The paper lets the tiles of a vendor's matmul end in whatever order they do and stores them permuted. Here the order is
 chosen: a group is some neighbouring bands of ``BLOCK_M`` rows of each shard, groups are multiplied one after the other,
-and the rows of a group lie together: ::
+and the rows of a group lie together. Groups of 2 and 1 bands, of one shard (all-reduce: in the result itself) and of
+two (reduce-scatter: in staging): ::
 
-    one shard (all-reduce), groups of 2 and 1 bands:     | band 0  band 1 | band 2 |                                the result itself
-    two shards (reduce-scatter):    | shard 0: bands 0, 1   shard 1: bands 0, 1 | shard 0: band 2   shard 1: band 2 |       staging
+    | band 0  band 1 | band 2 |
+    | shard 0: bands 0, 1   shard 1: bands 0, 1 | shard 0: band 2   shard 1: band 2 |
 
 so that a collective reads one contiguous piece, and what it leaves are rows where they belong. Inside a group tiles go
 by columns of ``GROUP_M`` bands.
@@ -60,7 +61,8 @@ from overlap_inductor.kernels.tile_order import store_tile
 def matmul_in_groups(
     a_desc, b_desc, c_desc, c, bias, partition, counters, queue,
     rows, columns, inner, shards, groups, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr,
+    THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """``c = (a @ b + bias) * scale``, its rows by groups. Grid: any number of blocks; SMs beyond them are the
     collectives'.

@@ -3,8 +3,10 @@ changes the matmuls' shape.
 
 A piece of every node is computed over the dims of the matmuls, with one index where a dim was summed over::
 
-    bmm [E] [R t] [h] -> mul by share [E, t, 1] -> sum(0) -> [R t] [h]         pieces [E, part of t, h] -> [1, part of t, h]
-    mm [R t] [a], mm [R t] [b] -> cat(dim=1)              -> [R t] [a + b]     pieces [part of t, a], [part of t, b] -> [part of t, a + b]
+    bmm [E] [R t] [h] -> mul by share [E, t, 1] -> sum(0) -> [R t] [h]
+        pieces [E, part of t, h] -> [1, part of t, h]
+    mm [R t] [a], mm [R t] [b] -> cat(dim=1)              -> [R t] [a + b]
+        pieces [part of t, a], [part of t, b] -> [part of t, a + b]
 
 What is cut must be neither summed over nor joined. Tried only where ``reduce_finder`` finds no site, so that a sum
 which it adds like any other tensor stays one.
@@ -115,7 +117,7 @@ def _has_matmul(node: fx.Node) -> bool:
 def find(
     collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node], before: Reason | None
 ) -> tuple[ReduceNodes | None, Reason | None]:
-    """As ``reduce_finder.find_reduce``; ``before``: the reason that it had, which stays where there is no such region."""
+    """As ``find_reduce.find_reduce``. ``before``: the reason that it gave, returned if there is no such region."""
     if before is not None and before.code not in ("layout", "op_between"):
         return None, before
     try:

@@ -32,7 +32,7 @@ from overlap_inductor.sites.sizes import tokens
 
 
 def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
-    """Decide for one site that is legal. Whether a ring's steps are unrolled is decided for the whole graph afterwards."""
+    """Decide for one legal site. Whether a ring's steps are unrolled is decided afterwards, for the whole graph."""
     asked = [s for s in SCHEDULES if config.schedule in ("auto", s.name)]
     refusals = {s.name: _why_not(s, site, config) for s in asked}
     able = [s for s in asked if refusals[s.name] is None]
@@ -79,7 +79,7 @@ def _why_not(schedule: SiteSchedule, site: OverlapSite, config: OverlapConfig) -
 
 
 def _estimate_us(site: OverlapSite, config: OverlapConfig, able: list[SiteSchedule]) -> dict[str, float]:
-    """Microseconds of ``keep``, of the matmul and the collective alone, and of every schedule that computes the site."""
+    """Microseconds of ``keep``, of the matmul alone, of the collective alone, and of every schedule in ``able``."""
     sizes, machine = sizes_at(site), machine_of(site)
     matmul, collective = cost_model.matmul_seconds(sizes, machine), cost_model.collective_seconds(sizes, machine)
     seconds = {

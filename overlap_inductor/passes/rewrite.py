@@ -1,4 +1,4 @@
-"""Rewrite: put each decided site's overlap ops into the graph. A failure restores the graph (the pass works on a copy)."""
+"""Put each decided site's overlap ops into the graph. The pass works on a copy: a failure restores the graph."""
 
 from __future__ import annotations
 

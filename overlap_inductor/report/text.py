@@ -22,7 +22,7 @@ REPEATED_BLOCK = (
 
 
 def render_text(report: OverlapReport) -> str:
-    """The report as text, ending in a newline. Sizes are M x N x K as the rank's own matmul sees them, times estimates."""
+    """The report as text, ending in a newline. Sizes are M x N x K of the rank's own matmul; times are estimates."""
     groups = group_sites(report)
     sections = [_header(report), _switches(report), _sites(report, groups), _reasons(groups), _plans(groups)]
     sections += [_near_misses(group_near_misses(report)), _notices(report)]

@@ -12,7 +12,8 @@ allocations those are of that copies read or write (``copied``), and on nothing 
     second time                 capture start(), replay it; start() where that cannot be done
     later                       replay it
     other allocations           drop the site's graphs: as the first time
-    not ``replays``, inside the user's capture, on a CPU, with one hardware queue, or when there are too many graphs:   start()
+    never replayed              start(): not ``replays``, inside the user's capture, on a CPU, with one hardware queue,
+                                or when there are too many graphs
 
 Why that is right. Of what differs from call to call nothing is baked into a graph but what its key says: signals take
 their number from device memory, as in a graph that a user captures; kernels, slots and fault memory outlive it.

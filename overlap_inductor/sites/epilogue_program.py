@@ -1,9 +1,11 @@
 """Pointwise epilogues as text: what a pass has found behind a matmul or a reduction, a kernel computes on each tile,
 and ``applied`` computes by torch's ops.
 
-One epilogue: the kinds of its extra tensors, and a program in single assignment, whose last value is the result::
+One epilogue: the kinds of its extra tensors, and a program in single assignment, whose last value is the result.
+``silu(x) * e0``::
 
-    {"extras": ["full"], "ops": [["neg", "x"], ["exp", "t0"], ["add", "t1", 1.0], ["div", "x", "t2"], ["mul", "t3", "e0"]]}        # silu(x) * e0
+    {"extras": ["full"],
+     "ops": [["neg", "x"], ["exp", "t0"], ["add", "t1", 1.0], ["div", "x", "t2"], ["mul", "t3", "e0"]]}
 
 An argument is ``x`` (the matmul's or the reduction's result, rounded to its dtype), ``e0``, ``e1``, ... (extras),
 ``t0``, ``t1``, ... (results of ops) or a number. All is computed in fp32, and rounded where op ``to`` says so and at
@@ -57,7 +59,7 @@ class Epilogue:
 
 
 def to_text(epilogues: Sequence[Epilogue | None]) -> str:
-    """One epilogue (or none) for each result of an op, as JSON. Their extras are passed to the op one after the other."""
+    """One epilogue (or none) for each result of an op, as JSON. The op takes their extras one after the other."""
     return json.dumps([None if e is None else {"extras": e.extras, "ops": e.ops} for e in epilogues])
 
 

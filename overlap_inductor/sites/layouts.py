@@ -5,7 +5,8 @@ with the rank atom R in front. A reshape regroups atoms, a permute reorders dims
 another dim. Two tensors with the same atoms hold the same elements; where R stands in a matmul's operand says which of
 M, N, K is gathered::
 
-    all_gather(x [b, s, h]) -> [R b] [s] [h] -> split/cat(dim=1) -> [b] [R s] [h] -> reshape -> [b R s] [h]   rows = outer b, R, chunk s
+    all_gather(x [b, s, h]) -> [R b] [s] [h] -> split/cat(dim=1) -> [b] [R s] [h] -> reshape -> [b R s] [h]
+    rows = outer b, R, chunk s
 
 Sizes may be symbolic; nothing here adds a guard (``statically_known_true``).
 """

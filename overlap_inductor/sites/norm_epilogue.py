@@ -71,7 +71,7 @@ def find_norm(result: fx.Node) -> NormEpilogue | None:
 
 
 def _norm(normed: fx.Node, added: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
-    """``(weight, eps, normed)`` where ``normed`` is the norm of ``added``, and nothing between them is read by others."""
+    """``(weight, eps, normed)`` if ``normed`` is the norm of ``added`` and others read nothing between the two."""
     for rounded, weight in _factors(normed):
         rounded = _rows(rounded)
         if (

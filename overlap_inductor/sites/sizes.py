@@ -27,7 +27,7 @@ from overlap_inductor.torch_compat import symmetric
 
 
 def tokens(site: OverlapSite) -> Any:
-    """The site's token count: rows of the rank's first matmul (where its tokens are contracted, the contracted size)."""
+    """The site's token count: rows of the rank's first matmul, or its contracted size if tokens are contracted."""
     if isinstance(site.nodes, GatherNodes):
         consumer = site.nodes.consumers[0]
         return tools.shape(consumer.operand_node)[consumer.sharded.dim]

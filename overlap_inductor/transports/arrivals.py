@@ -23,8 +23,8 @@ def wait_kernel(launch: Launch, transfer: Transfer, first: int, last: int, kind:
     the fault record."""
     slot = launch.slot
     fixed = (
-        slot.flags.local, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, launch.rank, transfer.index, first, slot.signals,
-        launch.world_size, transfer.parts, -transfer.direction, kind,
+        slot.flags.local, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, launch.rank,
+        transfer.index, first, slot.signals, launch.world_size, transfer.parts, -transfer.direction, kind,
     )  # fmt: skip
     return PreparedKernel(wait_for_parts, last - first, (), fixed, num_warps=1)
 

@@ -29,8 +29,10 @@ class SmPush:
         """As ``Transport.prepare``; receivers are told after each part. Rows are whole 16-byte words."""
         slot, row_vectors = launch.slot, transfer.width * source.element_size() // 16
         fixed = (
-            slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, launch.faults.stop, launch.rank, transfer.index, numbers.start, len(numbers), slot.signals,
-            transfer.rows * row_vectors, transfer.part_rows * row_vectors, transfer.origin * row_vectors, transfer.base * row_vectors,
+            slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, launch.faults.stop, launch.rank,
+            transfer.index, numbers.start, len(numbers), slot.signals,
+            transfer.rows * row_vectors, transfer.part_rows * row_vectors,
+            transfer.origin * row_vectors, transfer.base * row_vectors,
             launch.world_size, transfer.parts, self.blocks, transfer.direction, transfer.scattered, COPY_WORDS,
         )  # fmt: skip
         return PreparedKernel(push_parts, self.blocks, (source,), fixed, num_warps=8)

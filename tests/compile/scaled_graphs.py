@@ -1,4 +1,4 @@
-"""Graphs with fp8 matmuls (``_scaled_mm``) beside a collective, written by hand: tensor-wise scales, or row-wise ones."""
+"""Hand-written graphs with fp8 matmuls (``_scaled_mm``) beside a collective. Scales are tensor-wise or row-wise."""
 
 from __future__ import annotations
 

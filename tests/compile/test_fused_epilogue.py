@@ -206,7 +206,7 @@ def test_of_a_longer_chain_the_part_that_is_known() -> None:
 
 
 def test_one_node_falls_to_one_site() -> None:
-    """A sum of two reductions is the later one's, if the earlier one's part is there before it begins; else no one's."""
+    """A sum of two reductions is the later one's, if the earlier one's part is there before it; else it is no one's."""
     for early in (True, False):
         with fake_group(2):
             h = Hand("scatter")
@@ -304,8 +304,12 @@ x: bfloat16[24, 16] = input
 w: bfloat16[16, 40] = input
 full: bfloat16[48, 40] = input
 row: bfloat16[40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["all_gather_matmul-6b87b511", 1536, 4]]', 4096)
-fused_all_gather_matmul_epilogue_default = overlap_inductor.fused_all_gather_matmul_epilogue.default(agree_default, x, [w], [None], False, [], '[{"extras": [], "ops": [["relu", "x"]]}]', '{"column_tiles": 1, "copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-6b87b511')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, \
+'[["all_gather_matmul-6b87b511", 1536, 4]]', 4096)
+fused_all_gather_matmul_epilogue_default = overlap_inductor.fused_all_gather_matmul_epilogue.default(agree_default, x, \
+[w], [None], False, [], '[{"extras": [], "ops": [["relu", "x"]]}]', \
+'{"column_tiles": 1, "copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, \
+"slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-6b87b511')
 getitem = <built-in function getitem>(fused_all_gather_matmul_epilogue_default, 0)
 getitem_2: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
 reshape_default_1: bfloat16[2, 24, 40] = aten.reshape.default(getitem_2, [2, 24, 40])
@@ -323,8 +327,12 @@ x: bfloat16[48, 16] = input
 w: bfloat16[16, 40] = input
 full: bfloat16[24, 40] = input
 row: bfloat16[40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_reduce_scatter-fec50841", 20480, 1]]', 4096)
-fused_matmul_reduce_scatter_epilogue_default = overlap_inductor.fused_matmul_reduce_scatter_epilogue.default(agree_default, x, w, None, [full], '[{"extras": ["full"], "ops": [["add", "e0", "x"]]}]', '{"halves": true, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_reduce_scatter-fec50841')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, \
+'[["matmul_reduce_scatter-fec50841", 20480, 1]]', 4096)
+fused_matmul_reduce_scatter_epilogue_default = \
+overlap_inductor.fused_matmul_reduce_scatter_epilogue.default(agree_default, x, w, None, [full], \
+'[{"extras": ["full"], "ops": [["add", "e0", "x"]]}]', '{"halves": true, "stages": 4, "stagger_ns": 150}', 'sum', '0', \
+'matmul_reduce_scatter-fec50841')
 getitem: bfloat16[24, 40] = <built-in function getitem>(fused_matmul_reduce_scatter_epilogue_default, 0)
 return [getitem]
 """,
@@ -340,8 +348,11 @@ x: bfloat16[48, 16] = input
 w: bfloat16[16, 40] = input
 full: bfloat16[48, 40] = input
 row: bfloat16[40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_all_reduce-2c2f6384", 40960, 2]]', 4096)
-fused_matmul_all_reduce_epilogue_default = overlap_inductor.fused_matmul_all_reduce_epilogue.default(agree_default, x, w, None, [row], '[{"extras": ["row"], "ops": [["relu", "x"], ["mul", "t0", "e0"]]}]', '{"halves": true, "parts": 0, "pushers": 0, "stages": 4}', 'sum', '0', 'matmul_all_reduce-2c2f6384')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, \
+'[["matmul_all_reduce-2c2f6384", 40960, 2]]', 4096)
+fused_matmul_all_reduce_epilogue_default = overlap_inductor.fused_matmul_all_reduce_epilogue.default(agree_default, x, \
+w, None, [row], '[{"extras": ["row"], "ops": [["relu", "x"], ["mul", "t0", "e0"]]}]', \
+'{"halves": true, "parts": 0, "pushers": 0, "stages": 4}', 'sum', '0', 'matmul_all_reduce-2c2f6384')
 getitem: bfloat16[48, 40] = <built-in function getitem>(fused_matmul_all_reduce_epilogue_default, 0)
 return [getitem]
 """,

@@ -483,8 +483,11 @@ class TestGolden(TestCase):
                 """\
 x: bfloat16[24, 16] = input
 w: bfloat16[16, 40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["all_gather_matmul-6b87b511", 1536, 4]]', 4096)
-fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], False, '{"column_tiles": 1, "copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-6b87b511')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, \
+'[["all_gather_matmul-6b87b511", 1536, 4]]', 4096)
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], \
+False, '{"column_tiles": 1, "copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, \
+"slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-6b87b511')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
 getitem_2: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
 return [getitem_2]
@@ -500,8 +503,11 @@ x: bfloat16[24, 16] = input
 bias: bfloat16[8] = input
 v: bfloat16[16, 8] = input
 w: bfloat16[16, 40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["all_gather_matmul-6b87b511", 1536, 4]]', 4096)
-fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [v, w], [bias, None], True, '{"column_tiles": 2, "copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-6b87b511')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, \
+'[["all_gather_matmul-6b87b511", 1536, 4]]', 4096)
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [v, w], \
+[bias, None], True, '{"column_tiles": 2, "copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, \
+"pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-6b87b511')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
 getitem_2: bfloat16[48, 16] = <built-in function getitem>(getitem, 2)
 getitem_3: bfloat16[48, 8] = <built-in function getitem>(getitem, 0)
@@ -519,8 +525,11 @@ return [getitem_4, getitem_3, add_tensor]
 x: bfloat16[24, 16] = input
 activations: bfloat16[48, 8] = input
 w: bfloat16[16, 40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["all_gather_matmul-6b87b511", 1536, 4]]', 4096)
-fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], True, '{"column_tiles": 1, "copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, "slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-6b87b511')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, \
+'[["all_gather_matmul-6b87b511", 1536, 4]]', 4096)
+fused_all_gather_matmul_default = overlap_inductor.fused_all_gather_matmul.default(agree_default, x, [w], [None], \
+True, '{"column_tiles": 1, "copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, \
+"slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-6b87b511')
 getitem = <built-in function getitem>(fused_all_gather_matmul_default, 0)
 getitem_2: bfloat16[48, 16] = <built-in function getitem>(getitem, 1)
 getitem_3: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
@@ -544,8 +553,10 @@ w1: bfloat16[24, 40] = input
 x2: bfloat16[48, 8] = input
 w2: bfloat16[8, 40] = input
 bias2: bfloat16[40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x0, '[["matmul_reduce_scatter-fec50841", 3840, 1]]', 4096)
-chunked_sum_matmul_reduce_scatter_default = overlap_inductor.chunked_sum_matmul_reduce_scatter.default(agree_default, [x2, x1, x0], [w2, w1, w0], bias2, '{"bands": 1, "transport": "auto"}', 'sum', '0', 'matmul_reduce_scatter-fec50841')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x0, \
+'[["matmul_reduce_scatter-fec50841", 3840, 1]]', 4096)
+chunked_sum_matmul_reduce_scatter_default = overlap_inductor.chunked_sum_matmul_reduce_scatter.default(agree_default, \
+[x2, x1, x0], [w2, w1, w0], bias2, '{"bands": 1, "transport": "auto"}', 'sum', '0', 'matmul_reduce_scatter-fec50841')
 getitem_2: bfloat16[24, 40] = <built-in function getitem>(chunked_sum_matmul_reduce_scatter_default, 0)
 reshape_default_3: bfloat16[1, 24, 40] = aten.reshape.default(getitem_2, [1, 24, 40])
 return [reshape_default_3]
@@ -559,8 +570,10 @@ return [reshape_default_3]
                 """\
 x: bfloat16[48, 16] = input
 w: bfloat16[16, 40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_reduce_scatter-fec50841", 20480, 1]]', 4096)
-fused_matmul_reduce_scatter_default = overlap_inductor.fused_matmul_reduce_scatter.default(agree_default, x, w, None, '{"halves": true, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_reduce_scatter-fec50841')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, \
+'[["matmul_reduce_scatter-fec50841", 20480, 1]]', 4096)
+fused_matmul_reduce_scatter_default = overlap_inductor.fused_matmul_reduce_scatter.default(agree_default, x, w, None, \
+'{"halves": true, "stages": 4, "stagger_ns": 150}', 'sum', '0', 'matmul_reduce_scatter-fec50841')
 getitem: bfloat16[24, 40] = <built-in function getitem>(fused_matmul_reduce_scatter_default, 0)
 return [getitem]
 """,
@@ -573,8 +586,10 @@ return [getitem]
                 """\
 x: bfloat16[48, 16] = input
 w: bfloat16[16, 40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, '[["matmul_all_reduce-2c2f6384", 40960, 2]]', 4096)
-fused_matmul_all_reduce_default = overlap_inductor.fused_matmul_all_reduce.default(agree_default, x, w, None, '{"halves": true, "parts": 0, "pushers": 0, "stages": 4}', 'sum', '0', 'matmul_all_reduce-2c2f6384')
+agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, \
+'[["matmul_all_reduce-2c2f6384", 40960, 2]]', 4096)
+fused_matmul_all_reduce_default = overlap_inductor.fused_matmul_all_reduce.default(agree_default, x, w, None, \
+'{"halves": true, "parts": 0, "pushers": 0, "stages": 4}', 'sum', '0', 'matmul_all_reduce-2c2f6384')
 getitem: bfloat16[48, 40] = <built-in function getitem>(fused_matmul_all_reduce_default, 0)
 return [getitem]
 """,

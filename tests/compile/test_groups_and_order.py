@@ -80,7 +80,7 @@ def test_kept_collectives_of_the_group_are_chained() -> None:
 
 
 def test_a_kept_collective_after_a_looping_op() -> None:
-    """A looping op returns several values; without an edge from one of them what follows may overtake it on some rank."""
+    """A looping op returns several values. Without an edge from one of them, later ops may overtake it on some rank."""
     with fake_group(1024):
         made = HandGraph()
         y = made.mm(made.gather(made.input(4, 16)), made.input(16, 8, name="w"))

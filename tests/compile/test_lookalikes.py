@@ -242,7 +242,7 @@ def test_padded_factor(scatters: bool) -> None:
 
 
 def test_trim_of_uneven_shards() -> None:
-    """Row E by hand: rows cut off the end of the gathered tensor are cut off the result, not computed from other rows."""
+    """Row E by hand: rows cut off the gathered tensor's end are cut off the result, not computed from other rows."""
     with fake_group(3):
         made = HandGraph()
         gathered = made.gather(made.input(4, 16))

@@ -172,7 +172,7 @@ def test_the_rank_is_made_before_all_transfers_of_its_group(given: list[list[typ
 def test_what_is_cut(
     places: list[list[str]], uncaptured: list[bool], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A transfer with members in two partitions, of which a CUDA graph holds one or both; the host alone may run both."""
+    """A transfer with members in two partitions, one or both in a CUDA graph. Only the host may run both."""
 
     class Scheduled:
         def __init__(self, name: str) -> None:

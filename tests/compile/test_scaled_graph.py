@@ -40,7 +40,8 @@ def _reachable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SITES: dict[str, Callable[[], HandGraph]] = {
     **{f"{name}{', row-wise' * row_wise}": (lambda site=site, row_wise=row_wise: site(row_wise))  # type: ignore[misc]
-       for name, site in (("gather", gather_site), ("scatter", scatter_site), ("reduce", reduce_site)) for row_wise in (False, True)},
+       for name, site in (("gather", gather_site), ("scatter", scatter_site), ("reduce", reduce_site))
+       for row_wise in (False, True)},
     "two weights": two_weights,
     "gathered tensor used": lambda: two_weights(True),
     "gathered scales": gathered_scales,
@@ -94,7 +95,7 @@ def test_an_op_stands_behind_scales_that_are_gathered_behind_it() -> None:
 
 
 def test_scales_lie_as_the_rows_do() -> None:
-    """Rows of a sequence that is gathered or scattered within its batch go in the ranks' order; so must their scales."""
+    """Rows of a sequence gathered or scattered within its batch go in the ranks' order; so must their scales."""
     with fake_group(2):
         made = HandGraph()
         flat = made.view(made.gather_on(fp8(made, 3, 32, 32), 1), 192, 32)
@@ -149,7 +150,7 @@ def test_the_plan_asks_for_workspace_of_what_travels() -> None:
 
 
 def test_a_dynamic_token_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workspace for the most rows, the plain collective below the break-even, which lies where fp8's matmul rate says."""
+    """Workspace for the most rows; the plain collective below the break-even, which depends on fp8's matmul rate."""
     with fake_group(2):
         made = gathered_scales(16, (0,))
         (forced,) = made.run(schedule="chunked", max_tokens=1000).sites

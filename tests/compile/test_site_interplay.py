@@ -70,7 +70,7 @@ def test_a_site_that_reads_a_reduced_tensor(kind: str) -> None:
 
 
 def test_merged_all_reduces_leave_nothing_behind() -> None:
-    """The old sum kept the waits, the waits their all-reduces, those the whole matmuls: twice the work and the traffic."""
+    """The old sum kept the waits, these their all-reduces, these the whole matmuls: twice the work and the traffic."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 16)

@@ -36,8 +36,14 @@ def test_spelling(row: str) -> None:
 
 
 @pytest.mark.usefixtures("two")
-@pytest.mark.parametrize("fn", [lambda x, w: funcol.all_to_all_single(x, None, None, world()) @ w,
-                                lambda x, w: funcol.all_to_all_single(x @ w, None, None, world())], ids=["before", "after"])  # fmt: skip
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, w: funcol.all_to_all_single(x, None, None, world()) @ w,
+        lambda x, w: funcol.all_to_all_single(x @ w, None, None, world()),
+    ],
+    ids=["before", "after"],
+)
 def test_row_l_all_to_all_is_a_near_miss(fn: Function) -> None:
     """An all-to-all dropped from the report without a word, or taken for a gather."""
     report = report_of(fn, x2(), weight())

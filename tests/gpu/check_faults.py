@@ -81,7 +81,7 @@ def expected(late: float) -> dict[str, Expected]:
 
 
 class Job:
-    """The processes of one scenario. They pass ``prepare`` and ``go`` when files of these names appear in its folder."""
+    """The processes of one scenario. They pass ``prepare`` and ``go`` once files of these names are in its folder."""
 
     def __init__(self, scenario: str, arguments: argparse.Namespace, folder: Path, ranks: int | None = None) -> None:
         self.folder = folder / scenario

@@ -141,7 +141,8 @@ def run(
         f"{r.phase}: {s.facts.pattern} {s.decision.moving.schedule}" for r in reporting.all_reports() for s in r.sites
     )
     return {
-        "model": name, "schedule": schedule, "mode": mode, "world_size": mesh.size(), "error": round(error, 4), "where": where, "changed": dict(changed),
+        "model": name, "schedule": schedule, "mode": mode, "world_size": mesh.size(),
+        "error": round(error, 4), "where": where, "changed": dict(changed),
         "sites": dict(sites), "seconds": round(time.monotonic() - begin, 1),
     }  # fmt: skip
 

@@ -47,8 +47,11 @@ def _sites(
             "all_gather_matmul",
         )
     found["scatter, scaled, residual"] = (
-        lambda y, a, r, s: r + reduce_scatter(y @ a, "sum", 0, g) * s, lambda y, a, r, s: r + (y @ a) * s, [y, down, own, row], "matmul_reduce_scatter",
-    )  # fmt: skip
+        lambda y, a, r, s: r + reduce_scatter(y @ a, "sum", 0, g) * s,
+        lambda y, a, r, s: r + (y @ a) * s,
+        [y, down, own, row],
+        "matmul_reduce_scatter",
+    )
     found["all-reduce, residual"] = (
         lambda y, a, r: r + funcol.all_reduce(y @ a, "sum", g),
         lambda y, a, r: r + y @ a,

@@ -275,7 +275,7 @@ def test_schedule_chunked(tmp_path: Path) -> None:
 
 
 def test_chunks_of_a_sum_of_matmuls(tmp_path: Path) -> None:
-    """Backward of layers that read one tensor. A product of the rows of another chunk, one left out, one added twice."""
+    """Backward of layers that read one tensor. A product of another chunk's rows, one left out, one added twice."""
     names = list(sums(2))
     for world_size, tried in ((2, names), (3, [names[1], names[3], names[6]])):
         (tmp_path / str(world_size)).mkdir()

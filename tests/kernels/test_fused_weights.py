@@ -1,4 +1,4 @@
-"""Several weights of one gathered tensor in one launch, between processes over shared memory in Triton's interpreter."""
+"""One launch for several weights of a gathered tensor: processes with shared memory, in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -97,7 +97,8 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
     problems += _call("one", "no room", 3, 7, bias=True, norm=True)
     problems += _call("one", "no room", 3, 7, bias=True, norm=False)
     empty = ops.small_message_matmul_all_reduce_norm(
-        torch.zeros(1), torch.zeros(0, INNER).half(), torch.zeros(INNER, COLUMNS).half(), None, torch.zeros(0, COLUMNS).half(), torch.ones(COLUMNS).half(), EPS,
+        torch.zeros(1), torch.zeros(0, INNER).half(), torch.zeros(INNER, COLUMNS).half(), None,
+        torch.zeros(0, COLUMNS).half(), torch.ones(COLUMNS).half(), EPS,
         SETTINGS["one"], group.group_name, "one 0",
     )  # fmt: skip
     return problems + [f"no rows: {t.shape}" for t in empty[:2] if t.shape != (0, COLUMNS)]

@@ -234,7 +234,7 @@ def test_a_group_that_lies_across_2_to_31_elements_is_no_number(waves: wave_grou
 def test_after_a_collective_that_failed_nothing_runs(
     waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The counters of groups that nobody has waited for are not zero: a later call's collectives would start too early."""
+    """Counters of groups that nobody has waited for are not zero: a later call's collectives would start too early."""
     _call(waves)
 
     def fails(*args: object) -> None:

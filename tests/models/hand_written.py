@@ -49,7 +49,7 @@ class Gathered(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A linear layer with sharded inputs, its output scattered over the sequence; the bias is added once, afterwards."""
+    """A linear layer with sharded inputs. Its output is scattered over the sequence, then the bias is added once."""
 
     def __init__(self, linear: nn.Linear, dim: int, group: dist.ProcessGroup) -> None:
         super().__init__()

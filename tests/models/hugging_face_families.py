@@ -61,7 +61,7 @@ def _heads(variant: str, world_size: int) -> dict[str, int]:
 
 
 def _config(kind: Any, sizes: dict[str, Any]) -> Any:
-    """A configuration with those of ``sizes`` that it knows; where a language model is one of its parts, that part's."""
+    """A configuration with those of ``sizes`` that it knows; so has the language model, if that is a part of it."""
 
     def known(config: Any) -> dict[str, Any]:
         return {name: value for name, value in sizes.items() if hasattr(config, name)}

@@ -102,7 +102,7 @@ def _run(compiled: Any, model: Any, reference: Any, ids: torch.Tensor, trains: b
     ids=["llama, trained, generated code", "starcoder2, generated code", "cohere", "olmo2, trained"],
 )
 def test_family(family: str, trains: bool, generated: bool, tmp_path: Path) -> None:
-    """A spelling of a plan that is no longer seen through, a site counted twice, a wrong slice of logits or gradients."""
+    """A plan's spelling that is no longer seen through, a site counted twice, a wrong slice of logits or gradients."""
     for rank, found in enumerate(run_ranks(2, problems, family, str(tmp_path), trains, generated, timeout=500)):
         assert not found, f"rank {rank}: {found}"
 

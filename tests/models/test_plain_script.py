@@ -50,7 +50,7 @@ def texts(dump: Path) -> dict[str, str]:
 
 
 def test_environment_variables_alone(tmp_path: Path) -> None:
-    """A site lost on the way from ``import torch`` to the dump, a graph break, or a report that a warm cache swallows."""
+    """A site lost between ``import torch`` and the dump, a graph break, or a report that a warm cache swallows."""
     if not importlib.metadata.entry_points(group="torch.backends", name="overlap_inductor"):
         pytest.skip("the package is not installed here, so torch cannot load it by itself; pip install -e . first")
     for dump in (tmp_path / "cold", tmp_path / "warm"):

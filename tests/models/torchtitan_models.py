@@ -4,9 +4,9 @@ loss parallel, and a mesh of two dims.
 torchtitan is no dependency of the tests. Its release 0.2.2 runs with the torch that is supported here; ``import
 torchtitan`` must find it::
 
-    pip install --no-deps --target <folder> torchtitan==0.2.2 tyro docstring_parser typeguard torchdata einops datasets tokenizers \\
-        tensorboard protobuf absl-py pyarrow dill xxhash multiprocess pandas grpcio markdown werkzeug httpx requests
-        urllib3 certifi
+    pip install --no-deps --target <folder> torchtitan==0.2.2 tyro docstring_parser typeguard torchdata einops \\
+        datasets tokenizers tensorboard protobuf absl-py pyarrow dill xxhash multiprocess pandas grpcio markdown \\
+        werkzeug httpx requests urllib3 certifi
     PYTHONPATH=<folder> python tools/sweep_models.py --part torchtitan
 """
 

@@ -24,7 +24,7 @@ all_reduce = funcol.all_reduce
 
 
 def _evened(x: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
-    """Zeros appended to make ``world_size`` chunks of ``dim``, as DTensor writes it: every short chunk is padded alone."""
+    """Zeros appended to make ``world_size`` chunks of ``dim``, as DTensor does: each short chunk is padded alone."""
     chunk = -(-x.shape[dim] // world_size)
     if x.shape[dim] == world_size * chunk:
         return x

@@ -13,8 +13,9 @@ from overlap_inductor.cli.local_ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {
-    "shape", "pattern", "world_size", "tokens", "dtype", "setting", "provider", "runs", "median_us", "p20_us", "p80_us", "speedup", "matmul_us", "collective_us", "sum_us",
-    "bound_us", "ratio", "efficiency", "host_us", "peak_extra_bytes", "error", "repeats", "parameters",
+    "shape", "pattern", "world_size", "tokens", "dtype", "setting", "provider", "runs",
+    "median_us", "p20_us", "p80_us", "speedup", "matmul_us", "collective_us", "sum_us", "bound_us",
+    "ratio", "efficiency", "host_us", "peak_extra_bytes", "error", "repeats", "parameters",
     "gpu", "torch", "triton", "nccl", "driver", "commit", "sources", "variables", "date",
 }  # fmt: skip
 

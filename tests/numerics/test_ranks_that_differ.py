@@ -1,4 +1,4 @@
-"""Ranks that do not exchange the same: all of them run what they would run without overlap, and one of them says why."""
+"""Ranks whose exchanges differ: all of them run what they would run without overlap, and one of them says why."""
 
 from __future__ import annotations
 

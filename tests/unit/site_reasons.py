@@ -127,7 +127,7 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "over an accepted site")
 def _() -> OverlapReport:
-    """The first site sinks below the second gather, whose matmul needs its result, and which is needed where it stands."""
+    """The first site sinks below the second gather, whose matmul needs it. That gather is needed where it stands."""
     made = HandGraph()
     first = made.gather(made.input(4, 16))
     w = made.reduce(weight(made))
@@ -138,7 +138,7 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "of an accepted site")
 def _() -> OverlapReport:
-    """The first site is written where its first result is wanted and needs the second's there, which must wait longer."""
+    """The first site is written where its first result is wanted. There it needs the second's, which comes later."""
     made = HandGraph()
     first = made.gather(made.input(4, 8))
     second = made.gather(made.input(4, 16, name="y"))

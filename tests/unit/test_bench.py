@@ -109,9 +109,11 @@ def some_rows(tokens: int = 4096, **times: float) -> list[dict[str, Any]]:
 def test_a_row_has_its_bounds_and_what_follows_from_them() -> None:
     row = some_rows()[1]
     expected = {
-        "shape": "llama3-70b-mlp", "pattern": "all_gather_matmul", "world_size": 4, "tokens": 4096, "dtype": "bfloat16", "setting": "hidden",
-        "provider": "fused/sm_push", "runs": "fused", "median_us": 640.0, "p20_us": 635.0, "p80_us": 650.0, "speedup": 1.234,
-        "matmul_us": 600.0, "collective_us": 190.0, "sum_us": 790.0, "bound_us": 600.0, "ratio": 1.067, "efficiency": 0.789,
+        "shape": "llama3-70b-mlp", "pattern": "all_gather_matmul", "world_size": 4, "tokens": 4096,
+        "dtype": "bfloat16", "setting": "hidden", "provider": "fused/sm_push", "runs": "fused",
+        "median_us": 640.0, "p20_us": 635.0, "p80_us": 650.0, "speedup": 1.234,
+        "matmul_us": 600.0, "collective_us": 190.0, "sum_us": 790.0, "bound_us": 600.0,
+        "ratio": 1.067, "efficiency": 0.789,
         "host_us": 21.5, "peak_extra_bytes": 4 << 20, "error": 0.00325, "repeats": 20, "parameters": {}, **WHERE,
     }  # fmt: skip
     assert row == expected

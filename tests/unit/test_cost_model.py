@@ -103,7 +103,9 @@ def test_unknown_machine_is_conservative() -> None:
     assert set(machine_for("cuda").matmul_flops) == {1, 2, 4, 8}
 
 
-MEASURED = {  # llama3-70b MLP on 4 H200s, bf16 (bench/results/fused.jsonl, all-reduces operators.jsonl): tokens: (keep, fused) in microseconds
+# llama3-70b MLP on 4 H200s, bf16 (bench/results/fused.jsonl; all-reduces: operators.jsonl).
+# Of each token count: (keep, fused) in microseconds.
+MEASURED = {
     "all_gather_matmul": {1024: (243.2, 226.1), 2048: (413.0, 360.9), 4096: (791.2, 639.7), 16384: (3084.8, 2499.0)},
     "matmul_reduce_scatter": {
         1024: (220.7, 209.9),
@@ -217,7 +219,9 @@ def test_chunks_agree_with_what_was_measured_and_leave_the_host_time() -> None:
     ), "a quarter of them each time"
 
 
-SHORT = {  # Layers of 2 H200s whose matmuls are short (bench/results/operators.jsonl), one call a launch: (hidden, wide): tokens: (keep, chunked) in microseconds
+# Layers of 2 H200s whose matmuls are short (bench/results/operators.jsonl), one call a launch.
+# Keys: (pattern, hidden, wide). Of each token count: (keep, chunked) in microseconds.
+SHORT = {
     ("all_gather_matmul", 8192, 28672): {512: (215, 198), 1024: (360, 355), 1536: (547, 483)},
     ("all_gather_matmul", 4096, 14336): {512: (71, 62), 1024: (132, 99), 1536: (171, 135)},
     ("all_gather_matmul", 4096, 6144): {512: (50, 42), 1024: (76, 51), 1536: (99, 67)},
@@ -256,7 +260,9 @@ def test_chunks_of_short_matmuls_are_taken_where_they_gained(pattern: str, hidde
         )
 
 
-LARGER_GROUPS = {  # One of 4 or of 8 ranks on 2 H200s (bench/results/mirrored.jsonl): tokens: (fused, chunked) in microseconds
+# One of 4 or of 8 ranks on 2 H200s (bench/results/mirrored.jsonl).
+# Of each token count: (fused, chunked) in microseconds.
+LARGER_GROUPS = {
     ("all_gather_matmul", 4): {
         1024: (203.7, 195.5),
         2048: (372.0, 350.6),

@@ -1,4 +1,4 @@
-"""Calls of CUDA's driver: which are made in which order, with a library that notes them and fails where it is told to."""
+"""Calls of CUDA's driver, in their order. The library of the test records them, and fails where it is told to."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def test_a_graph_is_captured_between_begin_and_end_launched_and_given_back(libra
     graph = driver.Graph(lambda: library.calls.append("start"), 77)
     graph.launch(78)
     assert library.calls == [
-        "cuStreamBeginCapture_v2", "start", "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphDestroy", "cuGraphLaunch",
+        "cuStreamBeginCapture_v2", "start", "cuStreamEndCapture",
+        "cuGraphInstantiateWithFlags", "cuGraphDestroy", "cuGraphLaunch",
     ]  # fmt: skip
     assert library.arguments["cuStreamBeginCapture_v2"] == (77, driver.THREAD_LOCAL)
     assert (

@@ -141,7 +141,7 @@ def test_same_elements(data: st.DataObject, shard: list[int], world_size: int) -
 
 
 def test_a_split_atom_is_known_to_layouts_made_before() -> None:
-    """Atoms split later must be seen as split by every layout that holds them (``refined``), or comparisons go wrong."""
+    """An atom split later is split in every layout that holds it (``refined``), or comparisons go wrong."""
     raw = Layout.gathered([12], 2)
     split = raw.reshape([2, 3, 4])
     assert raw.same_elements(split) and raw.reshape([6, 4]).same_elements(split)

@@ -126,7 +126,8 @@ def test_memory_given_back_all_the_time_is_not_captured_all_the_time(monkeypatch
 def test_whatever_differs_makes_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
     noted, a = Noted(monkeypatch), torch.zeros(4, 4)
     others: list[tuple[torch.Tensor | None, ...]] = [
-        (a, None), (a[1:],), (a[:2],), (a[:, :2],), (a.t(),), (a.view(2, 8),), (a.view(torch.int32),), (torch.zeros(4, 4),), (a, a), (None,),
+        (a, None), (a[1:],), (a[:2],), (a[:, :2],), (a.t(),), (a.view(2, 8),), (a.view(torch.int32),),
+        (torch.zeros(4, 4),), (a, a), (None,),
     ]  # fmt: skip
     noted.call(a)
     noted.call(a)
@@ -277,7 +278,8 @@ def test_a_graph_is_captured_on_another_thread_in_the_callers_mode(monkeypatch: 
         with torch.inference_mode(inference):
             assert recorder.replay_of(start) is not None
         assert said == [
-            torch.device("cuda", 3), ("pool", "pool"), ("stream", place[0]), 77, (True, inference, False), "end of stream", "end of pool",
+            torch.device("cuda", 3), ("pool", "pool"), ("stream", place[0]), 77, (True, inference, False),
+            "end of stream", "end of pool",
         ]  # fmt: skip
         said.clear()
 

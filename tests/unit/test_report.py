@@ -203,8 +203,10 @@ agreement_timeout  300             300
 sites
 -----
 module                           sites  pattern            matmul [M x N x K]          outcome
-layers.{0..79}.self_attn.o_proj  80     matmul_all_reduce  mm [s0 x 8192 x 1024] bf16  overlapped: ring/p2p S=4 (tokens >= 512)
-layers.{0..79}.mlp.down_proj     80     matmul_all_reduce  mm [s0 x 8192 x 3584] bf16  overlapped: ring/p2p S=4 (tokens >= 512)
+layers.{0..79}.self_attn.o_proj  80     matmul_all_reduce  mm [s0 x 8192 x 1024] bf16  overlapped: ring/p2p S=4 \
+(tokens >= 512)
+layers.{0..79}.mlp.down_proj     80     matmul_all_reduce  mm [s0 x 8192 x 3584] bf16  overlapped: ring/p2p S=4 \
+(tokens >= 512)
 lm_head                          1      matmul_all_reduce  mm [s0 x 8192 x 3584] bf16  refused: result_used_elsewhere
 
 overlapped: its transfers run under the matmuls in pieces, or in a faster kernel behind them (small_message)
@@ -278,7 +280,8 @@ feed_forward.w1 (all_gather_matmul): kept
 plan by token count (rows of the rank's own matmul)
 ---------------------------------------------------
 feed_forward.w1
-  all_gather_into_tensor on dim 1 (M) of 4.0 MiB fp32 over 2 ranks; decided by: estimate from the shipped machine profile
+  all_gather_into_tensor on dim 1 (M) of 4.0 MiB fp32 over 2 ranks; decided by: estimate from the shipped machine \
+profile
   tokens any  keep
     estimated keep 95.0 us, ring 140 us (matmul 60.0 us, collective 35.0 us)
 """,

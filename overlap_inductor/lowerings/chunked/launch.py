@@ -71,7 +71,8 @@ def _check(
         if reason is not None or b.shape[0] != a.shape[1] or matmul.scales is None and b.dtype != a.dtype:
             raise UnsupportedError(
                 reason
-                or f"schedule chunked multiplies {a.dtype}{list(a.shape)} by a matrix that fits, not {b.dtype}{list(b.shape)}"
+                or f"schedule chunked multiplies {a.dtype}{list(a.shape)} by a matrix that fits,"
+                f" not {b.dtype}{list(b.shape)}"
             )
         for left, right in matmul.added:
             reason = chunked_plan.why_not(left.dtype, left.shape[1], right.shape[1])
@@ -85,7 +86,8 @@ def _check(
                 what = f"{left.dtype}{list(left.shape)} @ {right.dtype}{list(right.shape)}"
                 raise UnsupportedError(
                     reason
-                    or f"schedule chunked adds products like the first of a sum, {a.dtype}{list(a.shape)} @ {list(b.shape)} without scales, not {what}"
+                    or f"schedule chunked adds products like the first of a sum, {a.dtype}{list(a.shape)} @"
+                    f" {list(b.shape)} without scales, not {what}"
                 )
     sent = a.dtype if pattern == "all_gather_matmul" else matmuls[0].dtype(a)
     nbytes, signals = chunked_plan.needed(
@@ -443,7 +445,8 @@ def _prepare_band(
     finished = own if result_index is not None else (0, rows)
     back = Transfer(rows, width, rows, False, own[0], behind, result_index or 0)
     fixed = (
-        workspace[first_row * width :], slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, launch.faults.stop, rank, back.index, slot.signals,
+        workspace[first_row * width :], slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls,
+        launch.faults.stop, rank, back.index, slot.signals,
         rows * row_vectors, behind * row_vectors, 1.0 / world_size if average else 1.0, world_size, vector, last, BLOCK,
     )  # fmt: skip
     add = PreparedKernel(

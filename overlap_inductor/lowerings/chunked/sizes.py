@@ -5,9 +5,10 @@ Time is counted in matmuls of one shard's rows, ``ratio`` is the time of one sha
 the other, matmuls too; each rank multiplies its own shard in one of them: first where shards are gathered, last where
 sums are scattered. ::
 
-    gather:   each chunk is what has come shortly before the one before it is multiplied, one shard at least
-    scatter:  from the last chunk on, each as large as its transfer still ends before that of the next one has to begin; sizes even where that does no harm, and two
-              where one would do with next to no time to spare
+    gather:   a chunk is the shards that have come shortly before the chunk before it is multiplied, at least one
+    scatter:  from the last chunk to the first, each as large as possible: its transfer must end before that of the
+              next chunk has to begin. Sizes are made even if the last transfer still ends in time. One chunk whose
+              transfer would end with next to no time to spare becomes two.
 
 Where a transfer takes longer than a matmul (``ratio > 1``) the link decides, and few even chunks keep it busy. Source:
 own; measured for 4 and 8 ranks in ``bench/results/mirrored.jsonl``.

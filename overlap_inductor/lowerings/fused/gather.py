@@ -61,7 +61,8 @@ def prepare_gather(
     columns = [*[b.shape[1] for b in rhs], *[None] * others]
     which = (
         TensorDescriptor.from_tensor(gathered(a, launch), [p.block_m, p.block_k]),
-        slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, launch.rank, rows, inner,
+        slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls,
+        launch.faults.stop, launch.patience_ns, launch.site, launch.rank, rows, inner,
     )  # fmt: skip
     tiles = (p.block_m, p.block_n, p.block_k, p.group_m)
     bias_bits = sum(1 << i for i, bias in enumerate(biases) if bias is not None)
@@ -78,7 +79,8 @@ def prepare_gather(
         columns_at_once = min(triton.next_power_of_2(words), COPY_WORDS // 8)
         fixed: tuple[Any, ...] = (
             *columns, *which, row_bytes // 16, part_rows, size, size * a.element_size() // 16, slot.signals,
-            *counts, -(-inner // size), p.pieces, p.slices_pushers, COPY_WORDS // columns_at_once, columns_at_once, *tiles, 32 * p.warps, *what,
+            *counts, -(-inner // size), p.pieces, p.slices_pushers, COPY_WORDS // columns_at_once, columns_at_once,
+            *tiles, 32 * p.warps, *what,
         )  # fmt: skip
         kernel: Any = all_gather_matmul_slices
     else:

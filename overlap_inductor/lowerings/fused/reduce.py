@@ -62,8 +62,8 @@ def _arguments(
     tail.check([out])
     right, transposed = right_descriptor(b, p.block_n, p.block_k)
     memory = (
-        slot.data.local[: need[0]].view(a.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop, launch.patience_ns,
-        launch.site, launch.rank, rows,
+        slot.data.local[: need[0]].view(a.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local,
+        slot.queues, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, launch.rank, rows,
     )  # fmt: skip
     counts = (
         columns,

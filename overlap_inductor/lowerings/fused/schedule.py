@@ -39,7 +39,7 @@ from overlap_inductor.torch_compat import symmetric
 
 @dataclass(frozen=True)
 class FusedSchedule(OneOpSchedule):
-    """See ``SiteSchedule``. Parameter ``epilogue``, where there is one: for each result its program, or an empty text."""
+    """See ``SiteSchedule``. Parameter ``epilogue``, if there is one: for each result its program, or an empty text."""
 
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
         found = super().pieces(site, config, min_rows)

@@ -65,7 +65,7 @@ def _one_bias_row(matmul: MatmulNode) -> bool:
 
 
 def loopable(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
-    """Whether one of the looping ops computes this site, or an op that does the same with matmuls of other ``kinds``."""
+    """Whether a looping op computes this site, or an op that does the same with matmuls of other ``kinds``."""
     if any(m.kind not in kinds for m in site.matmuls):
         return False
     if isinstance(site.nodes, GatherNodes):

@@ -57,7 +57,7 @@ class VendorMatmul:
         return a.dtype if self.scales is None else self.scales.dtype
 
     def __call__(self, rows: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
-        """``out[start:stop] = rows @ b + bias + ...``: ``rows [stop - start, K]`` are those rows of the left operand."""
+        """``out[start:stop] = rows @ b + bias + ...``; ``rows [stop - start, K]``: those rows of the left operand."""
         if self.scales is not None:
             scale = self.scales.a
             if scale.numel() > 1:

@@ -4,8 +4,8 @@ it lies on.
 Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the slice of rank r as it is or transposed, ``s_r
 [p, q]``, as rows or as a part of its contraction::
 
-    rows:        y[r * p : (r + 1) * p] = s_r @ other                           other [q, n], y [W * p, n]
-    contraction: y = sum over r of s_r @ other[r * q : (r + 1) * q]             other [W * q, n], y [p, n]; accumulated in fp32
+    rows:        y[r * p : (r + 1) * p] = s_r @ other                   other [q, n], y [W * p, n]
+    contraction: y = sum over r of s_r @ other[r * q : (r + 1) * q]     other [W * q, n], y [p, n]; accumulated in fp32
 
 or, where the slices are its right operand, all of this transposed. So dgrad (rows) and wgrad (contraction, slices
 transposed) of a backward graph share one ring, sub-chunk by sub-chunk: rows of a slice are rows of ``y``, or a shorter

@@ -64,7 +64,7 @@ def chooses_at_run_time(pattern: str, nodes: ReduceNodes) -> bool:
 
 
 def rewrite(emit: StepEmitter, site: OverlapSite, parts: int, floor: int) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """``(next token of the chain, what replaces which node)``; the result has the collective's shape and is contiguous."""
+    """``(next token of the chain, what replaces which node)``. The result is contiguous, in the collective's shape."""
     nodes, pattern = site.nodes, site.facts.pattern
     assert isinstance(nodes, ReduceNodes)
     biases = _biases(nodes)

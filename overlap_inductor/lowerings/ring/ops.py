@@ -299,7 +299,7 @@ define("after(Tensor piece, Tensor token) -> Tensor", _after, lambda piece, toke
 def assembled_index(
     shape: Sequence[int], dim: int, chunk: int, slot: int, start: Sequence[int], piece: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """``(offset, length)`` in every dim of the block that a piece fills; ``start`` is relative to its slot in ``dim``."""
+    """``(offset, length)`` in every dim of the block that a piece fills. In ``dim``, ``start`` counts from its slot."""
     offsets = [s + (slot * chunk if d == dim else 0) for d, s in enumerate(start)]
     return list(zip(offsets, piece, strict=True))
 

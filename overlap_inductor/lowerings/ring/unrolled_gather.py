@@ -99,7 +99,7 @@ class _Consumer:
         self.bands: dict[int, tuple[Size, Size]] = {}
 
     def block(self, start: Size, length: Size) -> tuple[Block, Size, Size | None]:
-        """``(block along the gathered dim, start in the crossing dim, length there or None for all)`` of a sub-chunk."""
+        """A sub-chunk's ``(block along the gathered dim, start in the crossing dim, length there or None for all)``."""
         whole = Block.whole(self.consumer.sharded)
         if self.axis is None:
             return whole, 0, None

@@ -132,7 +132,7 @@ def _behind_matmul(
     constant: float,
     start: Callable[[torch.Tensor], None],
 ) -> None:
-    """The vendor's matmul and ``start`` of its product; ``constant`` and ``others`` are what else ``start`` depends on."""
+    """The vendor's matmul, then ``start`` of its product, which also depends on ``constant`` and ``others``."""
     # (Results lie in rows, of sizes that the operands have: where they begin is all that may change.)
     what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
     # Of the tensors only a bias is ever copied, into the product, before it is added to.
@@ -198,8 +198,9 @@ def _prepare(
     # Halves of the slot, not of what this call needs: every call must find the same ones.
     half = slot.nbytes // 256 * 128
     fixed = (
-        slot.data.local[: 2 * half].view(product.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls, launch.faults.stop,
-        launch.patience_ns, launch.site, launch.rank, rows, columns // 8, half // itemsize, slot.signals, 1.0 / world_size if average else 1.0, eps,
+        slot.data.local[: 2 * half].view(product.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local,
+        slot.queues, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, launch.rank,
+        rows, columns // 8, half // itemsize, slot.signals, 1.0 / world_size if average else 1.0, eps,
         world_size, segments, p.segment, 1 << (columns - 1).bit_length(), norm,
     )  # fmt: skip
     blocks = (-(-rows // world_size) + norm) * segments if p.two_shot else rows * segments

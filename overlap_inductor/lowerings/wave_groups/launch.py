@@ -186,7 +186,8 @@ class Call:
             TensorDescriptor.from_tensor(c, [p.block_m, p.block_n // 2 if p.halves else p.block_n]),
             c, c if self.bias is None else self.bias, table, self.waves.counters, self.waves.queue,
             self.rows, columns, inner, self.shards, groups, 1.0 / self.group.size() if self.average else 1.0,
-            p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH, 32 * p.warps, p.halves, transposed, self.bias is not None,
+            p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH,
+            32 * p.warps, p.halves, transposed, self.bias is not None,
             num_warps=p.warps, num_stages=p.stages,
         )  # fmt: skip
         return c
@@ -275,7 +276,10 @@ class Call:
         return plans[seconds.index(min(seconds))]
 
     def first_rank_seconds(self, calls: Sequence[Callable[[], object]]) -> list[float]:
-        """Seconds of each call, of the longest first, as the group's first rank has measured them; all ranks together."""
+        """Seconds of each call as the group's first rank measured them. ``calls``: the longest first.
+
+        All ranks do this together.
+        """
         return nccl.of_first_rank(nccl.seconds_of(calls, self.a.device), self.group, self.a.device)
 
     def as_waves(self, free: int, matmul_seconds: float) -> Waves:

@@ -15,7 +15,7 @@ CONTEXT = 3
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the merged view. ``kind``: same | del | ins; line numbers count from 1, ``None`` where it is absent."""
+    """One line of the merged view. ``kind``: same | del | ins; line numbers count from 1, ``None`` if it is absent."""
 
     kind: str
     text: str

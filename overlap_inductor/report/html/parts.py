@@ -1,4 +1,4 @@
-"""The page around a report: style and script inline, nothing loaded from anywhere, light or dark as the reader has it."""
+"""The page around a report: style and script inline, nothing loaded, light or dark as the reader's browser is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ STYLE = """
 :root { color-scheme: light dark; --bg: #f7f8fa; --card: #fff; --ink: #1b2330; --quiet: #5d6878; --line: #dde2ea;
   --good: #1a7f4b; --wait: #6b7686; --warn: #b3600a; --bad: #c0303b; --accent: #2f5fd0; --ins: #e2f5e9; --del: #fdeaea;
   --matmul: #3d6fe0; --transfer: #e08a2c; --lane: #eef1f6; }
-@media (prefers-color-scheme: dark) { :root { --bg: #12161d; --card: #1a2029; --ink: #e2e7ef; --quiet: #97a3b5; --line: #2d3644;
+@media (prefers-color-scheme: dark) { :root { --bg: #12161d; --card: #1a2029; --ink: #e2e7ef; --quiet: #97a3b5; \
+--line: #2d3644;
   --good: #4cc38a; --wait: #9aa5b5; --warn: #f0a04b; --bad: #f2727b; --accent: #86a9ff; --ins: #16352a; --del: #3d2027;
   --matmul: #6b95f5; --transfer: #e39a4a; --lane: #222a35; } }
 * { box-sizing: border-box; }
@@ -27,10 +28,12 @@ a:hover { text-decoration: underline; }
 .tile b { display: block; font-size: 25px; line-height: 1.25; font-variant-numeric: tabular-nums; }
 .tile span { color: var(--quiet); }
 .tile.wide { grid-column: span 2; }
-.good { --tone: var(--good); } .wait { --tone: var(--wait); } .warn { --tone: var(--warn); } .bad { --tone: var(--bad); }
+.good { --tone: var(--good); } .wait { --tone: var(--wait); } \
+.warn { --tone: var(--warn); } .bad { --tone: var(--bad); }
 .share { display: flex; height: 8px; border-radius: 4px; overflow: hidden; gap: 2px; }
 .share i { background: var(--tone); }
-.note { border-left: 3px solid var(--accent); padding: 8px 14px; margin: 12px 0; background: var(--card); overflow-wrap: anywhere; }
+.note { border-left: 3px solid var(--accent); padding: 8px 14px; margin: 12px 0; \
+background: var(--card); overflow-wrap: anywhere; }
 .tools { display: flex; gap: 8px; align-items: center; margin-bottom: 8px; flex-wrap: wrap; }
 input, button { font: inherit; color: inherit; background: var(--card); border: 1px solid var(--line);
   border-radius: 6px; padding: 5px 10px; }
@@ -39,7 +42,8 @@ button { cursor: pointer; }
 button:hover { border-color: var(--accent); }
 .scroll { overflow-x: auto; }
 .sites { min-width: 960px; }
-.row { display: grid; grid-template-columns: minmax(220px, 2.3fr) 52px minmax(150px, 1.2fr) minmax(200px, 1.8fr) minmax(200px, 2fr);
+.row { display: grid; grid-template-columns: \
+minmax(220px, 2.3fr) 52px minmax(150px, 1.2fr) minmax(200px, 1.8fr) minmax(200px, 2fr);
   gap: 14px; padding: 8px 14px; align-items: baseline; }
 .row > * { overflow-wrap: anywhere; }
 .row.head { color: var(--quiet); border-bottom: 1px solid var(--line); }
@@ -51,14 +55,17 @@ button:hover { border-color: var(--accent); }
 .sites details[open] > summary .name::before { content: "\\25BE"; }
 .detail { padding: 4px 29px 18px; }
 .detail h3 { font-size: 13px; margin: 14px 0 4px; color: var(--quiet); font-weight: 600; }
-.chip { color: var(--tone); border: 1px solid var(--tone); border-radius: 10px; padding: 0 8px; font-size: 12px; white-space: nowrap; }
+.chip { color: var(--tone); border: 1px solid var(--tone); border-radius: 10px; \
+padding: 0 8px; font-size: 12px; white-space: nowrap; }
 .members { columns: 360px; padding: 0; margin: 0; list-style: none; }
 .members li { break-inside: avoid; overflow-wrap: anywhere; }
 table { border-collapse: collapse; }
-td, th { text-align: left; padding: 4px 18px 4px 0; vertical-align: baseline; font-weight: normal; overflow-wrap: anywhere; }
+td, th { text-align: left; padding: 4px 18px 4px 0; vertical-align: baseline; \
+font-weight: normal; overflow-wrap: anywhere; }
 th { color: var(--quiet); }
 .card > table { margin: 8px 14px; }
-.bars { display: grid; grid-template-columns: max-content minmax(60px, 320px) max-content; gap: 2px 12px; align-items: center; }
+.bars { display: grid; grid-template-columns: max-content minmax(60px, 320px) max-content; \
+gap: 2px 12px; align-items: center; }
 .bars i { display: block; height: 10px; border-radius: 3px; background: var(--wait); }
 .bars i.best { background: var(--good); }
 .reason { padding: 10px 14px; }
@@ -74,7 +81,8 @@ svg .saved { fill: none; stroke: var(--good); stroke-dasharray: 4 4; }
 .diff { background: var(--card); border: 1px solid var(--line); border-radius: 8px; overflow: auto; max-height: 82vh; }
 .diff > * { min-width: max-content; }
 .l { display: block; text-decoration: none; white-space: pre; padding-right: 14px; }
-.l b { display: inline-block; width: 52px; padding-right: 10px; text-align: right; font-weight: normal; color: var(--quiet);
+.l b { display: inline-block; width: 52px; padding-right: 10px; text-align: right; font-weight: normal; \
+color: var(--quiet);
   font: 11.5px ui-monospace, "DejaVu Sans Mono", monospace; user-select: none; }
 .l code::before { content: "  "; }
 ins.l { background: var(--ins); } ins.l code::before { content: "+ "; color: var(--good); }
@@ -121,7 +129,8 @@ let at = -1;
 for (const button of document.querySelectorAll('[data-step]')) button.addEventListener('click', () => {
   if (!changes.length) return;
   if (changes[at]) changes[at].classList.remove('here');
-  at = at < 0 ? (button.dataset.step > 0 ? 0 : changes.length - 1) : (at + Number(button.dataset.step) + changes.length) % changes.length;
+  at = at < 0 ? (button.dataset.step > 0 ? 0 : changes.length - 1) \
+: (at + Number(button.dataset.step) + changes.length) % changes.length;
   changes[at].classList.add('here');
   reveal(changes[at]);
 });
