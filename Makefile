@@ -25,6 +25,7 @@ test: $(VENV)/ready
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check overlap_inductor tests bench tools
+	$(BIN)/ruff format --check overlap_inductor tests bench tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_private_imports.py

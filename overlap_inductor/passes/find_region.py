@@ -8,7 +8,7 @@ A piece of every node is computed over the dims of the matmuls, with one index w
     mm [R t] [a], mm [R t] [b] -> cat(dim=1)              -> [R t] [a + b]
         pieces [part of t, a], [part of t, b] -> [part of t, a + b]
 
-What is cut must be neither summed over nor joined. Tried only where ``reduce_finder`` finds no site, so that a sum
+What is cut must be neither summed over nor joined. Tried only where ``find_reduce`` finds no site, so that a sum
 which it adds like any other tensor stays one.
 """
 
