@@ -32,6 +32,7 @@ from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.layouts import Atom
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import product
+from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.nodes import GatherNodes
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.nodes import ReduceNodes
@@ -179,17 +180,20 @@ def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
     """How the matmul's result orders the elements of the collective's input: ``(place, size)`` of each run of
     consecutive dims; nothing where the order is the same."""
     places = {_key(atom): i for i, atom in enumerate(sent.flat())}
-    runs: list[list[Any]] = []
+    runs: list[tuple[int, list[Atom]]] = []
     newest = None
     for atom in leaf.flat():
-        place = places[_key(atom)]
+        place = places.get(_key(atom), -1)
+        if place < 0 and same_size(atom.size, 1):
+            # (Shards of one index each: an atom that only one of both layouts counts, and that orders nothing.)
+            continue
         if newest is not None and place == newest + 1:
-            runs[-1].append(atom)
+            runs[-1][1].append(atom)
         else:
-            runs.append([atom])
-        newest = place
-    first = [places[_key(run[0])] for run in runs]
-    return [(sorted(first).index(f), product(run)) for f, run in zip(first, runs, strict=True)] if len(runs) > 1 else []
+            runs.append((place, [atom]))
+        newest = place if place >= 0 else None
+    first = sorted(place for place, _ in runs)
+    return [(first.index(place), product(run)) for place, run in runs] if len(runs) > 1 else []
 
 
 def _key(atom: Atom) -> int | str:

@@ -290,3 +290,26 @@ def test_a_rank_that_others_do_not_ask_ends_with_an_error_at_once(overlaps: bool
     others, alone = run_ranks(2, _inside_a_plan_of_two_groups, overlaps, timeout=60)
     assert others == [True] * 3 and alone[:2] == [True] * 2
     assert "rank 0: " in alone[2] and "compared at its first run only" in alone[2], alone
+
+
+def _reason_comes_late(rank: int, world_size: int) -> str | None:
+    group = dist.group.WORLD
+    same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [group], False)
+    same.call()
+    state = state_of(group)
+    state.calls += 1
+    dist.barrier()
+    if rank:
+        state.page.say(state.calls, 0, "0")
+        time.sleep(0.5)
+        state.store.say(state.calls, 0, "0they differ")
+        dist.barrier()
+        return None
+    found = call_board.said(state, 1, 0, time.monotonic() + 30)
+    dist.barrier()
+    return found
+
+
+def test_a_reason_that_comes_behind_its_verdict_is_waited_for() -> None:
+    """A store is told without an answer, so the page may be ahead of it; the rank was taken for a dead one."""
+    assert run_ranks(2, _reason_comes_late) == ["0they differ", None]
