@@ -119,7 +119,9 @@ def test_somebody_elses_pass_stays(added: CosForSin, monkeypatch: pytest.MonkeyP
 def test_it_is_part_of_the_cache_key(added: CosForSin) -> None:
     """Another version of the pass compiles anew; the same one is not run again."""
     x = torch.randn(5)
-    with fresh_cache():
+    # (Other tests of this process may have switched the caches off.)
+    on = inductor_config.patch(fx_graph_cache=True), torch._functorch.config.patch(enable_autograd_cache=True)
+    with on[0], on[1], fresh_cache():
         for version, runs in (("1", 1), ("1", 1), ("2", 2)):
             torch._dynamo.reset()
             added.version = version
