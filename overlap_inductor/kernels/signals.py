@@ -37,8 +37,8 @@ signals for both must look later than both (``count_and_signal``), or ask all of
 The abort word lies in symmetric memory of the GPU that looks at it. Only the board is in the host's memory
 (``STOP_WORDS`` says where the addresses lie). A waiting block must not look at the host's memory. On an H100, 108
 blocks that looked there at every 64th turn slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that
-looked only at the GPU's memory, however often, did not slow it. So looking costs a wait that does not spin nothing, and
-costs a kernel one load of its own memory beside others.
+looked only at the GPU's memory, however often, did not slow it. So a wait that does not spin pays nothing for
+looking, and a kernel pays one load of its own memory beside others.
 
 CUDA graphs. Nothing here holds a value of the host: flags, targets and patience are arguments, or memory that the
 kernel reads.
@@ -244,7 +244,7 @@ def _no_fence():
 
 @triton.jit
 def credit_flag(flags, peer):
-    """Where ``peer`` says how many calls of the slot it has finished. ``flags``: the flags of the rank that reads it."""
+    """Where ``peer`` says how many calls of the slot it has finished. ``flags``: those of the reading rank."""
     return flags + peer * FLAG_WORDS
 
 
