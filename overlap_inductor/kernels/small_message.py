@@ -2,10 +2,11 @@
 and RMSNorm behind it, in one kernel.
 
 One-shot: every rank stores its rows into every peer's workspace, and sums all of them. Two-shot: row ``m`` belongs to
-rank ``m % WORLD``, its owner. The owner gets all partial rows, sums them and stores the sum into every rank's
-workspace. It stores the sum and not the normed row: a normed row and a new residual would be twice the bytes, and every
-rank adds its own residual, whatever that holds. Sums are in fp32, in the order of the ranks, rounded once, so all ranks
-get the same bits. There is no barrier across ranks: a block waits for the flags of its own columns or rows.
+rank ``m % WORLD``, its owner. The owner gets all partial rows, sums them and stores the sum into every peer's workspace
+(with a norm into its own, too). It stores the sum and not the normed row: a normed row and a new residual would be
+twice the bytes, and every rank adds its own residual, whatever that holds. Sums are in fp32, in the order of the ranks,
+rounded once, so all ranks get the same bits. There is no barrier across ranks: a block waits for the flags of its own
+columns or rows.
 
 A block has one *unit*: a segment of columns of one row (one-shot), or of a group of ``WORLD`` rows, one of each owner
 (two-shot). A norm needs whole rows. In one-shot the last block of a row computes it. In two-shot the blocks of the next
@@ -71,8 +72,8 @@ def _flag_word(source, index, signals, WORLD: tl.constexpr):
 
 @triton.jit
 def _count_call(calls, queues, call, SEM: tl.constexpr):
-    """Count a block whose threads have all read ``calls``, before a barrier. The last of all blocks increments
-    ``calls``.
+    """Called when all threads of this block have read ``calls`` and have then passed a barrier. The last of all blocks
+    to call it increments ``calls``.
 
     ``SEM``: ``relaxed`` if the block has sent data to addresses that depend on the number. Then it has the number, and
     need not wait until the data are there.
@@ -129,15 +130,15 @@ def one_shot(
             all tensors here.
         eights: ``columns / 8``, so that the compiler sees that rows are whole 16-byte words.
         out: the sum over ranks ``[rows, columns]``; with ``NORM`` the normed rows.
-        residual, residual_out, weight: ``[rows, columns]``, the same, ``[columns]``. With ``NORM`` residual and weight
-            are read and residual_out is written; without it none is touched.
+        residual, residual_out: ``[rows, columns]``; with ``NORM`` the one is read and the other written, else neither.
+        weight: ``[columns]``, the norm's; read with ``NORM`` only.
         staging: this rank's workspace, two halves of ``half`` elements, each ``[WORLD, rows, columns]``: what has
             arrived from each source.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the ranks' workspace and flags.
         flags: ``signal_flag(s, u)``: the call whose unit ``u`` has arrived from source ``s``. Each source has
             ``signals`` flags.
         queues: int32, one word in this rank's own memory, zero between calls: blocks that have read ``calls``.
-        calls: int32, one word in this rank's own memory: calls ended.
+        calls: int32, one word in this rank's own memory: the number of the call, counted from 0.
         scale: factor of the sum (1, or ``1 / WORLD`` for an average).
         SEGMENT: columns of a segment.
         ROW: a power of two, at least ``columns``.
