@@ -88,7 +88,7 @@ class OverlapConfig:
     """``unidirectional`` | ``bidirectional``: how gathered slices travel."""
 
     sub_chunks: int = _key(4)
-    """S: into how many sub-chunks each shard is cut. At most ``1 - 1 / (world_size * S)`` can be hidden."""
+    """S: into how many sub-chunks each shard is cut. The hidden share is at most ``1 - 1 / (world_size * S)``."""
 
     step_node_budget: int = _key(3000)
     """FX nodes that unrolled steps may add to one graph. Sites are taken in graph order, each that still fits; every
