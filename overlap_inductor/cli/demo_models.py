@@ -71,8 +71,8 @@ class Block(nn.Module):
 
 
 def parallel_block(hidden: int, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
-    """The block in sequence-parallel form. Input and output are the rank's own shard of the sequence, ``[1, tokens / W,
-    hidden]``."""
+    """The block in sequence-parallel form. Input and output are the rank's own shard of the sequence,
+    ``[1, tokens / W, hidden]``."""
     torch.manual_seed(0)
     block = Block(hidden).to(device=mesh.device_type, dtype=dtype)
     plan = {

@@ -1,8 +1,8 @@
 """Signals to all ranks of a group at once, and waits for many flags at once: one thread a flag.
 
-One thread that releases the flags one after the other waits seven times until the far side has acknowledged the stores
-before. One thread that reads the flags one after the other waits seven times for memory. Each wait takes a microsecond,
-which is much of a small all-reduce. Here the threads of one block do it side by side.
+In a group of eight ranks, one thread that releases the flags one after the other waits seven times until the far side
+has acknowledged the stores before. One thread that reads the flags one after the other waits seven times for memory.
+Each wait takes a microsecond, which is much of a small all-reduce. Here the threads of one block do it side by side.
 
 Memory ordering: as in ``signals``. A signal is ``bar.red`` followed by the ``st.release.sys`` of each of some threads:
 the barrier orders the block's stores before the release of every one of these threads. A wait is some threads'

@@ -239,13 +239,13 @@ def matmul_all_reduce(
         rows, limit: rows of a shard, and of all shards together. The last shards may be short.
         staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, the partial sums from each
             source, and behind it as much for finished shards.
-        flags: ``signal_flag(s, i)``: the call whose band ``i`` has arrived from source ``s``. ``signal_flag(s, parts +
-            i)``: the call whose finished band ``i`` has arrived.
+        flags: ``signal_flag(s, i)``: the call whose band ``i`` has arrived from source ``s``.
+            ``signal_flag(s, parts + i)``: the call whose finished band ``i`` has arrived.
         parts: bands of a shard. Not compiled in: with dynamic sizes there may be any number.
         peer_data, peer_flags, part_rows, signals, scale, EPILOGUE: as ``matmul_reduce_scatter``.
         queues: int32 ``[QUEUE_WORDS + (WORLD + 1) * parts]`` in this rank's own memory, zero between calls. Words 0 to
             4: tiles claimed, blocks that have finished, pushes, sums and copies claimed. Word 6: ``NOTHING_QUEUE``.
-            From word ``QUEUE_WORDS`` on: what has been sent, to each rank and then to all.
+            From word ``QUEUE_WORDS`` on: pushes counted for each rank and band, then sums of each band.
         calls: int32, one word in this rank's own memory: calls ended.
         SLAB: rows of a tile that are summed at once.
     """

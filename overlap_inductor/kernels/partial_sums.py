@@ -64,8 +64,8 @@ def receive_rows(
     out, finished, rank, vectors,
     WORLD: tl.constexpr, STRIPES: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy every peer's finished shard from the workspace to ``out``. ``finished`` and ``out`` are ``[WORLD, vectors *
-    VECTOR]``. Grid: ``(WORLD - 1) * STRIPES``.
+    """Copy every peer's finished shard from the workspace to ``out``. ``finished`` and ``out`` are
+    ``[WORLD, vectors * VECTOR]``. Grid: ``(WORLD - 1) * STRIPES``.
 
     A shard is cut into ``STRIPES`` interleaved stripes. Neighbouring blocks copy different shards, that of ``rank + 1``
     first: no other rank begins with that one.

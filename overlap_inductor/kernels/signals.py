@@ -27,18 +27,19 @@ peer finds the record. After that every wait of every rank returns at once, and 
 the host rejects because of the board. Nothing branches on the outcome of a wait, so no thread of a block is missing at
 a later barrier.
 
-After an abort a rank signals nothing to its peers, and stores nothing there unless it had leave to from before the
-abort. A kernel that stores to peers without a wait before it looks at the abort word (``look``) when it loads the call
-number. Every kernel looks behind each wait whose outcome it stores or signals. A wait that was given up has set the
-word before the barrier behind it, so every thread of its block sees it. So whatever a rank signals was made from data
-for which its waits succeeded. One thread may see the word set while another thread of its block did not: a thread that
-signals for both must look later than both (``count_and_signal``), or ask all of them (``group_signals.signal_ranks``).
+After an abort a rank signals nothing to its peers, and stores nothing there unless it had leave to do so from before
+the abort. If a kernel stores to peers without a wait before, it looks at the abort word (``look``) when it loads the
+call number. Every kernel looks behind each wait whose outcome it stores or signals. A wait that was given up has set
+the word before the barrier behind it, so every thread of its block sees it. So whatever a rank signals was made from
+data for which its waits succeeded. One thread may see the word set while another thread of its block did not: a thread
+that signals for both must look later than both (``count_and_signal``), or ask all of them
+(``group_signals.signal_ranks``).
 
 The abort word lies in symmetric memory of the GPU that looks at it. Only the board is in the host's memory
 (``STOP_WORDS`` says where the addresses lie). A waiting block must not look at the host's memory. On an H100, 108
 blocks that looked there at every 64th turn slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that
-looked only at the GPU's memory, however often, did not slow it. So a wait that does not spin pays nothing for
-looking, and a kernel pays one load of its own memory beside others.
+looked only at the GPU's memory, however often, did not slow it. So a wait that does not spin pays nothing for looking,
+and a kernel pays one load of its own memory beside others.
 
 CUDA graphs. Nothing here holds a value of the host: flags, targets and patience are arguments, or memory that the
 kernel reads.
@@ -292,9 +293,9 @@ else:
 """``wait_at_least(flag, target, stop, patience_ns, code, peer)``: waits until the flag has ``reached`` its target, or
 the group has been aborted.
 
-``set_flag(flag, value)``: when the flag is ``value``, the block's stores before this are visible. ``signal(flag, value,
-looked)``: the same for a peer's flag, unless the one thread that sets it has ``looked`` at an abort (``look``).
-``add_flag(flag, value)``: adds ``value`` to the flag, by a release as in ``set_flag``.
+``set_flag(flag, value)``: when the flag is ``value``, the block's stores before this are visible.
+``signal(flag, value, looked)``: the same for a peer's flag, unless the one thread that sets it has ``looked`` at an
+abort (``look``). ``add_flag(flag, value)``: adds ``value`` to the flag, by a release as in ``set_flag``.
 
 ``store_fence()``: between bulk stores and their signal. ``load_fence()``: between a wait and bulk loads.
 """

@@ -20,14 +20,14 @@ not promise that order. GPUs keep it, and scans depend on it as this kernel does
 look-back, 2016). Nothing depends on it when all blocks are resident at once, as in decode. A ticket would cost a round
 trip to L2 in a kernel of 5 us. All waits are bounded (``signals``).
 
-Why two halves of the workspace suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half ``n %
-2``. Rank ``r`` begins call ``n`` when its call ``n - 1`` has ended, because kernels of a slot run one after the other.
-In call ``n - 1`` a block of ``r`` has waited for a signal of each peer (in two-shot for the peer's partial rows, which
-are signalled even if there are none). So each peer had begun its call ``n - 1``, and had therefore ended call ``n -
-2``, the last one to read that half. This holds for any number of blocks or rows in each call, since halves belong to
-the slot and not to the call. It holds whether blocks are resident together or not, since it depends on whole kernels. A
-peer may be one call ahead: its flags are then larger than what is waited for, and its data lie in the other half. Calls
-with credits in the same slot would break this; the arena gives them other slots.
+Why two halves of the workspace suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half
+``n % 2``. Rank ``r`` begins call ``n`` when its call ``n - 1`` has ended, because kernels of a slot run one after the
+other. In call ``n - 1`` a block of ``r`` has waited for a signal of each peer (in two-shot for the peer's partial rows,
+which are signalled even if there are none). So each peer had begun its call ``n - 1``, and had therefore ended call
+``n - 2``, the last one to read that half. This holds for any number of blocks or rows in each call, since halves belong
+to the slot and not to the call. It holds whether blocks are resident together or not, since it depends on whole
+kernels. A peer may be one call ahead: its flags are then larger than what is waited for, and its data lie in the other
+half. Calls with credits in the same slot would break this; the arena gives them other slots.
 
 Aborts (``signals``). A block looks at the abort word when it loads the call number and, in two-shot, when it loads the
 partial rows behind its wait for them. If the word is set, nothing is stored to peers or signalled, in this call and all

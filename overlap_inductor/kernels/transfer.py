@@ -67,9 +67,9 @@ def announce(calls, announced, stop):
 def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD: tl.constexpr):
     """Wait until every peer has finished the calls before this one. Grid: one block.
 
-    Launched on the stream of the matmuls. On another stream it would run beside a vendor's kernel that keeps an SM for
-    all its tiles, and would begin when that ends, or keep one of its blocks from beginning. (4 H200s, a gather of 8192
-    tokens: it began 240 us late in every other call of a row, and the copies with it.)
+    Launched on the stream of the matmuls. On another stream it could run beside a vendor's kernel that keeps an SM for
+    all its tiles. It would then begin only when that kernel ends, or keep one of that kernel's blocks from beginning.
+    (4 H200s, a gather of 8192 tokens: it began 240 us late in every other call of a row, and the copies with it.)
 
     ``announced`` (one word): see ``announce``.
 
@@ -131,7 +131,8 @@ def end_call_and_spoil(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``signals.end_call``, then ``spoil`` of the call's results (``None``: no result). Grid: one block."""
+    """``signals.end_call`` and ``spoil`` of the call's results (``None``: no result). The look of ``spoil`` comes
+    before the credits are given. Grid: one block."""
     aborted = look(stop)
     finish_call(calls, peer_flags, tl.load(calls), rank, stop, WORLD)
     if one is not None:
@@ -158,8 +159,8 @@ def wait_for_parts(
     DIRECTION: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Wait until parts ``first, first + 1, ...`` of this call have arrived. Part ``u`` comes from the rank ``DIRECTION
-    * (u // PARTS + 1)`` steps away. Grid: one block a part.
+    """Wait until parts ``first, first + 1, ...`` of this call have arrived. Part ``u`` comes from the rank
+    ``DIRECTION * (u // PARTS + 1)`` steps away. Grid: one block a part.
 
     ``flags``: this rank's. ``KIND``: the kind of wait, for the fault record.
     """
