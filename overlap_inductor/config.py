@@ -1,7 +1,7 @@
-"""``OverlapConfig``: every switch, one environment variable a field, validated when it is read.
+"""``OverlapConfig``: every switch, with one environment variable for each field, validated when it is read.
 
-The environment is read at the first compile, never at import, so that a bad value is an error of the compile
-that would have used it and not of ``import torch``.
+The environment is read at the first compile, never at import. So a bad value is an error of the compile that would have
+used it, and not of ``import torch``.
 """
 
 from __future__ import annotations
@@ -68,40 +68,41 @@ class OverlapConfig:
     skip)."""
 
     schedule: str = _key("auto")
-    """``auto`` or a schedule's name; a forced schedule applies wherever it is legal, whatever the cost."""
+    """``auto`` or a schedule's name. A schedule given by name applies wherever it is legal, whatever the cost."""
 
     transport: str = _key("auto")
     """``auto`` or a transport's name."""
 
     patterns: tuple[str, ...] = _key(PATTERNS)
-    """The patterns that may be overlapped (comma separated in the environment)."""
+    """The patterns that may be overlapped (in the environment: names separated by commas)."""
 
     numerics: str = _key("preserve")
-    """``preserve``: partials travel once and are summed once in fp32. ``allow_hop_rounding``: a travelling accumulator.
-    """
+    """``preserve``: partial sums are sent once and summed once in fp32. ``allow_hop_rounding``: an accumulator may
+    travel from rank to rank, rounded at each hop."""
 
     tune: str = _key("off")
-    """``off`` | ``on``: measure instead of estimating. Only ``off`` does something today; ``on`` is refused."""
+    """``off`` | ``on``: measure instead of estimating. Only ``off`` is available today; ``on`` raises ``ConfigError``.
+    """
 
     ring_direction: str = _key("unidirectional")
     """``unidirectional`` | ``bidirectional``: how gathered slices travel."""
 
     sub_chunks: int = _key(4)
-    """S: into how many pieces each shard is cut. What can be hidden is bounded by ``1 - 1 / (world_size * S)``."""
+    """S: into how many sub-chunks each shard is cut. The hidden share is at most ``1 - 1 / (world_size * S)``."""
 
     step_node_budget: int = _key(3000)
-    """FX nodes that unrolled steps may add to one graph: sites in graph order, each that still fits; the others become
-    one looping op each."""
+    """FX nodes that unrolled steps may add to one graph. Sites are taken in graph order, each that still fits; every
+    other site becomes one looping op."""
 
     workspace_limit: int = _key(4096)
-    """MiB of symmetric memory a rank that one group's sites may hold; sites beyond it are kept."""
+    """MiB of symmetric memory on each rank that one group's sites may hold. Sites beyond it are kept."""
 
     max_tokens: int = _key(16384)
-    """Token count up to which a site of dynamic size holds workspace; calls with more run as they stood."""
+    """Token count up to which a site of dynamic size holds workspace. Calls with more tokens run as written."""
 
     replay: str = _key("on")
-    """``on`` | ``off``: launches of a site as one CUDA graph where its tensors lie where they lay before. ``off``: one
-    by one at each call."""
+    """``on``: a site's launches are replayed as one CUDA graph if its tensors have the same addresses as before.
+    ``off``: they are launched one by one at each call."""
 
     agreement_timeout: int = _key(300)
     """Seconds that a rank waits for the others to publish their plan of a graph (never more than the group's timeout).
@@ -139,8 +140,11 @@ class OverlapConfig:
     def from_environment(cls, environment: Mapping[str, str] | None = None, **overrides: Any) -> OverlapConfig:
         """The environment's switches, with keyword ``overrides`` on top.
 
+        Args:
+            environment: the variables; by default ``os.environ``.
+
         Raises:
-            ConfigError: a variable or an override has a value that is not allowed, or an override is no field.
+            ConfigError: a variable or an override has a value that is not allowed, or an override is not a field.
         """
         environment = os.environ if environment is None else environment
         names = {f.name for f in dataclasses.fields(cls)}
@@ -152,5 +156,6 @@ class OverlapConfig:
         return cls(**values)
 
     def cache_key(self) -> tuple[tuple[str, Any], ...]:
-        """The fields that decide what code is generated, for a pass's ``uuid`` and for the agreement between ranks."""
+        """The fields that decide which code is generated, as (name, value). Used for a pass's ``uuid`` and for the
+        agreement between ranks."""
         return tuple((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata["cache_key"])

@@ -1,4 +1,5 @@
-"""Every exception that the package raises on purpose, each saying what was wrong, what was expected, what to do."""
+"""Every exception that the package raises on purpose. Each message says what was wrong, what was expected and what to
+do."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ class ConfigError(OverlapError, ValueError):
 
 
 class StrictError(OverlapError):
-    """``strict`` mode: a site that could have been overlapped was refused or failed."""
+    """In ``strict`` mode, a site that could have been overlapped was refused, or its rewrite failed."""
 
 
 class AgreementError(OverlapError):
-    """The ranks of a group do not run the same overlap plan; raised before any overlap op moves data."""
+    """The ranks of a group do not run the same overlap plan. Raised before any overlap op moves data."""
 
 
 class TransferError(OverlapError):

@@ -1,3 +1,3 @@
-"""The version of the package: part of cache keys, reports and the plans that ranks compare."""
+"""The version of the package. It is part of cache keys, reports and the plans that ranks compare."""
 
 __version__ = "0.1.0"

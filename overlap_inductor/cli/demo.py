@@ -1,4 +1,5 @@
-"""``overlap-inductor demo``: the whole way on this machine, in a few minutes, with the numbers checked.
+"""``overlap-inductor demo``: compile and run two models on this machine with overlap, in a few minutes, and check the
+numbers.
 
 Two CPU ranks (or the GPUs) compile a Hugging Face Llama and a sequence-parallel block, plain and with overlap.
 """
@@ -34,7 +35,7 @@ TITLES = {
 
 @dataclass
 class DemoOptions:
-    """The demo's command line. ``tokens``: length of the whole sequence; ``timeout``: seconds until hung ranks are
+    """The demo's command line. ``tokens``: length of the whole sequence. ``timeout``: seconds until hung ranks are
     stopped."""
 
     ranks: int | None = None
@@ -48,9 +49,9 @@ class DemoOptions:
 
 
 class Progress:
-    """Rank 0's steps and how long each takes: one line a step, counting up where the stream is a terminal.
+    """Shows rank 0's steps and how long each takes, one line a step. On a terminal the running step's time counts up.
 
-    Lines come from the thread that reads rank 0's output, ``wait`` from the one that watches the ranks.
+    ``line`` is called by the thread that reads rank 0's output, ``wait`` by the one that watches the ranks.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -61,7 +62,7 @@ class Progress:
         self._start("starting the ranks")
 
     def line(self, text: str) -> None:
-        """Take one line of rank 0's standard output; what is not the demo's own is passed on."""
+        """Take one line of rank 0's standard output. A line that is not the demo's own is passed on."""
         try:
             record = json.loads(text)
         except ValueError:
@@ -76,7 +77,7 @@ class Progress:
                 self.results.append(record)
 
     def wait(self) -> None:
-        """Show the running step's time, where the stream is a terminal."""
+        """Show the running step's time, if the stream is a terminal."""
         if self._live:
             with self._lock:
                 self._write(f"\r\x1b[K  {self._step} ... {time.monotonic() - self._begin:.0f} s")
@@ -100,11 +101,10 @@ class Progress:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo and print what it found. Returns 0, or 1 where numbers differ, nothing was overlapped or a rank
-    failed.
+    """Run the demo and print what it found. Returns 0, or 1 if numbers differ, nothing was overlapped or a rank failed.
 
     Raises:
-        ConfigError: the options contradict each other or this machine.
+        ConfigError: the options contradict each other, or do not fit this machine.
         UnsupportedError: a package that a part needs is missing, or this torch is not supported.
     """
     device, ranks = _resolve(options)
@@ -173,7 +173,7 @@ def show_part(result: dict[str, Any], device: str) -> bool:
 
 
 def times_line(plain: float, overlap: float, device: str) -> str:
-    """Both medians (ms), and plainly which is faster."""
+    """Both median times (ms), and which is faster."""
     ratio = plain / overlap
     text = f"median time: plain {plain:.2f} ms, overlap {overlap:.2f} ms: "
     if ratio >= 1.02:

@@ -21,7 +21,7 @@ VOCABULARY = 1024
 
 
 def save_llama(folder: Path, layers: int, hidden: int, tokens: int) -> None:
-    """Save a Llama with random weights (seed 0) as a user's checkpoint folder would hold it."""
+    """Save a Llama with random weights (seed 0) to ``folder``, in the form of a user's checkpoint."""
     from transformers import LlamaConfig
     from transformers import LlamaForCausalLM
 
@@ -41,7 +41,7 @@ def save_llama(folder: Path, layers: int, hidden: int, tokens: int) -> None:
 
 
 def load_llama(folder: Path, dtype: torch.dtype) -> Any:
-    """Load it sharded over the ranks of the job, the way a user does: ``tp_plan="auto"``."""
+    """Load the saved Llama sharded over the ranks of the job, as a user does: ``tp_plan="auto"``."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=dtype).eval()
@@ -59,7 +59,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """``x + mlp(norm(x))``, activations sharded on the sequence between the matmuls."""
+    """``x + mlp(norm(x))``, with activations sharded along the sequence between the matmuls."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -71,8 +71,8 @@ class Block(nn.Module):
 
 
 def parallel_block(hidden: int, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
-    """The block in sequence-parallel form. Input and output are a rank's own part of the sequence, ``[1, tokens / W,
-    hidden]``."""
+    """The block in sequence-parallel form. Input and output are the rank's own shard of the sequence,
+    ``[1, tokens / W, hidden]``."""
     torch.manual_seed(0)
     block = Block(hidden).to(device=mesh.device_type, dtype=dtype)
     plan = {

@@ -1,6 +1,7 @@
-"""One rank of the demo: run a model eager, compiled, and compiled with overlap; compare and time the last two.
+"""One rank of the demo: run a model eager, compiled, and compiled with overlap; compare the results and time the last
+two.
 
-Standard output holds one JSON object a line: ``{"step": ...}`` while it goes on, ``{"part": ...}`` for each result.
+Standard output holds one JSON object a line: ``{"step": ...}`` when a step begins, ``{"part": ...}`` for each result.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from overlap_inductor.report.report import OverlapReport
 REPEATS = 7
 GROUP_TIMEOUT = timedelta(seconds=120)
 
-# Splitting a matmul may choose another kernel, and the sum over ranks another order: some units in the last place of
-# the largest value, more for the short mantissa of bfloat16.
+# A split matmul may use another kernel, and the sum over ranks another order. The results then differ by some units in
+# the last place of the largest value, by more with the short mantissa of bfloat16.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 Outputs = dict[str, torch.Tensor]
@@ -38,7 +39,7 @@ Outputs = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the demo was asked for; ``tokens`` is the whole sequence's length."""
+    """What the demo was asked for. ``tokens``: length of the whole sequence."""
 
     device: str
     layers: int
@@ -61,7 +62,7 @@ class Settings:
 
 
 def say(**record: Any) -> None:
-    """One line for the parent, from rank 0."""
+    """Send one record, as a line of JSON, from rank 0 to the parent process."""
     if dist.get_rank() == 0:
         print(json.dumps(record), flush=True)
 
@@ -72,7 +73,7 @@ def synchronize(device: str) -> None:
 
 
 def median_ms(call: Callable[[], Any], device: str) -> float:
-    """Median time of a call in milliseconds, of the slowest rank, after one call that is not counted."""
+    """Median time of a call in milliseconds, on the slowest rank, after one call that is not counted."""
     call()
     times = []
     for _ in range(REPEATS):
@@ -88,7 +89,8 @@ def median_ms(call: Callable[[], Any], device: str) -> float:
 
 
 def compare(name: str, value: torch.Tensor, reference: torch.Tensor, tolerance: float) -> dict[str, Any]:
-    """The largest difference on any rank, the largest value to compare it with, and whether it is within tolerance."""
+    """The largest difference on any rank, the largest value of the reference, and whether the difference is within
+    ``tolerance`` times that value."""
     difference = (value.float() - reference.float()).abs().max()
     largest = reference.float().abs().max()
     both = torch.stack([difference, largest])
@@ -101,7 +103,8 @@ def compare(name: str, value: torch.Tensor, reference: torch.Tensor, tolerance: 
 
 
 def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Settings) -> None:
-    """Eager, plain and overlapped: run, compare, time, tell the parent."""
+    """Run a model eager, plain and overlapped; compare the outputs, time the last two, and send the result to the
+    parent."""
     say(step=f"{part}: eager")
     eager = call(model)
 
@@ -129,7 +132,7 @@ def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Se
 
 
 def backend() -> Any:
-    """The backend's name where the package is installed, else (a source tree) the function behind it."""
+    """The backend's name if the package is installed, else (in a source tree) the function behind it."""
     from importlib.metadata import entry_points
 
     if entry_points(group="torch_dynamo_backends", name="overlap_inductor"):

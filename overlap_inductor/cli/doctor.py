@@ -1,4 +1,4 @@
-"""``overlap-inductor doctor``: what this machine offers, what is switched on, and why not."""
+"""``overlap-inductor doctor``: check what this machine offers and what is switched on, and say why something is not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _INSTALL = "Install the package (pip install, not only a path on PYTHONPATH), so
 
 
 def run_doctor(as_json: bool = False) -> int:
-    """Print what was found. Returns 0 if all that is needed and asked for can take effect, else 1."""
+    """Print the checks, as JSON with ``as_json``. Returns 0 if all that is needed and asked for can take effect, else
+    1."""
     checks = collect()
     print(json.dumps(as_dict(checks), indent=1) if as_json else as_text(checks), end="\n" if as_json else "")
     return 0 if usable(checks) else 1
@@ -46,13 +47,13 @@ def collect() -> list[Check]:
 
 
 def switches() -> list[Check]:
-    """What the environment asks for against what a plain ``torch.compile`` of such a process would do."""
+    """Checks of what the environment asks for against what a plain ``torch.compile`` in this process would do."""
     checks = [*_entry_points(), *_variables()]
     try:
         config = OverlapConfig.from_environment()
     except ConfigError as error:
         return [*checks, Check(SWITCHES, "configuration", BAD, "not valid", f"{error}.")]
-    # Without the variable nothing is asked for, whatever the default mode of enable() is.
+    # If the variable is not set, nothing is asked for, whatever the default mode of enable() is.
     asked = ENVIRONMENT_PREFIX in os.environ and config.mode != "off"
     if asked:
         checks += [_effective(config), *_differences(config)]
@@ -93,7 +94,7 @@ def _variables() -> list[Check]:
 
 
 def _effective(config: OverlapConfig) -> Check:
-    """Whether the pass stands in Inductor's slot in this process, which is a process like the user's."""
+    """Whether the pass stands in Inductor's slot in this process. A user's process starts in the same way."""
     from overlap_inductor.inductor import probe
 
     name = "by environment"
@@ -115,7 +116,7 @@ def _effective(config: OverlapConfig) -> Check:
 
 
 def _differences(requested: OverlapConfig) -> list[Check]:
-    """Switches that are in effect with another value than the environment asks for."""
+    """A check for each switch whose value in effect differs from what the environment asks for."""
     from overlap_inductor.inductor import probe
 
     effective = probe.config_in_slot()
@@ -146,7 +147,7 @@ def _inductor(asked: bool) -> list[Check]:
 
     checks = [Check(SWITCHES, "Inductor's pass slot", NOTE, probe.slot_content())]
     for setting, advice in probe.hindrances():
-        # Async TP shares the sites; the others leave the pass without any.
+        # Async TP takes only some of the sites. The other settings leave the pass none.
         blocks = asked and "micro_pipeline" not in setting
         checks.append(Check(SWITCHES, setting, BAD if blocks else NOTE, "on", advice))
     return checks

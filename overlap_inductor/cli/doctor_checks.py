@@ -1,4 +1,4 @@
-"""What ``overlap-inductor doctor`` found: one ``Check`` a fact, and how a list of them reads."""
+"""``Check``: one fact that ``overlap-inductor doctor`` found, and how a list of checks is printed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Check:
     """One fact. ``state``: ``good``; ``bad`` (something needed or asked for cannot take effect); ``note`` (absent, and
     not needed).
 
-    ``advice`` says what to do, in a sentence; empty where there is nothing to do.
+    ``advice`` is one sentence that says what to do; empty if there is nothing to do.
     """
 
     section: str
@@ -40,7 +40,7 @@ def as_dict(checks: Sequence[Check]) -> dict[str, Any]:
 
 
 def as_text(checks: Sequence[Check], stream: TextIO | None = None) -> str:
-    """The checks in sections, with marks that ``stream`` (by default standard output) can encode."""
+    """The checks in sections, with marks that ``stream`` (by default standard output) can encode, and a verdict."""
     encoding = (stream or sys.stdout).encoding or "ascii"
     marks = _MARKS
     try:

@@ -1,4 +1,4 @@
-"""The doctor's look at the machine: software, distributed backends, GPUs and what lies between them."""
+"""The doctor's checks of the machine: software, distributed backends, GPUs and the links between them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _FABRIC_CHANNELS = Path("/dev/nvidia-caps-imex-channels")
 
 
 def software() -> list[Check]:
-    """Versions. ``bad`` where torch is missing or not supported."""
+    """Versions of the software. ``bad`` if torch is missing or not supported, or a compiler that Inductor needs is
+    missing."""
     section = "Software"
     checks = [Check(section, "python", GOOD, platform.python_version())]
     try:
@@ -55,7 +56,7 @@ def software() -> list[Check]:
 
 
 def distributed() -> list[Check]:
-    """Backends that can carry the transfers. ``bad`` where there is none."""
+    """Backends that can carry the transfers. ``bad`` if there is none."""
     import torch
     import torch.distributed as dist
 
@@ -147,7 +148,7 @@ def handle_exchange(section: str) -> Check:
 
 
 def pidfd_refusal() -> str:
-    """Why this process may not duplicate a file descriptor through a pidfd, tried on itself; empty where it may."""
+    """Why this process may not duplicate a file descriptor through a pidfd, tried on itself. Empty if it may."""
     if not hasattr(os, "pidfd_open"):
         return "not offered by this system"
     try:
@@ -166,7 +167,7 @@ def pidfd_refusal() -> str:
 
 
 def tool_output(command: list[str]) -> str:
-    """A tool's output; empty where the tool is absent, fails or takes more than some seconds."""
+    """A tool's standard output. Empty if the tool is absent, fails or takes more than ``_TOOL_SECONDS``."""
     if shutil.which(command[0]) is None:
         return ""
     try:

@@ -12,10 +12,11 @@ from overlap_inductor.errors import OverlapError
 
 
 def explain_script(script: str, arguments: Sequence[str]) -> int:
-    """Run ``script`` in this process as ``__main__`` with ``arguments`` and print every graph's report after it.
+    """Run ``script`` in this process as ``__main__`` with ``arguments``, and print every graph's report when it has
+    ended.
 
-    Graphs stay as they are, unless the script itself switches overlap on. Of several ranks the first one prints.
-    Returns the script's own exit status; 1 where it raised, after its traceback.
+    Graphs stay as they are, unless the script itself switches overlap on. Of several ranks only the first one prints.
+    Returns the script's own exit status, or 1 if it raised, after its traceback.
 
     Raises:
         OverlapError: there is no such script.

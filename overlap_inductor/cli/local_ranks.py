@@ -1,4 +1,4 @@
-"""Start the ranks of a small job on this machine, watch them, and never leave one behind."""
+"""Start the ranks of a small job on this machine, watch them, and stop every one of them at the end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Rank:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that was free a moment ago."""
+    """A TCP port of the loopback interface that was free when asked."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -51,11 +51,12 @@ def run_ranks(
     on_line: Callable[[str], None],
     on_wait: Callable[[], None],
 ) -> None:
-    """Run ``python *command`` as ``ranks`` processes with the ``env://`` variables of ``torch.distributed``, to their
-    end.
+    """Run ``python *command`` as ``ranks`` processes with the ``env://`` variables of ``torch.distributed``, until all
+    have ended.
 
     Args:
-        folder: where each rank's standard error goes (``rank_<r>.log``).
+        folder: where each rank's log goes (``rank_<r>.log``): its standard error, and its standard output unless it is
+            rank 0.
         environment: variables of the ranks, without those that this function sets.
         timeout: seconds after which all ranks are stopped.
         on_line: called, on another thread, with every line that rank 0 writes to its standard output.
@@ -88,7 +89,8 @@ def run_ranks(
 
 
 def rank_environment(device: str) -> dict[str, str]:
-    """This process's environment for ranks that switch overlap on themselves: one thread each, no switches of ours."""
+    """This process's environment for ranks that switch overlap on themselves: one thread each, none of our switches. On
+    ``cpu`` no GPU is visible."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OVERLAP_INDUCTOR")}
     kept.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
     if device == "cpu":
@@ -119,7 +121,8 @@ def _watch(ranks: list[_Rank], timeout: float, on_wait: Callable[[], None]) -> N
 
 
 def _first_to_blame(failed: list[_Rank]) -> _Rank:
-    """Of several that failed, one whose own log has a traceback that is not about a lost peer."""
+    """Of the ranks that failed, the first whose own log has a traceback that is not about a lost peer; if there is
+    none, the first."""
     blamed = [r for r in failed if "Traceback" in _tail(r) and "onnection" not in _tail(r)]
     return (blamed or failed)[0]
 

@@ -50,7 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns its exit status: 0 good, 1 it says no, 2 it could not be run as asked."""
+    """Run a command. Returns its exit status: 0 if it succeeded, 1 if its answer is no, 2 if it could not be run as
+    asked."""
     chosen = build_parser().parse_args(arguments)
     try:
         return int(chosen.run(chosen))

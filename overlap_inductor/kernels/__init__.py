@@ -1,2 +1,1 @@
-"""Triton kernels. Nothing here imports FX, and nothing outside ``lowerings``, ``transports`` and the tests imports
-this."""
+"""Triton kernels. They import no FX, and only ``lowerings``, ``transports`` and the tests import them."""

@@ -1,25 +1,26 @@
 """Schedule ``fused``: ``all_gather(a) @ b`` in one persistent kernel.
 
 The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, part after part and to all peers in
-turn; all other blocks multiply the own shard, which is read in place, and then the peers' shards in the order in which
-their parts come. Pushers join them when nothing is left to send, and a block whose next rows have not come pushes while
-it would wait. Without ``SENDS`` copy engines send (transport ``copy_engine``).
+turn. All other blocks first multiply this rank's own shard, which is read in place, and then the peers' shards in the
+order in which their parts arrive. Pushers join them when nothing is left to send. A block whose next rows have not
+arrived pushes instead of waiting, as long as there are pieces to push. Without ``SENDS`` copy engines send (transport
+``copy_engine``).
 
 Work is claimed from three queues (pieces to send, own tiles, tiles of peers), so no block has work that only it can do.
 
 Forward progress. A block waits for a peer's part only when the part is there or every outgoing piece of its own rank
-has been claimed (it claims what is left itself), and for a credit only of the call before, which does not rest on this
-one. So one resident block on each rank is enough, in whatever order blocks become resident. All waits are bounded
+has been claimed: it claims what is left itself. It waits for a credit only of the call before, which does not depend on
+this call. So one resident block on each rank is enough, in whatever order blocks become resident. All waits are bounded
 (``signals``).
 
-Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``); the last piece of
-a part sets the receiver's flag (source, part) to the number of the call. The receiver waits for that and then
-``load_fence``, because it reads by bulk loads. The workspace of this call is written again by a peer in a later call,
-after the credit that the last block gives when all blocks have finished. That block also resets the queues for the next
-launch on the stream.
+Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``). The last piece of
+a part sets the receiver's flag (source, part) to the number of the call. The receiver waits for that flag and then runs
+``load_fence``, because it reads by bulk loads. A peer writes into the workspace of this call again only in a later
+call, after the credit that the last block gives when all blocks have finished (with ``KEEP``: that ``signals.end_call``
+gives). The last block also resets the queues for the next launch on the stream.
 
-CUDA graphs. The number of the call is read from device memory (``calls``) and counted on by the last block; no argument
-changes from replay to replay.
+CUDA graphs. The number of the call is read from device memory (``calls``) and incremented by the last block (with
+``KEEP``: by ``signals.end_call``). No argument changes from replay to replay.
 """
 
 from __future__ import annotations
@@ -58,33 +59,34 @@ def all_gather_matmul(
     BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr,
     EPILOGUE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """``c_i[WORLD * rows, columns_i] = gathered @ b_i + bias_i`` for ``COUNT`` weights, grid: any number of blocks, at
+    """``c_i[WORLD * rows, columns_i] = gathered @ b_i + bias_i`` for ``COUNT`` weights. Grid: any number of blocks, at
     best one an SM.
 
     Args:
-        own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; ``a``: its address,
-            ``shard_vectors`` its 16-byte words.
-        gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; its own shard's
-            rows are not read.
-        b0_desc, ..., bias0, ..., TRANSPOSED: see ``multiply_tile``; all weights lie alike. Everything of the weights
-            from ``COUNT`` on is ``None``. Bit ``i`` of ``BIASES``: weight ``i`` has a bias (else ``bias_i`` is any
-            address).
-        c0, ...: row-major outputs, fp16 or bf16; c0_desc, ...: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide
-            where ``HALVES``.
+        own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
+        a, shard_vectors: the shard's address, and its size in 16-byte words.
+        gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. The rows of this
+            rank's own shard are not read.
+        b0_desc, ..., bias0, ..., TRANSPOSED: see ``multiply_tile``. All weights have the same layout. All arguments of
+            weights from ``COUNT`` on are ``None``.
+        BIASES: bit ``i``: weight ``i`` has a bias (else ``bias_i`` is any address).
+        c0, ...: row-major outputs, fp16 or bf16.
+        c0_desc, ...: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide with ``HALVES``.
         EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``.
-        KEEP: the workspace is to hold the whole gathered tensor, the own shard too, until ``kernels.signals.end_call``
-            has run.
-        peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags; ``flags``: this rank's
-            own flags. ``signal_flag(s, i)``: the call whose part ``i`` has come from rank ``s``.
-        queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + WORLD * PARTS`` words, zero between calls:
-            pieces sent, own tiles, tiles of peers, blocks that have finished, and behind ``QUEUE_WORDS`` pieces stored;
-            one word).
+        KEEP: the workspace is to hold the whole gathered tensor, this rank's own shard too, until
+            ``kernels.signals.end_call`` has run.
+        peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
+        flags: this rank's own flags. ``signal_flag(s, i)``: the call whose part ``i`` has arrived from rank ``s``.
+        queues: int32 ``[QUEUE_WORDS + WORLD * PARTS]`` in this rank's own memory, zero between calls: pieces claimed,
+            own tiles, tiles of peers, blocks that have finished, and from word ``QUEUE_WORDS`` on pieces stored.
+        calls: int32, one word in this rank's own memory: calls ended.
         site: number under which a fault record names the site.
-        part_rows: rows of a part, a multiple of ``BLOCK_M``; ``part_vectors``: their 16-byte words.
+        part_rows: rows of a part, a multiple of ``BLOCK_M``.
+        part_vectors: 16-byte words of a part.
     """
     call = tl.load(calls)
     words = a.to(tl.pointer_type(tl.int32), bitcast=True)
-    # (Products of four: so it is known that masks end between 16-byte words.)
+    # As products of four, so that the compiler knows that masks end between 16-byte words.
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
     weights = (
@@ -261,8 +263,8 @@ def all_gather_matmul(
 
 @triton.jit
 def last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD: tl.constexpr, KEEP: tl.constexpr):
-    """The last block of the grid to come here clears what the kernel's blocks have claimed, and ends the call unless
-    ``KEEP``."""
+    """The last block of the grid that calls this clears the queues that the kernel's blocks have claimed from. Unless
+    ``KEEP`` it also ends the call."""
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")
     if finished == tl.num_programs(0) - 1:
@@ -274,8 +276,8 @@ def last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD: tl.const
 
 @triton.jit
 def _weight_of(weights, n, COUNT: tl.constexpr, BIASES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What tile column ``n`` of all weights beside each other is of: ``(b_desc, c_desc, c, bias, columns, columns of
-    the bias, number of the weight, tile column of that weight)``.
+    """The weight that tile column ``n`` belongs to, where all weights' tile columns stand side by side. Returns
+    ``(b_desc, c_desc, c, bias, columns, columns of the bias, number of the weight, tile column of that weight)``.
 
     Selected before the loop over K: two pipelined loops in the branches of an ``if`` would hold shared memory for both.
     """
@@ -312,7 +314,8 @@ def _store(
     HALVES: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """One tile of the result. A tile ends where its shard ends: the rows behind are another shard's."""
+    """Store one tile of the result, with its epilogue. A tile ends where its shard ends: the rows behind are another
+    shard's."""
     at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
     tile = total.to(c.dtype.element_ty)

@@ -1,21 +1,20 @@
-"""Schedule ``fused``, transport ``sm_push``, where the matmul is one wave or two: ``all_gather(a) @ b``, waiting along
-K.
+"""Schedule ``fused``, transport ``sm_push``, for matmuls of one wave or two: ``all_gather(a) @ b``, waiting along K.
 
-Where nearly every tile is of a peer's rows and there is one for each SM, a kernel that waits for whole rows
-(``all_gather_matmul``) idles until they have come. Here shards come slice after slice of their columns, and a tile goes
-on with each slice of K when it is there: the transfer hides under the tile itself. A wait drains the pipeline of loads,
-so that this does not pay where there are several waves.
+A kernel that waits for whole rows (``all_gather_matmul``) idles until they have arrived, if nearly every tile is of a
+peer's rows and there is one tile for each SM. Here shards arrive slice after slice of their columns, and a tile
+continues with each slice of K as soon as it is there, so the transfer is hidden under the tile itself. A wait drains
+the pipeline of loads, so this does not pay with several waves.
 
-The ``PUSHERS`` blocks that begin first, whichever they are (each takes a ticket), store this rank's shard into the
-peers' workspace, the first slice to all peers before the second (``push.push_slice``), and then multiply.
+The ``PUSHERS`` blocks that begin first, whichever they are (each block takes a ticket), store this rank's shard into
+the peers' workspace, the first slice to all peers before the second (``push.push_slice``). Then they multiply.
 
-Forward progress. Where a block runs that is no pusher, all tickets of pushers are taken, by blocks that run or have
-ended. A pusher waits for credits only, which rest on the call before; it multiplies when every piece of its rank is
+Forward progress. If a block runs that is no pusher, all tickets of pushers have been taken, by blocks that run or have
+ended. A pusher waits only for credits, which depend on the call before. It multiplies when every piece of its rank is
 claimed. So whatever a rank's tiles wait for, its shard leaves, with one resident block as with all. All waits are
 bounded (``signals``).
 
-Memory ordering, CUDA graphs: as in ``all_gather_matmul``; a slice has a flag of its own, and each wait for one has its
-``load_fence``.
+Memory ordering, CUDA graphs: as in ``all_gather_matmul``. A slice has a flag of its own, and each wait for a slice has
+its ``load_fence``.
 """
 
 from __future__ import annotations
@@ -51,13 +50,15 @@ def all_gather_matmul_slices(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, THREADS: tl.constexpr,
     HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr, EPILOGUE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Arguments as ``all_gather_matmul``, but for
+    """Arguments as ``all_gather_matmul``, except for these.
 
     Args:
-        row_vectors: 16-byte words of a row; slice_inner: columns of a slice, a multiple of ``BLOCK_K``,
-            ``slice_vectors`` their 16-byte words.
-        flags: ``signal_flag(s, part * SLICES + i)``: the call whose slice ``i`` of a part has come from rank ``s``.
-        queues: ``QUEUE_WORDS + WORLD * PARTS * SLICES`` words, of which tiles of peers have none of their own.
+        row_vectors: 16-byte words of a row.
+        slice_inner: columns of a slice, a multiple of ``BLOCK_K``.
+        slice_vectors: 16-byte words of a slice's row.
+        flags: ``signal_flag(s, part * SLICES + i)``: the call whose slice ``i`` of a part has arrived from rank ``s``.
+        queues: ``QUEUE_WORDS + WORLD * PARTS * SLICES`` words. Own tiles and tiles of peers share word 1; word 4 counts
+            tickets.
     """
     call = tl.load(calls)
     words = a.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -69,10 +70,10 @@ def all_gather_matmul_slices(
     for w in tl.static_range(COUNT):
         tiles_n += tl.cdiv(weights[w][4], BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
-    # (Whichever blocks start first: those that wait may leave no room for others.)
+    # The blocks that start first push: blocks that wait may leave no room for others.
     sending = tl.atomic_add(queues + 4, 1, sem="relaxed") < PUSHERS
     while sending:
-        # (Products of four: so it is known that masks end between 16-byte words.)
+        # As products of four, so that the compiler knows that masks end between 16-byte words.
         sending = push_slice(
             words,
             peer_data,

@@ -1,13 +1,12 @@
-"""An epilogue of a tile, as a Triton function written for its program (``sites.epilogue_program`` says what a program
-is).
+"""Write a tile's epilogue as a Triton function from its program (``sites.epilogue_program`` defines programs).
 
-The function is an argument of the kernel that calls it, known when that is compiled: each program makes a kernel of its
-own. All values are fp32 tiles in the layout of the accumulator; extra tensors are read by ordinary loads, which need no
-order with anything: they are inputs of the whole launch. Forward progress: it waits for nothing. CUDA graphs: it holds
-no address and no number but the program's.
+The function is an argument of the kernel that calls it, known when that kernel is compiled, so each program makes a
+kernel of its own. All values are fp32 tiles in the layout of the accumulator. Extra tensors are read by ordinary loads.
+These need no order with anything, because the tensors are inputs of the whole launch. Forward progress: the function
+waits for nothing. CUDA graphs: it holds no address and no number but the program's.
 
-A program is text of an op's argument before it is code. So ``source_of`` takes names that it knows and finite numbers
-only, and reads what it has written once more, as a syntax tree, before anything runs it.
+A program is the text of an op's argument before it becomes code. So ``source_of`` accepts only names that it knows and
+finite numbers, and checks the text it has written as a syntax tree before anything runs it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ TRITON_OPS = {
     "add": "{0} + {1}",
     "div": "{0} / {1}",
     "exp": "tl.exp({0})",
-    # (As torch's, also where an operand is no number.)
+    # NaN propagates, as in torch's ops.
     "maximum": "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",
     "minimum": "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})",
     "mul": "{0} * {1}",
@@ -64,6 +63,7 @@ def _halves(tile):
 
 @triton.jit
 def _beside(left, right):
+    # The inverse of ``_halves``.
     BLOCK_M: tl.constexpr = left.shape[0]
     BLOCK_N: tl.constexpr = left.shape[1] * 2
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BLOCK_M, BLOCK_N))
@@ -73,8 +73,8 @@ def _beside(left, right):
 def by_quarters(
     EPILOGUE: tl.constexpr, tile, weight, at_m, inside_m, column, columns, extra0, extra1, dtype: tl.constexpr
 ):
-    """``tile`` with its epilogue, in ``dtype``. One quarter of its columns after the other: an op of a whole
-    accumulator takes as many registers again."""
+    """``tile`` with its epilogue, in ``dtype``. It is computed one quarter of the columns after the other: an op on a
+    whole accumulator takes as many registers again."""
     QUARTER: tl.constexpr = tile.shape[1] // 4
     left, right = _halves(tile)
     a, b = _halves(left)
@@ -95,7 +95,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 """What op ``to`` may round to."""
 
 _FUNCTIONS = {"abs", "exp", "load", "sigmoid", "where", "to", *DTYPES, "int64"}
-"""Attributes that the written text reads: functions and dtypes of ``tl``, and ``to`` of a value."""
+"""Attributes that the written text may read: functions and dtypes of ``tl``, and ``to`` of a value."""
 _PARAMETERS = ("x", "weight", "at_m", "inside_m", "at_n", "columns", "e0", "e1")
 _OWN_NAME = re.compile(r"[et][0-9]+_[0-9]+")
 _NODES = (
@@ -107,7 +107,7 @@ _NODES = (
 
 
 def _argument(value: object, names: dict[str, str], op: Sequence[object]) -> str:
-    """``value`` of ``op`` as it is written: a name of ``names``, or a finite number."""
+    """The text of argument ``value`` of ``op``: its name in ``names``, or a finite number."""
     if isinstance(value, str) and value in names:
         return names[value]
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
@@ -119,7 +119,7 @@ def _argument(value: object, names: dict[str, str], op: Sequence[object]) -> str
 
 
 def _expression(op: Sequence[object], names: dict[str, str]) -> str:
-    """The text of one op, whose arguments are in ``names``, or numbers."""
+    """The text of one op. Its arguments are in ``names``, or numbers."""
     name, *arguments = op
     template = TRITON_OPS.get(name) if isinstance(name, str) else None
     count = 0 if template is None else 1 + max(int(number) for number in re.findall(r"{(\d)}", template))
@@ -140,12 +140,12 @@ def _expression(op: Sequence[object], names: dict[str, str]) -> str:
 
 
 def source_of(programs: Sequence[Program | None]) -> str:
-    """The function's text: ``epilogue(x, weight, at_m, inside_m, at_n, columns, e0, e1)`` for weight ``i`` of a launch
-    computes ``programs[i]``.
+    """The text of the function ``epilogue(x, weight, at_m, inside_m, at_n, columns, e0, e1)``, which computes
+    ``programs[i]`` for weight ``i`` of a launch.
 
     Raises:
-        ValueError: a program is no program: an op, a kind or a name that is not known, a name before it has a value, a
-        number that is not finite.
+        ValueError: a program is not valid: an op, a kind or a name is unknown, a name is read before it has a value, a
+            number is not finite, or the programs read more than ``MOST_EXTRAS`` extra tensors.
     """
     lines = [f"def epilogue({', '.join(_PARAMETERS)}):"]
     first = 0
@@ -178,7 +178,7 @@ def source_of(programs: Sequence[Program | None]) -> str:
 
 
 def check_source(source: str) -> None:
-    """Raises ``ValueError`` where the text holds anything but one function of the kind that ``source_of`` writes: known
+    """Raises ``ValueError`` if the text holds anything but one function of the kind that ``source_of`` writes: known
     functions of ``tl``, names of its own, numbers."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -213,7 +213,7 @@ def function_of(programs: tuple[Program | None, ...]) -> Any:
     """``source_of`` as a Triton function."""
     source = source_of(programs)
     name = f"<epilogue {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
-    # Triton reads a function's source by its file's name, and an entry without a time is never looked for on disk.
+    # Triton reads a function's source by its file name. An entry without a time is never looked up on disk.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace = {"__name__": __name__, "tl": tl}
     exec(compile(source, name, "exec"), namespace)

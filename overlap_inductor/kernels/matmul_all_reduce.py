@@ -1,21 +1,21 @@
-"""Schedule ``fused``: ``all_reduce(a @ b)`` in one persistent kernel, some of whose blocks send what the others
+"""Schedule ``fused``: ``all_reduce(a @ b)`` in one persistent kernel. Some blocks send and sum what the others
 multiply.
 
-A tile that leaves from its own block's epilogue holds up that block's next loads for as long as the link takes
-(``matmul_reduce_scatter``): the matmul and the link take turns on an SM, and of two legs hardly one is hidden. Here a
-tile goes to this rank's ``product``, in the collective's dtype, and is sent from there. Four kinds of work, each with a
-queue of its own, in the order of bands: ::
+If a tile is sent from its own block's epilogue, it holds up that block's next loads for as long as the link takes
+(``matmul_reduce_scatter``). The matmul and the link then take turns on an SM, and of the all-reduce's two legs hardly
+one is hidden. Here a tile goes to this rank's ``product``, in the collective's dtype, and is sent from there. There are
+four kinds of work, each with a queue of its own, in the order of bands: ::
 
     tile    multiply a tile of all ranks' rows into ``product``; in a band the peers' shards come first, the own last
     push    copy ``UNIT`` neighbouring tiles of a peer's shard from ``product`` to that peer's workspace;
-            at any time each peer is sent as many (``departing``)
-    sum     add up a tile of the own shard: what has come for it and the own product, in fp32, rounded once;
+            at any time each peer is sent about as many (``departing``)
+    sum     add up a tile of the own shard: what has arrived for it and the own product, in fp32, rounded once;
             store it into ``out`` and to all peers
     copy    copy a finished tile of a peer's shard from the workspace into ``out``
 
-The first ``PUSHERS`` blocks do what is ready of ``push``, ``sum`` and ``copy``, in this order, and multiply a tile
-where nothing is; the others multiply, and do as those when all tiles are taken. Eight SMs that store to all peers at
-once fill a GPU's links (8 H200s, ``bench/results/turns.jsonl``). ::
+The first ``PUSHERS`` blocks do whatever is ready of ``push``, ``sum`` and ``copy``, in this order, and multiply a tile
+if nothing is ready. The others multiply; when all tiles are taken they do the same as the first. Eight SMs that store
+to all peers at once fill a GPU's links (8 H200s, ``bench/results/turns.jsonl``). ::
 
     while there is work:
         if this block pushes, or all tiles are taken:
@@ -23,19 +23,20 @@ once fill a GPU's links (8 H200s, ``bench/results/turns.jsonl``). ::
             if one that is held is ready: do it, and begin again
         multiply a tile; or, where all are taken, wait for the first of the three that is held, and do it
 
-Forward progress. A block waits only when all tiles are taken, so that each is finished, in progress, or claimed by a
-block that multiplies it before it waits for anything; a push waits for a tile of this rank. So all pushes are done,
+Forward progress. A block waits only when all tiles are taken. By then each tile is finished, in progress, or claimed by
+a block that multiplies it before it waits for anything. A push waits for a tile of this rank. So all pushes are done,
 whatever else happens. A sum waits for pushes of the same band, of all ranks, and is held by a block that waits for
-nothing but a push before; so all sums are done, and then copies. Each claim of a kind is in the queue's order, so with
-one resident block a rank as with all. Credits rest on the call before. All waits are bounded (``signals``).
+nothing but a push before it. So all sums are done, and then all copies. Each claim of a kind is in the queue's order,
+so this holds with one resident block a rank as with all. Credits depend on the call before. All waits are bounded
+(``signals``).
 
 Memory ordering. A tile: bulk stores, ``store_fence``, a barrier, one thread's releasing add to a word of ``ready`` at
-GPU scope; whoever sends or sums it acquires that, clears the word, and loads past L1. ``product`` may be ``out``
-(shards of whole tiles): a peer's finished tile is stored there behind its flag, which the peer sets when it has got
-this rank's, so that what was sent has been read; an own tile is summed by the threads that store it. To peers: ordinary
-stores, ``count_and_signal``. The workspace is written again after the credits that the last block gives; ``product`` by
-the next call on the stream. CUDA graphs: the number of the call, which flags are compared with, is read from device
-memory and counted on by the last block.
+GPU scope. Whoever sends or sums the tile acquires that word, clears it, and loads past L1. ``product`` may be ``out``
+(shards of whole tiles): a peer's finished tile is stored there behind its flag, which the peer sets when it has
+received this rank's tiles of that band, so what was sent has been read; an own tile is summed by the threads that store
+it. To peers: ordinary stores, ``count_and_signal``. The workspace is written again after the credits that the last
+block gives, ``product`` by the next call on the stream. CUDA graphs: the number of the call, with which flags are
+compared, is read from device memory and incremented by the last block.
 """
 
 from __future__ import annotations
@@ -72,12 +73,14 @@ PUSH_QUEUE = tl.constexpr(2)
 SUM_QUEUE = tl.constexpr(3)
 COPY_QUEUE = tl.constexpr(4)
 NOTHING_QUEUE = tl.constexpr(6)
-"""Words of ``queues``; the last is what blocks that push claim in place of tiles, for nothing."""
+"""Words of ``queues``. A pushing block claims from ``NOTHING_QUEUE`` instead of the tiles' queue after a tile, and does
+not read the answer."""
 
 
 @triton.jit
 def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
-    """``(shard, m, n)`` of turn ``turn`` of the matmul: band after band, in each the peers' shards, then the own."""
+    """``(shard, m, n)`` of turn ``turn`` of the matmul: band after band, in each band the peers' shards, then this
+    rank's own."""
     whole = tiles_part * tiles_n * WORLD
     band = turn // whole
     rest = turn - band * whole
@@ -99,8 +102,8 @@ def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GRO
 
 @triton.jit
 def _is_there(flag, target):
-    """Whether a flag has reached ``target``, the same answer for all threads; if so, what was written before it may be
-    loaded."""
+    """Whether a flag has reached ``target``, with the same answer for all threads. If it has, what was written before
+    it may be loaded."""
     there = reached(tl.atomic_add(flag, 0, sem="acquire", scope="sys"), target)
     tl.debug_barrier()
     return there
@@ -110,8 +113,8 @@ def _is_there(flag, target):
 def _flush(
     sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, parts, WORLD: tl.constexpr
 ):
-    """Count a push whose stores have been started: number ``sent`` is ``shard * parts + band``. Returns that none is
-    left to count."""
+    """Count a push whose stores have been started. ``sent``: ``shard * parts + band`` of the push, or -1 if there is
+    none to count. Returns -1."""
     if sent >= 0:
         shard = sent // parts
         part = sent % parts
@@ -124,7 +127,7 @@ def _flush(
 
 @triton.jit
 def _places(row, column, columns, limit, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offsets and mask of a tile in rows of ``columns``, of columns below ``limit``."""
+    """Offsets and mask of a tile in rows of ``columns`` elements. The mask admits columns below ``limit``."""
     at_n = column + tl.arange(0, BLOCK_N)
     return (row + tl.arange(0, BLOCK_M))[:, None].to(tl.int64) * columns + at_n[None, :], (at_n < limit)[None, :]
 
@@ -134,7 +137,8 @@ def _sum_tile(
     product, out, extra0, extra1, staging, peer_data, stop, m, n, rank, rows, limit, columns, padded, scale,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
-    """Sum tile ``(m, n)`` of the own shard, and store it into ``out`` and into every peer's workspace."""
+    """Sum tile ``(m, n)`` of this rank's own shard, and store it into ``out`` and into every peer's workspace. The
+    epilogue is applied to what goes to ``out`` only."""
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_n = at_n < columns
     allowed = inside_n & may_store(stop)
@@ -185,7 +189,8 @@ def _copy_tile(
     SLAB: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """Copy tile ``(m, n)`` of a peer's finished shard, whose rows in ``out`` begin at ``first_row``."""
+    """Copy tile ``(m, n)`` of a peer's finished shard, with its epilogue, into ``out``. Its shard begins at row
+    ``first_row`` of ``out``."""
     one = unless_aborted(1.0, stop)
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
     for first in range(m * BLOCK_M, m * BLOCK_M + BLOCK_M, SLAB):
@@ -204,7 +209,8 @@ def _copy_tile(
 
 @triton.jit
 def _credited(credits, peer, flags, call, stop, patience, site):
-    """``credits``, a bit a peer that has ended the calls before, with that of ``peer``, once it has."""
+    """Wait until ``peer`` has ended the calls before this one, unless its bit of ``credits`` says so already. Returns
+    ``credits`` with that bit set."""
     if ((credits >> peer) & 1) == 0:
         wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
     return credits | (tl.cast(1, tl.int64) << peer)
@@ -222,24 +228,25 @@ def matmul_all_reduce(
     """Grid: any number of blocks, at best one an SM.
 
     Args:
-        a_desc: ``[limit, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; b_desc, bias, TRANSPOSED, BIAS: see
-            ``multiply_tile``.
-        product, product_desc: ``[WORLD * padded, columns]`` of ``out``'s dtype, ``padded`` being ``rows`` in whole
-            tiles; blocks ``[BLOCK_M, BLOCK_N]``, half as wide with ``HALVES``.
-        ready: int32, a word for each tile of ``product`` in the order of its rows, zero between calls: for the first
-            tile of ``UNIT`` of a peer's shard, how many of these are written; for a tile of the own shard, whether it
-            is.
-        out: this rank's result, all shards ``[limit, columns]``. rows, limit: rows of a shard, and of all shards
-            together; the last shards may be short.
-        staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, what has come from each source,
-            and behind it the same of finished shards.
-        flags: ``signal_flag(s, i)``: the call whose band ``i`` has come from source ``s``; ``signal_flag(s, parts +
-            i)``: the call whose finished band ``i`` has.
-        parts: bands of a shard. (Not compiled in: with dynamic sizes there may be any number.)
+        a_desc: ``[limit, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
+        b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
+        product, product_desc: ``[WORLD * padded, columns]`` of ``out``'s dtype, where ``padded`` is ``rows`` rounded up
+            to whole tiles; blocks ``[BLOCK_M, BLOCK_N]``, half as wide with ``HALVES``.
+        ready: int32, a word for each tile of ``product`` in the order of its rows, zero between calls. In a peer's
+            shard, the word of the first of ``UNIT`` tiles counts how many of these are written. In this rank's own
+            shard, a tile's word says whether it is written.
+        out: this rank's result, all shards ``[limit, columns]``.
+        rows, limit: rows of a shard, and of all shards together. The last shards may be short.
+        staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, the partial sums from each
+            source, and behind it as much for finished shards.
+        flags: ``signal_flag(s, i)``: the call whose band ``i`` has arrived from source ``s``.
+            ``signal_flag(s, parts + i)``: the call whose finished band ``i`` has arrived.
+        parts: bands of a shard. Not compiled in: with dynamic sizes there may be any number.
         peer_data, peer_flags, part_rows, signals, scale, EPILOGUE: as ``matmul_reduce_scatter``.
-        queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + (WORLD + 1) * parts`` words, zero between calls:
-            words 0 to 4 are tiles claimed, blocks that have finished, pushes, sums and copies claimed, 6 is
-            ``NOTHING_QUEUE``, and behind ``QUEUE_WORDS`` tiles sent, to each rank and to all; one word).
+        queues: int32 ``[QUEUE_WORDS + (WORLD + 1) * parts]`` in this rank's own memory, zero between calls. Words 0 to
+            4: tiles claimed, blocks that have finished, pushes, sums and copies claimed. Word 6: ``NOTHING_QUEUE``.
+            From word ``QUEUE_WORDS`` on: pushes counted for each rank and band, then sums of each band.
+        calls: int32, one word in this rank's own memory: calls ended.
         SLAB: rows of a tile that are summed at once.
     """
     call = tl.load(calls)
@@ -299,12 +306,12 @@ def matmul_all_reduce(
                         tl.multiple_of(tl.load(peer_data + shard).to(out.dtype), 16)
                         + rank.to(tl.int64) * padded * columns
                     )
-                    # (Where the credit did not come nothing is stored.)
+                    # If the credit did not arrive, nothing is stored.
                     end = tl.where(may_store(stop), tl.minimum((n + UNIT) * BLOCK_N, columns), 0)
                     at, inside = _places(m * BLOCK_M, n * BLOCK_N, columns, end, BLOCK_M, BLOCK_N)
                     moved = tl.load(source + at, mask=inside, cache_modifier=".cg")
-                    # (What was sent before has had the time of a claim, a look and a load to arrive: counting it waits
-                    # for that.)
+                    # Counting the push before waits until its stores have arrived. They have had the time of a claim, a
+                    # look and a load for that.
                     sent = _flush(
                         sent,
                         queues,
@@ -437,7 +444,7 @@ def matmul_all_reduce(
                     TRANSPOSED,
                     BIAS,
                 )
-                # (A block that pushes claims when it has nothing to push: what it held others would wait for.)
+                # A pushing block claims a tile only when nothing is ready: others would wait for a tile that it held.
                 following = claim(queues + tl.where(pushes_first, NOTHING_QUEUE, 0), THREADS)
                 store_tile(
                     product_desc, shard * padded + m * BLOCK_M, n * BLOCK_N, total.to(out.dtype.element_ty), HALVES

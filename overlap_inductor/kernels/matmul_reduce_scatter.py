@@ -1,24 +1,26 @@
-"""Schedule ``fused``: ``reduce_scatter(a @ b)`` in one persistent kernel; every tile leaves from its epilogue.
+"""Schedule ``fused``: ``reduce_scatter(a @ b)`` in one persistent kernel. Every tile is sent from its own block's
+epilogue.
 
-A rank's rows of the product belong to the ranks in equal shards, and a shard is cut into ``parts`` bands. A tile of
-another rank's shard goes to that rank's workspace when it is summed over K, in the collective's dtype; a tile of the
-own shard is summed in fp32 with what has come for it, and rounded once (``preserve``). All tiles of the peers' shards
-come first, band after band, as many to each peer at any time (``departing``); then the own ones.
+A rank's rows of the product belong to the ranks in equal shards, and a shard is cut into ``parts`` bands. When a tile
+of another rank's shard is summed over K, it goes to that rank's workspace, in the collective's dtype. A tile of this
+rank's own shard is summed in fp32 with the partial sums that have arrived for it, and rounded once (numerics
+``preserve``). All tiles of the peers' shards come first, band after band, about as many to each peer at any time
+(``departing``). This rank's own tiles come last.
 
-A tile leaves as a bulk store out of shared memory, which goes on under the next tile's matmul; it is counted
-(``_flush``) when that is done. Blocks start ``STAGGER`` ns one after the other: tiles that end at one moment would
-leave at one moment, and loads wait behind stores in an SM's copy unit.
+A tile is sent by a bulk store out of shared memory, which continues under the next tile's matmul. It is counted
+(``_flush``) when that store is done. Blocks start ``STAGGER`` ns one after the other. Otherwise tiles that end at one
+moment would leave at one moment, and loads wait behind stores in an SM's copy unit.
 
-Forward progress. Work is claimed from one queue, in this order on every rank; a block may hold one later turn besides
-its own (``claim``). A block waits for an own tile of band ``p`` until the peers' tiles of band ``p`` have come; in the
-peers' queues these stand before all own tiles. So no wait rests on itself, with one resident block a rank as with all.
-(A block that waits has counted what it has stored.) Credits rest on the call before. All waits are bounded
+Forward progress. Work is claimed from one queue, in this order on every rank. A block may hold one later turn besides
+its own (``claim``). A block waits for an own tile of band ``p`` until the peers' tiles of band ``p`` have arrived. In
+the peers' queues these stand before all own tiles. So no wait depends on itself, with one resident block a rank as with
+all. A block that waits has counted what it has stored. Credits depend on the call before. All waits are bounded
 (``signals``).
 
-Memory ordering: bulk stores, ``store_fence``, ``count_and_signal``, the last tile of a band setting the flag to the
-number of the call; the receiver waits and loads by ordinary loads that bypass L1. The workspace is written again after
-the credits that the last block gives. CUDA graphs: the number of the call is read from device memory and counted on by
-the last block.
+Memory ordering: bulk stores, ``store_fence``, ``count_and_signal``; the last tile of a band sets the flag to the number
+of the call. The receiver waits and loads by ordinary loads that bypass L1. The workspace is written again after the
+credits that the last block gives. CUDA graphs: the number of the call is read from device memory and incremented by the
+last block.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ SLEEPS = tl.constexpr(not triton.knobs.runtime.interpret)
 
 @triton.jit
 def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
-    """``(shard, m, n)`` of turn ``turn``: the peers' shards, then the own."""
+    """``(shard, m, n)`` of turn ``turn``: first the peers' shards, then this rank's own."""
     others = tiles_shard * tiles_n * (WORLD - 1)
     shard, m, n = departing(tl.minimum(turn, others - 1), rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
     if turn >= others:
@@ -65,7 +67,7 @@ def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GRO
 
 @triton.jit
 def _stagger(nanoseconds):
-    """Sleep, so that blocks that have equal tiles do not send them at one moment."""
+    """Sleep, so that blocks with equal tiles do not send them at one moment."""
     if SLEEPS:
         tl.inline_asm_elementwise(
             "nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [nanoseconds], dtype=tl.int32, is_pure=False, pack=1
@@ -76,8 +78,8 @@ def _stagger(nanoseconds):
 def _flush(
     pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, parts, WORLD: tl.constexpr
 ):
-    """Count a tile whose bulk stores have been started: number ``pending`` is ``shard * parts + band``. Returns that
-    none is left to count."""
+    """Count a tile whose bulk stores have been started, when they are done. ``pending``: ``shard * parts + band`` of
+    the tile, or -1 if there is none to count. Returns -1."""
     if pending >= 0:
         store_fence()
         shard = pending // parts
@@ -101,21 +103,23 @@ def matmul_reduce_scatter(
     """Grid: any number of blocks, at best one an SM.
 
     Args:
-        a_desc: ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``; b_desc, bias, TRANSPOSED, BIAS: see
-            ``multiply_tile``.
+        a_desc: ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
+        b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
         out: this rank's result: its shard ``[rows, columns]``.
-        rows: of a shard.
-        EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``: of the reduced
-            result, on this rank. What is sent is without it.
-        staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, what has come from each source,
-            where ``padded`` is ``rows`` in whole tiles.
+        rows: rows of a shard.
+        EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``. It is applied
+            to this rank's reduced result. What is sent is without it.
+        staging: this rank's workspace ``[WORLD, padded, columns]`` of ``out``'s dtype: what has arrived from each
+            source. ``padded`` is ``rows`` rounded up to whole tiles.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
-        flags: ``signal_flag(s, i)``: the call whose band ``i`` has come from source ``s``.
-        queues, calls: int32 in this rank's own memory (``QUEUE_WORDS + WORLD * parts`` words, zero between calls: tiles
-            claimed, blocks that have finished, and behind ``QUEUE_WORDS`` tiles stored; one word). site: number under
-            which a fault record names the site.
-        part_rows: rows of a band, a multiple of ``BLOCK_M``; parts: bands of a shard. scale: what the sum is multiplied
-            with (1, or ``1 / WORLD`` for an average).
+        flags: ``signal_flag(s, i)``: the call whose band ``i`` has arrived from source ``s``.
+        queues: int32 ``[QUEUE_WORDS + WORLD * parts]`` in this rank's own memory, zero between calls: tiles claimed,
+            blocks that have finished, and from word ``QUEUE_WORDS`` on tiles stored.
+        calls: int32, one word in this rank's own memory: calls ended.
+        site: number under which a fault record names the site.
+        part_rows: rows of a band, a multiple of ``BLOCK_M``.
+        parts: bands of a shard.
+        scale: factor of the sum (1, or ``1 / WORLD`` for an average).
         BATCH: tiles after which a block waits for its last store to leave shared memory.
     """
     STORE_N: tl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
@@ -140,7 +144,7 @@ def matmul_reduce_scatter(
             if turn < everything:
                 shard, m, n = _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
                 if shard == rank:
-                    # (The last tile of a band would be counted a whole matmul later.)
+                    # Without this the last tile of a band would be counted a whole matmul later.
                     pending = _flush(
                         pending,
                         queues,

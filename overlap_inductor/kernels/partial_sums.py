@@ -1,10 +1,11 @@
-"""Schedule ``chunked``: the partial sums that have come are added up in fp32 and rounded once; finished rows go on to
-all peers and come from them.
+"""Schedule ``chunked``: add up the partial sums that have arrived, in fp32 and rounded once, and exchange the finished
+rows with all peers.
 
 Memory ordering, forward progress, CUDA graphs: as in ``transfer``. ``sum_partials`` stands behind the waits for what it
-reads. What it stores to peers, it signals when its last block is done: each block's stores, a barrier, an
-acquire-release add, and the last one's releases are cumulative over all of them. ``receive_rows`` stands behind the
-wait for what it copies: it fills the GPU, and what a peer waits for may not have started on this rank's other stream.
+reads. It signals what it stores to peers when its last block is done: each block's stores, a barrier, an
+acquire-release add; the last block's releases are cumulative over all of them. ``receive_rows`` stands behind the wait
+for what it copies: it fills the GPU, and the kernel that a peer waits for may not have started yet on this rank's other
+stream.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ def sum_partials(
     """``out = scale * (own + sum of staging[source] over all other sources)``, in fp32, rounded once. Grid: any number
     of blocks.
 
-    Sources are added in the order ``rank + 1, rank + 2, ...``, so that a rank's result is the same in every run.
+    Sources are added in the order ``rank + 1, rank + 2, ...``, so a rank's result is the same in every run.
 
     Args:
-        own, out: ``[vectors * VECTOR]`` elements of one dtype, a vector being 16 bytes; staging: ``[WORLD, vectors *
-            VECTOR]``; all at 16 bytes.
-        BROADCAST: ``out`` goes to vector ``gathered + rank * vectors`` of every peer's workspace too, and flag
-            ``index`` is set there. ``queues``: word 0 counts the blocks that are done; zero before and after.
+        own, out: ``[vectors * VECTOR]`` elements of one dtype; a vector is 16 bytes.
+        staging: ``[WORLD, vectors * VECTOR]`` of that dtype. All three are aligned to 16 bytes.
+        BROADCAST: ``out`` is also stored at vector ``gathered + rank * vectors`` of every peer's workspace, and flag
+            ``index`` is set there.
+        queues: word 0 counts the blocks that are done; zero before and after.
     """
     elements = vectors * VECTOR
     for start in range(tl.program_id(0) * BLOCK, elements, tl.num_programs(0) * BLOCK):
@@ -43,7 +45,7 @@ def sum_partials(
         result = (total * scale).to(out.dtype.element_ty)
         tl.store(out + at, result, mask=inside)
         if BROADCAST:
-            # (Where the credits before this on the stream did not come nothing is stored.)
+            # If the wait for credits before this on the stream was given up, nothing is stored.
             allowed = inside & may_store(stop)
             for step in tl.static_range(1, WORLD):
                 to = (
@@ -62,10 +64,11 @@ def receive_rows(
     out, finished, rank, vectors,
     WORLD: tl.constexpr, STRIPES: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy every peer's finished shard from ``finished [WORLD, vectors * VECTOR]`` in the workspace to ``out``,
-    likewise. Grid: ``(WORLD - 1) * STRIPES``.
+    """Copy every peer's finished shard from the workspace to ``out``. ``finished`` and ``out`` are
+    ``[WORLD, vectors * VECTOR]``. Grid: ``(WORLD - 1) * STRIPES``.
 
-    Stripes of one shard lie in turn, and so do shards: ``rank + 1`` first, which no other rank begins with.
+    A shard is cut into ``STRIPES`` interleaved stripes. Neighbouring blocks copy different shards, that of ``rank + 1``
+    first: no other rank begins with that one.
     """
     source = (rank + 1 + tl.program_id(0) % (WORLD - 1)) % WORLD
     elements = vectors * VECTOR

@@ -1,11 +1,11 @@
 """Transport ``sm_push``: SMs store a shard into every peer's workspace.
 
-Stores, not loads: a thread block gets several times the bytes through NVLink by storing to a peer than by loading from
-it. The shard is cut into parts, a part into pieces, which blocks claim from a queue; a part is signalled when its last
-piece is stored.
+It stores and does not load: a thread block gets several times the bytes through NVLink by storing to a peer than by
+loading from it. The shard is cut into parts and a part into pieces, which blocks claim from a queue. A part is
+signalled when its last piece is stored.
 
 Memory ordering: ordinary stores, then ``count_and_signal``. Forward progress: a piece waits only for the peer's credit,
-which rests on the call before. CUDA graphs: ``call`` is read from device memory by the kernel that pushes.
+which depends on the call before. CUDA graphs: ``call`` is read from device memory by the kernel that pushes.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ def push_piece(
 ):
     """Claim one piece of this rank's shard and send it. Returns whether there was one.
 
-    ``words``: the shard as int32 ``[shard_words]``, at 16 bytes; it goes to word ``rank * shard_words`` of every peer's
-    workspace (``peer_data``, int64 ``[WORLD]`` addresses). A part is ``part_words`` words in ``PIECES`` pieces, stored
-    ``BLOCK`` words at a time. ``queues``: word 0 counts claimed pieces, words ``QUEUE_WORDS + peer * PARTS + part``
-    pieces stored. ``flags``, ``peer_flags``: this rank's flags, and the peers' addresses.
+    ``words``: the shard as int32 ``[shard_words]``, aligned to 16 bytes. It goes to word ``rank * shard_words`` of
+    every peer's workspace (``peer_data``, int64 ``[WORLD]`` addresses). With ``KEEP`` it goes to this rank's own
+    workspace too. A part is ``part_words`` words in ``PIECES`` pieces, stored ``BLOCK`` words at a time. ``queues``:
+    word 0 counts claimed pieces, words ``QUEUE_WORDS + peer * PARTS + part`` count stored pieces. ``flags``: this
+    rank's flags. ``peer_flags``: the addresses of the peers' flags.
     """
     i = tl.atomic_add(queues, 1, sem="relaxed")
-    # (With KEEP the last of the receivers is this rank itself.)
+    # With KEEP the last of the receivers is this rank itself.
     RECEIVERS: tl.constexpr = WORLD if KEEP else WORLD - 1
     there = i < PARTS * PIECES * RECEIVERS
     if there:
         part = i // (PIECES * RECEIVERS)
         rest = i % (PIECES * RECEIVERS)
-        # One peer after the other, so that the first part is there soon; further back first: those of ranks further on
-        # arrive first (``tile_order.arriving``).
+        # One peer after the other, so that the first part is there soon. Peer ``rank - 1`` comes first: it multiplies
+        # the shard of the next rank first (``tile_order.arriving``).
         peer = (rank + WORLD - 1 - rest // PIECES) % WORLD
         piece = rest % PIECES
         if peer != rank:
@@ -72,7 +73,7 @@ def push_piece(
             tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16)
             + tl.cast(rank, tl.int64) * shard_words
         )
-        # (Where the credit did not come nothing is stored.)
+        # If the credit did not arrive, nothing is stored.
         limit = tl.where(may_store(stop), last, first)
         for start in range(first, last, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -113,11 +114,12 @@ def push_slice(
     COLUMNS: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """As ``push_piece``, of some of the columns at a time: slice after slice of a part to all peers, so that a matmul
-    can begin with the first columns of all shards.
+    """As ``push_piece``, for a slice of the columns at a time: slice after slice of a part goes to all peers, so a
+    matmul can begin with the first columns of all shards.
 
-    The shard is ``[rows, row_words]``; a slice of a part is ``part_rows`` rows of ``slice_words`` words, in ``PIECES``
-    pieces of rows, stored ``[ROWS, COLUMNS]`` words at a time. Signal ``part * SLICES + slice``: that slice has come.
+    The shard is ``[rows, row_words]``. A slice of a part is ``part_rows`` rows of ``slice_words`` words, in ``PIECES``
+    pieces of rows, stored ``[ROWS, COLUMNS]`` words at a time. Signal ``part * SLICES + slice``: that slice has
+    arrived.
     """
     i = tl.atomic_add(queues, 1, sem="relaxed")
     RECEIVERS: tl.constexpr = WORLD if KEEP else WORLD - 1
@@ -138,7 +140,7 @@ def push_slice(
             tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16)
             + tl.cast(rank, tl.int64) * rows * row_words
         )
-        # (Where the credit did not come nothing is stored.)
+        # If the credit did not arrive, nothing is stored.
         limit = tl.where(may_store(stop), last, first)
         for row in range(first, last, ROWS):
             at_row = row + tl.arange(0, ROWS)

@@ -1,49 +1,51 @@
-"""Signals between GPUs: release, bounded wait, fault record.
+"""Signals between GPUs: how a kernel releases data to a peer, waits for a bounded time, and records a fault.
 
-A flag is one int32 in symmetric memory, alone in its 128 bytes. It only grows (modulo 2**32): a wait is for *at least*
-a value, so that a signal that runs ahead is not lost. A peer is at most a call ahead; a flag counts as come while it is
-less than ``WINDOW`` ahead (``reached``), so that one which was last touched 2**31 calls ago is not taken for one that
-has come.
+A flag is one int32 in symmetric memory, alone in its 128 bytes. A flag only grows (modulo 2**32), and a wait is for *at
+least* a value, so a signal that runs ahead of the wait is not lost. A peer is at most one call ahead. A flag counts as
+reached only while it is less than ``WINDOW`` ahead of the target (``reached``), so a flag that was last written 2**31
+calls ago is not taken for one that has arrived.
 
-Memory ordering (PTX memory model, section 8). A signal is ``bar.sync`` and then one thread's ``st.release.sys`` or
-``red.release.sys``: the barrier orders the block's stores before that thread's release, and release is cumulative, so
-whoever acquires the value sees them all. A wait is one thread's ``ld.acquire.sys`` until the value is there and then
-``bar.sync``: the block's later loads come after it. Both barriers are written out, because Triton 3.6 puts none around
-atomics. This covers ordinary loads and stores. Loads and stores by the bulk copy unit belong to another proxy:
-``store_fence`` goes between bulk stores and their signal, ``load_fence`` between a wait and bulk loads.
+Memory ordering (PTX memory model, section 8). A signal is ``bar.sync`` followed by one thread's ``st.release.sys`` or
+``red.release.sys``. The barrier orders the block's stores before that thread's release. Release is cumulative, so
+whoever acquires the value sees all of these stores. A wait is one thread's ``ld.acquire.sys``, repeated until the value
+is there, followed by ``bar.sync``: the block's later loads come after it. Both barriers are written out because Triton
+3.6 puts none around atomics. This covers ordinary loads and stores. Loads and stores by the bulk copy unit belong to
+another proxy: ``store_fence`` goes between bulk stores and their signal, ``load_fence`` between a wait and bulk loads.
 
-What Triton makes of a descriptor's store, compiled for this GPU: the tile to shared memory,
+Triton compiles a descriptor's store for this GPU as follows: the tile is stored to shared memory, then come
 ``fence.proxy.async.shared::cta``, a barrier, one thread's bulk store, ``commit_group`` and, in 3.6 and 3.7,
-``wait_group.read 0``: that shared memory has been read, not that anything is written. (3.8 and 3.9 wait for that, too.)
-No version puts a fence of the proxies behind it, so that a release that follows orders none of it: ``store_fence``
-waits for the group and has that fence. 3.9 makes a ``red`` of an atomic whose result nobody reads, and puts a barrier
-of its own before every atomic.
+``wait_group.read 0``. That wait ends when shared memory has been read, not when anything is written. (3.8 and 3.9 wait
+for that, too.) No version puts a fence of the proxies behind the store, so a release that follows orders none of it.
+``store_fence`` waits for the group and contains that fence. Triton 3.9 compiles an atomic whose result nobody reads to
+a ``red``, and puts a barrier of its own before every atomic.
 
-Forward progress. A wait ends: with the value; with the rank's abort word set; or when its patience is over. Then it
-sets the abort word itself, by compare-and-swap: of all threads whose patience ends, one finds zero there. That one
-writes the rank's record on the group's board, says on the board that there is one, and sets the abort words of all
-other ranks, in this order (releases): so whoever was stopped by a peer finds the record. After that every wait of every
-rank returns at once and kernels run to their ends, with data that the host rejects because of the board. Nothing
-branches on the outcome, so no thread of a block is missing at a later barrier.
+Forward progress. A wait ends when the value is there, when the rank's abort word is set, or when its patience is over.
+In the last case the thread sets the abort word itself, by compare-and-swap: of all threads whose patience ends, exactly
+one finds zero there. That thread writes the rank's record on the group's board, then marks on the board that there is a
+record, then sets the abort words of all other ranks. It does so in this order, by releases, so whoever was stopped by a
+peer finds the record. After that every wait of every rank returns at once, and kernels run to their ends with data that
+the host rejects because of the board. Nothing branches on the outcome of a wait, so no thread of a block is missing at
+a later barrier.
 
-After an abort a rank signals nothing to its peers, and stores nothing there without leave from before. Kernels look at
-the abort word (``look``) beside the call, where they store to peers without a wait before, and behind each wait whose
-outcome they store or signal; a wait that was given up has set the word before the barrier behind it, so that every
-thread of its block sees it. What a rank signals was so made of what it had waited for with success. A thread that looks
-may see the word set while another of its block did not: whoever signals for both must look later than both
-(``count_and_signal``), or ask all (``group_signals.signal_ranks``).
+After an abort a rank signals nothing to its peers, and stores nothing there unless it had leave to do so from before
+the abort. If a kernel stores to peers without a wait before, it looks at the abort word (``look``) when it loads the
+call number. Every kernel looks behind each wait whose outcome it stores or signals. A wait that was given up has set
+the word before the barrier behind it, so every thread of its block sees it. So whatever a rank signals was made from
+data for which its waits succeeded. One thread may see the word set while another thread of its block did not: a thread
+that signals for both must look later than both (``count_and_signal``), or ask all of them
+(``group_signals.signal_ranks``).
 
-The abort word lies in symmetric memory of the GPU that looks at it; only the board is the host's memory (``STOP_WORDS``
-says where addresses lie). A waiting block must not look at the host's memory: on an H100, 108 blocks that did so at
-every 64th turn made a matmul on the other 24 take 3700 us instead of 75, and those that looked only at the GPU's
-memory, however often, cost it nothing. So the look costs a wait that does not spin nothing, and a kernel one load of
-its own memory beside others.
+The abort word lies in symmetric memory of the GPU that looks at it. Only the board is in the host's memory
+(``STOP_WORDS`` says where the addresses lie). A waiting block must not look at the host's memory. On an H100, 108
+blocks that looked there at every 64th turn slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that
+looked only at the GPU's memory, however often, did not slow it. So a wait that does not spin pays nothing for looking,
+and a kernel pays one load of its own memory beside others.
 
-CUDA graphs. Nothing here holds a value of the host: flags, targets and patience are arguments or memory that the kernel
-reads.
+CUDA graphs. Nothing here holds a value of the host: flags, targets and patience are arguments, or memory that the
+kernel reads.
 
-``TRITON_INTERPRET=1`` has no inline assembly and runs the blocks of a kernel one after the other: the twins at the end
-do the same with atomics, and count turns for want of a clock: one for 1000 ns of patience.
+``TRITON_INTERPRET=1`` has no inline assembly and runs the blocks of a kernel one after the other. The twins at the end
+of this module do the same with atomics. They have no clock, so they count turns: one turn for 1000 ns of patience.
 """
 
 from __future__ import annotations
@@ -67,9 +69,9 @@ WAIT_TILES = tl.constexpr(layout.WAIT_TILES)
 
 
 def give_up(stop: str, code: str, peer: str, target: str) -> str:
-    """What a thread does whose patience is over, in the registers ``abort``, ``seen``, ``turns`` (32 bits), ``start``,
-    ``now`` (64) and predicates ``stopped`` and ``early``; ``LEAVE`` is where it goes on. The arguments name
-    operands."""
+    """Assembly that a thread runs when its patience is over. It uses the registers ``abort``, ``seen``, ``turns`` (32
+    bits), ``start``, ``now`` (64 bits) and the predicates ``stopped`` and ``early``, and continues at the label
+    ``LEAVE``. The arguments name operands."""
     return f"""
 atom.relaxed.sys.global.cas.b32 abort, [{stop}], 0, 1;
 setp.ne.s32 stopped, abort, 0;
@@ -193,8 +195,8 @@ def _load_fence():
 
 @triton.jit
 def reached(seen, target):
-    """Whether a flag or counter that is ``seen`` has come to ``target``: it is there, or ahead by less than
-    ``WINDOW``."""
+    """Whether a flag or counter with value ``seen`` has reached ``target``: it equals the target, or is ahead of it by
+    less than ``WINDOW``."""
     return tl.cast(seen - target, tl.uint32, bitcast=True) < WINDOW
 
 
@@ -243,43 +245,42 @@ def _no_fence():
 
 @triton.jit
 def credit_flag(flags, peer):
-    """Where ``peer`` says how many calls of the slot it has finished. ``flags``: the flags of whoever reads it."""
+    """Where ``peer`` says how many calls of the slot it has finished. ``flags``: those of the reading rank."""
     return flags + peer * FLAG_WORDS
 
 
 @triton.jit
 def signal_flag(flags, source, index, signals, WORLD: tl.constexpr):
-    """Where ``source`` says for which call its part ``index`` has come, of ``signals`` a source."""
+    """Where ``source`` says for which call its part ``index`` has arrived. Each source has ``signals`` such flags."""
     return flags + (WORLD + source * signals + index) * FLAG_WORDS
 
 
 @triton.jit
 def has_come(flag, target):
-    """Whether a flag has reached ``target``, the same answer for all threads of the block: an atomic's result is handed
-    round, while a load is each thread's own, and threads that read it at different moments would part before a barrier.
-    No ordering: whoever uses the data waits for the flag."""
+    """Whether a flag has reached ``target``, with the same answer for all threads of the block. An atomic's result is
+    broadcast to the block. A load is each thread's own: threads that read the flag at different moments would diverge
+    before a barrier. This orders nothing: whoever uses the data waits for the flag."""
     return reached(tl.atomic_add(flag, 0, sem="relaxed", scope="sys"), target)
 
 
 @triton.jit
 def look(stop):
-    """The abort word as this thread sees it: not 0 where a wait of the group has been given up. Behind a wait's
-    barrier each thread looks for itself: no
-    branch may rest on it, but masks and ``signal``."""
+    """The abort word as this thread sees it: not 0 if a wait of the group has been given up. Behind a wait's barrier
+    each thread looks for itself, so no branch may depend on the value. Masks and ``signal`` may."""
     return tl.load(stop, cache_modifier=".cg")
 
 
 @triton.jit
 def unless_aborted(number, stop):
-    """``number``, or NaN where a wait of the group has been given up: what a result is multiplied with that rests on a
-    wait before. A CUDA graph's replays have nobody to raise an error to."""
+    """``number``, or NaN if a wait of the group has been given up. A result that depends on an earlier wait is
+    multiplied by it: a CUDA graph's replays have nobody to raise an error to."""
     return tl.where(look(stop) == 0, number, float("nan"))
 
 
 @triton.jit
 def may_store(stop):
-    """Whether no wait of the group has been given up, for the masks of what is stored to peers: a rank that gave up
-    waiting for leave has none."""
+    """Whether no wait of the group has been given up. For the masks of stores to peers: a rank that gave up waiting for
+    leave must not store."""
     return look(stop) == 0
 
 
@@ -289,22 +290,26 @@ if triton.knobs.runtime.interpret:
 else:
     wait_at_least, set_flag, signal, add_flag = _wait_at_least, _set_flag, _signal, _add_flag
     store_fence, load_fence = _store_fence, _load_fence
-"""``wait_at_least(flag, target, stop, patience_ns, code, peer)``: until the flag has ``reached`` its target, or the
-group has been aborted. ``set_flag(flag, value)``: the
-block's stores before this are there when the flag is ``value``. ``signal(flag, value, looked)``: likewise, of a
-peer's flag, unless the one thread that sets it has
-``looked`` at an abort (``look``)."""
+"""``wait_at_least(flag, target, stop, patience_ns, code, peer)``: waits until the flag has ``reached`` its target, or
+the group has been aborted.
+
+``set_flag(flag, value)``: when the flag is ``value``, the block's stores before this are visible.
+``signal(flag, value, looked)``: the same for a peer's flag, unless the one thread that sets it has ``looked`` at an
+abort (``look``). ``add_flag(flag, value)``: adds ``value`` to the flag, by a release as in ``set_flag``.
+
+``store_fence()``: between bulk stores and their signal. ``load_fence()``: between a wait and bulk loads.
+"""
 
 
 @triton.jit
 def count_and_signal(counter, target, flag, value, stop):
-    """One of ``target`` pieces is stored: the last one to be counted sets the peer's ``flag`` and clears ``counter``
-    (this GPU's own memory). Nothing is signalled once the group's abort word is set: what was to be stored may not have
-    been.
+    """Count one of ``target`` pieces as stored. The last one to be counted sets the peer's ``flag`` to ``value`` and
+    clears ``counter``, which lies in this GPU's own memory. Nothing is signalled once the group's abort word is set,
+    because stores may have been left out.
 
-    Ordering: the block's stores, a barrier, one thread's acquire-release add at GPU scope; whoever adds last has
-    acquired all adds before, and its release at system scope is cumulative over them. It looks at the abort word behind
-    its add, later than any block that has stored nothing because of it.
+    Ordering: the block's stores, a barrier, one thread's acquire-release add at GPU scope. The thread that adds last
+    has acquired all adds before, and its release at system scope is cumulative over them. It looks at the abort word
+    behind its add, later than any block that has stored nothing because of it.
     """
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
@@ -314,8 +319,8 @@ def count_and_signal(counter, target, flag, value, stop):
 
 @triton.jit
 def count_and_signal_all(counter, target, peer_flags, rank, index, signals, value, stop, WORLD: tl.constexpr):
-    """As ``count_and_signal``, of flag ``index`` of this rank at every peer (``signal_flag``); ``peer_flags``: int64
-    ``[WORLD]``, the addresses of their flags."""
+    """As ``count_and_signal``, for flag ``index`` of this rank at every peer (``signal_flag``). ``peer_flags``: int64
+    ``[WORLD]``, the addresses of the peers' flags."""
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
         tl.store(counter, 0)
@@ -327,8 +332,8 @@ def count_and_signal_all(counter, target, peer_flags, rank, index, signals, valu
 
 @triton.jit
 def finish_call(calls, peer_flags, call, rank, stop, WORLD: tl.constexpr):
-    """Count the call, and let every peer write into this rank's workspace again, unless the group has been aborted. Run
-    by one block, when nothing reads the workspace any more."""
+    """Count the call, and give every peer its credit: it may write into this rank's workspace again. No credit is given
+    if the group has been aborted. Run by one block, when nothing reads the workspace any more."""
     looked = look(stop)
     tl.store(calls, call + 1)
     for step in range(1, WORLD):
@@ -338,6 +343,6 @@ def finish_call(calls, peer_flags, call, rank, stop, WORLD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def end_call(calls, peer_flags, rank, stop, WORLD: tl.constexpr):
-    """``finish_call`` as a launch of its own, on the stream behind everything that reads the workspace of a call. Grid:
+    """``finish_call`` as a launch of its own, on the stream behind everything that reads the call's workspace. Grid:
     one block."""
     finish_call(calls, peer_flags, tl.load(calls), rank, stop, WORLD)

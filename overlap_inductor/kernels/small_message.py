@@ -2,40 +2,41 @@
 and RMSNorm behind it, in one kernel.
 
 One-shot: every rank stores its rows into every peer's workspace, and sums all of them. Two-shot: row ``m`` belongs to
-rank ``m % WORLD``, which gets all partial rows, sums them and stores the sum into everybody's workspace. (The sum, not
-what the norm makes of it: a normed row and a new residual would be twice the bytes, and every rank adds its own
-residual, whatever that holds.) Sums are in fp32, in the order of the ranks, rounded once: all ranks get the same bits.
-No barrier: a block waits for the flags of its own columns or rows.
+rank ``m % WORLD``, its owner. The owner gets all partial rows, sums them and stores the sum into every peer's workspace
+(with a norm into its own, too). It stores the sum and not the normed row: a normed row and a new residual would be
+twice the bytes, and every rank adds its own residual, whatever that holds. Sums are in fp32, in the order of the ranks,
+rounded once, so all ranks get the same bits. There is no barrier across ranks: a block waits for the flags of its own
+columns or rows.
 
 A block has one *unit*: a segment of columns of one row (one-shot), or of a group of ``WORLD`` rows, one of each owner
-(two-shot). A norm needs whole rows: the last block of a row does it (one-shot), or the blocks of the next group do
-(two-shot, with one more group of blocks at the end).
+(two-shot). A norm needs whole rows. In one-shot the last block of a row computes it. In two-shot the blocks of the next
+group do, with one more group of blocks at the end.
 
-Forward progress. A block stores what its peers wait for before it waits itself, and waits for units of blocks with its
-own number or lower ones, in two-shot for sums that wait for partial rows of no higher ones. Take the lowest number
-whose block has not ended on some rank: blocks start in the order of their numbers, so it runs or has ended on every
-rank, has stored its partial rows, then sums, and ends. So one resident block on each rank is enough. (CUDA does not
-promise that order, GPUs keep it, and scans rest on it as this does: Merrill and Garland, decoupled look-back, 2016.
-Where all blocks are resident at once, as in decode, nothing rests on it. A ticket would cost a round trip to L2 in a
-kernel of 5 us.) All waits are bounded (``signals``).
+Forward progress. A block stores what its peers wait for before it waits itself. It waits for units of blocks with its
+own number or a lower one, and in two-shot for sums that wait for partial rows of no higher ones. Take the lowest number
+whose block has not ended on some rank. Blocks start in the order of their numbers, so that block runs or has ended on
+every rank, has stored its partial rows, then sums, and ends. So one resident block on each rank is enough. CUDA does
+not promise that order. GPUs keep it, and scans depend on it as this kernel does (Merrill and Garland, decoupled
+look-back, 2016). Nothing depends on it when all blocks are resident at once, as in decode. A ticket would cost a round
+trip to L2 in a kernel of 5 us. All waits are bounded (``signals``).
 
-Why two halves of the workspace suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half ``n %
-2``. Rank ``r`` begins call ``n`` when its call ``n - 1`` has ended, kernels of a slot running one after the other; in
-that call a block of ``r`` has waited for a signal of each peer (in two-shot for its partial rows, which are signalled
-also where they are none). So each peer had begun its call ``n - 1``, and had therefore ended call ``n - 2``, the last
-one to read that half. This holds for any number of blocks or rows in each call, since halves are the slot's and not the
-call's, and whether blocks are resident together or not, since it rests on whole kernels. A peer may be one call ahead:
-its flags are then larger than what is waited for, and its data lie in the other half. Calls with credits in the same
-slot would break it; the arena gives them other slots.
+Why two halves of the workspace suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half
+``n % 2``. Rank ``r`` begins call ``n`` when its call ``n - 1`` has ended, because kernels of a slot run one after the
+other. In call ``n - 1`` a block of ``r`` has waited for a signal of each peer (in two-shot for the peer's partial rows,
+which are signalled even if there are none). So each peer had begun its call ``n - 1``, and had therefore ended call
+``n - 2``, the last one to read that half. This holds for any number of blocks or rows in each call, since halves belong
+to the slot and not to the call. It holds whether blocks are resident together or not, since it depends on whole
+kernels. A peer may be one call ahead: its flags are then larger than what is waited for, and its data lie in the other
+half. Calls with credits in the same slot would break this; the arena gives them other slots.
 
-Aborts (``signals``). A block looks at the abort word beside the call and, in two-shot, beside the partial rows behind
-its wait for them. Where it is set nothing is stored to peers or signalled, in this call and all later ones: the
-argument above rests on calls whose waits have succeeded. A result that was summed behind a wait that was given up, or
-in a call after it, is NaN: a CUDA graph's replays have nobody to raise an error to.
+Aborts (``signals``). A block looks at the abort word when it loads the call number and, in two-shot, when it loads the
+partial rows behind its wait for them. If the word is set, nothing is stored to peers or signalled, in this call and all
+later ones: the argument above depends on calls whose waits have succeeded. A result that was summed behind a wait that
+was given up, or in a call after it, is NaN: a CUDA graph's replays have nobody to raise an error to.
 
-Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1;
-between calls, the end of a kernel before the start of the next one on the stream. CUDA graphs: the number of the call
-is read from device memory; the last block to have read it counts it on, while it would wait anyway.
+Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1.
+Between calls: the end of a kernel before the start of the next one on the stream. CUDA graphs: the number of the call
+is read from device memory. The last block to have read it increments it, in time that it would spend waiting anyway.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ from overlap_inductor.kernels.signals import signal_flag
 
 @triton.jit
 def _workspaces(peer_data, rank, like, WORLD: tl.constexpr):
-    """The workspaces of ranks ``rank``, ``rank + 1``, ...: neighbours send to different peers first."""
+    """The workspaces of ranks ``rank``, ``rank + 1``, ..., in this order, so that neighbouring ranks send to different
+    peers first."""
     found = ()
     for step in tl.static_range(WORLD):
         found = found + (tl.multiple_of(tl.load(peer_data + (rank + step) % WORLD).to(like.dtype), 16),)  # type: ignore[assignment]
@@ -64,16 +66,17 @@ def _workspaces(peer_data, rank, like, WORLD: tl.constexpr):
 
 @triton.jit
 def _flag_word(source, index, signals, WORLD: tl.constexpr):
+    # The offset of ``signal_flag(flags, source, index, ...)`` behind ``flags``, in int32 words.
     return (WORLD + source * signals + index) * FLAG_WORDS
 
 
 @triton.jit
 def _count_call(calls, queues, call, SEM: tl.constexpr):
-    """All threads of this block have read ``calls``, before a barrier; whoever is last of all blocks counts the call
-    on.
+    """Called when all threads of this block have read ``calls`` and have then passed a barrier. The last of all blocks
+    to call it increments ``calls``.
 
-    ``relaxed`` where the block has sent data to places that the number says: then it has the number, and need not wait
-    until they are there.
+    ``SEM``: ``relaxed`` if the block has sent data to addresses that depend on the number. Then it has the number, and
+    need not wait until the data are there.
     """
     if tl.atomic_add(queues, 1, sem=SEM, scope="gpu") == tl.num_programs(0) - 1:
         tl.store(queues, 0)
@@ -82,13 +85,13 @@ def _count_call(calls, queues, call, SEM: tl.constexpr):
 
 @triton.jit
 def _sum_of(own, came, stride, at, inside, rank, scale, looked, WORLD: tl.constexpr):
-    """The sum of the ranks' words ``at``, times ``scale``, in the collective's dtype: from ``own`` of this rank, from
-    ``came + s * stride`` of source ``s``. NaN where ``looked`` at an abort."""
+    """The sum of the ranks' elements ``at``, times ``scale``, in the collective's dtype. This rank's are read from
+    ``own``, those of source ``s`` from ``came + s * stride``. NaN if ``looked`` at an abort."""
     parts = ()
     for s in tl.static_range(WORLD):
         base = tl.where(s == rank, own.to(tl.int64), (came + s * stride).to(tl.int64)).to(own.dtype)
         parts = parts + (tl.load(tl.multiple_of(base, 16) + at, mask=inside, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
-    # All loads first, so that their ways through memory lie beside each other.
+    # All loads first, so that their latencies overlap.
     total = parts[0].to(tl.float32)  # type: ignore[misc]
     for s in tl.static_range(1, WORLD):
         total += parts[s].to(tl.float32)  # type: ignore[misc]
@@ -97,16 +100,16 @@ def _sum_of(own, came, stride, at, inside, rank, scale, looked, WORLD: tl.conste
 
 @triton.jit
 def _finished(sums, at, inside, looked):
-    """An owner's sum, behind the wait for it; NaN where ``looked`` at an abort."""
+    """An owner's sum, behind the wait for it. NaN if ``looked`` at an abort."""
     found = tl.load(sums + at, mask=inside, other=0.0, cache_modifier=".cg")
-    # (A product takes fewer registers than a choice.)
+    # A product takes fewer registers than a select.
     return (found.to(tl.float32) * tl.where(looked == 0, 1.0, float("nan"))).to(found.dtype)
 
 
 @triton.jit
 def _add_and_normalise(summed, kept, gain, normed, residual_out, offset, at, inside, columns, eps):
-    """One row: ``residual_out = summed + kept`` and its RMSNorm times ``gain``, each rounded where a model that
-    computes them op by op rounds."""
+    """Compute one row: ``residual_out = summed + kept``, and its RMSNorm times ``gain`` into ``normed``. Each is
+    rounded where a model that computes op by op rounds."""
     added = (summed.to(tl.float32) + kept.to(tl.float32)).to(summed.dtype)
     tl.store(residual_out + offset + at, added, mask=inside)
     x = added.to(tl.float32)
@@ -123,18 +126,22 @@ def one_shot(
     """Grid: ``rows * SEGMENTS`` blocks of at least ``WORLD * SEGMENTS`` threads.
 
     Args:
-        product: this rank's partial result ``[rows, columns]``, fp16 or bf16, row-major at 16 bytes, as all tensors
-            here. ``columns`` is ``8 * eights``: so the compiler sees that rows are whole 16-byte words.
-        out: the sum over ranks ``[rows, columns]``; with ``NORM`` the normed rows, and residual, residual_out ``[rows,
-            columns]``, weight ``[columns]`` are read and written; without they are not touched.
-        staging: this rank's workspace, two halves of ``half`` elements: ``[WORLD, rows, columns]``, what has come from
-            each source.
+        product: this rank's partial result ``[rows, columns]``, fp16 or bf16. Row-major and aligned to 16 bytes, as are
+            all tensors here.
+        eights: ``columns / 8``, so that the compiler sees that rows are whole 16-byte words.
+        out: the sum over ranks ``[rows, columns]``; with ``NORM`` the normed rows.
+        residual, residual_out: ``[rows, columns]``; with ``NORM`` the one is read and the other written, else neither.
+        weight: ``[columns]``, the norm's; read with ``NORM`` only.
+        staging: this rank's workspace, two halves of ``half`` elements, each ``[WORLD, rows, columns]``: what has
+            arrived from each source.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the ranks' workspace and flags.
-        flags: ``signal_flag(s, u)``: the call whose unit ``u`` has come from source ``s``, of ``signals`` a source.
-        queues, calls: int32 in this rank's own memory (one word, zero between calls: blocks that have read ``calls``;
-            one word).
-        scale: what the sum is multiplied with (1, or ``1 / WORLD`` for an average). SEGMENT: columns of a segment; ROW:
-            a power of two, at least ``columns``.
+        flags: ``signal_flag(s, u)``: the call whose unit ``u`` has arrived from source ``s``. Each source has
+            ``signals`` flags.
+        queues: int32, one word in this rank's own memory, zero between calls: blocks that have read ``calls``.
+        calls: int32, one word in this rank's own memory: the number of the call, counted from 0.
+        scale: factor of the sum (1, or ``1 / WORLD`` for an average).
+        SEGMENT: columns of a segment.
+        ROW: a power of two, at least ``columns``.
     """
     columns = eights * 8
     call = tl.load(calls)
@@ -199,14 +206,15 @@ def two_shot(
     site, rank, rows, eights, half, signals, scale, eps,
     WORLD: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, ROW: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``cdiv(rows, WORLD) * SEGMENTS`` blocks of at least ``max(WORLD, SEGMENTS)`` threads, and with ``NORM``
-    ``SEGMENTS`` more.
+    """Grid: ``cdiv(rows, WORLD) * SEGMENTS`` blocks of at least ``max(WORLD, SEGMENTS)`` threads. With ``NORM``
+    ``SEGMENTS`` more blocks.
 
-    Args: as ``one_shot``, but for staging: a half is ``[WORLD, groups, columns]``, partial rows of this rank's row in
-        each group of ``WORLD`` rows, by source; behind them the sums
-            ``[rows, columns]``.
-        flags: with ``units`` segments in all groups, ``signal_flag(s, u)``: the call whose partial segment ``u`` has
-            come from source ``s``; ``signal_flag(s, units + u)``: the call whose sum has come from owner ``s``.
+    Args: as ``one_shot``, except for these.
+        staging: a half is ``[WORLD, groups, columns]``, the partial rows by source of this rank's row in each group of
+            ``WORLD`` rows, and behind them the sums ``[rows, columns]``.
+        flags: ``signal_flag(s, u)``: the call whose partial segment ``u`` has arrived from source ``s``.
+            ``signal_flag(s, units + u)``: the call whose sum has arrived from owner ``s``. ``units`` is the number of
+            segments in all groups.
     """
     columns = eights * 8
     call = tl.load(calls)
@@ -253,7 +261,7 @@ def two_shot(
         came = staging + mine + group.to(tl.int64) * columns
         looked = look(stop)
         summed = _sum_of(product + offset, came, stride, at, own_inside, rank, scale, looked, WORLD)
-        # With a norm the own sum goes the same way: another block of this rank reads it.
+        # With a norm this rank's own sum goes the same way: another block of this rank reads it.
         for step in tl.static_range(0 if NORM else 1, WORLD):
             tl.store(to[step] + sums + offset + at, summed, mask=own_inside & (looked == 0))
         word = _flag_word(rank, units + unit, signals, WORLD)

@@ -1,4 +1,4 @@
-"""Which tile comes at which turn, who takes it, and how a tile is multiplied and stored."""
+"""The order of tiles: which tile has which turn, how a block claims one, and how a tile is multiplied and stored."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ if triton.knobs.runtime.interpret:
     claim, claimed = _claim_twin, _claimed_twin
 else:
     claim, claimed = _claim, _claimed
-"""``claimed(claim(queue, THREADS))``: the next turn of a queue. A block claims when it has multiplied and asks for the
-answer when it has stored: ``tl.atomic_add`` would stop all its threads until memory has answered, a microsecond for
-each tile. (Not before it multiplies: with two tiles a block, some blocks then hold two that others wait to take.)
-``THREADS``: of the block."""
+"""``claimed(claim(queue, THREADS))``: the next turn of a queue. A block claims its next turn when it has multiplied,
+and reads the answer when it has stored. ``tl.atomic_add`` would stop all its threads until memory has answered, a
+microsecond for each tile. A block does not claim before it multiplies: with two tiles a block, some blocks would hold
+two while others wait for one. ``THREADS``: number of threads of the block."""
 
 
 @triton.jit
 def grouped(turn, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """Tile ``(m, n)`` of turn ``turn`` in a matrix of tiles: columns of ``GROUP_M`` rows one after the other, so that
-    neighbours share operands in L2."""
+    neighbouring turns share operands in L2."""
     in_group = GROUP_M * tiles_n
     first = (turn // in_group) * GROUP_M
     rows = tl.minimum(tiles_m - first, GROUP_M)
@@ -62,14 +62,14 @@ def grouped(turn, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def band_tiles(band, tiles_shard, tiles_part, tiles_n):
-    """Tiles of a band of a shard of ``tiles_shard`` rows of ``tiles_n`` tiles: ``tiles_part`` rows, or what is left of
-    them."""
+    """Number of tiles in a band of a shard that has ``tiles_shard`` rows of ``tiles_n`` tiles. A band has
+    ``tiles_part`` rows, the last one what is left."""
     return tl.maximum(tl.minimum(tiles_shard - band * tiles_part, tiles_part), 0) * tiles_n
 
 
 @triton.jit
 def own_tile(turn, tiles_shard, tiles_part, tiles_n, GROUP_M: tl.constexpr):
-    """``(m, n)`` of turn ``turn`` of the own shard's tiles, band after band."""
+    """``(m, n)`` of turn ``turn`` among the tiles of this rank's own shard, band after band."""
     band = turn // (tiles_part * tiles_n)
     m, n = grouped(
         turn - band * tiles_part * tiles_n, tl.minimum(tiles_shard - band * tiles_part, tiles_part), tiles_n, GROUP_M
@@ -80,11 +80,11 @@ def own_tile(turn, tiles_shard, tiles_part, tiles_n, GROUP_M: tl.constexpr):
 @triton.jit
 def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
     """``(shard, m, n)`` of turn ``turn`` among the tiles of the other ranks' shards, in the order in which their rows
-    come.
+    arrive.
 
-    All ranks send at once, part after part: so part 0 of shard ``rank + 1``, ``rank + 2``, ..., then part 1, ....
-    ``tiles_shard`` rows of tiles a shard, ``tiles_part`` a part (the last part may have fewer); ``m`` counts inside the
-    shard.
+    All ranks send at once, part after part. So the order is part 0 of shard ``rank + 1``, ``rank + 2``, ..., then part
+    1 of these shards, and so on. A shard has ``tiles_shard`` rows of tiles, a part ``tiles_part`` (the last part may
+    have fewer). ``m`` counts inside the shard.
     """
     whole = tiles_part * tiles_n * (WORLD - 1)
     part = turn // whole
@@ -97,11 +97,11 @@ def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, 
 
 @triton.jit
 def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
-    """As ``arriving``, of tiles that are sent: at any time there are as many under way to each rank, since two that
+    """As ``arriving``, for tiles that are sent: at any time about as many are under way to each rank. Two ranks that
     send all they have to one rank get half a link each.
 
-    In a part, columns of the same rows of all shards one after the other; some ``GROUP_M`` rows together, at least one
-    a shard.
+    In a part, the columns of the same rows of all shards come one after the other. Some ``GROUP_M`` rows are taken
+    together, at least one of each shard.
     """
     GROUP: tl.constexpr = GROUP_M // (WORLD - 1) if GROUP_M >= WORLD else 1
     whole = tiles_part * tiles_n * (WORLD - 1)
@@ -118,8 +118,8 @@ def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr,
 
 @triton.jit
 def store_tile(desc, row, column, tile, HALVES: tl.constexpr):
-    """Start the bulk store of a tile, as a whole or in two halves of its columns (``desc`` has blocks of that size),
-    which takes half the shared memory."""
+    """Start the bulk store of a tile. With ``HALVES`` it is stored in two halves of its columns, which takes half the
+    shared memory; ``desc`` then has blocks of that size."""
     if HALVES:
         BLOCK_M: tl.constexpr = tile.shape[0]
         HALF: tl.constexpr = tile.shape[1] // 2
@@ -145,9 +145,12 @@ def multiply_tile(
     TRANSPOSED: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """``a[row :, :inner] @ b[:, column :]`` in fp32, plus ``bias`` ``[columns]`` where ``BIAS``. ``b_desc``: blocks
-    ``[BLOCK_N, BLOCK_K]`` of the transposed right operand where ``TRANSPOSED``, else blocks ``[BLOCK_K, BLOCK_N]`` of
-    the right operand."""
+    """``a[row : row + BLOCK_M, :inner] @ b[:inner, column : column + BLOCK_N]`` in fp32, plus ``bias`` ``[columns]`` if
+    ``BIAS``.
+
+    ``a_desc``: blocks ``[BLOCK_M, BLOCK_K]``. ``b_desc``: with ``TRANSPOSED`` blocks ``[BLOCK_N, BLOCK_K]`` of the
+    transposed right operand, else blocks ``[BLOCK_K, BLOCK_N]`` of the right operand.
+    """
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in tl.range(0, inner, BLOCK_K):
         if TRANSPOSED:

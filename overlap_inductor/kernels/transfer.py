@@ -1,29 +1,29 @@
 """What schedule ``chunked`` launches on its streams beside matmuls and copies: waits, signals, and SMs that push.
 
 A *part* is a band of rows of one shard. Part number ``u`` belongs to the rank ``u // PARTS + 1`` steps away and is
-number ``u % PARTS`` of its shard; it has a flag of its own, ``signal_flag(flags, source, index + u % PARTS)``. Each
+number ``u % PARTS`` of its shard. It has a flag of its own, ``signal_flag(flags, source, index + u % PARTS)``. Each
 kernel handles ``count`` parts from number ``first`` on.
 
 Memory ordering. What is signalled was written by work before it on the same stream (a copy engine, or SMs), or by the
-pushing block itself. Work on a stream begins when what stands before it is complete and visible; a block's release at
+pushing block itself. Work on a stream begins when what stands before it is complete and visible. A block's release at
 system scope is cumulative over that, so whoever acquires the flag sees the data (``signals``). Behind a wait the same
-in the other direction: acquire, end of the kernel, and whatever is next on the stream sees the data, by whatever unit
-it reads: the boundary between kernels orders their proxies. So a vendor's matmul may read what a wait before it waited
-for.
+holds in the other direction: after the acquire and the end of the kernel, whatever is next on the stream sees the data,
+by whatever unit it reads. The boundary between kernels orders their proxies. So a vendor's matmul may read what a wait
+before it waited for.
 
 Forward progress. Every schedule launches its sends of a step before its waits of that step, on every rank in one order
-of steps, and a wait is for what peers send in this step or before; credits rest on the call before. So the earliest
-step that is unfinished anywhere never waits for a later one, also where all streams share one hardware queue
-(``CUDA_DEVICE_MAX_CONNECTIONS=1``). Within a send, a part waits for its turn only: for a part of lower number, of the
-same send of another rank. A waiting block has one warp, and there is one a part: the GPU is never filled by them. And
-what waits takes no shared memory: an SM's is divided anew only when nothing runs there, so that a kernel that wants
-some may not start on an SM where one waits that wants none. So what a wait rests on finds room. All waits are bounded
-(``signals``).
+of steps. A wait is for what peers send in this step or before. Credits depend on the call before. So the earliest step
+that is unfinished anywhere never waits for a later one, even if all streams share one hardware queue
+(``CUDA_DEVICE_MAX_CONNECTIONS=1``). Within a send, a part waits only for its turn: for a part of lower number, of the
+same send of another rank. A waiting block has one warp, and there is one waiting block a part, so waiting blocks never
+fill the GPU. A waiting kernel also takes no shared memory. An SM's shared memory is divided anew only when nothing runs
+there, so a kernel that wants some may not start on an SM where a kernel waits that wants none. So what a wait depends
+on finds room. All waits are bounded (``signals``).
 
-CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes;
-no argument changes from replay to replay. In a graph sends, waits for peers and waits for turns are branches without an
-order between them: they need as many hardware queues (``runtime.replay``, ``transports.copy_engine``). Where a user
-captures, that is the user's to see to; with one queue no such graph has hung (``tests.gpu.check_stress``, scenario
+CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes.
+No argument changes from replay to replay. In a graph sends, waits for peers and waits for turns are branches without an
+order between them, so they need as many hardware queues (``runtime.replay``, ``transports.copy_engine``). Where a user
+captures, the user must see to that. With one queue no such graph has hung (``tests.gpu.check_stress``, scenario
 ``graphs``).
 """
 
@@ -47,34 +47,35 @@ from overlap_inductor.kernels.signals import wait_at_least
 
 @triton.jit
 def _peer(rank, steps, WORLD: tl.constexpr):
-    """The rank ``steps`` further on; ``-WORLD < steps < WORLD``."""
+    """The rank ``steps`` after ``rank``; ``-WORLD < steps < WORLD``."""
     return (rank + steps + WORLD) % WORLD
 
 
 NOBODY = tl.constexpr(-(2**30))
-"""So many calls ago."""
+"""Added to the number of a call, it gives a number so long past that no rank waits for it."""
 
 
 @triton.jit
 def announce(calls, announced, stop):
-    """``announced`` becomes the number of the call: what copy engines copy into flags from here on. Where a wait of the
-    group was given up it becomes one that nobody waits for, whatever call he is in: a rank that gave up may have calls
-    queued, whose numbers are those that a peer waits for. Grid: one block."""
+    """Set ``announced`` to the number of the call, which copy engines copy into flags from here on. If a wait of the
+    group was given up, it becomes a number that no rank waits for, whatever call that rank is in: a rank that gave up
+    may have calls queued whose numbers are those that a peer waits for. Grid: one block."""
     tl.store(announced, tl.load(calls) + tl.where(may_store(stop), 1, NOBODY))
 
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD: tl.constexpr):
-    """Until every peer has finished the calls before this one. Grid: one block. Launched on the stream of the matmuls:
-    beside a vendor's kernel that keeps an SM for all its tiles it would begin when that ends, or keep one of its blocks
-    from beginning (4 H200s, a gather of 8192 tokens: begun 240 us late in every other call of a row, and copies with
-    it).
+    """Wait until every peer has finished the calls before this one. Grid: one block.
+
+    Launched on the stream of the matmuls. On another stream it could run beside a vendor's kernel that keeps an SM for
+    all its tiles. It would then begin only when that kernel ends, or keep one of that kernel's blocks from beginning.
+    (4 H200s, a gather of 8192 tokens: it began 240 us late in every other call of a row, and the copies with it.)
 
     ``announced`` (one word): see ``announce``.
 
-    Where leave has not come, because this rank's patience is over or because somebody has told it to stop, the abort
-    words of all ranks are set when this kernel ends: before copies behind it start (``spoil``). Whoever stopped this
-    rank may not have come to the others yet.
+    If leave has not arrived, because this rank's patience is over or because it has been told to stop, the abort words
+    of all ranks are set when this kernel ends: before copies behind it start (``spoil``). The rank that stopped this
+    one may not have told the others yet.
     """
     call = tl.load(calls)
     for step in range(1, WORLD):
@@ -83,8 +84,8 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
     announce(calls, announced, stop)
     addresses = stop.to(tl.pointer_type(tl.int64), bitcast=True)
     table = tl.load(addresses + 3).to(tl.pointer_type(tl.int64))
-    # (Where nothing is wrong there is no turn of this. Without a barrier, so that threads may have looked at different
-    # moments; the kernel's end releases.)
+    # If nothing is wrong the loop has no turns. There is no barrier, so threads may have looked at different moments.
+    # The kernel's end releases.
     for number in range(tl.where(look(stop) == 0, 0, tl.load(stop + 1))):
         tl.store(tl.load(table + number).to(tl.pointer_type(tl.int32)), 1)
 
@@ -100,17 +101,17 @@ def _spoil(result, words, aborted, BLOCK: tl.constexpr):
 
 @triton.jit
 def spoil(result, words, stop, BLOCK: tl.constexpr):
-    """``result`` (``words`` of 4 bytes) becomes NaN, in every float format, where the group has been aborted. Grid: any
+    """Set ``result`` (``words`` of 4 bytes) to NaN, in every float format, if the group has been aborted. Grid: any
     number of blocks, on the stream behind what has read the workspace.
 
-    For results of what looks at no abort word itself: vendors' matmuls and copies, which run behind waits that were
-    given up, too. A CUDA graph's replays have nobody to raise an error to.
+    It is for results of kernels and copies that look at no abort word themselves: vendors' matmuls and copies run even
+    behind waits that were given up. A CUDA graph's replays have nobody to raise an error to.
 
-    And a reader that looks behind its last read. A rank that has no leave may overwrite rows of a call that goes on
-    here, but only when it has set this rank's abort word: its stores of the word are done when its kernel ends, and its
-    copies start then. So whoever has read a copied row finds the word set when he looks later. What was read before the
-    word was set is right; it is spoilt, too, where the word comes before the end of the call, since the group's results
-    are not valid from then on.
+    It is also the look of a reader behind its last read. A rank that has no leave may overwrite rows of a call that is
+    still running here, but only when it has set this rank's abort word: its stores of the word are done when its kernel
+    ends, and its copies start then. So a reader that has read such a row finds the word set when it looks later. What
+    was read before the word was set is right. It is spoilt too if the word arrives before the end of the call, since
+    the group's results are not valid from then on.
     """
     _spoil(result, words, look(stop), BLOCK)
 
@@ -130,7 +131,8 @@ def end_call_and_spoil(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``signals.end_call``, and ``spoil`` of the call's results (``None``: none). Grid: one block."""
+    """``signals.end_call`` and ``spoil`` of the call's results (``None``: no result). The look of ``spoil`` comes
+    before the credits are given. Grid: one block."""
     aborted = look(stop)
     finish_call(calls, peer_flags, tl.load(calls), rank, stop, WORLD)
     if one is not None:
@@ -157,10 +159,10 @@ def wait_for_parts(
     DIRECTION: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Until parts ``first, first + 1, ...`` of this call have come from ranks ``DIRECTION`` times so many steps away.
-    Grid: one block a part.
+    """Wait until parts ``first, first + 1, ...`` of this call have arrived. Part ``u`` comes from the rank
+    ``DIRECTION * (u // PARTS + 1)`` steps away. Grid: one block a part.
 
-    ``flags``: this rank's; ``KIND``: of wait, for the fault record.
+    ``flags``: this rank's. ``KIND``: the kind of wait, for the fault record.
     """
     part = first + tl.program_id(0)
     source = _peer(rank, DIRECTION * (part // PARTS + 1), WORLD)
@@ -170,10 +172,10 @@ def wait_for_parts(
 
 @triton.jit(do_not_specialize=["site", "receiver", "sender", "index", "signals"])
 def wait_for_turn(peer_flags, calls, stop, patience, site, receiver, sender, index, signals, WORLD: tl.constexpr):
-    """Until ``receiver`` has got part ``index`` of this call from ``sender``, which it is told in its own memory, and
-    read there. Grid: one block.
+    """Wait until ``receiver`` has got part ``index`` of this call from ``sender``. The receiver's flag in its own
+    memory says so, and is read there. Grid: one block.
 
-    Nothing is read behind this wait: it keeps two ranks from sending to one at a time (``transports.copy_engine``).
+    No data are read behind this wait: it keeps two ranks from sending to one at a time (``transports.copy_engine``).
     """
     flag = tl.load(peer_flags + receiver).to(tl.pointer_type(tl.int32))
     wait_at_least(
@@ -198,21 +200,20 @@ def push_parts(
     """Store parts ``first .. first + count - 1`` into the peers' workspace, one after the other, and signal each when
     it is there. Grid: any number of blocks.
 
-    Stores, not loads: a block gets several times the bytes through NVLink by storing to a peer than by loading from it.
-    A part is cut into ``PIECES``, so that all blocks work at one part and it is there soon; pieces fall to blocks in
-    turn, and no block waits for anything.
+    It stores and does not load: a block gets several times the bytes through NVLink by storing to a peer than by
+    loading from it. A part is cut into ``PIECES``, so that all blocks work at one part and it is there soon. Pieces are
+    assigned to blocks in turn, and no block waits for anything.
 
     Args:
-        source: any 16-byte aligned tensor, read as int32 words: from ``origin`` on the shard that goes to every rank,
-            or with ``SCATTERED`` a shard for each rank, in the order of ranks.
+        source: any 16-byte aligned tensor, read as int32 words. From ``origin`` on it holds the shard that goes to
+            every rank, or with ``SCATTERED`` a shard for each rank, in the order of ranks.
         shard_vectors, part_vectors, origin, base: in vectors of 16 bytes. The shard goes to ``base + rank *
             shard_vectors`` of the receiver's workspace.
-        queues: words ``QUEUE_WORDS + peer * signals + index + part`` count pieces that are stored; zero before and
-            after.
+        queues: words ``QUEUE_WORDS + peer * signals + index + part`` count stored pieces; zero before and after.
     """
     call = tl.load(calls)
     words = source.to(tl.pointer_type(tl.int32), bitcast=True)
-    # (Products of four: so it is known that masks end between vectors.)
+    # As products of four, so that the compiler knows that masks end between vectors.
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
     size = tl.cdiv(tl.cdiv(part_words, PIECES), BLOCK) * BLOCK
@@ -227,7 +228,7 @@ def push_parts(
             tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16)
             + (tl.cast(rank, tl.int64) * shard_vectors + base) * 4
         )
-        # (Where the credits before this on the stream did not come nothing is stored.)
+        # If the wait for credits before this on the stream was given up, nothing is stored.
         limit = tl.where(may_store(stop), end, begin)
         for chunk in range(begin, end, BLOCK):
             at = chunk + tl.arange(0, BLOCK)

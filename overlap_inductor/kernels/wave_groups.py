@@ -1,41 +1,41 @@
-"""Schedule ``wave_groups``: a persistent matmul that says which groups of its rows are stored, and the kernel that
-waits for one (FlashOverlap, arXiv 2504.19519). Behind each waiting kernel stands an ordinary collective
+"""Schedule ``wave_groups``: a persistent matmul that signals which groups of its rows are stored, and the kernel that
+waits for one group (FlashOverlap, arXiv 2504.19519). Behind each waiting kernel stands an ordinary collective
 (``lowerings.wave_groups.launch``).
 
-The paper lets the tiles of a vendor's matmul end in whatever order they do and stores them permuted. Here the order is
-chosen: a group is some neighbouring bands of ``BLOCK_M`` rows of each shard, groups are multiplied one after the other,
-and the rows of a group lie together. Groups of 2 and 1 bands, of one shard (all-reduce: in the result itself) and of
-two (reduce-scatter: in staging): ::
+The paper lets the tiles of a vendor's matmul end in any order and stores them permuted. Here the order is chosen. A
+group is some neighbouring bands of ``BLOCK_M`` rows of each shard. Groups are multiplied one after the other, and the
+rows of a group lie together. The layout of two groups, of 2 bands and 1 band, of one shard (all-reduce: in the result
+itself) and of two shards (reduce-scatter: in staging): ::
 
     | band 0  band 1 | band 2 |
     | shard 0: bands 0, 1   shard 1: bands 0, 1 | shard 0: band 2   shard 1: band 2 |
 
-so that a collective reads one contiguous piece, and what it leaves are rows where they belong. Inside a group tiles go
-by columns of ``GROUP_M`` bands.
+So a collective reads one contiguous range, and its results are rows where they belong. Inside a group tiles go by
+columns of ``GROUP_M`` bands.
 
 Counting. A block counts its tiles of a group in one addition, when the next tile that it has claimed is of a later
-group: until then its bulk stores go on under the next tile's matmul. Whoever waits for a group sets its counter back to
-zero; it has ended before the next call begins, as both streams are joined.
+group. Until then its bulk stores continue under the next tile's matmul. The kernel that waits for a group sets the
+group's counter back to zero. It has ended before the next call begins, because both streams are joined.
 
 Forward progress. The matmul waits for nothing, so it ends wherever it was started, on however few SMs. The waiting
-kernel is launched behind it (also where ``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts both into one hardware queue) and needs
-a place for one warp, which the SMs left free have; without them it would run when the matmul's blocks end. Its wait is
-bounded (``signals``). A collective stands behind its rank's waiting kernel on one stream and waits for peers whose
+kernel is launched behind it, even if ``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts both into one hardware queue. It needs a
+place for one warp, which the SMs left free have. Without such SMs it would run when the matmul's blocks end. Its wait
+is bounded (``signals``). A collective stands behind its rank's waiting kernel on one stream, and waits for peers whose
 matmuls end likewise.
 
-Memory ordering. Tiles leave by bulk stores, ``store_fence``, or by ordinary ones; then ``add_flag`` (barrier, release).
-The waiting kernel acquires the last addition, and with it all before: additions to a counter are one release sequence.
-The collective's kernel starts when that kernel has ended.
+Memory ordering. Tiles are stored by bulk stores and ``store_fence``, or by ordinary stores; then comes ``add_flag``
+(barrier, release). The waiting kernel acquires the last addition, and with it all additions before: additions to a
+counter are one release sequence. The collective's kernel starts when the waiting kernel has ended.
 
 Aborts (``signals``). The collective is not ours: it cannot be kept from sending what lies there. So behind a wait that
-was given up, and in all calls after it, the waiting kernel overwrites the group's rows with NaN, which the collective's
-sum hands to every rank, also where no abort word reaches it (another machine). Where one does, the board says so before
-the collective's kernel starts, and so before any rank has its result. A tile that is stored later replaces NaN by what
-the collective should have read; in the result of an all-reduce it leaves this rank's own part, and this rank has been
-told. Counters may stay as they are: nothing that they say is believed any more.
+was given up, and in all calls after it, the waiting kernel overwrites the group's rows with NaN. The collective's sum
+carries the NaN to every rank, even where no abort word reaches it (another machine). Where an abort word does reach it,
+the board says so before the collective's kernel starts, and so before any rank has its result. A tile that is stored
+later replaces NaN by what the collective should have read. In the result of an all-reduce it leaves this rank's own
+partial sum, and this rank has been told. Counters may stay as they are: nothing that they say is believed any more.
 
-CUDA graphs. Counters and queue are zero between calls and a group's number of tiles belongs to the shapes: no argument
-changes from replay to replay.
+CUDA graphs. Counters and queue are zero between calls, and a group's number of tiles depends only on the shapes. No
+argument changes from replay to replay.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ def matmul_in_groups(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr,
     THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """``c = (a @ b + bias) * scale``, its rows by groups. Grid: any number of blocks; SMs beyond them are the
-    collectives'.
+    """``c = (a @ b + bias) * scale``, its rows by groups. Grid: any number of blocks. SMs beyond them are left to the
+    collectives.
 
     Args:
         a_desc: ``[shards * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
         b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
-        c: ``[shards * rows, columns]``, fp16 or bf16; c_desc: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide
-            where ``HALVES``.
-        partition: int32 ``[groups + 1]``: first band of each group, and the number of bands of a shard.
+        c: ``[shards * rows, columns]``, fp16 or bf16.
+        c_desc: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide with ``HALVES``.
+        partition: int32 ``[groups + 1]``: the first band of each group, then the number of bands of a shard.
         counters: int32, ``FLAG_WORDS`` apart: tiles stored of each group, zero before the call.
         queue: int32 ``[2]``, zero between calls: tiles claimed, blocks that have finished.
-        scale: fp32, what the product is multiplied with before it is rounded.
+        scale: fp32, factor of the product before it is rounded.
         BATCH: tiles after which a block waits for its last store to leave shared memory.
     """
     tiles_n = tl.cdiv(columns, BLOCK_N)
@@ -90,7 +90,7 @@ def matmul_in_groups(
         for _ in range(BATCH):
             if turn < tiles:
                 if held == 0:
-                    # (The group's number first, then its bands: what is carried from turn to turn are plain numbers.)
+                    # The group's number first, then its bands: only plain numbers are carried from turn to turn.
                     group = 0
                     for later in range(1, groups):
                         group += (turn >= tl.load(partition + later) * tiles_band).to(tl.int32)
@@ -120,7 +120,7 @@ def matmul_in_groups(
                 if (m + 1) * BLOCK_M <= rows:
                     store_tile(c_desc, row, n * BLOCK_N, tile, HALVES)
                 else:
-                    # A tile that reaches beyond its shard stops there: the rows behind are the next shard's.
+                    # A tile stops where its shard ends: the rows behind are the next shard's.
                     at_m = tl.arange(0, BLOCK_M)
                     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
                     to = c + (row + at_m)[:, None].to(tl.int64) * columns + at_n[None, :]
@@ -141,8 +141,8 @@ def matmul_in_groups(
 
 @triton.jit(do_not_specialize=["group", "tiles", "site", "rank", "first", "elements"])
 def wait_for_group(counters, c, stop, patience, group, tiles, site, rank, first, elements, BLOCK: tl.constexpr):
-    """Ends when ``tiles`` tiles of a group are stored, and sets its counter back. Where the group of ranks has been
-    aborted, the group's ``elements`` of ``c`` from ``first`` on become NaN. Grid: one block of one warp."""
+    """Wait until ``tiles`` tiles of a group are stored, and set its counter back to zero. If the group of ranks has
+    been aborted, the group's ``elements`` of ``c`` from ``first`` on become NaN. Grid: one block of one warp."""
     counter = counters + group * FLAG_WORDS
     wait_at_least(counter, tiles, stop, patience, site * WAIT_KINDS + WAIT_TILES, rank)
     tl.store(counter, 0)

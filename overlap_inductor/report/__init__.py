@@ -1,1 +1,1 @@
-"""What happened to a graph: the report, its texts and its files."""
+"""Reports: what happened to a graph, as data, as text and as files."""

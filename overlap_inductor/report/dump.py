@@ -1,6 +1,6 @@
-"""A folder of reports: ``<folder>/rank_<r>/<graph id>_<phase>/`` with text, JSON, both graphs and a page.
+"""Write a folder of reports: ``<folder>/rank_<r>/<graph id>_<phase>/`` with text, JSON, both graphs and a page.
 
-Nothing in it depends on the time or the process, so the same report written twice is the same bytes twice.
+Nothing in it depends on the time or the process, so a report that is written twice gives the same bytes twice.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _warned: set[str] = set()
 
 
 def write_dump(report: OverlapReport, folder: str | os.PathLike[str], rank: int) -> Path | None:
-    """Write one graph's report below ``folder`` and return where; ``None`` where the folder cannot be written.
+    """Write one graph's report below ``folder`` and return where; ``None`` if the folder cannot be written.
 
     The same report again overwrites its files with the same content. Another report of the same name in one process
     gets the suffix ``_2``, ``_3``, ... in the order of the compiles, which a second run repeats. A folder that cannot
-    be written is logged once as a warning, and never an error: a report is not worth a failed compile.
+    be written is logged once as a warning and raises no error: a report is not worth a failed compile.
     """
     digest = hashlib.sha256(report.to_json(graphs=True).encode()).hexdigest()
     place = _place(Path(folder) / f"rank_{rank}" / f"{_safe(report.graph)}_{_safe(report.phase)}", digest)
@@ -45,7 +45,7 @@ def write_dump(report: OverlapReport, folder: str | os.PathLike[str], rank: int)
 
 
 def _contents(report: OverlapReport) -> dict[str, str]:
-    # The page comes last: who waits for index.html finds the other files complete.
+    # The page comes last: a reader that waits for index.html finds the other files complete.
     texts = (render_text(report), report.to_json(), report.before, report.after, render_html(report))
     return dict(zip(FILES, texts, strict=True))
 
@@ -60,7 +60,7 @@ def _place(path: Path, digest: str) -> Path:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write whole or not at all: several processes may write the same report at once."""
+    """Write a file as a whole or not at all: several processes may write the same report at once."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")

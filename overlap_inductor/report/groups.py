@@ -1,4 +1,4 @@
-"""Repeated layers as one row: sites that differ only in the numbers inside their module names are grouped.
+"""Show repeated layers as one row: group sites that differ only in the numbers inside their module names.
 
 ``layers.0.mlp.down_proj`` ... ``layers.31.mlp.down_proj``  ->  ``layers.{0..31}.mlp.down_proj``
 """
@@ -21,17 +21,17 @@ from overlap_inductor.report.report import NearMiss
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.report.report import SiteReport
 
-# A number is a layer's only when it is a whole component ("layers.3.", "layers[3]"), so that "fc1" and "fc2" stay
+# A number counts as a layer's only if it is a whole component ("layers.3.", "layers[3]"), so that "fc1" and "fc2" stay
 # apart.
 _INDEX = re.compile(r"(?<=[.\[/])\d+(?=[.\]/]|$)|^\d+(?=[.\]/])")
-# FX numbers its nodes: mm, mm_1, mm_2. A reason that names one is the same reason in every layer.
+# FX numbers its nodes: mm, mm_1, mm_2. Reasons that differ only in such a number are one reason.
 _NODE_NUMBER = re.compile(r"(?<=[A-Za-z])_\d+\b")
 _NO_MODULE = "(no module name)"
 
 
 @dataclass(frozen=True)
 class SiteGroup:
-    """Sites alike in everything but the numbers in their module names. ``module`` is the common name."""
+    """Sites that differ at most in the numbers in their names. ``module`` is the common name."""
 
     module: str
     sites: tuple[SiteReport, ...]
@@ -46,13 +46,13 @@ class SiteGroup:
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
-        """The first site's reasons; the others' differ at most in the names of modules and nodes."""
+        """The first site's reasons. The other sites' reasons differ at most in the names of modules and nodes."""
         return tuple(self.decision.reasons)
 
 
 @dataclass(frozen=True)
 class MissGroup:
-    """Near misses with one collective and one reason, alike in everything but names."""
+    """Near misses of equal collectives with equal reasons, but for names. ``module`` is the common name."""
 
     module: str
     misses: tuple[NearMiss, ...]
@@ -82,10 +82,10 @@ def template(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def common_names(names: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """The fewest readable names for ``names``: each with the positions in ``names`` that it stands for.
+    """The fewest readable names for ``names``, each with the positions in ``names`` that it stands for.
 
-    A name such as ``a.{0..3}.b.{0,1}`` stands for every combination; where some are missing, the names are split
-    by their first number until that is true, so a name never claims a layer that is not there.
+    A name such as ``a.{0..3}.b.{0,1}`` stands for every combination. If some are missing, the names are split by the
+    first number that varies until none is, so a name never claims a layer that is not there.
     """
     by_template: dict[str, list[tuple[tuple[int, ...], int]]] = {}
     for position, name in enumerate(names):
@@ -103,7 +103,7 @@ def common_names(names: Sequence[str]) -> list[tuple[str, list[int]]]:
 
 
 def group_sites(report: OverlapReport) -> list[SiteGroup]:
-    """The report's sites, in order of first appearance, repeated layers together."""
+    """The report's sites in order of first appearance, repeated layers in one group."""
     alike: dict[str, list[SiteReport]] = {}
     for site in report.sites:
         alike.setdefault(_site_key(site), []).append(site)
@@ -115,7 +115,8 @@ def group_sites(report: OverlapReport) -> list[SiteGroup]:
 
 
 def group_near_misses(report: OverlapReport) -> list[MissGroup]:
-    """The report's near misses, one entry for each collective and reason; the values in a reason tell two apart."""
+    """The report's near misses, one group for each collective, reason and common name. Reasons with different values
+    are different."""
     alike: dict[str, list[NearMiss]] = {}
     for miss in report.near_misses:
         key = repr((_without_names(miss.collective), miss.reason.code, _anonymous(miss.reason.text, miss.module)))
@@ -128,7 +129,7 @@ def group_near_misses(report: OverlapReport) -> list[MissGroup]:
 
 
 def has_layer_numbers(report: OverlapReport) -> bool:
-    """Whether a module name of the report tells one repeated layer from another."""
+    """Whether a site's module name holds the number of a repeated layer."""
     return any(template(site.facts.module)[1] for site in report.sites)
 
 

@@ -1,4 +1,5 @@
-"""Say what happened to a graph: counters, log lines, trace artifacts, the dump; and in ``strict`` mode, insist."""
+"""Publish what happened to a graph: counters, log lines, trace artifacts and the dump. In ``strict`` mode, raise if a
+site was not overlapped."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ _lock = threading.Lock()
 
 
 def last_report() -> OverlapReport | None:
-    """The report of the graph that was compiled, or loaded from a cache, last; ``None`` before the first."""
+    """The report of the graph that was last compiled or loaded from a cache; ``None`` before the first."""
     with _lock:
         return _reports[-1] if _reports else None
 
 
 def all_reports() -> list[OverlapReport]:
-    """The reports of this process, oldest first, of at most the last 256 graphs."""
+    """The reports of the last 256 graphs of this process, oldest first."""
     with _lock:
         return list(_reports)
 
@@ -40,13 +41,14 @@ def forget_reports() -> None:
 
 
 def activate(report: OverlapReport, from_cache: bool = False, dump: str | None = None) -> None:
-    """Make a graph's report known, in the same way after a compile and after a load from a cache.
+    """Publish a graph's report, in the same way after a compile and after a load from a cache.
 
     Args:
-        dump: the folder for reports that is set now (it is no part of the cached report).
+        from_cache: True if the graph was loaded from a cache; the log line says so.
+        dump: the folder for reports that is set now (it is not part of the cached report).
 
     Raises:
-        StrictError: the report's mode is ``strict`` and a site was refused or failed. All else is done before.
+        StrictError: the report's mode is ``strict`` and a site was refused or failed. It is raised last.
     """
     with _lock:
         _reports.append(report)
@@ -62,8 +64,8 @@ def activate(report: OverlapReport, from_cache: bool = False, dump: str | None =
 
 
 def fell_back(reports: Sequence[OverlapReport], text: str, dump: str | None = None) -> None:
-    """Say in the reports of a graph, in the counters and in the dump that it runs without overlap, because ranks
-    differ."""
+    """Record that a graph runs without overlap because ranks differ, in the graph's reports, in the counters and in the
+    dump."""
     for report in reports:
         report.notices.append(text)
         overlapped = report.counters()["sites_overlapped"]

@@ -1,4 +1,4 @@
-"""Read a dump folder back: every graph's ``report.txt``, ranks with the same text together."""
+"""Read a dump folder back: every graph's ``report.txt``, one copy for all ranks with the same text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from overlap_inductor.report.groups import ranges
 
 
 def read_reports(folder: str) -> str:
-    """All reports below ``folder``, one after the other, each headed by its graph and the ranks that wrote it.
+    """All reports below ``folder``, one after the other. Each is headed by its graph and the ranks that wrote it.
 
     Raises:
         OverlapError: there is no such folder, or no report below it.
@@ -19,7 +19,7 @@ def read_reports(folder: str) -> str:
     if not place.is_dir():
         raise OverlapError(f"{folder} is no folder; expected the one that OVERLAP_INDUCTOR_DUMP named")
     found: dict[tuple[str, str], dict[str, list[int]]] = {}
-    # One rank's folder may be named too.
+    # ``folder`` may also be that of one rank.
     files = [*place.rglob("rank_*/*/report.txt"), *(place.glob("*/report.txt") if _rank(place) is not None else ())]
     for file in sorted(files, key=lambda path: _natural(str(path))):
         rank = _rank(file.parent.parent)

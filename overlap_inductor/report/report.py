@@ -1,6 +1,6 @@
-"""``OverlapReport``: what happened to one graph, as data. Rendered by ``render_text`` and ``render_html``.
+"""``OverlapReport``: what happened to one graph, as data. ``render_text`` and ``render_html`` render it.
 
-The report of a graph is stored with the compiled graph and replayed on a cache hit, so it holds no rank and no path.
+A graph's report is stored with the compiled graph and used again on a cache hit, so it holds no rank and no path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SiteReport:
 
 @dataclass
 class NearMiss:
-    """A collective that is no site, and why. ``module`` names where it stands."""
+    """A collective that is not a site, and why. ``module`` names where it stands."""
 
     collective: Collective
     reason: Reason
@@ -49,13 +49,13 @@ class OverlapReport:
         graph: name of the graph, equal on every rank (Dynamo's compile id such as ``0_0``).
         phase: ``forward`` | ``backward`` | ``inference``.
         before / after: the FX graph's readable code before and after the pass.
-        plan_hash: identity of the plan; ranks compare it before they move data. Empty where nothing is overlapped.
+        plan_hash: identity of the plan; ranks compare it before they move data. Empty if nothing is overlapped.
         exchange: JSON text of the ``ExchangePlan`` that the ranks compare at each first run; empty in a graph without
             collectives.
-        groups: process groups of the graph's collectives, in the plan's order, each with the workspace that its sites
+        groups: process groups of the graph's collectives, in the plan's order. Each has the workspace that its sites
             need (JSON text) and its limit in MiB, or nothing.
-        workspaces: symmetric memory that the graph's sites hold on each rank: ``{"ranks", "bytes"}`` of each group with
-            any.
+        workspaces: symmetric memory that the graph's sites hold on each rank: ``{"ranks", "bytes"}`` for each group
+            that has any.
         notices: things the user should know that belong to no site (another pass took the sites, a limit was hit...).
     """
 
@@ -77,7 +77,7 @@ class OverlapReport:
     notices: list[str] = field(default_factory=list)
 
     def counters(self) -> Counter[str]:
-        """The contract's counters: ``sites_found``, ``sites_overlapped``, ``schedule.<name>``, ``reason.<code>``."""
+        """The counters ``sites_found``, ``sites_overlapped``, ``schedule.<name>`` and ``reason.<code>``."""
         counts: Counter[str] = Counter(sites_found=len(self.sites))
         for site in self.sites:
             counts.update(f"reason.{r.code}" for r in site.decision.reasons)
@@ -90,7 +90,7 @@ class OverlapReport:
         return counts
 
     def to_dict(self, graphs: bool = False) -> dict[str, Any]:
-        """``sites.json`` of the contract; with ``graphs`` also what is needed to restore the report."""
+        """The content of ``sites.json``. With ``graphs`` it also holds what is needed to restore the report."""
         value: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "overlap_inductor": self.overlap_inductor,
@@ -115,7 +115,7 @@ class OverlapReport:
 
     @classmethod
     def from_json(cls, text: str) -> OverlapReport:
-        """The report that ``to_json(graphs=True)`` wrote. Raises ``ValueError`` for another schema version."""
+        """The report that ``to_json(graphs=True)`` wrote. Raises ``ValueError`` if its schema version differs."""
         value = json.loads(text)
         if value.pop("schema_version") != SCHEMA_VERSION:
             raise ValueError("the stored overlap report has another schema version; clear the Inductor cache")

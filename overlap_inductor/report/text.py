@@ -1,4 +1,4 @@
-"""``report.txt``: one graph's report for a terminal. Repeated layers take one line; every value is what was decided."""
+"""``report.txt``: one graph's report for a terminal. Repeated layers take one line; every value is as decided."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPEATED_BLOCK = (
 
 
 def render_text(report: OverlapReport) -> str:
-    """The report as text, ending in a newline. Sizes are M x N x K of the rank's own matmul; times are estimates."""
+    """The report as text that ends in a newline. Sizes are M x N x K of the rank's own matmul; times are estimates."""
     groups = group_sites(report)
     sections = [_header(report), _switches(report), _sites(report, groups), _reasons(groups), _plans(groups)]
     sections += [_near_misses(group_near_misses(report)), _notices(report)]

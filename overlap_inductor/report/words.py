@@ -1,4 +1,4 @@
-"""The report's values in the user's words: one short text each, used alike by report.txt and index.html."""
+"""The report's values as short texts for users, the same in report.txt and index.html."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def dtype(name: str) -> str:
 
 
 def matmul(value: Matmul) -> str:
-    """``mm [s0 x 8192 x 3584] bf16``: M x N x K as the rank's own matmul sees them; a batch in front."""
+    """``mm [s0 x 8192 x 3584] bf16``: M x N x K of the rank's own matmul. A batch size stands in front."""
     batch = "" if value.batch == 1 else f"{value.batch} x "
     return f"{value.kind} [{batch}{value.m} x {value.n} x {value.k}] {dtype(value.dtype)}"
 
 
 def matmuls(facts: SiteFacts) -> str:
-    """All matmuls of a site, equal ones counted: ``mm [64 x 64 x 256] fp32 (x2)``."""
+    """All matmuls of a site, with equal ones counted: ``mm [64 x 64 x 256] fp32 (x2)``."""
     counts = Counter(matmul(m) for m in facts.matmuls)
     return ", ".join(text if n == 1 else f"{text} (x{n})" for text, n in counts.items())
 
@@ -74,7 +74,7 @@ def size_in_bytes(value: int | str) -> str:
 
 
 def memory(report: OverlapReport) -> list[str]:
-    """``symmetric memory: 96.0 MiB on each of 8 ranks, of at most 4.0 GiB a group``, a line for each group."""
+    """``symmetric memory: 96.0 MiB on each of 8 ranks, of at most 4.0 GiB a group``: one line for each group."""
     most = size_in_bytes(report.config["workspace_limit"] << 20) if report.workspaces else ""
     return [
         f"symmetric memory: {size_in_bytes(held['bytes'])} on each of {count(len(held['ranks']), 'rank')}, of at most"
@@ -133,11 +133,11 @@ def microseconds(value: float) -> str:
 
 
 PARTS = ("matmul", "collective")
-"""Keys of ``estimate_us`` that are parts of ``keep`` and no schedules."""
+"""Keys of ``estimate_us`` that are parts of ``keep`` and not schedules."""
 
 
 def estimates(piece: PlanPiece) -> str:
-    """``ring 902 us, keep 1342 us (matmul 644 us, collective 698 us)``, cheapest first; empty where nothing was
+    """``ring 902 us, keep 1342 us (matmul 644 us, collective 698 us)``, cheapest first. Empty if nothing has been
     estimated."""
     ordered = sorted(piece.estimate_us.items(), key=lambda item: (item[1], item[0]))
     schedules = ", ".join(f"{name} {microseconds(value)}" for name, value in ordered if name not in PARTS)
@@ -164,7 +164,7 @@ def headline(report: OverlapReport) -> str:
 
 
 def switches(report: OverlapReport) -> list[tuple[str, str, str]]:
-    """Every switch of the configuration: (name, requested, effective in this graph)."""
+    """Every switch of the configuration as (name, requested, effective in this graph)."""
     effective = {
         "schedule": _tally(_main_schedule(s.decision) for s in report.sites),
         "transport": _tally(p.transport for p in _moving_pieces(report) if p.transport),
@@ -189,7 +189,7 @@ def _main_schedule(decision: Decision) -> str:
 
 
 def _direction(route: str) -> str:
-    """How a route's pieces travel; only a gather's ring has the choice that the switch gives."""
+    """How a route's sub-chunks travel. Only a gather's ring has the choice that the switch gives."""
     return {"ring": "unidirectional", "owner": "straight to the owner", "broadcast": "straight to all"}.get(
         route, route
     )

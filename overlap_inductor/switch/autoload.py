@@ -1,8 +1,9 @@
-"""Entry point of the group ``torch.backends``, called at the end of every ``import torch`` of an installed package.
+"""Entry point of the group ``torch.backends``, which every ``import torch`` calls at its end if the package is
+installed.
 
-An exception here would break ``import torch`` for everybody, and every microsecond is everybody's. So: read one
-variable, and only if it switches something on, leave a hook for the import of ``torch._inductor.config``. What the
-variables say is looked at (and complained about) by the first compile.
+An exception here would break ``import torch`` for everybody, and time spent here slows it for everybody. So the entry
+point reads one variable, and only if that switches something on does it leave a hook for the import of
+``torch._inductor.config``. The first compile checks the values of the variables, and reports bad ones.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _enable() -> None:
 def _try(step: Callable[[], None]) -> None:
     try:
         step()
-    except Exception as error:  # noqa: BLE001  whatever it is, the import that we are called from has to go on
+    except Exception as error:  # noqa: BLE001  whatever it is, the import that called us has to go on
         import logging
 
         logging.getLogger("overlap_inductor").warning(

@@ -1,7 +1,7 @@
 """The backend of ``torch.compile(model, backend="overlap_inductor")``: Inductor with the pass in it.
 
-Inductor's own way to patch its configuration for one compile carries the pass; that way also covers a backward that is
-compiled later.
+The pass is handed to Inductor by Inductor's own way to patch its configuration for one compile. That way also covers a
+backward that is compiled later.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def overlap_inductor(
 
     Args:
         mode: Inductor's mode, as ``torch.compile`` takes it (``max-autotune``, ...).
-        options: fields of ``OverlapConfig`` and options of Inductor, in one dictionary. Fields that are not named have
-            the value of ``overlap_inductor.enable()`` where that is in force, else the environment's.
+        options: fields of ``OverlapConfig`` and options of Inductor, in one dictionary. Fields that are not named take
+            the value that is switched on by ``enable()``, ``overlap()`` or the environment's switch, else the
+            environment's.
 
     Raises:
         ConfigError: an option is neither, or a field has a value that is not allowed.
@@ -70,10 +71,10 @@ def compile_with(
 
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``torch.compile``'s options, as our fields and Inductor's options.
+    """Split ``torch.compile``'s options into fields of ``OverlapConfig`` and Inductor's options.
 
     Raises:
-        ConfigError: an option is neither; the message names near ones.
+        ConfigError: an option is neither; the message names similar ones.
     """
     from overlap_inductor.inductor import compile_graph as inductor
 
@@ -92,7 +93,7 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def _reset() -> None:
-    """Called by ``torch.compiler.reset()``: what Inductor's own backend drops there."""
+    """Called by ``torch.compiler.reset()``. Drops what Inductor's own backend drops there."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is not None:
         trees.reset_cudagraph_trees()

@@ -1,4 +1,5 @@
-"""What would be overlapped in a function or a model, without generating code or running a kernel of it."""
+"""``explain``: report what would be overlapped in a function or a model, without generating code or running its
+kernels."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ class Explanation:
 
 
 def explain(fn: Callable[..., Any], *args: Any, config: OverlapConfig | None = None, **kwargs: Any) -> Explanation:
-    """Trace ``fn(*args, **kwargs)``, with its backward where something requires a gradient, and report on every graph.
+    """Trace ``fn(*args, **kwargs)``, and its backward if something requires a gradient, and report on every graph.
 
-    Compiled regions compute nothing and return zeros. Code between them (after a graph break) does run, on these
-    zeros. Nothing is counted, logged or written, and ``last_report()`` stays. Like ``torch._dynamo.explain``, it
+    Compiled regions compute nothing and return zeros. Code between them (after a graph break) does run, on these zeros.
+    Nothing is counted, logged or written, and ``last_report()`` does not change. Like ``torch._dynamo.explain``, it
     drops what Dynamo has compiled.
 
     Args:
-        config: the switches; by default those in force, else the environment's. ``off`` counts as ``report``.
+        config: the switches; by default those in force, else the environment's. Mode ``off`` counts as ``report``.
 
     Raises:
         ConfigError: the environment holds a value that is not allowed.

@@ -1,8 +1,8 @@
 """Switch the pass on for every Inductor compile of the process, and off again.
 
-What is switched on is a stack: the innermost ``overlap()`` of this thread, else ``enable()``, else the environment. The
-slot always holds one and the same pass object, which asks the stack at each compile; so a copy of it that somebody
-has put into a chain of theirs falls silent after ``disable()`` like the one in the slot.
+The switches in force are the first of these that is set: the innermost ``overlap()`` of this thread, ``enable()``, the
+environment. A slot always holds the same pass object, which looks up the switches at each compile. So a copy of it that
+someone has put into a chain of passes also does nothing after ``disable()``, like the one in the slot.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Switch:
     """The pass of each slot of the pipeline."""
     applied = False
     replaced: dict[str, tuple[Any, Any]] = {}
-    """By slot: its value before and after the pass was put in, to put back the very object."""
+    """By slot: its value before and after the pass was put in, so that the same object can be put back."""
 
 
 _switch = _Switch()
@@ -48,10 +48,10 @@ _lock = threading.RLock()
 def enable(**fields: Any) -> OverlapConfig:
     """Overlap in every graph that Inductor compiles from now on, in all threads, until ``disable()``.
 
-    A second call replaces the first one's switches. Graphs that are compiled already stay as they are.
+    A second call replaces the first one's switches. Graphs that are already compiled stay as they are.
 
     Args:
-        fields: fields of ``OverlapConfig``; the environment's variables hold for the others.
+        fields: fields of ``OverlapConfig``. The environment's variables hold for the others.
 
     Raises:
         ConfigError: a field or a variable has a value that is not allowed.
@@ -66,13 +66,13 @@ def enable(**fields: Any) -> OverlapConfig:
 
 
 def disable() -> None:
-    """Switch off ``enable()``, the environment's switch and every ``overlap()`` around this call, and leave nothing
-    behind: the slot holds what others put there, Inductor's functions are its own.
+    """Switch off ``enable()``, the environment's switch and every ``overlap()`` around this call.
 
-    A backward that is not compiled yet, of a graph that is, is then compiled without overlap.
+    Nothing stays behind: the slots hold what others put there, and Inductor's functions are its own again. If a graph's
+    forward is compiled and its backward is not, the backward is then compiled without overlap.
     """
     with _lock:
-        # (What the entry point has left waiting, too.)
+        # This includes the hooks that the entry point has left waiting.
         import_hook.cancel_all()
         _switch.base = _switch.environment = None
         _switch.from_environment = False
@@ -88,10 +88,13 @@ def disable() -> None:
 
 @contextmanager
 def overlap(**fields: Any) -> Iterator[OverlapConfig]:
-    """Overlap in what is compiled inside the ``with`` on this thread; ``overlap(mode="off")`` makes an exception.
+    """Overlap in what is compiled inside the ``with`` on this thread. ``overlap(mode="off")`` switches it off there.
 
-    Compiling is lazy: the first call of a compiled function has to be inside. Its backward follows the forward, also
-    when it is compiled after the block.
+    Compiling is lazy: the first call of a compiled function has to be inside the block. Its backward follows the
+    forward, even if it is compiled after the block.
+
+    Args:
+        fields: as ``enable``.
 
     Raises:
         ConfigError: a field or a variable has a value that is not allowed.
@@ -105,14 +108,15 @@ def overlap(**fields: Any) -> Iterator[OverlapConfig]:
     try:
         yield entry[1]
     finally:
-        # By identity and not from the end: blocks of generators and coroutines need not be left in reverse order.
+        # By identity and not from the end: generators and coroutines may leave their blocks in any order.
         _stack.set(tuple(e for e in _stack.get() if e is not entry))
         with _lock:
             _apply()
 
 
 def enable_from_environment() -> None:
-    """What the autoload entry point leads to: like ``enable()``, but the variables are read by the first compile."""
+    """Like ``enable()``, for the autoload entry point: the first compile reads the variables. Logs a warning, and does
+    nothing, if this torch is not supported."""
     reason = unsupported_reason()
     if reason:
         log.warning("OVERLAP_INDUCTOR is set, but %s", reason)
@@ -123,7 +127,7 @@ def enable_from_environment() -> None:
 
 
 def effective() -> OverlapConfig | None:
-    """The configuration that a compile on this thread gets now, ``None`` if nothing is switched on.
+    """The configuration that a compile on this thread gets now. ``None`` if nothing is switched on.
 
     Raises:
         ConfigError: the environment's switch is in force, and a variable has a value that is not allowed.
@@ -139,14 +143,14 @@ def effective() -> OverlapConfig | None:
 
 
 def require_supported_torch() -> None:
-    """Raises ``UnsupportedError`` where this torch is too old or too new."""
+    """Raises ``UnsupportedError`` if this torch is too old or too new."""
     reason = unsupported_reason()
     if reason:
         raise UnsupportedError(reason)
 
 
 def install_hooks() -> None:
-    """Wrap Inductor's functions now (its modules get imported), for a caller that is about to compile."""
+    """Wrap Inductor's functions now, for a caller that is about to compile. This imports Inductor's modules."""
     from overlap_inductor.inductor import hooks
     from overlap_inductor.passes.pipeline import POST_GRAD
 
@@ -166,7 +170,8 @@ def _apply() -> None:
 
 
 def _wanted(everywhere: bool = False) -> bool:
-    """Whether the slot should hold the pass on this thread, or ``everywhere``. Does not read the environment."""
+    """Whether the slot should hold the pass on this thread or, with ``everywhere``, on threads without an ``overlap()``
+    of their own. Does not read the environment."""
     stack = () if everywhere else _stack.get()
     if stack:
         return stack[-1][1].mode != "off"

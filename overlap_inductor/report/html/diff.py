@@ -1,4 +1,4 @@
-"""Two graphs as one page section: changed lines marked, unchanged runs folded. Usable for thousands of lines."""
+"""Show two graphs as one page section: changed lines marked, unchanged runs folded. Usable for thousands of lines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from html import escape
 
 CONTEXT = 3
-"""Unchanged lines shown beside a change; longer runs are folded."""
+"""Unchanged lines that are shown beside a change. All others are folded."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the merged view. ``kind``: same | del | ins; line numbers count from 1, ``None`` if it is absent."""
+    """One line of the merged view. ``kind``: same | del | ins. Line numbers count from 1; ``None`` if the line is
+    absent there."""
 
     kind: str
     text: str
@@ -24,7 +25,7 @@ class Line:
 
 
 def merge(before: str, after: str) -> list[Line]:
-    """Both graphs as one list of lines."""
+    """Both graphs as one list of lines. Unchanged lines appear once."""
     old, new = before.splitlines(), after.splitlines()
     lines: list[Line] = []
     for tag, i, i_end, j, j_end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
@@ -37,7 +38,8 @@ def merge(before: str, after: str) -> list[Line]:
 
 
 def render_diff(before: str, after: str, anchors: Mapping[str, str]) -> str:
-    """The merged view as HTML. ``anchors`` maps a text (a site's id) to the ``id`` of the first line that holds it."""
+    """The merged view as HTML. ``anchors`` maps a text (a site's id) to the HTML ``id`` that the first line with that
+    text gets."""
     lines = merge(before, after)
     if not lines:
         return '<p class="quiet">No graph was kept: it holds no site and no near miss.</p>'
@@ -58,7 +60,7 @@ def render_diff(before: str, after: str, anchors: Mapping[str, str]) -> str:
 
 
 def _fold(lines: list[Line]) -> Iterator[tuple[bool, list[Line]]]:
-    """Runs of lines, each with whether it is folded."""
+    """Runs of lines, each as (whether it is folded, its lines)."""
     shown = [False] * len(lines)
     for index, line in enumerate(lines):
         if line.kind != "same":

@@ -1,5 +1,5 @@
-"""``index.html``: one graph's report as a page that stands alone. What it shows is what ``report.txt`` says, to click
-through."""
+"""``index.html``: one graph's report as a self-contained page. It shows what ``report.txt`` says, the timelines and
+both graphs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def render_html(report: OverlapReport, before: str | None = None, after: str | N
     """The report as one HTML document without links to anything outside.
 
     Args:
-        before / after: the graph's text before and after the pass; the report's own where they are not given.
+        before / after: the graph's text before and after the pass; by default the report's own.
     """
     groups = group_sites(report)
     before = report.before if before is None else before
     after = report.after if after is None else after
     text = before + after
     identities = dict.fromkeys(s.facts.id for s in report.sites if s.facts.id)
-    # An anchor only where the graph names the site: a link that leads nowhere is worse than none.
+    # Only sites that the graph's text names get an anchor: a link that leads nowhere is worse than none.
     anchors = {identity: f"line-{n}" for n, identity in enumerate(identities) if identity in text}
     sections = [
         ("sites", "Sites", _sites(report, groups, anchors)),
@@ -74,7 +74,7 @@ def _tiles(report: OverlapReport) -> str:
 
 
 def _estimate_tile(report: OverlapReport) -> str:
-    """What the overlapped sites were estimated to take before and after; only where each of them has an estimate."""
+    """The estimated time of the overlapped sites before and after. Empty unless each of them has an estimate."""
     pieces = [s.decision.moving for s in report.sites if s.decision.status == "overlapped" and s.decision.plan]
     if not pieces or not all({"keep", p.schedule} <= p.estimate_us.keys() for p in pieces):
         return ""
@@ -184,7 +184,7 @@ def _reasons(report: OverlapReport, groups: Sequence[SiteGroup]) -> str:
 
 
 def _timelines(groups: Sequence[SiteGroup]) -> str:
-    """One sketch for each pattern that was overlapped by a ring: the first such site's."""
+    """One sketch for each pattern that was overlapped by schedule ``ring``: that of its first such site."""
     seen: dict[str, str] = {}
     for group in groups:
         if (

@@ -1,4 +1,4 @@
-"""The page around a report: style and script inline, nothing loaded, light or dark as the reader's browser is."""
+"""The document around a report: style and script inline, nothing loaded, light or dark as the reader's browser is."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ for (const button of document.querySelectorAll('[data-step]')) button.addEventLi
 """
 
 
-# Nothing may be loaded, whatever a name in a graph holds.
+# Forbids the page to load anything, whatever a name in a graph holds.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 

@@ -1,8 +1,8 @@
-"""A sketch of the timeline of one site with schedule ``ring``, on one rank: what runs when, one after the other and
-overlapped. From estimates.
+"""Sketch the timeline of one site with schedule ``ring`` on one rank, from estimates: the original order and the
+overlapped one.
 
-The lengths come from ``estimate_us`` (``matmul`` and ``collective`` alone); the steps from the plan's world size,
-sub-chunks and route. Without an estimate both are drawn equally long. It shows why time is saved, not how much was.
+The lengths come from ``estimate_us`` (``matmul`` and ``collective`` alone), the steps from the plan's sub-chunks and
+the world size. Without an estimate both are drawn equally long. The sketch shows why time is saved, not how much was.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _WIDTH, _LEFT, _LANE, _GAP = 1240, 90, 26, 6
 
 @dataclass(frozen=True)
 class Bar:
-    """A piece of work on a lane; times in microseconds, or in halves of the whole where nothing was estimated."""
+    """A piece of work on a lane. ``start``, ``end``: microseconds, or halves of the serial time if nothing was
+    estimated."""
 
     lane: str
     start: float
@@ -67,7 +68,7 @@ def sketch(site: SiteReport, piece: PlanPiece) -> Sketch:
 
 
 def _gather(matmul: float, collective: float, world_size: int, parts: int) -> list[Bar]:
-    """The own shard is multiplied while the others arrive; a sub-chunk is multiplied once it is here."""
+    """Gather, then matmul: the own shard is multiplied while the others arrive, and a sub-chunk once it has arrived."""
     hops = (world_size - 1) * parts
     hop, step = collective / hops, matmul / (world_size * parts)
     bars = [Bar("transfer", i * hop, (i + 1) * hop, f"arrives {i + 1}/{hops}") for i in range(hops)]
@@ -81,8 +82,8 @@ def _gather(matmul: float, collective: float, world_size: int, parts: int) -> li
 
 
 def _reduce(matmul: float, collective: float, world_size: int, parts: int, legs: int) -> list[Bar]:
-    """The others' slices first, each sent while the next is multiplied. All-reduce: in bands, each gathered back under
-    the next."""
+    """Matmul, then reduce: the others' slices come first, and each is sent while the next is multiplied. All-reduce
+    (``legs`` 2): in bands; a band's sums go to all ranks while the next band is multiplied."""
     step = matmul / (world_size * parts)
     hop = collective / (legs * (world_size - 1) * parts)
     bars: list[Bar] = []
@@ -115,7 +116,7 @@ def _reduce(matmul: float, collective: float, world_size: int, parts: int, legs:
 
 
 def _after_each(matmul: float, collective: float, parts: int) -> list[Bar]:
-    """A band of the output is sent while the next is multiplied."""
+    """Matmul, then all-gather: a band of the output is sent while the next is multiplied."""
     bars: list[Bar] = []
     now = free = 0.0
     for i in range(parts):
@@ -127,7 +128,7 @@ def _after_each(matmul: float, collective: float, parts: int) -> list[Bar]:
 
 
 def render_sketch(module: str, site: SiteReport, piece: PlanPiece) -> str:
-    """The sketch of a site as a ``<figure>`` with an inline SVG and a caption that says what it is not."""
+    """The sketch of a site as a ``<figure>`` with an inline SVG and a caption that states the sketch's limits."""
     drawing = sketch(site, piece)
     scale = (_WIDTH - _LEFT - 8) / drawing.length
     rows, top = [], 0
