@@ -1,8 +1,8 @@
-"""What every schedule's estimate rests on: the sizes of a site, and the seconds of its matmul and of its collective
-alone.
+"""The cost model estimates the seconds of a site's matmul alone and of its collective alone, from the site's sizes.
 
-``serial = T_matmul + T_collective``. A schedule hides one behind the other except for a part of its own, and pays a
-fixed cost (CommFuse 1.3 and XLA's windowed-einsum gate have the same form); see ``cost.py`` of each schedule.
+Without overlap a site takes ``T_matmul + T_collective``. A schedule hides part of one behind the other and pays a fixed
+cost; ``cost.py`` of each schedule says how much stays exposed. CommFuse 1.3 and XLA's windowed-einsum gate have the same
+form.
 """
 
 from __future__ import annotations
@@ -12,17 +12,26 @@ from dataclasses import dataclass
 from overlap_inductor.facts.machine import Machine
 
 MARGIN = 1.05
-"""How much faster than ``keep`` a schedule must be estimated."""
+"""A schedule is chosen only if it is estimated this many times as fast as ``keep``."""
 MARGIN_UNMEASURED = 1.25
-"""The same in groups larger than those that were measured."""
+"""The margin for groups larger than those that were measured."""
 
 
 @dataclass(frozen=True)
 class SiteSizes:
-    """Numbers of one site at one token count: FLOPs of its matmuls, bytes a rank sends a leg, item size, legs (2 for an
-    all-reduce), the 128 x 256 tiles of its matmuls, whether it is a gather that comes before them, whether its launches
-    become one (``runtime.replay``), and bytes of the gathered tensor where others read it, too, which an op copies out
-    of its workspace."""
+    """Sizes of one site at one token count.
+
+    Attributes:
+        flops: FLOPs of its matmuls.
+        bytes_sent: bytes that a rank sends in each leg.
+        itemsize: bytes of an element of the matmuls' left operand.
+        legs: 2 for an all-reduce, else 1.
+        tiles: output tiles of 128 x 256 of its matmuls.
+        gathers: whether the collective is an all-gather.
+        replays: whether its launches are replayed as one (``runtime.replay``).
+        handed_out: bytes of the gathered tensor if nodes outside the site read it; an op copies it out of its
+            workspace for them. Else 0.
+    """
 
     flops: float
     bytes_sent: float
@@ -44,10 +53,10 @@ def collective_seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def kind_of(sizes: SiteSizes, matmul: float, wire: float) -> int:
-    """0: a gather; 1: a scatter; 2: an all-reduce; 3: one whose wire takes longer than its matmul."""
+    """0: gather; 1: scatter; 2: all-reduce; 3: all-reduce whose ``wire`` seconds exceed its ``matmul`` seconds."""
     return 0 if sizes.gathers else sizes.legs + (sizes.legs > 1 and wire > matmul)
 
 
 def copy_seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds to read the gathered tensor from the workspace and write it where others read it."""
+    """Seconds to copy the gathered tensor out of the workspace: one read and one write of ``handed_out`` bytes."""
     return 2 * sizes.handed_out / machine.memory_bytes

@@ -1,4 +1,4 @@
-"""What can be decided for a site: ``Reason``, ``PlanPiece`` and ``Decision``. Plain data, no FX, no kernels."""
+"""``Decision`` holds what was decided for a site, as ``PlanPiece`` and ``Reason``. Plain data, no FX, no kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a site was not overlapped, or not overlapped as asked. ``code`` is stable, ``text`` holds the values."""
+    """Why a site is not overlapped, or not as asked. ``code`` is stable across versions; ``text`` is a sentence with the
+    values."""
 
     code: str
     text: str
@@ -21,7 +22,8 @@ class PlanPiece:
     """One schedule for a range of token counts.
 
     Attributes:
-        tokens: first and last token count (rows of the rank's own matmul) served; ``None`` means without bound.
+        tokens: first and last token count that the piece serves, in rows of the rank's own matmul; ``None``: no upper
+            bound.
         parameters: schedule parameters (``sub_chunks``, ``direction``, ``unrolled``...), part of the plan's identity.
         estimate_us: estimated microseconds of every schedule that was compared.
     """
@@ -45,7 +47,7 @@ class Decision:
 
     @property
     def moving(self) -> PlanPiece:
-        """The piece that overlaps; ``keep`` where nothing does."""
+        """The first piece that overlaps, or the last piece if all are ``keep``."""
         return next((p for p in self.plan if p.schedule != "keep"), self.plan[-1])
 
     def to_dict(self) -> dict[str, Any]:

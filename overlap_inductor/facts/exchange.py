@@ -1,8 +1,8 @@
-"""``ExchangePlan``: what the ranks of a group exchange in one graph, as text that every rank can compare. Plain data.
+"""``ExchangePlan`` describes what a rank exchanges in one graph, as text that ranks can compare. Plain data.
 
-Ranks must agree on what moves between them: in which order, of which size and dtype, by which schedule and transport.
-What a rank computes for itself (the contracted size, a bias, an epilogue, the kind of matmul, its own padding) is no
-part of the plan.
+Ranks must agree on what moves between them: the order, the sizes and dtypes, the schedules and transports. The plan
+leaves out what a rank computes for itself: the contracted size, a bias, an epilogue, the kind of matmul, its own
+padding.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class ExchangePlan:
 
     Attributes:
         version: version of overlap_inductor.
-        mode: the switch (``off``, ``report``, ``on``, ``strict``); no part of the digest, so that ``on`` and ``strict``
-            agree.
-        steps: one line for each transfer in the order of issue, of all groups; a collective left as it is counts, too.
-        overlaps: whether any of these lines is an overlapped one.
-        config: the switches, to name a likely cause where plans differ; no part of the digest.
-        groups: names of the process groups in the order of the steps' g0, g1, ...; of each of several joined plans.
-            This rank's own, so no part of the digest.
+        mode: the switch (``off``, ``report``, ``on``, ``strict``). The digest holds only whether it is ``off``, so
+            ``on`` and ``strict`` agree.
+        steps: one line for each transfer of all groups, in the order of issue. A kept collective has a line, too.
+        overlaps: whether any line is an overlapped transfer.
+        config: the switches, which ``difference`` names as a likely cause. Not in the digest.
+        groups: this rank's names of the process groups g0, g1, ... of the steps, one tuple for each joined plan. Not
+            in the digest.
         parts: the plans that this one joins.
     """
 
@@ -43,24 +43,25 @@ class ExchangePlan:
 
     @cached_property
     def digest(self) -> str:
-        """Equal on two ranks that exchange alike."""
+        """16 hex digits of a SHA-256, equal on two ranks that exchange alike."""
         text = json.dumps([self.version, list(self.steps), "off" if self.mode == "off" else "on"])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
     def collectives(self) -> tuple[str, ...]:
-        """The collectives behind the steps, overlapped or not, sorted: ``("g0: all_gather", ...)``."""
+        """The collectives of the steps, overlapped or kept, sorted: ``("g0: all_gather", ...)``."""
         return tuple(sorted(" ".join(step.split(" ")[:2]).split("(")[0] for step in self.steps))
 
     def count_in(self, group: str) -> int:
-        """How many collectives of ``group`` stand behind the steps."""
+        """How many steps belong to ``group``."""
         if self.parts:
             return sum(part.count_in(group) for part in self.parts)
         names = self.groups[0] if self.groups else ()
         return sum(s.startswith(f"g{names.index(group)}:") for s in self.steps) if group in names else 0
 
     def alias(self, group: str) -> str:
-        """Which of the steps' groups ``group`` is: ``"0"`` for g0; one number for each of several joined plans."""
+        """The number of ``group`` in the steps: ``"0"`` for g0. Joined plans give one number each, or ``-`` where the
+        group is absent, separated by commas."""
         return ",".join(str(names.index(group)) if group in names else "-" for names in self.groups)
 
     def to_json(self) -> str:
@@ -77,7 +78,7 @@ class ExchangePlan:
 
     @classmethod
     def from_json(cls, text: str) -> ExchangePlan:
-        """The plan that ``to_json`` wrote, here or by another version, whose other fields are not read."""
+        """The plan that ``to_json`` wrote, here or in another version. Unknown fields are ignored."""
         value = json.loads(text)
         version = str(value.get("overlap_inductor", "?"))
         steps, config = value.get("steps", ()), value.get("config", {})
@@ -93,7 +94,7 @@ class ExchangePlan:
 
     @classmethod
     def joined(cls, plans: list[ExchangePlan]) -> ExchangePlan:
-        """The plan of a graph and its subgraphs."""
+        """One plan of a graph and its subgraphs; version, mode and config are the first plan's."""
         if len(plans) == 1:
             return plans[0]
         first = plans[0]
@@ -104,8 +105,8 @@ class ExchangePlan:
 
 
 def difference(mine: ExchangePlan, others: Mapping[int, ExchangePlan]) -> str:
-    """How the plans of other ranks (by global rank) differ from ``mine``, the ranks of one plan together; ``""`` where
-    none does."""
+    """How the plans of ``others`` (by global rank) differ from ``mine``; ``""`` if none does. Ranks with the same plan
+    are named together."""
     alike: dict[str, list[int]] = {}
     for rank, plan in sorted(others.items()):
         if plan.digest != mine.digest:

@@ -1,7 +1,7 @@
-"""The machine as the analytic gate sees it: a matmul rate, a link rate and the cost of one step. Shipped defaults, not
-measurements.
+"""``Machine`` holds the rates and fixed costs from which schedules are estimated, by device type.
 
-They are facts that all ranks of a group share (device type only), so that every rank decides alike.
+The values are shipped defaults; nothing is measured in the run. They rest on facts that all ranks of a group share, so
+every rank decides alike.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """What a device type does.
+    """Rates and fixed costs of a device type.
 
     Attributes:
         matmul_flops: FLOP/s by item size.
-        link_bytes: B/s each way between two ranks; collective_seconds: fixed cost of a collective.
+        link_bytes: B/s in each direction between two ranks.
         step_seconds: fixed cost of one hop of a ring.
+        collective_seconds: fixed cost of a collective.
         overlapped_efficiency: rate of chunk matmuls while transfers run beside them, relative to one whole matmul
             alone.
-        memory_bytes: B/s that a kernel reads and writes (sums of partial results on one H100: 2.72e12).
-        least_tiles: tiles of 128 x 256 from which on a matmul is worth a schedule that cuts it inside of one op.
+        least_tiles: fewest tiles of 128 x 256 for which a schedule that cuts the matmul inside one op pays.
+        memory_bytes: B/s that a kernel reads and writes (summing partial results on one H100: 2.72e12).
     """
 
     name: str
@@ -41,14 +42,14 @@ _MACHINES = {
     # kernels take SMs and memory bandwidth from the matmuls beside them: 0.75 is what the ring reached on 4 H200s
     # (bench/results/ring_nccl.jsonl).
     "cuda": Machine("cuda", {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15}, 3e11, 20e-6, 30e-6, 0.75),
-    # GPUs of one machine that do not reach each other's memory. Two H200s with NCCL_P2P_DISABLE=1, 4096 to 16384
-    # tokens: 25 to 29 GB/s through the host's memory; groups of waves 1.34 to 1.54 times as fast as the plain graph,
-    # the ring 0.82 to 0.98 (bench/results/operators_without_peers.jsonl).
+    # GPUs of one machine that cannot access each other's memory. Two H200s with NCCL_P2P_DISABLE=1 at 4096 to 16384
+    # tokens moved 25 to 29 GB/s through the host's memory. Against the plain graph, wave groups ran 1.34 to 1.54 times
+    # as fast and the ring 0.82 to 0.98 times (bench/results/operators_without_peers.jsonl).
     WITHOUT_PEERS: Machine(WITHOUT_PEERS, {8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15}, 2.8e10, 20e-6, 30e-6, 0.3),
 }
 
 
 def machine_for(device_type: str) -> Machine:
-    """The shipped profile of a device type, or of GPUs ``WITHOUT_PEERS``; an unknown accelerator is taken for a CPU,
+    """The shipped profile of a device type, or of GPUs ``WITHOUT_PEERS``. An unknown accelerator gets the CPU's profile,
     which overlaps only large sites."""
     return _MACHINES.get(device_type, _MACHINES["cpu"])

@@ -1,6 +1,7 @@
-"""``SiteFacts``: what a site is, in JSON-able values that every rank computes alike. No FX nodes in here.
+"""``SiteFacts`` describes a site in JSON-able values. It holds no FX nodes.
 
-A size is an ``int`` or the text of an expression in the graph's symbols (``"2*s0"``), as the rank's own matmul sees it.
+The values are computed alike on every rank. Sizes are those of the rank's own matmul: an ``int``, or the text of an
+expression in the graph's symbols (``"2*s0"``).
 """
 
 from __future__ import annotations
@@ -14,8 +15,14 @@ Size = int | str
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of the graph. ``dim``: logical dim gathered or scattered; ``role``: that dim's matmul role M, N, K
-    or B; ``bytes``: bytes of the full (gathered, or not yet scattered) tensor, an int or an expression."""
+    """A collective of the graph.
+
+    Attributes:
+        ranks: global ranks of the group.
+        dim: logical dim that is gathered or scattered.
+        role: the matmul role of that dim: M, N, K or B.
+        bytes: bytes of the full tensor (after a gather, before a scatter), an int or an expression.
+    """
 
     kind: str
     ranks: tuple[int, ...]
@@ -36,7 +43,8 @@ class Collective:
 class Matmul:
     """One matmul of a site.
 
-    ``kind``: mm | addmm | bmm | baddbmm | scaled_mm. ``role``: the role of the sharded dim in this matmul.
+    ``kind``: mm | addmm | bmm | baddbmm | scaled_mm | int_mm. ``m``, ``n``, ``k``, ``batch``: sizes in elements.
+    ``dtype``: of the left operand. ``role``: the role of the sharded dim in this matmul.
     """
 
     kind: str
@@ -50,8 +58,8 @@ class Matmul:
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """A matmul-collective site. ``id`` is the same on every rank and in every run; ``module`` is the user's name for
-    it."""
+    """A matmul-collective site. ``id`` is the same on every rank and in every run; ``module`` is the path of the user's
+    module."""
 
     id: str
     pattern: str

@@ -1,15 +1,15 @@
-"""Write down what a graph exchanges: one line for each transfer, equal on all ranks that move the same bytes in the
+"""Write the ``ExchangePlan`` of a graph: one line for each transfer, equal on all ranks that move the same bytes in the
 same way.
 
-A line names the group, the collective, the dtype and shape that move, and for an overlapped site its pattern, schedule,
-transport and the parameters that both ends must share::
+A line names the group, the collective and the dtype. For an overlapped site it also names the shape, pattern, schedule,
+transport, and the parameters that both ends must share::
 
     g0: all_gather bfloat16 [2048, 8192] in all_gather_matmul by ring/p2p (route=ring, sub_chunks=4)
     g0: all_reduce bfloat16 kept
 
-Sizes are those of the collective, equal on all ranks. Symbols are named in their order of appearance (``d0``), since
-two ranks may have named the same size differently. Groups are named likewise (``g0``), since ranks of one mesh are in
-different groups of the same kind.
+Sizes are those of the collective, which are equal on all ranks. Symbols are named in order of appearance (``d0``),
+because ranks may have named the same size differently. Groups are named the same way (``g0``), because ranks of one mesh
+are in different groups of the same kind.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from overlap_inductor.torch_compat.distributed import group_ranks
 from overlap_inductor.version import __version__
 
 _OWN = {"epilogue", "matmuls", "unrolled"}
-"""Parameters of what a rank computes for itself. (Where unrolled steps cut otherwise than the looping op, ``_cut`` says
-so.)"""
+"""Parameters of what a rank computes for itself, which lines leave out. If unrolled steps cut differently from the
+looping op, the words of ``_cut`` differ."""
 
 
 class _Names:
@@ -69,8 +69,8 @@ class _Names:
 
 
 class SiteFootprint:
-    """What one overlapped site moves, read before the rewrite erases its nodes; ``lines`` writes it once its place in
-    the order is known."""
+    """What one overlapped site moves. It is read before the rewrite erases the site's nodes. ``lines`` writes it when
+    the site's place in the order is known."""
 
     def __init__(self, site: OverlapSite, config: OverlapConfig) -> None:
         first = site.collectives[0]
@@ -87,17 +87,16 @@ class SiteFootprint:
         self.sent = "" if isinstance(site.nodes, ReduceNodes) else _sent(site.nodes, plan)
         self.cut = _cut(site, plan)
         nodes = site.nodes
-        # (As of the sites' nodes: symbols are named when the place of the line is known.)
+        # Sizes stay symbolic here. ``lines`` names the symbols when the line's place is known.
         self.order: list[tuple[int, Any]] = []
         if isinstance(nodes, ReduceNodes):
             self.order = _order(nodes.leaf_layout, nodes.layouts[nodes.computed[0]])
-        # A one-op schedule holds workspace under the site's id, and its tiles follow the sharded dim's role in the
-        # matmul.
+        # A one-op schedule holds workspace under the site's id. Its tiles depend on the role of the sharded dim.
         needs = planner.workspace([site]).get(self.group) if one_op else None
         self.held = f" as {facts.id} {facts.matmuls[0].role} {needs} of {config.workspace_limit} MiB" if needs else ""
 
     def lines(self, names: _Names) -> list[str]:
-        """The site's transfer, and one line for each all-reduce whose result was added to the first one's."""
+        """The line of the site's transfer, then one for each all-reduce whose result is added to the first one's."""
         return [self._line(names), *([f"{names.group(self.group)}: {self.what} added to the one before"] * self.added)]
 
     def _line(self, names: _Names) -> str:
@@ -120,25 +119,26 @@ def _how(piece: PlanPiece, parameters: Mapping[str, Any]) -> str:
 def _shared_parameters(site: OverlapSite, piece: PlanPiece) -> dict[str, Any]:
     parameters = {k: v for k, v in piece.parameters.items() if k not in _OWN}
     if parameters.get("route") == "travel" and not piece.parameters.get("unrolled", True):
-        # (No looping op has a travelling accumulator.)
+        # The looping ops have no travelling accumulator.
         parameters["route"] = "owner"
     return parameters
 
 
 def _sent(nodes: GatherNodes, plan: list[PlanPiece]) -> str:
-    """What is computed of a shard before it is sent: by unrolled steps nothing, by an op all that stands before the
-    matmul."""
+    """What is computed on a shard before it is sent, as text. Unrolled steps compute nothing before; an op computes all
+    nodes that stand between the gather and its matmuls."""
     if all(p.parameters.get("unrolled", p.schedule == "keep") for p in plan):
         return ""
-    # (In the graph's order, and without nodes' names, which depend on what else a rank's graph holds. A cat of pieces
-    # is seen through, and its pieces with it.)
+    # In graph order. Node names are left out, because they depend on the rest of the rank's graph. View-like nodes are
+    # skipped, and so are the pieces that a cat joins.
     computed = sorted(
         n for n in between(nodes) if n not in nodes.through and (tools.is_pointwise(n) or n in nodes.layouts)
     )
     places = {n: i for i, n in enumerate(computed)}
 
     def name(node: fx.Node) -> str:
-        """What a node reads: another of these, the gathered tensor in some form, or a tensor from elsewhere."""
+        """A name for an input: ``v0``, ``v1``, ... for computed nodes, ``x`` for the gathered tensor in any form,
+        ``other`` for a tensor from elsewhere."""
         while node in nodes.through:
             node = nodes.through[node]
         return f"v{places[node]}" if node in places else "x" if node is nodes.collective.wait else "other"
@@ -150,10 +150,10 @@ def _sent(nodes: GatherNodes, plan: list[PlanPiece]) -> str:
 
 
 def _cut(site: OverlapSite, plan: list[PlanPiece]) -> tuple[list[Any], str] | None:
-    """What sub-chunks are made of: ``(sizes, words)``.
+    """``(sizes, words)`` that say what is cut into sub-chunks; ``None`` for a gather without sub-chunks.
 
-    Of a gather the rows of a shard that are cut; of an output that is gathered all its rows; of a reduction the outer
-    and the chunk size of the dim that is cut.
+    The sizes are, for a gather, the rows of a shard that are cut; for a gathered output, all its rows; for a reduction,
+    the outer and the chunk size of the dim that is cut.
     """
     nodes, looping = site.nodes, any(not p.parameters.get("unrolled", True) for p in plan)
     if isinstance(nodes, GatherNodes):
@@ -168,17 +168,17 @@ def _cut(site: OverlapSite, plan: list[PlanPiece]) -> tuple[list[Any], str] | No
             else []
         ), ""
     if nodes.collectives[0].kind == "all_gather":
-        # (A rank may have less of it than it sends.)
+        # The rows with padding: a rank may compute fewer rows than it sends.
         return gathered_shape(nodes)[:1], ""
     outer, dim = nodes.sharded.outer, nodes.sharded.dim
-    # (The looping op brings other dims to the front before it cuts.)
+    # The looping op moves the rows to the front before it cuts.
     moved = " rows in front" if looping and not (isinstance(outer, int) and outer == 1 and dim == 0) else ""
     return [outer, nodes.sharded.chunk], f" on dim {dim}{moved}"
 
 
 def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
-    """How the matmul's result orders the elements of the collective's input: ``(place, size)`` of each run of
-    consecutive dims; nothing where the order is the same."""
+    """How the matmul's result orders the elements of the collective's input: ``(place in the input, size)`` of each run
+    of dims that are consecutive in both; empty if the order is the same."""
     places = {_key(atom): i for i, atom in enumerate(sent.flat())}
     runs: list[tuple[int, list[Atom]]] = []
     newest = None
@@ -197,20 +197,21 @@ def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
 
 
 def _key(atom: Atom) -> int | str:
-    """(The rank's atom is another one behind the ``cat`` that brings it in front.)"""
+    """A key of an atom. All rank atoms share one, because a ``cat`` that moves the rank to the front makes a new
+    atom."""
     return "rank" if atom.rank else id(atom)
 
 
 def footprints(sites: list[OverlapSite], config: OverlapConfig) -> dict[str, SiteFootprint]:
-    """By site id, for ``plan_of``; to be called before the sites are rewritten."""
+    """``{site id: footprint}`` for ``plan_of``. Call it before the sites are rewritten."""
     return {site.facts.id: SiteFootprint(site, config) for site in sites}
 
 
 def plan_of(
     graph: fx.Graph, config: OverlapConfig, sites: Mapping[str, SiteFootprint], first_op: Mapping[fx.Node, str]
 ) -> tuple[ExchangePlan, list[str]]:
-    """``(what the graph exchanges, its groups' names in the order g0, g1, ...)``. ``first_op``: the first op of each
-    rewritten site, and its id."""
+    """``(what the graph exchanges, its groups' names in the order g0, g1, ...)``. ``first_op`` maps the first op of each
+    rewritten site to the site's id."""
     names = _Names()
     steps = []
     for node in graph.nodes:
@@ -218,7 +219,7 @@ def plan_of(
             steps += sites[first_op[node]].lines(names)
         elif (kind := collectives.kept_kind(node)) is not None:
             group = collectives.group_name(node)
-            # (One rank exchanges nothing, while the same collective of other ranks may have a group of several.)
+            # A group of one rank exchanges nothing. The same collective may have a larger group on other ranks.
             if group is not None and len(group_ranks(group) or ()) != 1:
                 steps.append(f"{names.group(group)}: {kind} kept")
     groups = (tuple(names.groups),)

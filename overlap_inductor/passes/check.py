@@ -1,5 +1,8 @@
-"""Legality: may a site be touched? An ordered list of small checks, each a reason code and a sentence with values in
-it."""
+"""Check whether a site may be rewritten: an ordered list of small checks.
+
+Each check has a reason code, and returns a sentence with the values that speak against the site, or ``None``. The graph
+does not change.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,14 @@ _FP8 = {
 
 @dataclass
 class Context:
-    """What the checks may look at besides the site: switches, the compile's own limits, and the sites accepted before.
+    """What the checks read besides the site: switches, limits of the compile, and the sites accepted so far.
 
     Attributes:
-        taken: accepted matmuls, and the site of each.
-        needed: what must stand before the steps of accepted gathers (operands, what is moved up for them and what that
-            reads), with where those are.
-        sunk: nodes of accepted sites that run later than they stand, with where.
+        refusal: why the compile can hold no overlap ops, or ``None``.
+        taken: the matmuls of accepted sites; the value is the site's id.
+        needed: nodes that must stand before the steps of accepted gathers: operands, the nodes moved up for them, and
+            what those read. The value is the earliest such anchor.
+        sunk: nodes of accepted gathers that will run later than they stand. The value is the anchor where they run.
     """
 
     config: OverlapConfig
@@ -60,7 +64,7 @@ CHECKS: list[tuple[str, Check]] = []
 
 
 def check(code: str) -> Callable[[Check], Check]:
-    """Register a check under its reason code; checks run in the order in which they stand here."""
+    """Register a check under its reason code. Checks run in the order of this file."""
 
     def register(function: Check) -> Check:
         CHECKS.append((code, function))
@@ -167,8 +171,8 @@ def _streams(site: OverlapSite, context: Context) -> str | None:
 
 @check("mutation")
 def _mutation(site: OverlapSite, context: Context) -> str | None:
-    """A tensor that the site reads is written in place between the site's first and last node: moving reads would see
-    other data."""
+    """Refuse a site if a tensor that it reads is written in place between its first and last node: a read that moved
+    would see other data."""
     members = _members(site)
     if isinstance(site.nodes, GatherNodes):
         members += [*site.nodes.epilogue.nodes, *between(site.nodes), *place(site.nodes).hoisted]
@@ -186,21 +190,21 @@ def _mutation(site: OverlapSite, context: Context) -> str | None:
 
 @check("hoist")
 def _hoist(site: OverlapSite, context: Context) -> str | None:
-    """The operands of a gather's matmuls must be computable where its steps are written, without moving what may not be
-    moved."""
+    """Refuse a gather if its matmuls' operands cannot be computed before its steps without moving a node that may not
+    be moved."""
     if not isinstance(site.nodes, GatherNodes):
         return None
     placement = place(site.nodes)
     if placement.obstacle is not None:
         return f"{placement.obstacle.name} ({placement.obstacle.target}) would have to run earlier than it stands"
-    # (Where an accepted site's moves stand in the way of one place, the other is taken when the graph is rewritten.)
+    # The site is refused only if accepted sites block every place. If one is free, the rewrite takes it.
     crossings = [_crossing(site, p, context) for p in places(site.nodes) if p.obstacle is None]
     return None if None in crossings else crossings[0]
 
 
 def _crossing(site: OverlapSite, placement: Placement, context: Context) -> str | None:
-    """Two sites that each wait for the other's results where they now stand: decided by the order in which they are
-    found, which is the order in which they are moved."""
+    """Why ``placement`` would make this site and an accepted one wait for each other's results, or ``None``. Sites are
+    accepted in the order in which they are found, which is the order in which the rewrite moves them."""
     late = {n for n in _read(placement) if n in context.sunk and placement.anchor < context.sunk[n]}
     if late:
         return f"{_names(late)} would have to run earlier than the site it belongs to"
@@ -211,12 +215,12 @@ def _crossing(site: OverlapSite, placement: Placement, context: Context) -> str 
 
 
 def _read(placement: Placement) -> set[fx.Node]:
-    """What must be there before the steps: operands, what is moved up for them, and what that reads."""
+    """What must stand before the steps: operands, the nodes moved up for them, and what those read."""
     return {*placement.operands, *(n for node in placement.hoisted for n in (node, *node.all_input_nodes))}
 
 
 def _sunk(site: OverlapSite, placement: Placement) -> set[fx.Node]:
-    """What of the site runs later than it stands."""
+    """The site's nodes that will run later than they stand; none if the steps are written at the gather."""
     return {*placement.sunk, *(m.node for m in site.matmuls)} if placement.sunk else set()
 
 
@@ -229,7 +233,7 @@ def _members(site: OverlapSite) -> list[fx.Node]:
 
 
 def refuse(site: OverlapSite, context: Context) -> Reason | None:
-    """The first check that speaks against the site, or ``None``."""
+    """The reason of the first check that refuses the site, or ``None``."""
     for code, function in CHECKS:
         text = function(site, context)
         if text is not None:

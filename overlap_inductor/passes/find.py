@@ -1,4 +1,15 @@
-"""Find every site of a graph, and every collective that is none, with its reason."""
+"""Find every site of a graph, and give a reason for every collective that is no site.
+
+::
+
+    all_gather(x) -> mm(wait, w)           site all_gather_matmul
+    mm(x, w) -> reduce_scatter             site matmul_reduce_scatter
+    mm(x, w) -> all_reduce                 site matmul_all_reduce
+    mm(x, w) -> all_gather                 site matmul_all_gather
+    all_reduce(a) + all_reduce(b)          one matmul_all_reduce of a + b
+
+The graph does not change.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +40,13 @@ aten = tools.aten
 
 
 class SiteFinder:
-    """One walk over a graph's collectives. ``sites`` and ``near_misses`` are in graph order. ``left``: matmuls that a
-    reduction adds up as they are, because they are another site's; none is left to the site of a collective whose name
-    is in ``idle``."""
+    """One walk over a graph's collectives.
+
+    Attributes:
+        idle: names of collectives to whose sites a reduction leaves no matmul.
+        left: matmuls of other sites, which a reduction reads as plain tensors.
+        sites, near_misses: what ``run`` found, in graph order.
+    """
 
     def __init__(self, graph: fx.Graph, phase: str, idle: Collection[str] = ()) -> None:
         self.graph, self.phase, self.idle = graph, phase, idle
@@ -86,7 +101,7 @@ class SiteFinder:
             first = nodes.consumers[0]
             self._add("all_gather_matmul", collective, nodes, _logical_dim(nodes), first.role)
             return
-        # Whatever uses the gathered output, it may be a matmul's own.
+        # The gathered tensor may itself be a matmul's output.
         reduced, obstacle, _ = find_reduce([collective], collective.wait)
         if reduced is None:
             reduced, obstacle = reduce_region.find([collective], collective.wait, self._owned(), obstacle)
@@ -97,7 +112,8 @@ class SiteFinder:
         self._miss(collective.node, "all_gather", obstacles[0] if obstacles else beside.reason(collective))
 
     def _added_later(self, collective: CollectiveNode) -> tuple[list[CollectiveNode], fx.Node] | None:
-        """All-reduces whose results are only added to each other: one reduction of the sum serves (linearity)."""
+        """``(all-reduces, their sum)`` if ``collective`` is one of several all-reduces whose results are only added to
+        each other, else ``None``. One all-reduce of the sum of their inputs gives the same (linearity)."""
         terms, total = [collective], collective.wait
         sums: list[tuple[list[CollectiveNode], fx.Node]] = []
         while (above := self._sum_of_like(collective, total)) is not None:
@@ -114,7 +130,8 @@ class SiteFinder:
         return None
 
     def _sum_of_like(self, collective: CollectiveNode, term: fx.Node) -> tuple[list[CollectiveNode], fx.Node] | None:
-        """``(all-reduces in the other term, sum)`` where ``term`` is only added to all-reduces of the same kind."""
+        """``(all-reduces in the other term, sum)`` if ``term`` is only added to all-reduces of the same kind, else
+        ``None``."""
         total = next(iter(term.users)) if len(term.users) == 1 else None
         if (
             total is None
@@ -136,8 +153,8 @@ class SiteFinder:
         return (found, total) if found is not None else None
 
     def _all_reduces_in(self, term: fx.Node, like: CollectiveNode) -> list[CollectiveNode] | None:
-        """The all-reduces that ``term`` is a sum of, all of the group, op, shape and dtype of ``like``; ``None`` where
-        it is anything else."""
+        """The all-reduces that ``term`` is a sum of, if all have the group, op, shape and dtype of ``like``; else
+        ``None``."""
         found, pending = [], [term]
         while pending:
             node = pending.pop()
@@ -161,8 +178,8 @@ class SiteFinder:
         return found if kind == "all_reduce" and isinstance(found, CollectiveNode) else None
 
     def _owned(self) -> set[fx.Node]:
-        """Matmuls of sites found before, and of all gathers: added up all-reduces are found at the first one, which a
-        gather may stand behind."""
+        """Matmuls of all gather sites, and of the sites found so far. Gather sites later in the graph count, because a
+        sum of all-reduces is found at its first one."""
         gathered = {
             c.matmul.node
             for node, nodes in self._gather_sites.items()
@@ -222,9 +239,9 @@ class SiteFinder:
             anchor = nodes.leaves[0].node
         facts = finding.describe(collective.node, collective.kind, dim, role)
         module = naming.module_of(anchor) or naming.module_of(collective.node)
-        # Node names are no part of the identity (Inductor numbers them after what it did elsewhere in the graph), nor
-        # are the matmuls: ranks may have more or less of a dim, a bias, or padding of their own. What the collective
-        # moves is the same on all of them, and so is its place among the graph's collectives.
+        # The id must be the same on all ranks. What the collective moves and its place among the graph's collectives
+        # are. Node names are not, because Inductor numbers them after other work in the graph. Matmuls are not: a rank
+        # may have another size of a dim, a bias, or padding of its own.
         ordinal = self._ordinals[collective.node]
         moves = f"{facts.reduce_op}:{facts.dtype}:{tools.size_text(tools.shape(collective.input)[-1])}"
         identity = naming.site_id(pattern, module, self.phase, ordinal, moves)
@@ -240,6 +257,7 @@ class SiteFinder:
 
 
 def _logical_dim(nodes: GatherNodes) -> int | None:
-    """The dim of the gathered tensor that the user gathered (before it was flattened for the matmul)."""
+    """The dim that the user gathered, before the tensor was flattened for the matmul: the dim of the ``cat`` that joins
+    the shards, else 0."""
     sources = [n for n in nodes.through if n.target is aten.cat.default]
     return operators.argument(sources[0], "dim") if sources else 0

@@ -1,4 +1,12 @@
-"""Find ``all-gather -> matmul``: follow the gathered tensor forward to every matmul that it is an operand of."""
+"""Find ``all-gather -> matmul``: follow the gathered tensor forward to every matmul that it is an operand of.
+
+The finder leaves the graph as it is. It gives one site with all consumers, which the rewrite replaces together::
+
+    wait = wait_tensor(all_gather(x [s, h]))        # [R s, h]
+    view = reshape(wait)                            # views, row-wise and pointwise ops may stand between
+    y, z = mm(view, w), mm(view, v)                 # consumers: operand, role of the gathered dim, layout
+    ->  y, z from the steps' pieces: mm of one shard each, while the next shard moves
+"""
 
 from __future__ import annotations
 
@@ -30,7 +38,7 @@ aten = tools.aten
 
 
 def _pieces(cat: fx.Node) -> tuple[fx.Node, list[tuple[Any, Any]]] | None:
-    """``(source, [(start, length) of every piece along dim 0])`` of a cat of pieces of one tensor, else ``None``."""
+    """``(source, [(start, length) of every piece along dim 0])`` if ``cat`` joins pieces of one tensor, else ``None``."""
     source: fx.Node | None = None
     spans: list[tuple[Any, Any]] = []
     for node in cat.args[0]:  # type: ignore[union-attr]
@@ -43,10 +51,10 @@ def _pieces(cat: fx.Node) -> tuple[fx.Node, list[tuple[Any, Any]]] | None:
 
 
 def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason | None:
-    """For ``cat`` of the rank shards of one gathered tensor: ``(tensor, rows kept of the last shards or None)``.
+    """For ``cat`` of the rank shards of one gathered tensor: ``(tensor, rows kept)``, with ``None`` if all are kept.
 
-    A ``Reason`` where the pieces are no plain gather (wrong order, overlap, gaps); ``None`` where it is another kind of
-    cat.
+    Returns a ``Reason`` if the pieces are no plain gather (wrong order, overlap, gaps), and ``None`` for another kind
+    of cat.
     """
     found = _pieces(cat)
     if found is None:
@@ -78,7 +86,7 @@ def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason 
 
 
 class _Follower:
-    """Walks forward from one wait; ``layouts`` maps every node that is the gathered tensor in another form."""
+    """Walks forward from one wait. ``layouts`` maps every node that is a form of the gathered tensor to its layout."""
 
     def __init__(self, collective: CollectiveNode) -> None:
         self.collective = collective
@@ -96,8 +104,8 @@ class _Follower:
         tools.walk([self.collective.wait], self._goes_on)
 
     def _goes_on(self, node: fx.Node) -> bool:
-        """Whether what reads ``node`` may read the gathered tensor: ``node`` is one, or a piece of one that a cat may
-        join with others."""
+        """Visit ``node``; return whether to visit its users. They are visited if ``node`` is a form of the gathered
+        tensor, or may be a piece of it that a cat joins with others."""
         if node.op == "call_function" and (
             node.target is aten.cat.default or any(s in self.layouts for s in node.all_input_nodes)
         ):
@@ -159,8 +167,8 @@ class _Follower:
             self._pass_on(node, source, layout.cut_short(dim, kept))
 
     def _is_element_wise(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether every input has the result's shape, the gathered ones the same elements in the same places, or is a
-        scalar."""
+        """Whether ``node`` keeps the layout of ``source``: it has the same shape, and every tensor input is a scalar or
+        holds the same elements in the same places."""
         layout = self.layouts[source]
         if [str(s) for s in tools.shape(node)] != [str(s) for s in tools.shape(source)]:
             return False
@@ -171,7 +179,7 @@ class _Follower:
         return not self._needy(node)
 
     def _needy(self, node: fx.Node) -> fx.Node | None:
-        """An input that is known only when all of the gathered tensor is here."""
+        """An input that is computed from the gathered tensor but has no layout: it needs the whole tensor."""
         return next(
             (
                 n
@@ -258,12 +266,13 @@ class _Follower:
 
 
 def _is_operand(node: fx.Node) -> bool:
-    """Of a matmul: what is only its bias or scale is judged with it."""
+    """Whether a matmul reads ``node`` as an operand. A bias or scale does not count; it is checked with its matmul."""
     return any(m is not None and node in (m.lhs, m.rhs) for m in map(matmuls.parse, node.users))
 
 
 def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Reason]]:
-    """The site at an all-gather, or ``None`` and what stood in the way (nothing: no matmul is fed by it)."""
+    """``(site at an all-gather or None, obstacles)``. Without a site and without obstacles, no matmul reads the gathered
+    tensor."""
     follower = _Follower(collective)
     follower.run()
     known: dict[fx.Node, bool] = {}
@@ -272,7 +281,7 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
         try:
             consumer.layout.refined()
         except LayoutError as error:
-            # (What reads the gathered tensor elsewhere was followed later.)
+            # The walk may have split the shards' atoms after it came by this consumer.
             follower.obstacles.append(Reason("layout", f"{consumer.operand_node.name}: {error}"))
             continue
         outside = zip(
@@ -305,8 +314,8 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
 
 
 def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
-    """FSDP: a parameter (a graph input behind casts and views) is gathered and used as the right-hand operand. Where it
-    is not known which inputs are parameters, all may be."""
+    """Whether this is FSDP's gather of a weight: a parameter (a graph input behind casts, views and padding) is gathered
+    and used as the right-hand operand. If it is unknown which inputs are parameters, every input counts as one."""
     source = nodes.collective.input
     while (
         source.op == "call_function"
@@ -324,6 +333,7 @@ def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
     if source.op == "placeholder" and is_parameter(source) is False:
         return False
     if phase == "backward":
-        # An activation gathered again for wgrad stands right as well, but its left-hand side is a transposed gradient.
+        # An activation gathered again for a weight's gradient is a right-hand operand too, but then the left-hand
+        # operand is a transposed gradient.
         return all(c.operand == "rhs" and tools.permutation(c.matmul.lhs) is None for c in nodes.consumers)
     return all(c.operand == "rhs" for c in nodes.consumers)

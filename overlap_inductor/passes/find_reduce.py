@@ -1,9 +1,16 @@
 """Find ``matmul -> collective`` (reduce-scatter, all-reduce, all-gather of an output): follow the collective's input
 backward.
 
-A region of views and pointwise ops may stand between: each slice of the collective's input is computed from the same
-slice of the matmuls' outputs, whatever the pointwise ops are, because cutting commutes with them exactly. What does not
-(a softmax, a sum over rows, a broadcast along the cut dim) is refused.
+The finder leaves the graph as it is. Before and after the rewrite::
+
+    a = mm(x, w); b = mm(y, v); t = add(a, b)       # leaves, and a region of views and pointwise ops
+    out = wait_tensor(reduce_scatter(t))
+    ->  for each piece of t: mm of the same rows of x and y, add, start the piece's transfer
+        out from what arrived
+
+Cutting commutes exactly with views and pointwise ops, so each slice of the collective's input is computed from the same
+slice of the matmuls' outputs. An op with which cutting does not commute (a softmax, a sum over rows, a broadcast along
+the cut dim) is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +41,8 @@ aten = tools.aten
 
 
 def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reason | None:
-    """For ``cat(split(x, dim=d), 0)`` of equal pieces in order: ``(x, d)``. ``None`` for another cat."""
+    """For ``cat(split(x, dim=d), 0)`` of equal pieces in order: ``(x, d)``. A ``Reason`` if the pieces are unequal or
+    out of order; ``None`` for another cat."""
     source: Any = None
     dim: Any = None
     pieces: list[Any] = list(cat.args[0])  # type: ignore[arg-type]
@@ -67,14 +75,14 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
 
 
 def like(a: fx.Node, b: fx.Node) -> bool:
-    """Whether both have one shape."""
+    """Whether both have the same shape."""
     return len(tools.shape(a)) == len(tools.shape(b)) and all(
         same_size(x, y) for x, y in zip(tools.shape(a), tools.shape(b), strict=True)
     )
 
 
 def _is_matmul_result(node: fx.Node) -> bool:
-    """Whether ``node`` is the result of a matmul, or a sum of such, in another form."""
+    """Whether ``node`` is a matmul's result or a sum of such, through views and casts only."""
     pending, seen = [node], {node}
     while pending:
         node = pending.pop()
@@ -91,16 +99,28 @@ def _is_matmul_result(node: fx.Node) -> bool:
 
 
 def _summands(node: fx.Node) -> list[fx.Node]:
-    """The tensors that ``node`` adds to each other, and nothing else; none where it does anything else."""
+    """The tensors that ``node`` adds, if it is a plain sum of tensors; else none."""
     if node.target is not aten.add.Tensor or node.kwargs or not all(map(tools.is_tensor, node.args)):
         return []
     return list(node.args)  # type: ignore[arg-type]
 
 
 class Tracer:
-    """Walks backward from the collective's input, assigning every region node its layout. ``unfolds``: whether a matmul
-    may be added up with others that are its bias; those in ``owned`` may not, and are in ``left`` then. ``read``:
-    matmuls that are read like any other tensor."""
+    """Walks backward from the collective's input and gives every region node its layout.
+
+    Attributes:
+        unfolds: whether a bias that is a sum of matmuls (``matmuls.folded``) is followed too.
+        owned: matmuls of other sites. A bias that holds one is not followed.
+        read: matmuls that are read like any other tensor.
+        left: the ``owned`` matmuls found in such biases.
+        through: the source of each view-like node.
+        leaves: the matmuls found, in the order of the walk.
+        externals: tensors that the region reads and does not compute.
+        obstacle: set if a ``cat`` is no plain scatter.
+        region: nodes computed piece by piece, with the leaves.
+        unfolded: biases that were followed.
+        padding: the node that appends zeros before a gather, or ``None``.
+    """
 
     def __init__(self, world_size: int, unfolds: bool, owned: Collection[fx.Node], read: Collection[fx.Node]) -> None:
         self.world_size, self.unfolds, self.owned, self.read = world_size, unfolds, owned, read
@@ -113,11 +133,12 @@ class Tracer:
         self.region: set[fx.Node] = set()
         self.unfolded: set[fx.Node] = set()
         self.root: fx.Node
-        """What is computed for the first collective: its input, or that before zeros were appended (``padding``)."""
+        """What is computed for the first collective: its input, or the input before ``padding`` appended zeros."""
         self.padding: fx.Node | None = None
 
     def trace(self, root: fx.Node, layout: Layout) -> None:
-        """Assign layouts; raises ``LayoutError``. ``obstacle`` is set where an op does not commute."""
+        """Follow ``root``, which has ``layout``, to the matmuls. Raises ``LayoutError`` if a layout cannot be
+        followed."""
         pending = [(root, layout)]
         while pending:
             node, layout = pending.pop()
@@ -191,7 +212,7 @@ def traced(
     read: Collection[fx.Node],
     tracer_type: type[Tracer] = Tracer,
 ) -> Tracer:
-    """What the collectives' inputs are made of. Raises ``LayoutError``."""
+    """A tracer that has followed the inputs of all ``collectives``. Raises ``LayoutError``."""
     first = collectives[0]
     tracer = tracer_type(first.world_size, first.kind != "all_gather", owned, read)
     tracer.padding = padding_before(first.input) if first.kind == "all_gather" else None
@@ -206,9 +227,12 @@ def traced(
 def find_reduce(
     collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node] = ()
 ) -> tuple[ReduceNodes | None, Reason | None, list[fx.Node]]:
-    """The site at one or several collectives whose results are added: ``(nodes, obstacle, left)``. ``owned``: matmuls
-    of other sites, of which none is taken where it need not be: as a term of a sum with another one it is added like
-    any other tensor, and is one of ``left``."""
+    """The site at a collective, or at several whose results are added up to ``result``: ``(nodes, obstacle, left)``.
+
+    ``nodes`` is ``None`` if there is no site; ``obstacle`` then says why, if anything was found. ``owned``: matmuls of
+    other sites. If a sum has terms that are owned and terms that are not, the site takes only the latter, reads the
+    owned ones as plain tensors, and returns them in ``left``.
+    """
     left: list[fx.Node] = []
     try:
         tracer = traced(collectives, owned, ())
@@ -242,7 +266,7 @@ def _site(
     layout = tracer.layouts[leaf.node].refined()
     for other in tracer.leaves[1:]:
         theirs = tracer.layouts[other.node].refined()
-        # (Dims of one element are no part of a layout, but of what pieces are added to.)
+        # ``same_elements`` ignores dims of size 1, but pieces are added in their full shape, so the shapes must agree.
         alike = len(theirs.dims) == len(layout.dims) and all(
             map(same_size, tools.shape(other.node), tools.shape(leaf.node))
         )
@@ -268,8 +292,8 @@ def _site(
 
 
 def reads_a_result(tracer: Tracer) -> Reason | None:
-    """A tensor that the region reads like any other, and that is computed from one of its matmuls: that would be
-    multiplied whole beside its pieces."""
+    """Why the region cannot be cut: it reads a tensor that is computed from one of its own matmuls. That matmul would
+    have to be computed whole as well as in pieces."""
     for leaf in tracer.leaves:
         known: dict[fx.Node, bool] = {}
         forks = any(u not in tracer.region for u in leaf.node.users)
@@ -281,7 +305,7 @@ def reads_a_result(tracer: Tracer) -> Reason | None:
 
 
 def used_elsewhere(collectives: list[CollectiveNode], tracer: Tracer) -> Reason | None:
-    """A node of the region that something besides the collectives reads."""
+    """The obstacle if a node outside the region and the collectives reads a node of the region, else ``None``."""
     ends = {c.node for c in collectives} | nodes_between(collectives[0].input, tracer.root)
     inside = tracer.region | ends | set(tracer.through)
     outside = [(n, u) for n in tracer.region for u in n.users if u not in inside and not _is_piece(u, inside)]
@@ -294,7 +318,8 @@ def used_elsewhere(collectives: list[CollectiveNode], tracer: Tracer) -> Reason 
 
 
 def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
-    """Why rows of zeros in the matmuls' operands would not give the rows of zeros that are appended to their result."""
+    """Why zero rows in the matmuls' operands would not give the zero rows that are appended to their result, or
+    ``None``."""
     for matmul in tracer.leaves:
         biased = matmul.bias is not None and matmul.bias not in tracer.unfolded
         if matmul.kind == "scaled_mm" or role == "B" or biased:
@@ -305,7 +330,7 @@ def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
     if not same_size(sharded.size, tools.shape(tracer.leaves[0].node)[sharded.dim]):
         return Reason("layout", f"rows of {tracer.leaves[0].node.name} are appended to in a dim that is cut further")
     for node in tracer.region:
-        # (A sum of zeros is zero.)
+        # A sum of the region's own nodes is allowed, because a sum of zeros is zero.
         adds = _summands(node)
         if tools.is_pointwise(node) and not tools.is_cast(node) and not (adds and tracer.region.issuperset(adds)):
             return Reason("not_plain_scatter", f"{node.name} stands between the matmul and the padding of its result")
@@ -313,7 +338,7 @@ def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
 
 
 def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """A split, getitem, slice, copy or padding of one that only feeds the region's own cat."""
+    """Whether ``node`` is a split, getitem, slice, copy or padding that only feeds nodes in ``inside``."""
     cuts = (*tools.SPLITS, *tools.SAME, aten.slice.Tensor, aten.constant_pad_nd.default)
     if node.target in cuts or getattr(node.target, "__name__", "") == "getitem":
         return all(u in inside or _is_piece(u, inside) for u in node.users)
@@ -321,7 +346,8 @@ def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, gathered: Layout, world_size: int) -> ShardedDim:
-    """The output dim of the matmul that is cut: the scattered one; for an all-reduce or a gathered output, the rows."""
+    """The matmul's output dim that is cut: the scattered dim, or dim 0 for an all-reduce or a gathered output. Raises
+    ``LayoutError`` if a gathered output is in another order than the matmul's."""
     if kind == "reduce_scatter":
         return ShardedDim.of(layout)
     if kind == "all_gather" and not layout.same_elements(gathered):
@@ -351,7 +377,7 @@ def _check_externals(tracer: Tracer, layout: Layout) -> None:
 
 
 def _same_columns(layout: Layout, leaf: Layout) -> bool:
-    """Whether the last dim of both is made of the same atoms."""
+    """Whether the last dims consist of the same atoms; atoms of size 1 do not count."""
 
     def columns(one: Layout) -> list[int]:
         return [id(a) for a in one.refined().dims[-1] if a.rank or not (isinstance(a.size, int) and a.size == 1)]

@@ -1,15 +1,16 @@
-"""Find ``matmuls -> sum over a dim of theirs, or cat of several -> collective``: what commutes with cutting rows, but
-changes the matmuls' shape.
+"""Find ``matmuls -> sum over a dim, or cat -> collective``: regions whose ops commute with cutting rows but change the
+matmuls' shape.
 
-A piece of every node is computed over the dims of the matmuls, with one index where a dim was summed over::
+Pieces keep the matmuls' dims; a dim that was summed over has one index. The graph before, and the pieces that the
+rewrite computes::
 
     bmm [E] [R t] [h] -> mul by share [E, t, 1] -> sum(0) -> [R t] [h]
         pieces [E, part of t, h] -> [1, part of t, h]
     mm [R t] [a], mm [R t] [b] -> cat(dim=1)              -> [R t] [a + b]
         pieces [part of t, a], [part of t, b] -> [part of t, a + b]
 
-What is cut must be neither summed over nor joined. Tried only where ``find_reduce`` finds no site, so that a sum
-which it adds like any other tensor stays one.
+The dim that is cut may be neither summed over nor joined. The finder runs only if ``find_reduce`` finds no site. So a
+sum that ``find_reduce`` reads as a plain tensor stays a plain tensor.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from overlap_inductor.torch_compat import operators
 aten = tools.aten
 REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default}
 STEPS = 16
-"""Nodes from a sum or a cat to the matmul behind it, at most."""
+"""Most nodes from a sum or a cat back to the matmul that it is computed from."""
 
 
 class _RegionTracer(Tracer):
-    """Goes on through sums and ``cat`` behind which a matmul stands. ``reduced``: the dims that each sum has taken
-    away; ``parts``: the joined dim of each part of a ``cat``."""
+    """Also follows a sum or a ``cat`` that is computed from a matmul. ``reduced``: the dims that each sum takes away.
+    ``parts``: the joined dim of each part of a ``cat``."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
@@ -99,7 +100,8 @@ class _RegionTracer(Tracer):
 
 
 def _has_matmul(node: fx.Node) -> bool:
-    """Whether a matmul leads to ``node`` through views, pointwise ops, sums and ``cat``."""
+    """Whether ``node`` is computed from a matmul through views, pointwise ops, sums and ``cat``, in at most ``STEPS``
+    nodes."""
     pending, seen = [(node, 0)], {node}
     for current, depth in pending:
         if matmuls.parse(current) is not None:
@@ -117,7 +119,8 @@ def _has_matmul(node: fx.Node) -> bool:
 def find(
     collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node], before: Reason | None
 ) -> tuple[ReduceNodes | None, Reason | None]:
-    """As ``find_reduce.find_reduce``. ``before``: the reason that it gave, returned if there is no such region."""
+    """``(nodes, obstacle)``, as ``find_reduce.find_reduce``. ``before``: the reason that ``find_reduce`` gave, returned
+    if there is no such region."""
     if before is not None and before.code not in ("layout", "op_between"):
         return None, before
     try:
@@ -140,7 +143,7 @@ def find(
     except LayoutError as error:
         return None, before or Reason("layout", str(error))
     role = tracer.leaves[0].output_role(region.cut)
-    # (What was read before it was seen to lead to a matmul.)
+    # A node may have been read as a plain tensor first and then joined the region.
     externals = [n for n in tracer.externals if n not in tracer.region]
     nodes = ReduceNodes(
         collectives,
@@ -158,8 +161,8 @@ def find(
 
 
 class _Dims:
-    """Which dim of the matmuls each atom belongs to, and the runs of atoms that a dim is made of: the matmuls' own, and
-    those of each ``cat``."""
+    """``of`` maps each atom to its dim of the matmuls. ``runs`` holds the runs of atoms that each dim may consist of:
+    the matmuls' own, and those of each ``cat``."""
 
     def __init__(self, tracer: _RegionTracer) -> None:
         first, *others = tracer.leaves
@@ -180,14 +183,15 @@ class _Dims:
             self.runs[dim].append(run)
 
     def whole(self, atoms: list[Atom]) -> int:
-        """The dim that is made of just these atoms. Raises ``LayoutError`` where they are a part of one."""
+        """The dim that consists of exactly these atoms. Raises ``LayoutError`` if there is none."""
         found = next((d for d, runs in enumerate(self.runs) for run in runs if _same(run, atoms)), None)
         if found is None:
             raise LayoutError("a sum or a cat takes a part of a matmul's dim")
         return found
 
     def place(self, node: fx.Node, layout: Layout) -> Layout:
-        """``layout`` over the matmuls' dims, each of them whole or absent."""
+        """``layout`` over the matmuls' dims, each of them whole or absent. Raises ``LayoutError`` if it has a part of a
+        dim."""
         atoms = set(map(_key, layout.flat()))
         dims: list[tuple[Atom, ...]] = []
         for runs in self.runs:
@@ -203,7 +207,8 @@ class _Dims:
 
 
 def _key(atom: Atom) -> int | str:
-    """(The rank's atom is another one behind the ``cat`` that brings it in front.)"""
+    """A key of an atom. All rank atoms share one, because a ``cat`` that moves the rank to the front makes a new
+    atom."""
     return "rank" if atom.rank else id(atom)
 
 
@@ -218,7 +223,7 @@ def _same(run: list[Atom], other: list[Atom]) -> bool:
 def _region(tracer: _RegionTracer, collective: CollectiveNode) -> tuple[Region, ShardedDim]:
     dims = _Dims(tracer)
     joined: dict[fx.Node, int] = {}
-    # (Found from the collective on: what stands nearer to the matmuls came last.)
+    # The walk began at the collective, so the ``cat`` nearest to the matmuls was found last. It is placed first.
     for node, parts in reversed(tracer.parts.items()):
         at = operators.argument(node, "dim") % len(tools.shape(node))
         leaves = [atom.leaves() for atom in parts]

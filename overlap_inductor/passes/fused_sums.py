@@ -1,10 +1,15 @@
-"""Sums of two matmuls that Inductor has made one kernel of (``mm_plus_mm``, where it autotunes; a matmul whose bias is
-another one): taken apart while sites are looked for, put back where none took them.
+"""Take apart sums of matmuls that Inductor has fused into one node, so that sites can be found in them; put back those
+that no site took.
 
-Contract: between ``take_apart`` or ``unfold`` and ``put_back`` such a node is ``add(mm, mm)`` or ``add(mm, bias)``;
-behind them the graph has it again, unless a site's rewrite has replaced a part of it. Nodes are known by a mark in
-their ``meta`` and by their name, so that one that a rewrite copies is no such node, and one that a failed rewrite has
-put back is.
+The graph before and after::
+
+    take_apart   mm_plus_mm(a, b, c, d)                     -> add(mm(a, b), mm(c, d))
+    unfold       addmm(bias, a, b), bias a sum of matmuls   -> add(mm(a, b), bias)
+    put_back     the reverse of both, unless a site's rewrite has replaced a part
+
+Inductor writes ``mm_plus_mm`` where it autotunes. A taken-apart ``add`` is known by a mark in its ``meta`` that holds
+its name. So a copy that a rewrite makes, which has another name, does not count. A node that a failed rewrite restored
+has its name again and counts.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ MARK = "overlap_inductor_fused_sum"
 
 
 def take_apart(graph: fx.Graph) -> None:
-    """Each such sum as three nodes. Whatever it raises, ``put_back`` restores the graph."""
+    """Write each ``mm_plus_mm`` as two ``mm`` and an ``add``. If this raises, ``put_back`` restores the graph."""
     for node in list(graph.nodes):
         operands = operators.summed_matmuls(node)
         if operands is None:
@@ -42,8 +47,8 @@ def take_apart(graph: fx.Graph) -> None:
 
 
 def unfold(nodes: Iterable[fx.Node]) -> bool:
-    """Each of ``nodes`` whose bias is a sum of matmuls as a matmul without, and the bias added to it. Returns whether
-    there was any."""
+    """Write each of ``nodes`` whose bias is a sum of matmuls as a matmul without bias, and add the bias to it. Returns
+    whether there was any."""
     found = sorted(
         n for n in nodes if (matmul := matmuls.parse(n)) is not None and matmuls.folded(matmul) and not n.kwargs
     )
@@ -61,8 +66,8 @@ def unfold(nodes: Iterable[fx.Node]) -> bool:
 
 
 def put_back(graph: fx.Graph, unfolded_only: bool = False) -> None:
-    """One node again where all of them still stand, and nothing else reads the products; ``unfolded_only``: of those
-    that ``unfold`` has made."""
+    """Fuse each taken-apart sum again if its products are still there and only the sum reads them. ``unfolded_only``:
+    only those that ``unfold`` wrote."""
     for node in list(graph.nodes):
         name, before, target, names = node.meta.get(MARK, (None, None, None, ()))
         products = node.args if names else node.args[:1]

@@ -1,18 +1,25 @@
-"""The pass: find matmuls beside collectives, check them, plan, rewrite, report.
+"""The overlap pass replaces matmuls and the collectives beside them by overlap ops: find, check, plan, rewrite, report.
 
-Contract: ``graph`` is a post-grad graph (functional, views normalised or not); it is changed in place only where a site
-was found, may be touched and pays. A site whose rewrite fails is left out and reported, the graph is put back and the
-others are tried again; where the pass itself fails the graph is as before. Nothing here communicates; every decision
-rests on facts that all ranks of a group share, so all ranks write the same text.
+Contract: ``graph`` is a functional post-grad graph, with views normalised or not. The pass changes it in place, and only
+at sites that are legal and estimated to pay. If the rewrite of a site fails, the graph is restored, the site is
+reported, and the other sites are tried again. If the pass itself fails, the graph is restored. The pass does not
+communicate. Every decision rests on facts that all ranks of a group share, so all ranks write the same exchange plan.
 
 Pseudo-code::
 
-    sites  = find(graph)                                  # what is there, whatever its spelling
-    legal  = [s for s in sites if refuse(s) is None]      # may it be touched
-    chosen = [s for s in legal if plan(s) is a schedule]  # does it pay
-    repeat the three where a site that is not chosen has a matmul that another one could have
-    graph  = rewrite(graph, chosen)                       # overlap ops in its place
+    sites  = find(graph)                                  # whatever the spelling in the graph
+    legal  = [s for s in sites if refuse(s) is None]      # may it be rewritten?
+    chosen = [s for s in legal if plan(s) is a schedule]  # does it pay?
+    if a site that was not chosen holds a matmul that another site could use: find again without that site
+    graph  = rewrite(graph, chosen)
     return report(sites)
+
+The graph before and after, with an unrolled ``ring``::
+
+    y = mm(wait_tensor(all_gather(x)), w)
+    ->  token = agree(group, plan, ...)
+        for each step: start the next transfer; mm of the shard that is here     # chained by token
+        y from the steps' results
 """
 
 from __future__ import annotations
@@ -54,11 +61,11 @@ def run_overlap_pass(
     """Run the pass on one graph.
 
     Args:
-        refusal: a sentence why this compile cannot hold overlap ops at all (AOTInductor, cpp_wrapper), or ``None``.
+        refusal: a sentence that says why this compile cannot hold overlap ops (AOTInductor, cpp_wrapper), or ``None``.
 
     Raises:
-        StrictError: in ``strict`` mode, where the pass itself failed; else the graph stays as it was and the report
-            says so.
+        StrictError: if the pass itself failed in ``strict`` mode. In other modes the graph stays as it was and the
+            report says so.
     """
     phase = graph_phase(graph, is_inference)
     try:
@@ -78,7 +85,7 @@ def run_overlap_pass(
             "phase": phase,
             "graph": graph_id,
         }
-        # (Other ranks may overlap theirs, and must hear that this one does not.)
+        # Other ranks may overlap this graph, so they must learn that this rank does not.
         plan, groups = exchange_steps.plan_of(graph, config, {}, {})
         exchange, needs = plan.to_json() if groups else "", {name: list[Any]() for name in groups}
         return OverlapReport(
@@ -102,14 +109,14 @@ def _find_and_rewrite(
         sites = found.sites
         if not chosen or config.mode not in ("on", "strict"):
             break
-        # (Behind the rewrite the sites' nodes are gone.)
+        # Computed before the rewrite, which erases the sites' nodes.
         workspaces, needs = planner.workspace_bytes(chosen), planner.workspace(chosen)
         rewriter = Rewriter(graph, config)
         failures = rewrite_or_restore(graph, chosen, rewriter)
         if not failures:
             plan, groups = rewriter.plan, rewriter.groups
             break
-        # The graph is as before; once more without the site that failed.
+        # The graph was restored. Try again without the site that failed.
         failed.update(failures)
     fused_sums.put_back(graph)
     if plan is None:
@@ -140,11 +147,14 @@ def _find_and_rewrite(
 def _find_and_choose(
     graph: fx.Graph, config: OverlapConfig, phase: str, refusal: str | None, failed: dict[str, Reason]
 ) -> tuple[SiteFinder, list[OverlapSite]]:
-    """Sites, and those to overlap.
+    """``(all sites, those to overlap)``.
 
-    A term of a sum that belongs to another site is left to that one. Where that comes to nothing sites are found once
-    more without it, and where the rest of the sum stands within its matmul, once more with that taken apart: each only
-    if more is overlapped so.
+    If a term of a sum is another site's matmul, the reduction leaves it to that site. Two repairs follow, each kept only
+    if it overlaps more:
+
+    - If that other site is not overlapped, find again and leave it nothing.
+    - If the matmul that was left holds the rest of the sum as its bias, take it apart (``fused_sums.unfold``) and find
+      again.
     """
 
     def chosen_without(idle: set[str]) -> tuple[SiteFinder, list[OverlapSite]]:
@@ -172,7 +182,7 @@ def _find_and_choose(
 
 
 def _idle_owners(found: SiteFinder, chosen: list[OverlapSite]) -> set[str]:
-    """Collectives of the sites that have a matmul which a reduction left to them, and are not overlapped."""
+    """Names of the collectives of sites that are not overlapped, though a reduction left them a matmul."""
     taken = {s.facts.id for s in chosen}
     return {
         s.collectives[0].node.name
@@ -182,14 +192,15 @@ def _idle_owners(found: SiteFinder, chosen: list[OverlapSite]) -> set[str]:
 
 
 def _served(chosen: list[OverlapSite]) -> tuple[int, int]:
-    """How many sites, and how many of their matmuls."""
+    """Number of sites, and of their matmuls."""
     return len(chosen), sum(len(s.matmuls) for s in chosen)
 
 
 def choose(
     sites: list[OverlapSite], config: OverlapConfig, refusal: str | None, failed: dict[str, Reason]
 ) -> list[OverlapSite]:
-    """Decide every site; returns those to overlap. ``failed`` are those whose rewrite has failed already, by id."""
+    """Set the decision of every site; return the sites to overlap. ``failed``: by id, why a site's rewrite has failed
+    already."""
     context = legality.Context(config, refusal)
     for site in sites:
         if site.facts.id in failed:
@@ -221,8 +232,8 @@ _NOT_A_FAILURE = {"switched_off", "world_size_one"}
 
 
 def rewrite_or_restore(graph: fx.Graph, chosen: list[OverlapSite], rewriter: Rewriter) -> dict[str, Reason]:
-    """Rewrite; if that fails put the graph back as it was. Returns the reason of the site that failed, or of all where
-    none can be blamed."""
+    """Rewrite ``chosen``; if that fails, restore the graph. Returns the reason of the site that failed, or of all sites
+    if none can be blamed; empty on success."""
     snapshot = fx.Graph()
     _copy(graph, snapshot)
     try:
@@ -230,8 +241,8 @@ def rewrite_or_restore(graph: fx.Graph, chosen: list[OverlapSite], rewriter: Rew
     except Exception as error:  # noqa: BLE001  (whatever went wrong, the model must still compile; the report and strict mode say so)
         blamed = [rewriter.current] if rewriter.current is not None else chosen
         log.warning("overlap_inductor: the rewrite failed and is taken back: %s", error, exc_info=True)
-        # The order may be broken too, so that no order of erasing would do; nodes that read this graph's may stand
-        # before one that was erased.
+        # The graph may be out of order, so erasing users first is not possible: cut every edge, then erase. A node that
+        # was inserted before an erased one is not in ``graph.nodes``, but is still a user of nodes that are.
         for node in {*graph.nodes, *(user for n in graph.nodes for user in n.users)}:
             node.args, node.kwargs = (), {}
         for node in list(graph.nodes):
@@ -249,7 +260,7 @@ def _copy(source: fx.Graph, target: fx.Graph) -> None:
     output.meta = copy.copy(next(n for n in reversed(source.nodes) if n.op == "output").meta)
     for node, twin in mapping.items():
         twin.meta = copy.copy(node.meta)
-        # The graph still holds the erased nodes' names as taken.
+        # Without this a copy gets another name, because the graph still counts the erased names as taken.
         twin.name = node.name
 
 
@@ -260,7 +271,8 @@ def graph_phase(graph: fx.Graph, is_inference: bool) -> str:
 
 
 def readable(graph: fx.Graph) -> str:
-    """The graph's code with shapes, without what differs between ranks or runs."""
+    """The graph as text, with dtypes and shapes, one node a line; without metadata that differs between ranks or
+    runs."""
     lines = []
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -281,7 +293,7 @@ def readable(graph: fx.Graph) -> str:
 
 
 def _argument(value: object) -> str:
-    """One argument; the plan that ``agree`` carries is shortened to its digest."""
+    """One argument as text. The plan that ``agree`` carries is shortened to its digest."""
     if isinstance(value, str):
         return f"plan {json.loads(value)['plan']}" if value.startswith('{"config"') else repr(value)
     if isinstance(value, (list, tuple)):

@@ -1,13 +1,13 @@
-"""The pipeline: which pass runs in which slot of ``torch.compile``, in order.
+"""The pipeline lists which pass runs in which slot of ``torch.compile``, in order.
 
 ::
 
     joint graph        JOINT      before the partitioner chooses what is saved for backward; inference graphs, too
-    post-grad graphs   POST_GRAD  forward, backward and inference graphs, each for itself
+    post-grad graphs   POST_GRAD  forward, backward and inference graphs, one at a time
                                   overlap: matmuls beside collectives become overlap ops
 
-A slot without a pass is left alone: Inductor's setting and its cache keys stay as they are. A pass that is added while
-the switches are on takes effect when they are set the next time.
+A slot without a pass changes neither Inductor's setting nor its cache keys. A pass that is added while the switches are
+on takes effect when they are set the next time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SLOTS = (POST_GRAD, JOINT)
 
 @dataclass(frozen=True)
 class GraphContext:
-    """What a pass is told beside the graph.
+    """What a pass gets besides the graph.
 
     Attributes:
         is_inference: ``None`` where Inductor does not say (joint graphs).
-        graph_id: Dynamo's name of the graph, alike on all ranks.
-        refusal: why nothing may be overlapped in the graph, if anything speaks against it.
+        graph_id: Dynamo's name of the graph, the same on all ranks.
+        refusal: why nothing may be overlapped in the graph, or ``None``.
     """
 
     config: OverlapConfig
@@ -41,11 +41,11 @@ class GraphContext:
 
 
 class GraphPass(Protocol):
-    """A pass over one FX graph. It changes the graph in place, communicates nothing, and writes one text on all ranks.
+    """A pass over one FX graph. It changes the graph in place, does not communicate, and decides alike on all ranks.
 
     Attributes:
-        name: in messages.
-        version: part of Inductor's cache keys: two versions may write different graphs.
+        name: how messages call the pass.
+        version: part of Inductor's cache keys, because two versions may write different graphs.
     """
 
     @property
@@ -53,13 +53,13 @@ class GraphPass(Protocol):
     @property
     def version(self) -> str: ...
     def run(self, graph: fx.Graph, context: GraphContext) -> OverlapReport | None:
-        """Run on ``graph``, and report. What it raises fails the compile: a pass that can go on without its rewrite
-        restores the graph and does."""
+        """Run on ``graph`` and report. An exception fails the compile. A pass that can do without its rewrite restores
+        the graph and returns."""
         ...
 
 
 class Overlap:
-    """``passes.overlap_pass``. Its version is that of the package's sources, which are in the cache key already."""
+    """Runs ``passes.overlap_pass``. ``version`` is empty: the cache key holds the package's sources already."""
 
     name, version = "overlap", ""
 

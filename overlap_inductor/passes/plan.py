@@ -1,11 +1,13 @@
-"""Plan: which schedule for which token counts. Reads facts that all ranks share, never a measurement of one rank.
+"""Plan which schedule serves which token counts of a site.
+
+The planner reads facts that all ranks share, never a measurement of one rank. It does not change the graph.
 
 Pseudo-code::
 
     can  = [s for s in SCHEDULES if s is allowed and s.why_not(site) is None]
     cost = {s: s.seconds(site) for s in can}
-    plan = the first of can, the cheapest first, with s.where_it_pays(site); else keep
-    of a dynamic token count: the first s.joined(plan, others' plans) where there is one
+    plan = s.where_it_pays(site) of the cheapest s in can that has one; else keep
+    if the token count is dynamic: the first s.joined(plan of s, others' plans), if any, instead
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from overlap_inductor.sites.sizes import tokens
 
 
 def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
-    """Decide for one legal site. Whether a ring's steps are unrolled is decided afterwards, for the whole graph."""
+    """The decision for one legal site. ``SiteSchedule.fit`` decides later, for the whole graph, whether a ring's steps
+    are unrolled."""
     asked = [s for s in SCHEDULES if config.schedule in ("auto", s.name)]
     refusals = {s.name: _why_not(s, site, config) for s in asked}
     able = [s for s in asked if refusals[s.name] is None]
@@ -79,7 +82,7 @@ def _why_not(schedule: SiteSchedule, site: OverlapSite, config: OverlapConfig) -
 
 
 def _estimate_us(site: OverlapSite, config: OverlapConfig, able: list[SiteSchedule]) -> dict[str, float]:
-    """Microseconds of ``keep``, of the matmul alone, of the collective alone, and of every schedule in ``able``."""
+    """Estimated microseconds of ``keep``, the matmul alone, the collective alone, and every schedule in ``able``."""
     sizes, machine = sizes_at(site), machine_of(site)
     matmul, collective = cost_model.matmul_seconds(sizes, machine), cost_model.collective_seconds(sizes, machine)
     seconds = {
@@ -101,7 +104,7 @@ def _too_small(able: list[SiteSchedule], estimate: dict[str, float]) -> Reason:
 
 
 def _requests(sites: list[OverlapSite]) -> dict[str, list[tuple[OverlapSite, Request]]]:
-    """``{group: [(site, its workspace)]}`` of the sites that need some, in graph order."""
+    """``{group: [(site, its workspace request)]}`` of the sites that need workspace, in graph order."""
     found: dict[str, list[tuple[OverlapSite, Request]]] = {}
     for site in sites:
         moving = [p for p in site.decision.plan if p.schedule != "keep"]  # type: ignore[union-attr]
@@ -111,7 +114,8 @@ def _requests(sites: list[OverlapSite]) -> dict[str, list[tuple[OverlapSite, Req
 
 
 def fit_workspace(sites: list[OverlapSite], config: OverlapConfig) -> None:
-    """Keep sites that need workspace, the largest first, until those of each group fit the limit."""
+    """Change decisions until the workspace of each group fits ``config.workspace_limit`` (MiB): the site with the
+    largest request is left as written, then the next."""
     limit = config.workspace_limit << 20
     for members in _requests(sites).values():
         world_size = members[0][0].facts.collective.world_size
@@ -129,15 +133,15 @@ def fit_workspace(sites: list[OverlapSite], config: OverlapConfig) -> None:
 
 
 def workspace_bytes(sites: list[OverlapSite]) -> list[dict[str, Any]]:
-    """What ``sites`` hold together of symmetric memory on each rank: ``{"ranks", "bytes"}`` of each group with any, in
-    graph order."""
+    """Symmetric memory that ``sites`` hold on each rank: ``{"ranks", "bytes"}`` for each group with any, in graph
+    order."""
     members = ((m[0][0].facts.collective, [r for _, r in m]) for m in _requests(sites).values())
     return [{"ranks": list(c.ranks), "bytes": planned_bytes(requests, SLOTS, c.world_size)} for c, requests in members]
 
 
 def workspace(sites: list[OverlapSite]) -> dict[str, list[list[Any]]]:
-    """``{group: [[site, bytes, signals]]}`` of the sites that need some, in graph order; a protocol other than credits
-    stands behind them."""
+    """``{group: [[site, bytes, signals]]}`` of the sites that need workspace, in graph order. A protocol other than
+    credits is a fourth element."""
     return {group: [_numbers(r) for _, r in members] for group, members in _requests(sites).items()}
 
 

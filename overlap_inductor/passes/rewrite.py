@@ -1,4 +1,16 @@
-"""Put each decided site's overlap ops into the graph. The pass works on a copy: a failure restores the graph."""
+"""Rewrite each decided site into overlap ops.
+
+Before and after, with an unrolled ring::
+
+    y = mm(wait_tensor(all_gather(x)), w); ...; z = all_reduce(v)     # the second one is kept
+    ->  token = agree(group, plan, ...)
+        steps, chained by token: each starts a transfer and multiplies the shard that is here
+        y = the steps' result                           # the gather and its wait are erased
+        z = all_reduce(v), ordered after the steps before it; later steps follow(token, z)
+
+``Rewriter.apply`` raises if it fails. The graph is then unfinished, and the caller restores it
+(``overlap_pass.rewrite_or_restore``).
+"""
 
 from __future__ import annotations
 
@@ -35,8 +47,8 @@ _STACK = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
 
 class Rewriter:
-    """Rewrites the sites of one graph in graph order. ``plan`` and ``groups``: what the ranks compare before data
-    moves, once ``apply`` has succeeded."""
+    """Rewrites the sites of one graph in graph order. Once ``apply`` has succeeded, ``plan`` is what the ranks compare
+    before data moves, and ``groups`` names the plan's groups."""
 
     def __init__(self, graph: fx.Graph, config: OverlapConfig) -> None:
         self.graph, self.config = graph, config
@@ -49,14 +61,15 @@ class Rewriter:
         self.first: dict[fx.Node, str] = {}
         self.agreements: list[fx.Node] = []
         self.current: OverlapSite | None = None
-        """The site at work, to blame where it fails."""
+        """The site that is being rewritten. If the rewrite fails, it is blamed."""
 
     def apply(self, sites: list[OverlapSite]) -> None:
-        """Place and rewrite ``sites`` (all decided as overlapped), chain what communicates, drop what is dead."""
+        """Place and rewrite ``sites``, all decided as overlapped; order all communication; erase dead nodes. Raises if
+        any step fails."""
         define_ops()
         moved = exchange_steps.footprints(sites, self.config)
         with warnings.catch_warnings():
-            # Sizes stand in the arguments as symbols, which is what Inductor prints into its code.
+            # Arguments hold symbolic sizes, which Inductor prints into its code.
             warnings.filterwarnings("ignore", message="Raw SymInt value")
             placed = self._placed(sites)
             self._agree(placed)
@@ -80,17 +93,20 @@ class Rewriter:
         text = self.plan.to_json()
         for agree in self.agreements:
             agree.args = (agree.args[0], text, *agree.args[2:])
-            # (Evaluated anew it would be another tensor, and so would all steps of its chain.)
+            # Without the mark, ``agree`` would be evaluated again. Its value, and so the values of all steps of its
+            # chain, would become new tensors.
             mark(agree)
         preserve_order(self.graph, {n: {d for d in ds if d in live} for n, ds in self.order.items() if n in live})
         note_order(self.graph)
         self.graph.lint()
 
     def _agree(self, placed: list[tuple[OverlapSite, fx.Node]]) -> None:
-        """One agreement a group, all of them before the first step of any: no data moves while ranks may still differ.
+        """Write one ``agree`` for each group, all before the first step of any group. So no data moves while ranks may
+        still differ.
 
-        Each asks for the workspace of its own group's sites: what other groups need is not the same on all ranks of
-        this one. A tensor says which device that is on: its number would differ between the ranks' graphs.
+        Each ``agree`` asks for the workspace of its own group's sites, because other groups' needs may differ between
+        the ranks of this one. A tensor argument gives the device; a device number would differ between the ranks'
+        graphs.
         """
         needs = planner.workspace([site for site, _ in placed])
         first = placed[0][1]
@@ -100,7 +116,7 @@ class Rewriter:
                 if name not in self.chains:
                     source = tools.value(site.collectives[0].input)
                     terms = (json.dumps(needs[name]), self.config.workspace_limit) if name in needs else ()
-                    # (What moves in which order is known once all is written; ``apply`` puts it in.)
+                    # The plan's text is empty here. ``apply`` fills it in when all sites are written.
                     node = self.graph.call_function(
                         overlap.agree.default, (name, "", _first_on(source.device, first), *terms)
                     )
@@ -115,8 +131,8 @@ class Rewriter:
                         follow.meta["val"] = tools.value(chain)
 
     def _placed(self, sites: list[OverlapSite]) -> list[tuple[OverlapSite, fx.Node]]:
-        """Sites with the node before which each is written, in graph order (their chain runs in that order); moves what
-        must be moved."""
+        """Move what must be moved, and return ``(site, node before which it is written)`` in graph order, which is the
+        order of the chain. Raises ``RuntimeError`` if a site can be placed no longer."""
         anchors: list[tuple[fx.Node, OverlapSite]] = []
         behind: set[fx.Node] = set()
         for site in sites:
@@ -129,10 +145,12 @@ class Rewriter:
                 inside = between(site.nodes)
                 members = inside | {m.node for m in site.matmuls}
                 if placement.sunk and any(user not in members for node in inside for user in node.users):
-                    # (What stands between and is read elsewhere, too, reads the steps' buffer.)
+                    # A node between the gather and its matmuls that is also read elsewhere will read the steps' buffer,
+                    # so the steps stand before it.
                     anchors.append((placement.sunk[0], site))
                     continue
-                # (What other sites move to the same place stands behind these nodes, and may need them.)
+                # The steps stand right after the last sunk node. Nodes that another site moves to the same anchor stand
+                # after these and may read them.
                 anchors.append((placement.sunk[-1] if placement.sunk else placement.anchor, site))
                 behind.update(placement.sunk[-1:])
             else:
@@ -145,7 +163,7 @@ class Rewriter:
         ]
 
     def _site(self, site: OverlapSite, anchor: fx.Node) -> dict[fx.Node, fx.Node]:
-        """Write one site's steps; returns what they replace."""
+        """Write one site's steps; return ``{old node: its replacement}``."""
         module = {k: site.matmuls[0].node.meta[k] for k in _STACK if k in site.matmuls[0].node.meta}
         piece = site.decision.moving  # type: ignore[union-attr]
         with self.graph.inserting_before(anchor):
@@ -172,7 +190,7 @@ class Rewriter:
                 self.values.keep(reader)
         ends = {n for c in site.collectives for n in (c.wait, c.node)}
         if isinstance(site.nodes, GatherNodes) and site.nodes.collective.wait not in replaced:
-            # No one reads what was gathered: the views of it go with the matmuls.
+            # Nothing else reads the gathered tensor, so its views are erased with the matmuls.
             ends |= {*replaced, *site.nodes.through}
         self._erase_unused([*replaced, *ends], ends)
         self.emitted.setdefault(group.group_name, []).extend(emit.emitted)
@@ -180,8 +198,8 @@ class Rewriter:
         return replaced
 
     def _erase_unused(self, pending: list[fx.Node], ends: set[fx.Node]) -> None:
-        """Erase what led from the site's collectives to its result: a wait counts as having effects, so it would
-        outlive its collective."""
+        """Erase the unused nodes among ``pending``, and their inputs that become unused. An impure node is erased only
+        if it is in ``ends``: dead code elimination would keep a wait, which counts as impure."""
         erased: set[fx.Node] = set()
         while pending:
             node = pending.pop()
@@ -197,8 +215,7 @@ class Rewriter:
                 pending += sources
 
     def _chain_kept_collectives(self) -> None:
-        """Collectives of our groups that were left in place take their turn in the group's order, on every rank the
-        same."""
+        """Order the kept collectives of the rewritten groups among the group's steps, the same on every rank."""
         ours = {n: g for g, nodes in self.emitted.items() for n in nodes}
         newest: dict[str, fx.Node] = {}
         pending: dict[str, list[fx.Node]] = {}
@@ -224,8 +241,8 @@ class Rewriter:
 
 
 def _alike(old: fx.Node, new: fx.Node) -> bool:
-    """Whether both have one shape and dtype. (Symbols that a guard makes equal, and sums of pieces, are written in more
-    than one way.)"""
+    """Whether both have the same shape and dtype. Sizes are compared by value too: symbols that a guard makes equal, and
+    sums of pieces, are written in more than one way."""
     shapes = tools.shape(old), tools.shape(new)
     same = len(shapes[0]) == len(shapes[1]) and all(
         same_size(a, b) or same_expression(a, b) for a, b in zip(*shapes, strict=True)
@@ -234,7 +251,7 @@ def _alike(old: fx.Node, new: fx.Node) -> bool:
 
 
 def _first_on(device: torch.device, before: fx.Node) -> fx.Node:
-    """The graph's first tensor on ``device``, which must stand before ``before``."""
+    """The graph's first tensor on ``device``. Raises ``RuntimeError`` if none stands before ``before``."""
     for node in before.graph.nodes:
         if node is before:
             break
@@ -244,7 +261,7 @@ def _first_on(device: torch.device, before: fx.Node) -> fx.Node:
 
 
 def _tensor_of(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """``node``, or an element of what it returns: something that an edge can start from."""
+    """``node`` if it is a tensor, else the last element of its results: an ordering edge must start at a tensor."""
     if tools.is_tensor(node):
         return node
     index = len(tools.value(node)) - 1
