@@ -1,8 +1,8 @@
 """The cost model estimates the seconds of a site's matmul alone and of its collective alone, from the site's sizes.
 
 Without overlap a site takes ``T_matmul + T_collective``. A schedule hides part of one behind the other and pays a fixed
-cost; ``cost.py`` of each schedule says how much stays exposed. CommFuse 1.3 and XLA's windowed-einsum gate have the same
-form.
+cost; ``cost.py`` of each schedule says how much stays exposed. CommFuse 1.3 and XLA's windowed-einsum gate have the
+same form.
 """
 
 from __future__ import annotations

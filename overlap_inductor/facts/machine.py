@@ -50,6 +50,6 @@ _MACHINES = {
 
 
 def machine_for(device_type: str) -> Machine:
-    """The shipped profile of a device type, or of GPUs ``WITHOUT_PEERS``. An unknown accelerator gets the CPU's profile,
-    which overlaps only large sites."""
+    """The shipped profile of a device type, or of GPUs ``WITHOUT_PEERS``. An unknown accelerator gets the CPU's
+    profile, which overlaps only large sites."""
     return _MACHINES.get(device_type, _MACHINES["cpu"])

@@ -8,8 +8,8 @@ transport, and the parameters that both ends must share::
     g0: all_reduce bfloat16 kept
 
 Sizes are those of the collective, which are equal on all ranks. Symbols are named in order of appearance (``d0``),
-because ranks may have named the same size differently. Groups are named the same way (``g0``), because ranks of one mesh
-are in different groups of the same kind.
+because ranks may have named the same size differently. Groups are named the same way (``g0``), because ranks of one
+mesh are in different groups of the same kind.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ def footprints(sites: list[OverlapSite], config: OverlapConfig) -> dict[str, Sit
 def plan_of(
     graph: fx.Graph, config: OverlapConfig, sites: Mapping[str, SiteFootprint], first_op: Mapping[fx.Node, str]
 ) -> tuple[ExchangePlan, list[str]]:
-    """``(what the graph exchanges, its groups' names in the order g0, g1, ...)``. ``first_op`` maps the first op of each
-    rewritten site to the site's id."""
+    """``(what the graph exchanges, its groups' names in the order g0, g1, ...)``. ``first_op`` maps the first op of
+    each rewritten site to the site's id."""
     names = _Names()
     steps = []
     for node in graph.nodes:

@@ -1,9 +1,9 @@
 """The overlap pass replaces matmuls and the collectives beside them by overlap ops: find, check, plan, rewrite, report.
 
-Contract: ``graph`` is a functional post-grad graph, with views normalised or not. The pass changes it in place, and only
-at sites that are legal and estimated to pay. If the rewrite of a site fails, the graph is restored, the site is
-reported, and the other sites are tried again. If the pass itself fails, the graph is restored. The pass does not
-communicate. Every decision rests on facts that all ranks of a group share, so all ranks write the same exchange plan.
+Contract: ``graph`` is a functional post-grad graph, with views normalised or not. The pass changes it in place, and
+only at sites that are legal and chosen. If the rewrite of a site fails, the graph is restored, the site is reported,
+and the other sites are tried again. If the pass itself fails, the graph stays as it was. The pass does not communicate.
+Every decision rests on facts that all ranks of a group share, so all ranks write the same exchange plan.
 
 Pseudo-code::
 
@@ -149,8 +149,8 @@ def _find_and_choose(
 ) -> tuple[SiteFinder, list[OverlapSite]]:
     """``(all sites, those to overlap)``.
 
-    If a term of a sum is another site's matmul, the reduction leaves it to that site. Two repairs follow, each kept only
-    if it overlaps more:
+    If a term of a sum is another site's matmul, the reduction leaves it to that site. Two repairs follow, each kept
+    only if it overlaps more:
 
     - If that other site is not overlapped, find again and leave it nothing.
     - If the matmul that was left holds the rest of the sum as its bias, take it apart (``fused_sums.unfold``) and find
