@@ -73,8 +73,8 @@ class Tail:
 def find_tail(
     result: fx.Node, collective: fx.Node, most_extras: int = MOST_EXTRAS, planned: str | None = None
 ) -> Tail | None:
-    """The tail after ``result`` (fp16 or bf16, static sizes), or ``None``. Its extras stand before ``collective``, where
-    the kernel will be written.
+    """The tail after ``result`` (fp16 or bf16, static sizes), or ``None``. Its extras stand before ``collective``,
+    where the kernel will be written.
 
     ``planned``: text of the epilogue that was planned before other sites were written. Only a tail with that epilogue
     is returned. Rewrites of other sites may make longer tails possible, but none impossible.
