@@ -10,8 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a site is not overlapped, or not as asked. ``code`` is stable across versions; ``text`` is a sentence with
-    the values."""
+    """Why a site is not overlapped, or not as asked. ``code`` is stable; ``text`` is a sentence with the values."""
 
     code: str
     text: str

@@ -1,1 +1,1 @@
-"""passes of overlap_inductor (import-light: import the modules you need)."""
+"""The pass, step by step: find sites, check, plan, rewrite. Imports nothing; import the modules you need."""

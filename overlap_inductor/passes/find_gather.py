@@ -272,7 +272,7 @@ def _is_operand(node: fx.Node) -> bool:
 
 
 def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Reason]]:
-    """``(site at an all-gather or None, obstacles)``. Without a site and without obstacles, no matmul reads the
+    """``(site at an all-gather or None, obstacles)``. If there is neither a site nor an obstacle, no matmul reads the
     gathered tensor."""
     follower = _Follower(collective)
     follower.run()
@@ -315,9 +315,8 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
 
 
 def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
-    """Whether this is FSDP's gather of a weight: a parameter (a graph input behind casts, views and padding) is
-    gathered and used as the right-hand operand. If it is unknown which inputs are parameters, every input counts as
-    one."""
+    """Whether this is FSDP's gather of a weight: a parameter, possibly cast, viewed or padded, is gathered and used as
+    the right-hand operand. If it is unknown which graph inputs are parameters, every input counts as one."""
     source = nodes.collective.input
     while (
         source.op == "call_function"

@@ -1,9 +1,9 @@
 """The overlap pass replaces matmuls and the collectives beside them by overlap ops: find, check, plan, rewrite, report.
 
 Contract: ``graph`` is a functional post-grad graph, with views normalised or not. The pass changes it in place, and
-only at sites that are legal and estimated to pay. If the rewrite of a site fails, the graph is restored, the site is
-reported, and the other sites are tried again. If the pass itself fails, the graph is restored. The pass does not
-communicate. Every decision rests on facts that all ranks of a group share, so all ranks write the same exchange plan.
+only at sites that are legal and chosen. If the rewrite of a site fails, the graph is restored, the site is reported,
+and the other sites are tried again. If the pass itself fails, the graph stays as it was. The pass does not communicate.
+Every decision rests on facts that all ranks of a group share, so all ranks write the same exchange plan.
 
 Pseudo-code::
 

@@ -241,8 +241,8 @@ class Rewriter:
 
 
 def _alike(old: fx.Node, new: fx.Node) -> bool:
-    """Whether both have the same shape and dtype. Sizes are compared by value too: symbols that a guard makes equal,
-    and sums of pieces, are written in more than one way."""
+    """Whether both have the same shape and dtype. Sizes may be spelled differently: a guard makes symbols equal, and a
+    size may be written as a sum of pieces."""
     shapes = tools.shape(old), tools.shape(new)
     same = len(shapes[0]) == len(shapes[1]) and all(
         same_size(a, b) or same_expression(a, b) for a, b in zip(*shapes, strict=True)

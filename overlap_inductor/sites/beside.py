@@ -1,9 +1,8 @@
-"""Why a collective beside a matmul leads to no site, where the finders found nothing to say: the nearest matmul, and
-what stands before it.
+"""Give the reason why a collective leads to no site, if the finders gave none.
 
-A reason names what is there: a kind of matmul that is not cut (grouped ones, ``mv``, a product with a vector that
-Inductor has written as ``mul`` and ``sum``), or the first op on the way to a matmul that is not computed in pieces. "No
-matmul stands beside it" is said only where there is none, on either side.
+The reason names the nearest matmul if that is of a kind that is not cut: a grouped one, ``mv``, or a product with a
+vector that Inductor wrote as ``mul`` and ``sum``. Else it names the first op on the way to the matmul that is not
+computed in pieces. "No matmul stands beside it" means that the search found none on either side.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from overlap_inductor.torch_compat import operators
 aten = tools.aten
 NO_MATMUL = "no matmul stands beside it: there is nothing to hide it behind"
 STEPS = 12
-"""Nodes from the collective to the matmul, at most: weighting, reordering and summing what experts return takes six to
+"""Most nodes from the collective to the matmul. Weighting, reordering and summing the results of experts takes six to
 nine."""
 _VECTORS = ("mv", "addmv", "dot", "vdot")
 _Way = tuple[fx.Node, fx.Node | None, fx.Node | None]
 
 
 def reason(collective: CollectiveNode) -> Reason:
-    """What stands beside a collective that leads to no site."""
+    """Why ``collective`` leads to no site, by what stands beside it."""
     reader = _nearest(collective.wait, forward=True)
     behind = reader if collective.kind == "all_gather" else None
     found = behind or _nearest(collective.input, forward=False)
@@ -94,7 +93,8 @@ def _other_matmul(node: fx.Node) -> str | None:
 
 
 def _is_product_with_vector(node: fx.Node) -> bool:
-    """``sum(x * v, last dim)``, as Inductor writes ``x @ v`` of a vector ``v`` (and ``x[0].dot(v)``)."""
+    """Whether ``node`` is ``sum(x * v, last dim)``, as Inductor writes ``x @ v`` and ``x[0].dot(v)`` for a vector
+    ``v``."""
     if node.target not in (aten.sum.dim_IntList, aten.sum.default):
         return False
     product: fx.Node = node.args[0]  # type: ignore[assignment]
@@ -114,8 +114,8 @@ def _is_product_with_vector(node: fx.Node) -> bool:
 
 
 def _nearest(start: fx.Node, forward: bool) -> _Way | None:
-    """The matmul nearest to ``start`` on ways without another collective (a grouped one before others), with the first
-    op on such a way that computes, and the first that takes or joins parts."""
+    """``(matmul, first op that computes, first op that takes or joins parts)`` on a way from ``start`` to the nearest
+    matmul, or ``None``. A way passes no other collective. A grouped matmul is preferred to nearer ones."""
     frontier: list[_Way] = [(start, None, None)]
     seen, found = {(start, True)}, []
     for _ in range(STEPS):
@@ -148,6 +148,6 @@ def _takes(node: fx.Node) -> bool:
 
 
 def _moves(node: fx.Node) -> bool:
-    """Whether ``node`` only moves elements, or works on each alone."""
+    """Whether ``node`` only moves elements or is pointwise."""
     views = tools.is_reshape(node) or tools.permutation(node) is not None or node.target in tools.SPLITS
     return views or tools.is_pointwise(node) or _takes(node) or getattr(node.target, "__name__", "") == "getitem"

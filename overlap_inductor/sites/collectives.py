@@ -1,4 +1,4 @@
-"""Find collectives: the functional ops that can become sites, and those that cannot, each with its reason."""
+"""Find the collectives of a graph: those that can become sites, and those that cannot, each with its reason."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional
 
 
 def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
-    """``(kind, reason it can be no site)`` of a collective node; ``None`` for another node. Whatever moves data between
-    ranks has one, known here or not."""
+    """``(kind, why it can be no site, or None)`` of a collective node; ``None`` for another node. Every node of the
+    known namespaces that moves data between ranks has a kind, also an unknown op."""
     namespace, name = operators.qualified_name(node)
     if namespace not in _NAMESPACES or name in _NOT_MOVING:
         return None
@@ -87,7 +87,8 @@ def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
 
 
 def group_name(node: fx.Node) -> str | None:
-    """The name of a collective's process group: a string, or a node that holds the group (compile on one rank)."""
+    """The name of a collective's process group, or ``None``. The argument is a string, or a node that holds the group
+    (if one rank compiles for all)."""
     name = operators.argument(node, "group_name") or operators.argument(node, "process_group")
     if isinstance(name, str):
         return name
@@ -98,14 +99,14 @@ def group_name(node: fx.Node) -> str | None:
 
 
 def group_of(node: fx.Node) -> str | None:
-    """The group's name where ``node`` is a collective of any functional spelling, else ``None``."""
+    """The group's name if ``node`` is a collective in any functional spelling, else ``None``."""
     functional = operators.qualified_name(node)[0] not in ("c10d", "c10d_functional")
     return group_name(node) if functional and _kind(node) is not None else None
 
 
 def kept_kind(node: fx.Node) -> str | None:
-    """``"all_reduce bfloat16"`` where ``node`` is a collective that all ranks of its group call, else ``None`` (one
-    rank sends what another one receives)."""
+    """``"all_reduce bfloat16"`` if ``node`` is a functional collective that all ranks of its group call, else ``None``.
+    Sends and receives give ``None``, because ranks call different ones."""
     found = _kind(node)
     if found is None or found[0] in _POINT_TO_POINT or operators.qualified_name(node)[0] in ("c10d", "c10d_functional"):
         return None
@@ -114,7 +115,7 @@ def kept_kind(node: fx.Node) -> str | None:
 
 
 def is_a_wait(node: fx.Node) -> bool:
-    """Whether ``node`` is a collective's result, as it comes or seen otherwise."""
+    """Whether ``node`` is a collective's result or a view of one."""
     while tools.is_reshape(node):
         node = node.args[0]  # type: ignore[assignment]
     return node.target is torch.ops._c10d_functional.wait_tensor.default
@@ -132,7 +133,7 @@ def _bytes(node: fx.Node, kind: str) -> int | str:
 
 
 def describe(node: fx.Node, kind: str, dim: int | None = None, role: str | None = None) -> facts.Collective:
-    """The collective as plain facts."""
+    """The collective as plain facts. ``dim`` and ``role`` are taken from the caller."""
     name = group_name(node)
     ranks = group_ranks(name) if name is not None else None
     value = tools.value(node)
@@ -152,7 +153,8 @@ def describe(node: fx.Node, kind: str, dim: int | None = None, role: str | None 
 
 
 def find_collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, CollectiveNode | Reason]]:
-    """Every collective in graph order: ``(node, kind, CollectiveNode)``, or a ``Reason`` why it can be no site."""
+    """Every collective in graph order: ``(node, kind, CollectiveNode)``, with a ``Reason`` in the third place if it can
+    be no site."""
     for node in graph.nodes:
         found = _kind(node)
         if found is None:

@@ -1,15 +1,15 @@
-"""Pointwise epilogues as text: what a pass has found behind a matmul or a reduction, a kernel computes on each tile,
-and ``applied`` computes by torch's ops.
+"""``Epilogue`` describes a pointwise epilogue as text. A pass finds it after a matmul or a reduction, a kernel computes
+it on each tile, and ``applied`` computes it by torch's ops.
 
-One epilogue: the kinds of its extra tensors, and a program in single assignment, whose last value is the result.
+An epilogue holds the kinds of its extra tensors, and a program in single assignment whose last value is the result.
 ``silu(x) * e0``::
 
     {"extras": ["full"],
      "ops": [["neg", "x"], ["exp", "t0"], ["add", "t1", 1.0], ["div", "x", "t2"], ["mul", "t3", "e0"]]}
 
 An argument is ``x`` (the matmul's or the reduction's result, rounded to its dtype), ``e0``, ``e1``, ... (extras),
-``t0``, ``t1``, ... (results of ops) or a number. All is computed in fp32, and rounded where op ``to`` says so and at
-the end: as Inductor computes a fused chain. No Triton and no FX here.
+``t0``, ``t1``, ... (results of ops) or a number. All ops compute in fp32. Values are rounded by op ``to`` and at the
+end, as in Inductor's fused chains. This module uses neither Triton nor FX.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TORCH_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sub": operator.sub,
     "to": lambda a, dtype: a.to(getattr(torch, dtype)).float(),
 }
-"""Ops on fp32 tensors; of two arguments one may be a number, of ``maximum`` and ``minimum`` the second."""
+"""Ops on fp32 tensors. One of two arguments may be a number; for ``maximum`` and ``minimum``, only the second."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,21 @@ def to_text(epilogues: Sequence[Epilogue | None]) -> str:
 
 @functools.cache
 def from_text(text: str) -> tuple[Epilogue | None, ...]:
-    """What ``to_text`` has written."""
+    """The epilogues that ``to_text`` has written."""
     return tuple(
         None if e is None else Epilogue(tuple(e["extras"]), tuple(map(tuple, e["ops"]))) for e in json.loads(text)
     )
 
 
 def extras_of(epilogues: Sequence[Epilogue | None], extras: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The extras of each result, of those of all."""
+    """Split the ``extras`` of all results into those of each result."""
     counts = [0 if e is None else len(e.extras) for e in epilogues]
     return [list(extras[sum(counts[:i]) : sum(counts[: i + 1])]) for i in range(len(counts))]
 
 
 def applied(epilogue: Epilogue | None, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``x [M, N]`` with its epilogue by torch's ops, one after the other, in ``x``'s dtype."""
+    """The epilogue of ``x [M, N]``, computed by torch's ops one after the other in fp32; the result has ``x``'s
+    dtype."""
     if epilogue is None:
         return x
     values: dict[Any, torch.Tensor] = {"x": x.float()}

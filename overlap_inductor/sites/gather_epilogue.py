@@ -1,9 +1,16 @@
-"""Pointwise nodes behind a gather's matmuls that are computed on each piece, so that they run under the transfers too.
+"""Find the epilogue of a gather: pointwise nodes after its matmuls that are computed on each piece, so that transfers
+hide them too.
 
-Contract: a region closed under its inputs. It reads the outputs of the site's matmuls (cut along their rows), scalars
-and rows of a bias; its results are read by what needs them in memory anyway (matmuls, collectives, the graph's output).
-Where a pointwise op or a reduction reads them, Inductor fuses them into that for nothing, and they are left to it.
-``silu(gate) * up`` before a down-projection is the usual one.
+Before and after, for the usual case (``silu(gate) * up`` before a down-projection)::
+
+    g = mm(wait, a); u = mm(wait, b); y = mul(silu(g), u); mm(y, c)
+    ->  for each piece of wait: mm, mm, silu, mul
+        y from the pieces; mm(y, c)
+
+Contract: the nodes read only each other, the outputs of the site's matmuls (cut along their rows), scalars, and single
+rows such as a bias. Their results are read only by nodes that need them in memory: matmuls, collectives, the graph's
+output. A result that a pointwise op or a reduction reads is left to Inductor, which fuses it into that reader at no
+cost.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from overlap_inductor.torch_compat import operators
 
 
 def find_epilogue(collective: CollectiveNode, consumers: list[GatherConsumer]) -> Epilogue:
-    """The largest such region behind ``consumers``; empty where there is none."""
+    """The largest epilogue after ``consumers``; empty if there is none."""
     first = next((c for c in consumers if c.role == "M" and c.matmul.kind in ("mm", "addmm")), None)
     if first is None:
         return Epilogue()
@@ -77,13 +84,13 @@ class _Region:
         return all(_same_shape(node, n) if self._inside(n) else self._is_row(n) for n in inputs)
 
     def _is_row(self, node: fx.Node) -> bool:
-        """A scalar, or one row that all rows share, and not computed from the gathered tensor."""
+        """Whether ``node`` is a scalar or one row that all rows share, and is not computed from the gathered tensor."""
         leading = tools.shape(node)[:-1]
         return all(isinstance(s, int) and s == 1 for s in leading) and not tools.depends_on(node, self.wait, self.known)
 
     def shrink(self) -> None:
-        """Leave out what would be fused elsewhere or is a mere view at the end; then what read it, until nothing
-        changes."""
+        """Remove nodes that Inductor would fuse elsewhere and views at the end, then nodes that read a removed one,
+        until nothing changes."""
         changed = True
         while changed:
             changed = False
@@ -114,7 +121,7 @@ def _same_shape(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _stored_for(user: fx.Node, depth: int = 8) -> bool:
-    """Whether ``user`` needs its input in memory, itself or behind views."""
+    """Whether ``user``, or every reader of it if it is a view, needs its input in memory."""
     if user.op == "output" or matmuls.parse(user) is not None or "_c10d_functional" in str(user.target):
         return True
     if depth and (tools.is_reshape(user) or tools.permutation(user) is not None):

@@ -1,4 +1,4 @@
-"""Who reads a gathered tensor."""
+"""Find out whether other nodes than the site's matmuls read a gathered tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from overlap_inductor.sites.nodes import GatherNodes
 
 
 def copies(node: fx.Node) -> bool:
-    """Whether ``node`` holds the same elements as what it reads."""
+    """Whether ``node`` is a copy or a bitcast of its input."""
     return tools.is_bitcast(node) or node.target in tools.SAME
 
 
@@ -21,7 +21,7 @@ def gathered_used(nodes: GatherNodes) -> bool:
     pending = [nodes.collective.wait]
     while pending:
         for user in pending.pop().users:
-            # (Pieces that are joined along another dim are pieces no more.)
+            # Pieces joined along another dim are the gathered tensor again, so splits and their elements are followed.
             if user in nodes.through or copies(user) or user.target in (*tools.SPLITS, getitem):
                 pending.append(user)
             elif user not in matmuls:

@@ -1,4 +1,4 @@
-"""Small questions about FX nodes of a post-grad graph, asked the same way everywhere."""
+"""Small helpers that answer questions about the FX nodes of a post-grad graph."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def numel(sizes: list[Any]) -> Any:
 
 
 def permutation(node: fx.Node) -> list[int] | None:
-    """The dims order of a permute-like node, or ``None``."""
+    """The order of dims of a permute-like node, or ``None``: output dim ``i`` is input dim ``order[i]``."""
     if not is_tensor(node):
         return None
     rank = len(shape(node))
@@ -79,7 +79,8 @@ def permutation(node: fx.Node) -> list[int] | None:
 
 
 def is_reshape(node: fx.Node) -> bool:
-    """A view that keeps elements and their order (an ``expand`` counts only where it expands nothing)."""
+    """Whether ``node`` is a view that keeps elements and their order. An ``expand`` counts only if it keeps the
+    shape."""
     if node.target not in RESHAPES:
         return False
     return (
@@ -93,12 +94,12 @@ def is_reshape(node: fx.Node) -> bool:
 
 
 def is_bitcast(node: fx.Node) -> bool:
-    """A dtype view between types of one size (fp8 carried as uint8)."""
+    """Whether ``node`` is a dtype view between types of the same size (fp8 carried as uint8)."""
     return node.target is aten.view.dtype and dtype(node).itemsize == dtype(node.args[0]).itemsize  # type: ignore[arg-type]
 
 
 def is_cast(node: fx.Node) -> bool:
-    """A copy, a change of dtype, or a reinterpretation of the bits."""
+    """Whether ``node`` is a copy, a change of dtype, or a reinterpretation of the bits."""
     casts = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
     return node.target in SAME or node.target in casts or is_bitcast(node)
 
@@ -114,8 +115,11 @@ def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def depends_on(node: fx.Node, target: fx.Node, known: dict[fx.Node, bool]) -> bool:
-    """Whether ``node`` is computed from ``target`` (iterative; graphs are deep). Looks at nothing that stands before
-    ``target``."""
+    """Whether ``node`` is ``target`` or is computed from it.
+
+    ``known`` caches answers for one ``target``. The search is iterative, because graphs are deep, and it stops at nodes
+    that stand before ``target``.
+    """
     stack = [node]
     while stack:
         current = stack[-1]
@@ -141,7 +145,8 @@ def depends_on(node: fx.Node, target: fx.Node, known: dict[fx.Node, bool]) -> bo
 
 
 def walk(starts: Iterable[fx.Node], visit: Callable[[fx.Node], bool]) -> None:
-    """``visit`` the users of ``starts``, and of every node of which it returns ``True``: each once, in graph order."""
+    """Call ``visit`` on the users of ``starts``, and on the users of every node for which it returns ``True``: once for
+    each node, in graph order."""
     pending = list({user for node in starts for user in node.users})
     seen = set(pending)
     heapq.heapify(pending)
@@ -169,8 +174,8 @@ def has_unbacked(sizes: list[Any]) -> bool:
 
 
 def written_between(first: fx.Node, last: fx.Node, read: list[fx.Node]) -> bool:
-    """Whether one of ``read`` is written in place behind ``first`` and before ``last``: what reads it may not move from
-    one to the other."""
+    """Whether one of ``read`` is written in place between ``first`` and ``last``, so that a read of it may not move
+    from one to the other."""
     node = first.next
     while node is not last:
         if any(argument in read for argument in operators.written(node)):

@@ -1,14 +1,15 @@
-"""Layouts: which elements of a tensor lie where, as index maps, so that a spelling does not matter.
+"""Layouts describe which elements of a tensor lie where. They are index maps, so the spelling in the graph does not
+matter.
 
-A tensor is a list of dims, each dim an ordered list of *atoms*. An all-gather's result has the dims ``[R s0] [s1] ...``
-with the rank atom R in front. A reshape regroups atoms, a permute reorders dims, ``cat(split(x))`` moves R in front of
-another dim. Two tensors with the same atoms hold the same elements; where R stands in a matmul's operand says which of
-M, N, K is gathered::
+A tensor is a list of dims; each dim is an ordered list of *atoms*. The result of an all-gather has the dims ``[R s0]
+[s1] ...``, with the rank atom R in front. A reshape regroups atoms. A permute reorders dims. ``cat(split(x))`` moves R
+in front of another dim. Two tensors with the same atoms in the same order hold the same elements. The place of R in a
+matmul's operand says whether B, M, N or K is gathered::
 
     all_gather(x [b, s, h]) -> [R b] [s] [h] -> split/cat(dim=1) -> [b] [R s] [h] -> reshape -> [b R s] [h]
     rows = outer b, R, chunk s
 
-Sizes may be symbolic; nothing here adds a guard (``statically_known_true``).
+Sizes may be symbolic. Comparisons add no guard (``statically_known_true``).
 """
 
 from __future__ import annotations
@@ -34,9 +35,17 @@ def same_size(a: Size, b: Size) -> bool:
 
 @dataclass(eq=False)
 class Atom:
-    """A run of consecutive indices. ``rank`` marks the rank atom; ``total`` is its dim's full size where that is no
-    known multiple of the world size (``D`` for ``R * (D // R)``: collectives demand divisibility, symbols do not show
-    it), or where the last shards of ``chunk`` are short or empty (``Layout.cut_short``)."""
+    """A run of consecutive indices.
+
+    Attributes:
+        size: number of indices.
+        rank: whether this is the rank atom.
+        total: of a rank atom, the full size of the rank atom and the next one together, if that is not known to be
+            their product. Either symbols do not show that the world size divides it (``D`` for ``R * (D // R)``), or
+            the last shards are short or empty (``Layout.cut_short``).
+        chunk: of a rank atom whose last shards are short, the atom of a full shard's rows.
+        children: the atoms that a reshape split this one into.
+    """
 
     size: Size
     rank: bool = False
@@ -53,7 +62,7 @@ class Atom:
 
 
 def product(atoms: Sequence[Atom]) -> Size:
-    """Number of elements of a run of atoms."""
+    """Number of elements of a run of atoms. A ``total`` stands for its atom and the next one."""
     result: Size = 1
     skip = False
     for atom in atoms:
@@ -92,14 +101,15 @@ class Layout:
         return cls(((rank, Atom(size // world_size)), *((Atom(s),) for s in shape[1:])))
 
     def refined(self) -> Layout:
-        """With atoms replaced by the pieces they were split into since. Raises ``LayoutError`` where shards that are
-        short were split."""
+        """The layout with every atom replaced by those it was split into since. Raises ``LayoutError`` if short shards
+        were split."""
         if any(atom.chunk is not None and atom.chunk.children for dim in self.dims for atom in dim):
             raise LayoutError("the shards are split into smaller dims elsewhere, and the last ones are short here")
         return Layout(tuple(tuple(leaf for atom in dim for leaf in atom.leaves()) for dim in self.dims))
 
     def flat(self) -> list[Atom]:
-        """Atoms in order, without those of one index (but for the one that a ``total`` counts with the rank atom)."""
+        """Atoms in order, without those of size 1. The rank atom stays, and so does the atom that a ``total`` counts
+        with it."""
         atoms = [a for dim in self.refined().dims for a in dim]
         counted = {id(b) for a, b in zip(atoms, atoms[1:], strict=False) if a.total is not None}
         return [a for a in atoms if not same_size(a.size, 1) or a.rank or id(a) in counted]
@@ -112,8 +122,8 @@ class Layout:
         return Layout(tuple(self.dims[i] for i in order))
 
     def reshape(self, shape: Sequence[Size]) -> Layout:
-        """Regroup into ``shape``. Raises ``LayoutError`` where a dim boundary falls inside the rank atom or an unknown
-        factor."""
+        """Regroup into ``shape``; split an atom where a dim boundary falls inside it. Raises ``LayoutError`` if a
+        boundary falls inside the rank atom or at an unknown factor."""
         queue = self.flat()
         dims: list[tuple[Atom, ...]] = []
         for size in shape:
@@ -144,28 +154,29 @@ class Layout:
         return Layout(tuple(dims))
 
     def move_rank(self, source: int, target: int, size: Size | None = None) -> Layout:
-        """``cat(split(x, dim=source), dim=target)``: the rank atom leads ``source`` and then leads ``target``, whose
-        full size is ``size`` (needed where symbols do not show that the world size divides it)."""
+        """The layout of ``cat(split(x, dim=source), dim=target)``: the rank atom moves from the front of ``source`` to
+        the front of ``target``. ``size``: full size of ``target``, needed if symbols do not show that the world size
+        divides it. Raises ``LayoutError`` if the rank atom does not lead ``source``."""
         dims = [list(d) for d in self.refined().dims]
         if not dims[source] or not dims[source][0].rank:
             raise LayoutError("the pieces that are concatenated are not the ranks' shards")
         rank = dims[source].pop(0)
         if source != target:
-            # A known equality does not help inside a larger product, so a symbolic size is always kept beside the
-            # factors.
+            # A known equality of sizes is not seen inside a larger product, so a symbolic size is always kept as the
+            # total.
             rank = Atom(rank.size, rank=True, total=None if size is None or isinstance(size, int) else size)
         dims[target].insert(0, rank)
         return Layout(tuple(tuple(d) for d in dims))
 
     def leads_with_rank(self, dim: int) -> bool:
-        """Whether ``dim`` is made of whole shards, one a rank, and of nothing else."""
+        """Whether ``dim`` consists of one full shard of each rank and nothing else."""
         atoms = self.refined().dims[dim]
         return len(atoms) == 2 and atoms[0].rank and not atoms[0].short
 
     def cut_short(self, dim: int, size: Size) -> Layout:
-        """The layout with only the first ``size`` indices of ``dim``, without what makes the ranks' shards equal: the
-        last shards are short, or empty. Raises ``LayoutError`` where that is not the sharded dim, or one row is
-        left."""
+        """The layout with only the first ``size`` indices of ``dim``, without the padding that makes the ranks' shards
+        equal. The last shards become short or empty. Raises ``LayoutError`` if ``dim`` does not consist of the ranks'
+        shards, or fewer than two rows are left."""
         if not self.leads_with_rank(dim):
             raise LayoutError("rows are appended to, or cut off, a dim that is not made of the ranks' shards")
         dims = list(self.refined().dims)
@@ -186,16 +197,23 @@ class Layout:
         return Layout(tuple(tuple(a for a in dim if not a.rank) for dim in self.refined().dims))
 
     def shape(self, sizes: dict[int, Size] | None = None) -> list[Size]:
-        """Size of each dim; ``sizes`` replaces the size of atoms (by ``id``), for a sub-chunk of one atom."""
+        """Size of each dim. ``sizes`` replaces sizes of atoms, by ``id(atom)``, for a sub-chunk of one atom."""
         sizes = sizes or {}
         return [product([Atom(sizes.get(id(a), a.size), a.rank, a.total) for a in dim]) for dim in self.refined().dims]
 
 
 @dataclass(frozen=True)
 class ShardedDim:
-    """A dim that holds the rank atom: index = (outer, rank, chunk). ``size`` is the dim's full size; of each outer
-    index ``missing`` rows are not there that would make the last ranks' chunks as long as the others'
-    (``Layout.cut_short``)."""
+    """A dim that holds the rank atom: index = (outer, rank, chunk).
+
+    Attributes:
+        dim: the dim's number.
+        outer: number of outer indices.
+        chunk: rows of one full shard for each outer index.
+        size: the dim's full size, without missing rows.
+        before, after: the atoms of ``outer`` and of ``chunk``.
+        missing: rows that the last ranks' chunks lack for each outer index (``Layout.cut_short``).
+    """
 
     dim: int
     outer: Size
@@ -207,7 +225,7 @@ class ShardedDim:
 
     @property
     def short(self) -> bool:
-        """Whether rows may be missing (where their number is symbolic, it is not asked for)."""
+        """Whether rows may be missing. A symbolic number counts as missing rows, so that no guard is added."""
         return not (isinstance(self.missing, int) and self.missing == 0)
 
     @classmethod

@@ -1,4 +1,7 @@
-"""Matmul nodes in one form: operands, bias, scales, and which output dim comes from which operand dim."""
+"""``MatmulNode`` gives every kind of matmul node one form: operands, bias, scales, and the roles of dims.
+
+``parse`` reads a node. ``emit`` and ``emit_partial`` write the same matmul on slices.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ KINDS = {
 
 @dataclass(frozen=True)
 class MatmulNode:
-    """``out[b, M, N] = lhs[b, M, K] @ rhs[b, K, N] (+ bias)``; the batch dim only for bmm and baddbmm.
+    """``out[b, M, N] = lhs[b, M, K] @ rhs[b, K, N] (+ bias)``. Only bmm and baddbmm have the batch dim.
 
-    Operands are read from the node each time: the rewrite of a site before may have put others in their place.
+    Operands are read from the node each time, because the rewrite of an earlier site may have replaced them.
     """
 
     node: fx.Node
@@ -125,15 +128,15 @@ def parse(node: fx.Node) -> MatmulNode | None:
 
 
 def folded(matmul: MatmulNode) -> list[fx.Node]:
-    """The other matmuls of a sum that Inductor has written as one matmul with the others as its bias, ``addmm(x @ a, y,
-    b)``; none where the bias is anything else, or one of them has other users, too."""
+    """The matmuls that are summed in the bias of ``matmul``: Inductor writes ``x @ a + y @ b`` as ``addmm(x @ a, y,
+    b)``. Empty if the bias is anything else, or if another node reads one of them."""
     bias = matmul.bias
     return (bias is not None and matmul.kind == "addmm" and _summed(bias, matmul.node)) or []
 
 
 def _summed(node: fx.Node, user: fx.Node) -> list[fx.Node] | None:
-    """The plain matmuls whose sum ``node`` is, and nothing else, for ``user`` alone, which reads it once, and of its
-    shape; or ``None``."""
+    """The plain matmuls whose sum ``node`` is; or ``None``. Only ``user`` may read ``node``, once, and both must have
+    the same shape."""
     if set(node.users) != {user} or user.args.count(node) != 1 or not tools.is_tensor(node):
         return None
     if [str(s) for s in tools.shape(node)] != [str(s) for s in tools.shape(user)]:
@@ -165,8 +168,13 @@ def emit(
     with_bias: bool = True,
     bias_slice: fx.Node | None = None,
 ) -> fx.Node:
-    """The same matmul on slices. ``slicers[role](tensor, dim)`` cuts what else is indexed by a sliced role (bias,
-    row-wise scales); ``bias_slice`` is the bias where it has been cut already."""
+    """Write the same matmul on slices ``lhs`` and ``rhs``; return the new node, which has no ``meta`` yet.
+
+    Args:
+        slicers: ``slicers[role](tensor, dim)`` cuts a bias or a row-wise scale along a sliced role.
+        with_bias: whether to add the bias.
+        bias_slice: the bias, if it has been cut already.
+    """
 
     def cut(tensor: fx.Node, role_of_dim: dict[int, str]) -> fx.Node:
         for dim, role in role_of_dim.items():
@@ -196,8 +204,11 @@ def emit(
 
 
 def emit_partial(graph: fx.Graph, matmul: MatmulNode, lhs: fx.Node, rhs: fx.Node, total: fx.Node | None) -> fx.Node:
-    """``total + lhs @ rhs`` without bias, accumulated in fp32 (fp64 stays fp64, int32 is exact), for a split
-    contraction."""
+    """Write ``total + lhs @ rhs`` without bias, for a split contraction; return the new node, which has no ``meta``
+    yet.
+
+    Sums are accumulated in fp32. fp64 stays fp64, and int32 is exact.
+    """
     call = graph.call_function
     if matmul.kind == "int_mm":
         partial = call(aten._int_mm.default, (lhs, rhs))

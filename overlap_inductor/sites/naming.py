@@ -1,4 +1,4 @@
-"""Names that a user recognises, and ids that are the same on every rank and in every run."""
+"""Name sites: module names that a user recognises, and ids that are the same on every rank and in every run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def module_of(node: fx.Node) -> str:
 
 
 def site_id(pattern: str, module: str, phase: str, ordinal: int, moves: str) -> str:
-    """``<pattern>-<8 hex digits>``: a digest of what the site moves and where it stands in its graph, which all ranks
-    of its group see alike."""
+    """``<pattern>-<8 hex digits of a SHA-256>``. The digest covers what the site moves and where it stands in its
+    graph, which are the same on all ranks of its group."""
     digest = hashlib.sha256(f"{pattern}|{module}|{phase}|{ordinal}|{moves}".encode()).hexdigest()[:8]
     return f"{pattern}-{digest}"

@@ -1,5 +1,5 @@
-"""The FX side of a site: ``GatherNodes`` and ``ReduceNodes``. The JSON-able side is
-``overlap_inductor.facts.site.SiteFacts``."""
+"""``GatherNodes`` and ``ReduceNodes`` hold the FX nodes of a site. ``overlap_inductor.facts.site.SiteFacts`` holds its
+JSON-able facts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from overlap_inductor.sites.matmuls import MatmulNode
 
 @dataclass(frozen=True)
 class CollectiveNode:
-    """A functional collective and its wait. ``node.args[0]`` is the input; ``wait`` has the result."""
+    """A functional collective and its wait. ``node.args[0]`` is the input; ``wait`` is the result. ``ranks``: global
+    ranks of the group."""
 
     node: fx.Node
     wait: fx.Node
@@ -40,8 +41,14 @@ class CollectiveNode:
 
 @dataclass(frozen=True)
 class GatherConsumer:
-    """A matmul one of whose operands is the gathered tensor. ``layout`` is the operand's, without the padding of uneven
-    shards where that was cut off."""
+    """A matmul with the gathered tensor as one operand.
+
+    Attributes:
+        operand: ``lhs`` or ``rhs``.
+        role: role of the gathered dim: M, N, K or B.
+        layout: the operand's layout. If the padding of uneven shards was cut off, it is without that padding.
+        sharded: the operand's dim that holds the rank.
+    """
 
     matmul: MatmulNode
     operand: str
@@ -60,11 +67,13 @@ class GatherConsumer:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Pointwise ``nodes`` (and views among them, in graph order) behind the matmuls ``base``, to be computed piece by
-    piece.
+    """Pointwise nodes after a gather's matmuls that are computed piece by piece.
 
-    ``outputs`` are the nodes and matmuls that others read, ``externals`` the rows and scalars that the nodes read
-    besides.
+    Attributes:
+        nodes: the pointwise nodes and the views among them, in graph order.
+        outputs: the nodes and matmuls that nodes outside read.
+        externals: the rows and scalars that ``nodes`` read besides.
+        base: the matmuls.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -75,12 +84,14 @@ class Epilogue:
 
 @dataclass
 class GatherNodes:
-    """all-gather -> views and pointwise ops -> matmuls -> epilogue. ``through[n]`` is the source of a view-like node
-    ``n``.
+    """all-gather -> views and pointwise ops -> matmuls -> epilogue.
 
-    Where a row-wise op other than an element-wise one stands between (``row_wise``), ``layouts`` holds the layout of
-    the gathered tensor and of all nodes between, and ``whole`` the dims that such an op needs whole; else both are
-    empty.
+    Attributes:
+        raw: layout of the gathered tensor.
+        through: source of each view-like node.
+        layouts: layouts of the gathered tensor and of all nodes between it and the matmuls, if one of these is row-wise
+            but not element-wise (``sites.row_wise``); else empty.
+        whole: the dims that such row-wise ops need whole.
     """
 
     collective: CollectiveNode
@@ -94,12 +105,15 @@ class GatherNodes:
 
 @dataclass(frozen=True)
 class Region:
-    """Sums over a dim of the matmuls and ``cat`` of several, between matmuls and collective (``passes.find_region``);
-    pieces are computed over the dims of a matmul.
+    """Sums and ``cat`` between matmuls and collective (``passes.find_region``). Pieces are computed over the dims of
+    the matmuls, and all dims here are dims of the matmuls.
 
-    ``reduced``: dims that a node sums over; ``joined``: the dim along which a ``cat`` joins; ``places``: layouts over
-    those dims of what is read from elsewhere; ``cut``: the dim that is cut; ``layout``: of what the collective is
-    given, over those dims but for the ones that are summed over.
+    Attributes:
+        reduced: dims that each node sums over.
+        joined: the dim along which each ``cat`` joins.
+        places: layouts of the tensors that are read from elsewhere.
+        cut: the dim that is cut.
+        layout: layout of the collective's input, over the dims that are not summed over.
     """
 
     reduced: dict[fx.Node, list[int]]
@@ -111,8 +125,8 @@ class Region:
 
 @dataclass(frozen=True)
 class Padding:
-    """``node`` appends zeros to a rank's output before it is gathered, where other ranks have more: ``columns`` to the
-    matmul's columns; where that is 0, rows, which ``ReduceNodes.sharded`` counts as missing."""
+    """``node`` appends zeros to a rank's output before it is gathered, because other ranks have more. It appends
+    ``columns`` to the matmul's columns, or if that is 0, rows, which ``ReduceNodes.sharded`` counts as missing."""
 
     node: fx.Node
     columns: int
@@ -124,9 +138,18 @@ class Padding:
 
 @dataclass
 class ReduceNodes:
-    """matmuls -> views and pointwise ops -> collective(s). ``collectives`` are several where all-reduces are added
-    afterwards; ``layouts`` holds every region node's layout in the atoms of the collective's input, ``sharded`` the
-    matmuls' output dim to cut, ``unfolded`` biases of matmuls that are sums of other ones (``matmuls.folded``)."""
+    """matmuls -> views and pointwise ops -> collectives.
+
+    Attributes:
+        collectives: several if the results of all-reduces are added to each other.
+        result: the wait, or the sum of the waits.
+        leaves: the matmuls.
+        layouts: every region node's layout in the atoms of the collective's input.
+        through: source of each view-like node.
+        externals: tensors that the region reads and does not compute.
+        sharded: the matmuls' output dim that is cut; ``role`` is its role.
+        unfolded: biases that are sums of other matmuls of the site (``matmuls.folded``).
+    """
 
     collectives: list[CollectiveNode]
     result: fx.Node
@@ -142,16 +165,16 @@ class ReduceNodes:
 
     @property
     def computed(self) -> list[fx.Node]:
-        """What the region computes for each collective: its input, or that before it was padded."""
+        """The node that the region computes for each collective: its input, or the input before padding."""
         return [self.padding.source] if self.padding is not None else [c.input for c in self.collectives]
 
     def rename(self, replaced: dict[fx.Node, fx.Node]) -> None:
-        """Follow a rewrite before: what is read from outside may be another node now."""
+        """Update the site after another site's rewrite, which replaced the keys of ``replaced`` by its values."""
         self.externals = [replaced.get(n, n) for n in self.externals]
         for old, new in replaced.items():
             if old in self.layouts:
                 self.layouts[new] = self.layouts[old]
-                # (Inside the region until now: an epilogue that another site's kernel has computed.)
+                # A node of the region that another site's kernel now computes, as its epilogue, is read from outside.
                 if new not in self.externals and old not in {m.node for m in self.leaves}:
                     self.externals.append(new)
                 if self.region is not None and old in self.region.places:
@@ -159,12 +182,13 @@ class ReduceNodes:
         self.through = {n: replaced.get(source, source) for n, source in self.through.items()}
 
     def bias_of(self, matmul: MatmulNode) -> fx.Node | None:
-        """A matmul's bias, if that is no sum of other ones of them, which are added up with it."""
+        """The matmul's bias, or ``None`` if the bias is a sum of other matmuls of the site, which the site adds up
+        itself."""
         return None if matmul.bias in self.unfolded else matmul.bias
 
     @property
     def leaf_layout(self) -> Layout:
-        """The layout in which pieces are computed: the matmuls'."""
+        """The layout in which pieces are computed: that of the first matmul, or of the region."""
         return self.layouts[self.leaves[0].node] if self.region is None else self.region.layout
 
     @property
@@ -175,7 +199,8 @@ class ReduceNodes:
 
 @dataclass
 class OverlapSite:
-    """A site found in one graph: facts for reports and plans, nodes for the rewrite, and what became of it."""
+    """A site found in one graph: facts for reports and plans, nodes for the rewrite, and the decision. ``obstacle``:
+    what the finder met that speaks against the site."""
 
     facts: SiteFacts
     nodes: GatherNodes | ReduceNodes

@@ -1,18 +1,19 @@
-"""The residual add and RMSNorm behind an all-reduce, which schedule ``small_message`` computes in the all-reduce's own
-kernel.
+"""Find the residual add and RMSNorm after an all-reduce, which schedule ``small_message`` computes in the all-reduce's
+own kernel.
 
-What is recognised is what Llama's and its relatives' norm computes, in the rounding that it has there (``x`` in fp16 or
-bf16, ``wide`` in fp32)::
+The finder recognises the norm of Llama and its relatives, with the same rounding (``x`` in fp16 or bf16, ``wide`` in
+fp32)::
 
     added  = residual + all_reduce(...)                 # in either order; kept, it is the next residual
     wide   = added.to(fp32)
     scaled = wide * rsqrt(mean(wide ** 2, last dim) + eps)
     normed = weight * scaled.to(x)                      # in either order
+    ->  normed, added = one op                          # by the rewrite
 
 Inductor's post-grad graphs spell it ``aten.add.Tensor``, ``prims.convert_element_type``, ``aten.pow.Tensor_Scalar``,
 ``aten.mean.dim``, ``aten.add.Tensor`` with a number, ``aten.rsqrt``, ``aten.mul.Tensor``,
 ``prims.convert_element_type``, ``aten.mul.Tensor``; ``aten.reshape`` to and from rows may stand between. A norm that
-multiplies with its weight before it rounds (``torch.nn.RMSNorm``) gives other bits and is left alone.
+multiplies by its weight before it rounds (``torch.nn.RMSNorm``) gives other bits and is not recognised.
 """
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ aten = tools.aten
 
 @dataclass(frozen=True)
 class NormEpilogue:
-    """What the op reads besides the matmul (``residual`` of the all-reduce's shape, ``weight`` one row), and the nodes
-    that it replaces.
+    """What the op reads besides the matmul, and the nodes that it replaces.
 
-    The op may stand just before ``residual_out``: what it reads comes before that in the graph.
+    Attributes:
+        residual: tensor of the all-reduce's shape and dtype.
+        weight: one row, of the same dtype.
+        normed: the node with the norm's result.
+        residual_out: the sum of residual and all-reduce. The op may stand right before it: everything that the op reads
+            comes earlier in the graph.
     """
 
     residual: fx.Node
@@ -47,8 +52,8 @@ class NormEpilogue:
 
 
 def find_norm(result: fx.Node) -> NormEpilogue | None:
-    """The residual add and norm behind ``result``, an all-reduce's; ``None`` where something else is computed, or
-    ``result`` is read by others too."""
+    """The residual add and norm after ``result``, an all-reduce's result; ``None`` if something else is computed, or if
+    other nodes read ``result`` too."""
     while len(result.users) == 1 and _keeps_rows(user := next(iter(result.users))):
         result = user
     added = next(iter(result.users), None)
@@ -71,7 +76,8 @@ def find_norm(result: fx.Node) -> NormEpilogue | None:
 
 
 def _norm(normed: fx.Node, added: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
-    """``(weight, eps, normed)`` if ``normed`` is the norm of ``added`` and others read nothing between the two."""
+    """``(weight, eps, normed)`` if ``normed`` is the norm of ``added`` and no other node reads a node between the two;
+    else ``None``."""
     for rounded, weight in _factors(normed):
         rounded = _rows(rounded)
         if (
@@ -96,7 +102,8 @@ def _norm(normed: fx.Node, added: fx.Node) -> tuple[fx.Node, float, fx.Node] | N
 
 
 def _eps_of(inverse: fx.Node, wide: fx.Node) -> float | None:
-    """``eps`` where ``inverse`` is ``rsqrt(mean(wide ** 2) + eps)`` of each row, used for nothing else."""
+    """``eps`` if ``inverse`` is ``rsqrt(mean(wide ** 2) + eps)`` of each row and each node of it has one reader; else
+    ``None``."""
     chain = [inverse]
     for target in (aten.rsqrt.default, aten.add.Tensor, aten.mean.dim):
         if chain[-1].target is not target or len(chain[-1].users) != 1 or not tools.is_tensor(chain[-1].args[0]):
@@ -127,7 +134,7 @@ def _factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _behind(node: fx.Node, depth: int) -> set[fx.Node]:
-    """Products at most ``depth`` steps behind ``node``."""
+    """The products that read ``node`` through at most ``depth`` steps."""
     reached = layer = {node}
     for _ in range(depth):
         layer = {user for n in layer for user in n.users} - reached
@@ -140,7 +147,7 @@ def _keeps_rows(node: fx.Node) -> bool:
 
 
 def _rows(node: Any) -> fx.Node:
-    """What ``node`` is a view of, as other rows of the same length; such a view must have one reader."""
+    """The source of ``node``, if ``node`` is a view that keeps the length of rows and has one reader; else ``node``."""
     while _keeps_rows(node) and len(node.users) == 1:
         node = node.args[0]
     return node
@@ -162,7 +169,7 @@ def _alike(a: Any, b: fx.Node) -> bool:
 
 
 def _is_row(weight: fx.Node, normed: fx.Node) -> bool:
-    """One row that all rows of ``normed`` share."""
+    """Whether ``weight`` is one row that all rows of ``normed`` share."""
     *leading, columns = tools.shape(weight) or [0]
     return (
         same_size(columns, tools.shape(normed)[-1])

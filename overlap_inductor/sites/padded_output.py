@@ -1,12 +1,12 @@
-"""Padding of an output that is gathered: a rank whose shard of the output is smaller than others' appends zeros, since
-an all-gather moves as much of every rank.
+"""Handle the padding of an output that is gathered. An all-gather moves equally much of every rank, so a rank with a
+smaller shard of the output appends zeros.
 
-The site is what it is on ranks that have all of it; on this one each piece is padded when it leaves::
+The site is the same as on ranks with a full shard. A short rank pads each piece when it sends it::
 
     mm [rows, 50] -> view [b, t, 50] -> pad [b, t, 51] -> all_gather         # elsewhere 51 columns, and no padding
     for band in rows: send pad(mm(band))                                      # bands of the rows that all ranks have
 
-Bands, sizes and the order of what moves rest on the gathered tensor, never on what this rank has of it.
+Bands, sizes and the order of transfers depend on the gathered tensor only, never on the size of this rank's shard.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from overlap_inductor.sites.pieces import padded
 
 
 def padding_before(node: fx.Node) -> fx.Node | None:
-    """The node that appends zeros to what ``node`` is in another shape, if there is one."""
+    """The node that appends zeros, if ``node`` is that node or a view or copy of it; else ``None``."""
     while tools.is_reshape(node) or node.target in tools.SAME:
         node = node.args[0]  # type: ignore[assignment]
     found = padded(node)
@@ -35,7 +35,7 @@ def padding_before(node: fx.Node) -> fx.Node | None:
 
 
 def nodes_between(node: fx.Node, source: fx.Node) -> set[fx.Node]:
-    """``node`` and what it is a view of or pads, without ``source``."""
+    """``node`` and the chain of first arguments down to ``source``, without ``source``."""
     found = set()
     while node is not source:
         found.add(node)
@@ -46,8 +46,9 @@ def nodes_between(node: fx.Node, source: fx.Node) -> set[fx.Node]:
 def padded_output(
     padding: fx.Node, leaf: MatmulNode, layout: Layout, sharded: ShardedDim
 ) -> tuple[Padding, ShardedDim]:
-    """What ``padding`` appends zeros to, and how the output of ``leaf`` (in ``layout``) is cut then: as ``sharded``
-    where that is columns, with missing rows where it is rows. Raises ``LayoutError`` where it is neither."""
+    """``(padding, how the output of leaf is cut)``. If ``padding`` appends columns, the cut stays ``sharded``; if it
+    appends rows, the cut has missing rows. ``layout``: layout of ``leaf``. Raises ``LayoutError`` if it appends
+    neither."""
     source, dim = padded(padding)  # type: ignore[misc]
     shape, out = tools.shape(source), tools.shape(leaf.node)
     appended = tools.shape(padding)[dim] - shape[dim]
@@ -56,7 +57,7 @@ def padded_output(
     atoms, ahead = layout.refined().dims[0], tools.numel(shape[:dim])
     if same_size(ahead, 1) and same_size(shape[dim], out[0]):
         return Padding(padding, 0), ShardedDim(0, 1, shape[dim] + appended, shape[dim], (), (), appended)
-    # (Only views stand between, so that the padded dim is one atom of the rows.)
+    # Only views stand between, so the padded dim is one atom of the rows.
     at = next(
         (i for i, a in enumerate(atoms) if same_size(a.size, shape[dim]) and same_size(product(atoms[:i]), ahead)), None
     )
@@ -73,8 +74,8 @@ def padded_output(
 
 
 def gathered_shape(nodes: ReduceNodes) -> list[Size]:
-    """The shape of the matmul's result with the rows and columns that its rank appends before it is gathered: the same
-    on every rank."""
+    """The shape of the matmul's result, with the rows and columns that this rank appends before the gather. It is the
+    same on every rank."""
     shape, sharded = nodes.shape, nodes.sharded
     if nodes.padding is None:
         return shape

@@ -1,4 +1,4 @@
-"""Which run of a tensor's rows a node is: slices and elements of splits, and what concatenates them."""
+"""Recognise nodes that are pieces of a tensor: slices, elements of splits, and tensors with zeros appended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Piece:
 
 
 def piece_of(node: Any) -> Piece | None:
-    """The piece that a slice or an element of a split is; ``None`` for any other node."""
+    """The piece that ``node`` is, if it is a slice or an element of a split; else ``None``."""
     if not isinstance(node, fx.Node):
         return None
     if node.target is aten.slice.Tensor:
@@ -48,7 +48,8 @@ def piece_of(node: Any) -> Piece | None:
 
 
 def may_be_a_piece(node: fx.Node) -> bool:
-    """Whether ``node`` is what ``piece_of`` and ``behind_copies`` look through."""
+    """Whether ``node`` is a slice, a split, an element of a result, a copy or a bitcast: the nodes that ``piece_of``
+    and ``behind_copies`` look through."""
     is_element = getattr(node.target, "__name__", "") == "getitem"
     return (
         is_element
@@ -60,16 +61,16 @@ def may_be_a_piece(node: fx.Node) -> bool:
 
 
 def behind_copies(node: Any) -> Any:
-    """``node`` without copies and reinterpretations of it."""
+    """The source of ``node`` behind copies and reinterpretations of bits."""
     while isinstance(node, fx.Node) and (tools.is_bitcast(node) or node.target in tools.SAME):
         node = node.args[0]
     return node
 
 
 def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """``(x, dim)`` where ``node`` is ``x`` with zeros appended along ``dim``, in one piece or as ``cat`` of pieces of
-    which the last ones are padded (how DTensor makes uneven shards even); else ``None``. Sizes must be known: which
-    ranks are short rests on them."""
+    """``(x, dim)`` if ``node`` is ``x`` with zeros appended along ``dim``, else ``None``. The node is a padding, or a
+    ``cat`` of pieces of which the last ones are padded, as DTensor makes uneven shards even. Sizes must be ints,
+    because they say which ranks are short."""
     if node.target is aten.constant_pad_nd.default:
         found = padded(node)
         return found if found is not None and isinstance(tools.shape(found[0])[found[1]], int) else None
@@ -105,7 +106,7 @@ def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def padded(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """``(x, dim)`` of a node that pads ``x`` with zeros at the end of one dim."""
+    """``(x, dim)`` if ``node`` pads ``x`` with zeros at the end of one dim only, else ``None``."""
     if node.target is not aten.constant_pad_nd.default or operators.argument(node, "value") != 0:
         return None
     amounts: Any = node.args[1]

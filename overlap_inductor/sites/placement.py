@@ -1,9 +1,8 @@
-"""Where a gather's steps are written: all operands of its matmuls must be there, and none of their results may be
-wanted before.
+"""Choose where a gather's steps are written: after all operands of its matmuls, and before the first use of a result.
 
-By default at the gather, with what the other operands need moved up to it. Where that cannot be moved (activation
-checkpointing: a weight's gradient needs activations that are gathered once more first), the whole site sinks to the
-first use of its results.
+By default the steps stand at the gather, and the nodes that compute the other operands are moved up to it. If those may
+not be moved, the whole site sinks to the first use of its results. Activation checkpointing needs that: a weight's
+gradient reads activations that must be gathered again first.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from overlap_inductor.sites.nodes import GatherNodes
 
 @dataclass(frozen=True)
 class Placement:
-    """Before ``anchor`` stand ``hoisted`` nodes, moved up, then ``sunk`` ones, moved down (both in graph order), then
-    the steps. ``operands``: what the steps read."""
+    """A place for the steps. Before ``anchor`` stand the ``hoisted`` nodes, which move up, then the ``sunk`` nodes,
+    which move down (both in graph order), then the steps. ``operands``: what the steps read."""
 
     anchor: fx.Node
     sunk: list[fx.Node]
@@ -28,7 +27,7 @@ class Placement:
 
     @property
     def obstacle(self) -> fx.Node | None:
-        """A node among ``hoisted`` that may not be moved, or reads one that is moved down, if any."""
+        """A node among ``hoisted`` that may not be moved or reads a sunk node; ``None`` if there is none."""
         sunk = set(self.sunk)
         return next((n for n in self.hoisted if not _movable(n) or not sunk.isdisjoint(n.all_input_nodes)), None)
 
@@ -39,8 +38,8 @@ class Placement:
 
 
 def places(nodes: GatherNodes) -> list[Placement]:
-    """The placements in the graph as it is now, the better one first: at the gather, and at the first use of what the
-    site makes."""
+    """Both placements in the graph as it is now, the better one first: at the gather, and at the first use of the
+    site's results."""
     gather = nodes.collective.node
     members = {gather, nodes.collective.wait, *between(nodes), *(c.matmul.node for c in nodes.consumers)}
     users = {user for member in members for user in member.users} - members
@@ -55,7 +54,7 @@ def places(nodes: GatherNodes) -> list[Placement]:
 
 
 def place(nodes: GatherNodes) -> Placement:
-    """The placement in the graph as it is now; where neither place will do, the gather's own with its ``obstacle``."""
+    """The first placement without obstacle in the graph as it is now; if both have one, the placement at the gather."""
     found = places(nodes)
     return next((p for p in found if p.obstacle is None), found[0])
 
@@ -68,8 +67,8 @@ def _operands(nodes: GatherNodes) -> list[fx.Node]:
     """What the steps read besides the gathered shards."""
     found = [n for c in nodes.consumers for n in (c.other_node, c.matmul.bias, *c.matmul.scales()) if n is not None]
     found += nodes.epilogue.externals
-    # (Views are written anew for the pieces; the sizes that they were given are not needed, nor is what a cat's pieces
-    # are elements of.)
+    # View-like nodes are written again for the pieces, so their size arguments are not needed, nor are the splits that
+    # a cat's pieces come from.
     inside = between(nodes)
     copied = [n for n in sorted(inside) if n not in nodes.through]
     read = [(i, n) for n in copied for i in n.all_input_nodes if i not in inside and i is not nodes.collective.wait]
@@ -77,7 +76,7 @@ def _operands(nodes: GatherNodes) -> list[fx.Node]:
 
 
 def _needed_behind(operands: list[fx.Node], anchor: fx.Node) -> list[fx.Node]:
-    """What the operands need and stands at ``anchor`` or behind it, in graph order."""
+    """The operands, and the nodes that they are computed from, that stand at ``anchor`` or after it, in graph order."""
     wanted: set[fx.Node] = set()
     pending = list(operands)
     while pending:
@@ -89,7 +88,7 @@ def _needed_behind(operands: list[fx.Node], anchor: fx.Node) -> list[fx.Node]:
 
 
 def between(nodes: GatherNodes) -> set[fx.Node]:
-    """Views and pointwise nodes between the gather and its matmuls."""
+    """The nodes between the wait and the matmuls: they depend on the wait and lead to a gathered operand."""
     known: dict[fx.Node, bool] = {}
     found: set[fx.Node] = set()
     pending = [c.operand_node for c in nodes.consumers]

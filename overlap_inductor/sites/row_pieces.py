@@ -1,9 +1,8 @@
-"""A piece of each node of a row-wise region behind a gather, in the node's own layout, computed from one rank's shard
-or a part of it.
+"""Write pieces of a gather's row-wise region: each node computed from one rank's shard or a part of it.
 
-Contract: nodes are written at the emitter's insertion point. A view is written anew for the piece's shape; another op
-of the region is copied, its dims are those of the original. Tensors from elsewhere are cut along with the gathered dim,
-and along with the part::
+Contract: nodes are written at the emitter's insertion point. A view is written again with the piece's shape. Any other
+op of the region is copied and keeps its dims. Tensors from elsewhere are cut along the gathered dim and along the
+part::
 
     raw   = rows of rank r + shift, part p, of the gathered buffer
     piece = op(piece of gathered input, rows of the other input that belong to rank r + shift and part p)
@@ -30,8 +29,12 @@ aten = tools.aten
 
 
 def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
-    """Where ``lead``, along which shards are cut, stands in a dim: ``(chunk | outer | cross, rows that one of its
-    indices spans)``; ``None`` where a part of it is no run of rows."""
+    """Where ``lead``, the atom along which shards are cut, stands in a dim with ``atoms``: ``(place, rows that one of
+    its indices spans)``, or ``None`` if a part of it is no run of rows.
+
+    The place is ``chunk`` (right after the rank), ``outer`` (first, before the rank) or ``cross`` (first in a dim
+    without the rank).
+    """
     present = [a for a in atoms if a.rank or not (isinstance(a.size, int) and a.size == 1)]
     rank = next((i for i, a in enumerate(present) if a.rank), None)
     if rank is None:
@@ -63,7 +66,7 @@ def _externals(nodes: GatherNodes) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _aligned(node: fx.Node, user: fx.Node) -> dict[int, int]:
-    """``{dim of node: dim of user}`` where ``node`` holds as many indices as ``user``, which broadcasts it."""
+    """``{dim of node: dim of user}`` for the dims that ``user`` neither broadcasts nor, as a ``cat``, joins."""
     mine, theirs = tools.shape(node), tools.shape(user)
     joined = operators.argument(user, "dim") % len(theirs) if user.target is aten.cat.default else None
     dims = ((d, d + len(theirs) - len(mine)) for d in range(len(mine)))
@@ -71,8 +74,8 @@ def _aligned(node: fx.Node, user: fx.Node) -> dict[int, int]:
 
 
 class RowPieces:
-    """Pieces of the shard of rank ``r + shift``, of which ``raw`` (in layout ``order``) holds ``length`` indices of
-    ``lead`` from ``start`` on; the whole shard without ``lead``."""
+    """Pieces of the shard of rank ``r + shift``. ``raw``, in layout ``order``, holds ``length`` indices of ``lead``
+    from ``start`` on; without ``lead`` it holds the whole shard."""
 
     def __init__(
         self,

@@ -1,14 +1,14 @@
-"""Row-wise ops behind a gather: what a norm, a scale, a mask, a slice of columns or a ``cat`` of columns makes of the
-gathered tensor's layout.
+"""Compute the layout of a row-wise op's result after a gather: a norm, a scale, a mask, a slice of columns or a ``cat``
+of columns.
 
-An op is row-wise where each index of the gathered dim is computed from that index alone. It can then be computed on one
-rank's shard, or a part of one, as well as on the whole::
+An op is row-wise if each index of the gathered dim is computed from that index alone. Such an op can be computed on one
+rank's shard, or on a part of one, as well as on the whole::
 
     gathered [R s] [h] -> pow, mean(-1), rsqrt, mul -> [R s] [h]      mean: [R s] [], of all of h
     gathered [R s] [h] * share [rows, 1]                              share is cut with the rows
     cat(gathered [R s] [h], y [rows, c], 1) -> [R s] [h + c]          y is cut with the rows
 
-What an op takes whole (the ``h`` of a mean) must not be cut into parts: ``whole`` holds those dims.
+``whole`` holds the dims that an op needs whole (the ``h`` of a mean). They must not be cut.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ REDUCTIONS = {
     aten.var_mean.correction,
 }
 ALONG = {aten._softmax.default, aten._log_softmax.default, aten.cumsum.default}
-"""Ops of one dim that keep the shape."""
+"""Ops that work along one dim and keep the shape."""
 
 
 @dataclass
 class RowWise:
-    """The result of an op: its layout, and the dims that it needs whole. ``rows_of``: tensors from elsewhere that have
-    a gathered dim of their own, which is cut with it."""
+    """The result of an op: its layout, and the dims that the op needs whole. ``rows_of``: tensors from elsewhere that
+    are indexed by the gathered dim too, and are cut with it."""
 
     layout: Layout
     whole: list[Atom] = field(default_factory=list)
@@ -55,15 +55,15 @@ class RowWise:
 
 
 def may_be(node: fx.Node) -> bool:
-    """Whether ``node`` is an op of which ``result`` can say something."""
+    """Whether ``node`` is an op that ``result`` handles."""
     known = REDUCTIONS | ALONG | tools.SPLITS | {aten.slice.Tensor, aten.cat.default}
     element = getattr(node.target, "__name__", "") == "getitem"
     return node.target in known or element or (tools.is_pointwise(node) and not operators.is_mutable(node))
 
 
 def result(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
-    """What ``node`` makes of the gathered tensors among its inputs. Raises ``LayoutError`` with the reason where it is
-    not row-wise."""
+    """The result of ``node``, whose inputs in ``layouts`` are forms of the gathered tensor. Raises ``LayoutError`` with
+    the reason if ``node`` is not row-wise."""
     if operators.has_tag(node, torch.Tag.nondeterministic_seeded):
         raise LayoutError(f"{node.target} draws random numbers for the whole tensor")
     if getattr(node.target, "__name__", "") == "getitem":
@@ -86,7 +86,7 @@ def result(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     if node.target in tools.SPLITS:
         (dim,) = _dims_of(operators.argument(node, "dim"), len(dims))
         _none_gathered(node, [dims[dim]])
-        # (The layout of what is split: its pieces are the elements'.)
+        # A split node keeps its source's layout. ``_element`` gives the layouts of the pieces.
         return RowWise(layouts[source], list(dims[dim]))
     if node.target is aten.slice.Tensor:
         (dim,) = _dims_of(operators.argument(node, "dim"), len(dims))
@@ -150,9 +150,9 @@ def _pointwise(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
 def _dim(
     node: fx.Node, dim: int, inputs: list[fx.Node], layouts: Mapping[fx.Node, Layout], rank: int, whole: list[Atom]
 ) -> Dim:
-    """Dim ``dim`` of a result of ``inputs`` that are broadcast against each other from the right (with ``rank`` 0: that
-    all have the result's dims). Where they hold different indices there (two halves of the columns), they are added to
-    ``whole``."""
+    """The atoms of dim ``dim`` of a result with ``rank`` dims. ``inputs`` are aligned from the right; with ``rank`` 0
+    all have the result's dims. If the inputs hold different atoms there (two halves of the columns), the dim gets a new
+    atom, and theirs are added to ``whole``. Raises ``LayoutError`` if inputs are sharded differently."""
     size, found = tools.shape(node)[dim], list[Dim]()
     for source in inputs:
         at = dim - (rank and rank - len(tools.shape(source)))

@@ -1,10 +1,10 @@
-"""How large a site is: what the cost model is given, at the token count of the example or at a multiple of it.
+"""Compute a site's sizes for the cost model, at the example's token count or at a multiple of it.
 
-Ranks of a group must decide alike, and may hold more or less of a dim: 3670 columns of a weight of 11008 here and 3668
-there. Sizes of what moves are the same on all of them. Of a matmul's dims that do not move, each rank sees its own size
-alone; that is rounded to five significant bits, so that shards whose sizes differ by less than the group's ranks count
-the same (3712 in the example), unless the middle of two such sizes lies just between them. Then ranks may choose
-differently, and do not agree.
+Ranks of a group must decide alike, but may hold shards of different size: of a weight with 11008 columns, 3670 here and
+3668 there. Sizes of what moves are equal on all ranks. Of a matmul's dims that do not move, a rank sees only its own
+size. That size is rounded to five significant bits, so that such shards usually count the same (3712 in the example).
+They do not if a rounding boundary lies between them. Then ranks may choose different schedules, and their plans do not
+agree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from overlap_inductor.torch_compat import symmetric
 
 
 def tokens(site: OverlapSite) -> Any:
-    """The site's token count: rows of the rank's first matmul, or its contracted size if tokens are contracted."""
+    """The site's token count, an int or a symbolic size. For a gather it is the size of the gathered dim in the first
+    matmul's operand; for a reduction, the rows of the matmuls' result with padding."""
     if isinstance(site.nodes, GatherNodes):
         consumer = site.nodes.consumers[0]
         return tools.shape(consumer.operand_node)[consumer.sharded.dim]
@@ -39,8 +40,8 @@ def hint(size: Any) -> int:
 
 
 def _scaled(sizes: list[Any], scale: float) -> list[int]:
-    """``sizes`` at their hints, the first symbolic one times ``scale``: where tokens are counted by several, the others
-    stay."""
+    """``sizes`` at their hints, with the first symbolic one times ``scale``. If the token count is the product of
+    several symbolic sizes, the others stay."""
     symbolic = next((i for i, size in enumerate(sizes) if isinstance(size, torch.SymInt)), None)
     return [math.ceil(hint(size) * scale) if i == symbolic else hint(size) for i, size in enumerate(sizes)]
 
@@ -52,7 +53,7 @@ def rounded(size: int) -> int:
 
 
 def _matmul_sizes(site: OverlapSite) -> list[tuple[list[Any], Any, Any, Any]]:
-    """``(batch, M, N, K)`` of each matmul, those dims rounded of which ranks may hold different sizes."""
+    """``(batch, M, N, K)`` of each matmul; a dim whose size may differ between ranks is rounded."""
     found = []
     for i, matmul in enumerate(site.matmuls):
         *batch, m, k = tools.shape(matmul.lhs)
@@ -69,15 +70,15 @@ def _matmul_sizes(site: OverlapSite) -> list[tuple[list[Any], Any, Any, Any]]:
 
 
 def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
-    """FLOPs and bytes of the site at its example token count, times ``scale``. (What adding up a sum of matmuls takes
-    is in no schedule's time, nor in ``keep``'s.)"""
+    """FLOPs and bytes of the site at ``scale`` times its example token count. The additions of a sum of matmuls are not
+    counted, neither for a schedule nor for ``keep``."""
     flops, tiles = 0.0, 0
     for batch, m, n, k in _matmul_sizes(site):
         flops += 2.0 * math.prod(map(hint, (*batch, m, k, n)))
-        # (Not those of the example times ``scale``: 16 rows are one tile, and 128 of them no more.)
+        # Tiles do not grow in proportion to ``scale``: 16 rows take one tile, and so do 128.
         *batches, rows, columns = _scaled([*batch, m, n], scale)
         its_tiles = -(-rows // 128) * -(-columns // 256) * math.prod(batches)
-        # (Matmuls of a sum run one behind the other, each with its own tiles on the SMs.)
+        # Matmuls of a sum run one after the other, so only the largest counts.
         tiles = tiles + its_tiles if isinstance(site.nodes, GatherNodes) else max(tiles, its_tiles)
     collective = site.collectives[0]
     world_size = collective.world_size

@@ -1,4 +1,4 @@
-"""``StepEmitter``: writes overlap ops into a graph, in the chain of one group."""
+"""``StepEmitter`` writes one site's overlap ops into a graph, in the chain of the site's group."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ overlap = torch.ops.overlap_inductor
 
 @dataclass
 class StepEmitter:
-    """Emits nodes at the graph's insertion point; every node gets its ``meta["val"]`` at once, so that sizes can be
+    """Emits nodes at the graph's insertion point. Every node gets its ``meta["val"]`` at once, so that its sizes can be
     read.
 
     Attributes:
-        chain: the token of this group's ops.
-        values: evaluates the nodes; one for all sites of a graph.
+        site: the site's id.
+        chain: the token of the group's ops.
+        module: metadata of the site's module, copied to every node.
+        values: evaluates the nodes; all sites of a graph share one.
         emitted: overlap ops that communicate, in program order.
     """
 
@@ -66,7 +68,8 @@ class StepEmitter:
         return self.call(aten.reshape.default, x, list(shape))
 
     def contiguous(self, x: fx.Node) -> fx.Node:
-        """The result of a collective or a matmul is contiguous, and what follows may rest on it."""
+        """``x``, cloned if it is not contiguous. The result of a collective or a matmul is contiguous, and later nodes
+        may rely on that."""
         return (
             x
             if tools.value(x).is_contiguous()
@@ -78,14 +81,14 @@ class StepEmitter:
             return x
         if isinstance(start, int) and isinstance(length, int):
             return self.call(aten.slice.Tensor, x, dim, start, start + length)
-        # aten's slice clamps to the dim, and each clamp asks a question whose answer would become a guard.
+        # aten's slice clamps to the dim. Clamping symbolic sizes would add guards.
         return self.call(overlap.narrow.default, x, dim, start, length)
 
     def take(self, x: fx.Node, dim: int, shift: int, chunk: Size, start: Size, length: Size) -> fx.Node:
         return self.call(overlap.take.default, x, dim, shift, chunk, start, length, self.group_name)
 
     def take_sharded(self, x: fx.Node, dim: int, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
-        """The rows of dim ``dim`` (laid out as ``sharded``) that belong to rank ``r + shift`` and to ``block``."""
+        """The rows of ``x`` along ``dim`` (laid out as ``sharded``) that belong to ``block`` of rank ``r + shift``."""
         if isinstance(sharded.outer, int) and sharded.outer == 1:
             return self.take(x, dim, shift, sharded.chunk, block.start, block.length)
         shape = tools.shape(x)
@@ -95,7 +98,7 @@ class StepEmitter:
         return self.reshape(part, [*shape[:dim], block.outer_length * block.length, *shape[dim + 1 :]])
 
     def whole_chunks(self, x: fx.Node, dim: int, sharded: ShardedDim) -> fx.Node:
-        """``x`` with rows of zeros for those that dim ``dim`` (laid out as ``sharded``) is short of."""
+        """``x`` with zero rows in place of those that ``dim`` (laid out as ``sharded``) is missing."""
         if not sharded.short:
             return x
         shape = tools.shape(x)
@@ -114,8 +117,9 @@ class StepEmitter:
         return self.reshape(kept, [*shape[:dim], sharded.size, *shape[dim + 1 :]])
 
     def without_padding(self, x: fx.Node, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
-        """``x``, whose dim ``sharded.dim`` is ``block`` of rank ``r + shift``, with zeros for rows behind the last one
-        of the gathered dim: whatever its rank sent there adds nothing to a sum over them."""
+        """``x`` with zeros in the padding rows; its dim ``sharded.dim`` is ``block`` of rank ``r + shift``. Padding
+        rows lie behind the last row of the gathered dim. Whatever a rank sent there, they add nothing to a sum over
+        rows."""
         if not sharded.short:
             return x
         dim, shape = sharded.dim, tools.shape(x)
@@ -125,8 +129,8 @@ class StepEmitter:
         return self.reshape(self.call(overlap.rows_below.default, split, *where), shape)
 
     def convert(self, x: fx.Node, source: Layout, target: Layout, sizes: dict[int, Size] | None = None) -> fx.Node:
-        """``x`` in layout ``source`` brought into layout ``target`` (same atoms in another order), views wherever they
-        can be."""
+        """``x``, which has layout ``source``, in layout ``target``: the same atoms in another order. ``sizes`` replaces
+        sizes of atoms, by ``id(atom)``. The result is a view if possible."""
         source, target = source.refined(), target.refined()
         if source.same_elements(target):
             return self.reshape(x, target.shape(sizes))
@@ -138,8 +142,8 @@ class StepEmitter:
 
 @dataclass(frozen=True)
 class Block:
-    """A sub-chunk of one rank's shard along a sharded dim: rows ``start .. start + length`` of each of some outer
-    indices."""
+    """A sub-chunk of one rank's shard along a sharded dim: ``length`` rows from ``start`` on, of each of
+    ``outer_length`` outer indices from ``outer_start`` on."""
 
     start: Size
     length: Size
@@ -152,8 +156,8 @@ class Block:
 
 
 def _slice_with_gaps(x: fx.Node) -> bool:
-    """Whether ``x`` is a slice of ours, or a slice of one, that may have gaps: what would be asked of symbolic sizes to
-    reshape it must not become a guard."""
+    """Whether ``x`` is a result of ``take`` or ``narrow``, or a slice of one, and may have gaps. To reshape it, torch
+    would compare symbolic sizes and add guards."""
     ours = (overlap.take.default, overlap.narrow.default)
     cut, gaps = False, False
     while x.target in (*ours, aten.slice.Tensor):
@@ -165,7 +169,7 @@ def _slice_with_gaps(x: fx.Node) -> bool:
 
 
 def part_count(size: Size, parts: int) -> int:
-    """Sub-chunks for a dim: never more than rows where their number is known."""
+    """Number of sub-chunks for a dim of ``size`` rows: ``parts``, but no more than ``size`` if that is known."""
     return max(1, min(parts, size)) if isinstance(size, int) else parts
 
 

@@ -1,15 +1,23 @@
-"""Pointwise nodes behind a result of a fused site that its kernel computes on each tile (``sites.epilogue_program``
-says what it can).
+"""Find the tail of a fused site's result: pointwise nodes after it that the site's kernel computes on each tile.
+``sites.epilogue_program`` says which ops the kernel has.
 
-A tail begins at a matmul of a gathered tensor, or at a reduction's result, and ends at one node, the only one of it
-that others read. It reads besides at most ``MOST_EXTRAS`` tensors: of the result's shape, a row, a column or one
-element. What Inductor computes for nothing in a kernel of its own is left to it: the end must be in memory anyway,
-because a matmul, a collective or the graph's caller reads it, or something that a matmul stands before (a residual
-stream). Of a longer chain the longest such part is taken. ``erf`` and ``tanh`` are left to it, too: on tiles, with the
-tensor cores idle, a GELU took 3 % of a matmul longer than in a kernel behind it (2 H200s, K = 8192).
+Before and after::
 
-A node falls to one site at most: what a tail reads besides stands before its own collective and is no other
-collective's result, behind which that one's site may take the same nodes (a norm, ``sites.norm_epilogue``).
+    y = matmul or reduction of the site; s = silu(y); z = mul(s, e)     # e: a tensor computed before the collective
+    ->  z = the site's op with epilogue "silu(x) * e0" and extra e
+
+A tail begins at a matmul of a gathered tensor or at a reduction's result. It ends at one node, the only one of the tail
+that other nodes read. It reads at most ``MOST_EXTRAS`` other tensors, each of the result's shape, a row, a column or
+one element.
+
+The end must be a tensor that is stored in any case: a matmul, a collective or the graph's caller reads it, or a node
+reads it that also depends on a matmul computed from it (a residual stream). Any other pointwise chain is left to
+Inductor, which fuses it into a later kernel at no cost. Of several possible ends the last one is taken. ``erf`` and
+``tanh`` are left to Inductor, too: on tiles the tensor cores idle meanwhile, and a GELU took 3 % of a matmul longer
+than in a kernel after it (2 H200s, K = 8192).
+
+No node falls to two sites. The other tensors that a tail reads stand before its own collective and are no collective's
+result. After a collective's result, that collective's site may take the same nodes (a norm, ``sites.norm_epilogue``).
 """
 
 from __future__ import annotations
@@ -32,7 +40,7 @@ from overlap_inductor.torch_compat import operators
 aten = tools.aten
 
 MOST_EXTRAS = 2
-"""Extra tensors that a launch has room for."""
+"""Most extra tensors that a launch takes."""
 MOST_NODES = 32
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _OPS = {
@@ -54,8 +62,8 @@ _OPS = {
 
 @dataclass(frozen=True)
 class Tail:
-    """``end`` is what the kernel computes instead of the result; ``extras`` in the order of the epilogue's, with the
-    shapes in which it reads them."""
+    """``end``: the node that the kernel computes instead of the result. ``extras``: the epilogue's extra tensors in
+    order, each with the shape in which the kernel reads it."""
 
     end: fx.Node
     extras: list[tuple[fx.Node, list[int]]]
@@ -65,11 +73,11 @@ class Tail:
 def find_tail(
     result: fx.Node, collective: fx.Node, most_extras: int = MOST_EXTRAS, planned: str | None = None
 ) -> Tail | None:
-    """The tail behind ``result``; ``None`` where there is none. Its extras stand before ``collective``, where the
-    kernel will be written.
+    """The tail after ``result`` (fp16 or bf16, static sizes), or ``None``. Its extras stand before ``collective``,
+    where the kernel will be written.
 
-    ``planned``: the epilogue that it must be, where one was planned before other sites were written; what could be read
-        then still can be, and more besides.
+    ``planned``: text of the epilogue that was planned before other sites were written. Only a tail with that epilogue
+    is returned. Rewrites of other sites may make longer tails possible, but none impossible.
     """
     if tools.dtype(result) not in (torch.float16, torch.bfloat16) or any(
         not isinstance(s, int) for s in tools.shape(result)
@@ -94,7 +102,7 @@ def find_tail(
 
 @dataclass
 class _Region:
-    """All that could be computed on a tile behind ``result``: ``nodes`` in graph order. What they read besides stands
+    """All nodes after ``result`` that could be computed on a tile, in graph order. Other tensors that they read stand
     before ``collective``."""
 
     result: fx.Node
@@ -129,7 +137,7 @@ class _Region:
         )
 
     def _kind(self, extra: fx.Node, shape: list[Any]) -> tuple[str, list[int]] | None:
-        """How the kernel can read ``extra`` beside a node of ``shape``, and in which shape."""
+        """``(kind, shape)`` in which the kernel reads ``extra`` for a node of ``shape``, or ``None`` if it cannot."""
         value = tools.value(extra)
         if (
             not extra < self.collective
@@ -151,7 +159,8 @@ class _Region:
         return ("column", [rows]) if have == [*shape[:-1], 1] else None
 
     def members(self, end: fx.Node) -> set[fx.Node] | None:
-        """The nodes that ``end`` is computed from, ``result`` among them; ``None`` where others read one of them."""
+        """``end`` and the nodes that it is computed from, with ``result``; ``None`` if other nodes read one of those
+        before ``end``."""
         inside, found, pending = {self.result, *self.nodes}, set[fx.Node](), [end]
         while pending:
             node = pending.pop()
@@ -165,7 +174,8 @@ class _Region:
         return any(_stored_for(u) or self._stands_behind_matmul(u, end) for u in end.users)
 
     def _stands_behind_matmul(self, user: fx.Node, end: fx.Node) -> bool:
-        """Whether ``user`` of ``end`` is computed from a matmul or a collective that is computed from ``end``."""
+        """Whether ``user``, which reads ``end``, is or depends on a matmul, a collective or an overlap op that is
+        computed from ``end``."""
         reached: dict[fx.Node, bool] = {end: False}
         node = end.next
         while node.op != "output":
@@ -204,7 +214,7 @@ class _Region:
             else:
                 ops.append(("mul", arguments[0], arguments[0]) if _squares(node) else (_OPS[node.target], *arguments))
             names[node] = f"t{len(ops) - 1}"
-        # (The kernel rounds at its end anyway, to the same dtype.)
+        # A last ``to`` is dropped: the kernel rounds its result to the same dtype.
         if ops and ops[-1][0] == "to":
             ops.pop()
         return Tail(
@@ -215,7 +225,7 @@ class _Region:
 
 
 def _arguments(node: fx.Node) -> list[Any]:
-    """What an op computes on; of views and casts only their source, of powers only their base."""
+    """The arguments that an op computes on: only the source for views and casts, only the base for squares."""
     if tools.is_reshape(node) or _casts(node) or _squares(node):
         return [node.args[0]]
     return list(node.args)
@@ -238,7 +248,7 @@ def _needs_memory(node: fx.Node) -> bool:
 
 
 def _stored_for(user: fx.Node) -> bool:
-    """Whether ``user`` needs its input in memory, itself or behind views."""
+    """Whether ``user``, or every reader of it if it is a view, needs its input in memory."""
     if user.op == "output" or _needs_memory(user):
         return True
     return (tools.is_reshape(user) or tools.permutation(user) is not None) and all(map(_stored_for, user.users))
