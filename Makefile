@@ -1,11 +1,12 @@
-# `make demo` and `make test` do all their own set-up: a virtual environment in .venv, nothing else needed.
+# SPDX-License-Identifier: Apache-2.0
+# `make demo` and `make test` set up all they need, in a virtual environment in .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Pinned, because an open range takes the newest build with several GB of GPU libraries.
+# Pinned: an open range would install the newest build, with several GB of GPU libraries.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint test-torch-versions bench-slow-link clean
+.PHONY: demo test lint docs test-torch-versions bench-slow-link clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -17,18 +18,30 @@ $(VENV)/ready: pyproject.toml
 demo: $(VENV)/ready
 	$(BIN)/overlap-inductor demo
 
-# Single processes two at a time; then tests that start a process for every rank themselves.
+# Two workers each. Tests of kernels, numerics and models start a process for every rank.
 test: $(VENV)/ready
 	$(BIN)/python -m pytest tests/unit tests/compile -n 2
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
-	$(BIN)/python -m pytest tests/numerics tests/models
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -n 2
+	$(BIN)/python -m pytest tests/numerics tests/models tests/examples -n 2
 
 lint: $(VENV)/ready
-	$(BIN)/ruff check overlap_inductor tests bench tools
-	$(BIN)/ruff format --check overlap_inductor tests bench tools
+	$(BIN)/ruff check overlap_inductor tests bench tools examples
+	$(BIN)/ruff format --check overlap_inductor tests bench tools examples
+	! grep -rnE '^.{121,}' --include=*.py overlap_inductor tests bench tools examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_private_imports.py
+	$(BIN)/python tools/check_test_imports.py
+	$(BIN)/python tools/check_license_headers.py
+
+$(VENV)/docs-ready: $(VENV)/ready
+	$(BIN)/python -m pip install -q -e ".[docs]"
+	touch $@
+
+# NO_MKDOCS_2_WARNING: mkdocs-material prints an announcement at each build.
+docs: $(VENV)/docs-ready
+	$(BIN)/python tools/make_docs.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test-torch-versions: $(VENV)/ready
 	$(BIN)/python tools/test_torch_versions.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host time that the comparison of plans adds to a call whose plan is settled.
 
     torchrun --nproc-per-node 8 -m bench.agreement [--out bench/results/agreement.jsonl]
@@ -56,7 +57,7 @@ def main() -> int:
             raise SystemExit("the ranks differ")
 
     def ahead() -> None:
-        """All ranks have published the next calls."""
+        """Wait until all ranks have published the next calls."""
         for number in range(1, CALLS // 2):
             page.publish(state.calls + number, text)
         dist.barrier()

@@ -1,5 +1,6 @@
-"""At what clock the GPUs run what the other benches time, and how long it would take at the highest: is a provider
-slower in a row because of what it waits for, or hotter?
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU's clock during what the other benches time, and the time it would take at the highest clock. Tells whether a
+provider is slower in a row because it waits, or because the GPU is hotter.
 
     torchrun --nproc-per-node 4 -m bench.clocks --patterns all_gather_matmul --tokens 8192 --schedules chunked
     fused/copy_engine --out rows.jsonl
@@ -27,10 +28,9 @@ import triton
 import triton.language as tl
 
 from bench import rows
-from bench.operators import KINDS
-from bench.operators import NAMES
-from bench.operators import PATTERNS
 from bench.providers import chosen
+from bench.providers import kinds_of
+from bench.providers import provider_names
 from bench.providers import providers
 from bench.shapes import Case
 from bench.site import TOLERANCE
@@ -38,6 +38,7 @@ from bench.site import Site
 from bench.timing import Call
 from bench.timing import Clock
 from bench.timing import worst
+from overlap_inductor.passes.patterns import PATTERNS
 
 CALLS = 8
 """In a row."""
@@ -57,7 +58,7 @@ def _stamp(out):
 
 
 class StampedClock(Clock):
-    """A clock that knows how fast the GPU's own ran: ``mhz`` of the last sample, the median of the SMs."""
+    """A clock that also measures the GPU's frequency: ``mhz`` of the last sample, the median of the SMs."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -81,10 +82,15 @@ class StampedClock(Clock):
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.clocks", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS)
+    patterns, offered = [p.name for p in PATTERNS], provider_names()
+    parser.add_argument("--patterns", nargs="+", default=patterns, choices=patterns)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument(
-        "--schedules", nargs="+", default=["fused", "chunked/copy_engine"], choices=[*KINDS, *NAMES], metavar="SCHEDULE"
+        "--schedules",
+        nargs="+",
+        default=["fused", "chunked/copy_engine"],
+        choices=[*kinds_of(offered), *offered],
+        metavar="SCHEDULE",
     )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "clocks.jsonl")
@@ -92,7 +98,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measured(case: Case, names: Sequence[str], clock: StampedClock, repeats: int) -> list[dict[str, Any]]:
-    """A row for each way and provider, and for the matmul alone. All ranks together. Raises ``ValueError`` where a
+    """A row for each way and provider, and for the matmul alone. All ranks call it together. Raises ``ValueError`` if a
     result is wrong."""
     site = Site(case, clock.device)
     expected, names = site.expected(), chosen(names, [], case, clock.device)
@@ -110,7 +116,7 @@ def measured(case: Case, names: Sequence[str], clock: StampedClock, repeats: int
                 us, _ = clock.sample(call, calls, 0.0 if way == "compiled" else 1.0 + calls)
                 samples[name].append((us, clock.mhz))
         for name, pairs in samples.items():
-            # (The first two count for nothing.)
+            # The first two are not counted.
             us, slowest = worst(
                 [statistics.median(us for us, _ in pairs[2:]), -statistics.median(mhz for _, mhz in pairs[2:])]
             )

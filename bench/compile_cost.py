@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CPU time of a compile with the pass on, against plain ``torch.compile``. One process.
 
     python -m bench.compile_cost [--layers 32] [--repeats 3] [--out bench/results/compile_cost.jsonl]
@@ -65,7 +66,7 @@ PHASES = ("inference", "training")
 
 
 class Clock:
-    """CPU seconds spent in named functions. A function called within another one of the clock stops that one's time."""
+    """CPU seconds spent in named functions. While one of them calls another, only the inner one's time runs."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
@@ -233,7 +234,7 @@ def main() -> None:
     reports = instrument(clock)
     settings = [arguments.profile] if arguments.profile else arguments.settings
     with sharded_llama(2, arguments.world_size) as model:
-        # What a process does once (imports, patterns, the C++ compiler's version) belongs to no setting.
+        # What a process does once (imports, patterns, the C++ compiler's version) is not part of any setting's time.
         for setting in settings:
             for phase in arguments.phases:
                 measured(model, setting, phase, clock, reports)

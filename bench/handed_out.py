@@ -1,5 +1,6 @@
-"""What a gather costs whose gathered tensor is read elsewhere, too (a weight's gradient): each schedule with and
-without handing it out. One torchrun.
+# SPDX-License-Identifier: Apache-2.0
+"""The cost of returning the gathered tensor, which a weight's gradient reads: each schedule with it and without. One
+torchrun.
 
     torchrun --nproc-per-node 2 -m bench.handed_out [--tokens 2048 8192] --out bench/results/handed_out.jsonl
 
@@ -22,6 +23,9 @@ import torch
 import torch.distributed as dist
 
 from bench.rows import environment
+from bench.support.gpu_ranks import device
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
 from bench.timing import greatest
 from bench.timing import timed
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
@@ -29,9 +33,6 @@ from overlap_inductor.lowerings.fused import parameters as fused_plan
 from overlap_inductor.lowerings.registry import define_ops
 from overlap_inductor.runtime.arena import Request
 from overlap_inductor.runtime.workspace import workspace_of
-from tests.gpu.ranks import device
-from tests.gpu.ranks import finish_rank
-from tests.gpu.ranks import start_rank
 
 define_ops()
 
@@ -42,7 +43,7 @@ Call = Callable[[], list[torch.Tensor]]
 
 
 def op_call(schedule: str, a: torch.Tensor, weights: list[torch.Tensor], used: bool) -> Call:
-    """The schedule's op with its workspace prepared; all ranks together."""
+    """The schedule's op with its workspace prepared. All ranks call it together."""
     group, site = dist.group.WORLD, f"{schedule} {used} {len(a)}"
     assert group is not None
     place, plan = workspace_of(group, a.device), PLANS[schedule]
@@ -90,7 +91,7 @@ def measure(tokens: int) -> list[dict[str, Any]]:
         **{f"{s}{', handed out' * used}": op_call(s, a, weights, used) for s in PLANS for used in (False, True)},
     }
     expected = keep()
-    # (On all ranks or on none: they time the same calls.)
+    # All ranks decide alike, since they time the same calls.
     right = {
         name: greatest(float(not all(is_right(call(), expected) for _ in range(4)))) == 0
         for name, call in calls.items()

@@ -1,5 +1,6 @@
-"""One case from its operands to its rows: every provider is built, checked against fp32 on random data, timed in turn,
-and checked once more."""
+# SPDX-License-Identifier: Apache-2.0
+"""Measures one case: builds every provider, checks it against fp32 on random data, times all in turn, and checks
+again."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from bench.timing import worst
 
 
 class WrongResult(Exception):
-    """A provider's result is not what fp32 says."""
+    """A provider's result differs from the one computed in fp32."""
 
 
 def measure(
@@ -37,7 +38,7 @@ def measure(
     seconds: float,
     where: Mapping[str, Any],
 ) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each setting. All ranks together.
+    """The rows of each setting. All ranks call it together.
 
     Raises:
         WrongResult: on all ranks, naming the provider.
@@ -55,7 +56,7 @@ def measure(
     for setting in settings:
         calls = {p.name: p.call for p in found[setting]} | {"matmul": site.matmul, "collective": site.collective}
         times = in_turn(clock, calls, setting == "hidden", repeats, seconds)
-        # Calls in a row are what goes wrong.
+        # Errors between calls show only when calls follow each other.
         after = {p.name: _checked(p, site, expected, clock) for p in found[setting]}
         errors = {name: max(error, after[name][0]) for name, (error, _) in checks[setting].items()}
         yield rows_of(

@@ -1,5 +1,5 @@
-"""One rank's view of a larger group, on 2 GPUs: parameters for 4 and 8 GPUs can be tried, checked and timed where there
-are only two.
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's view of a larger group, on 2 GPUs: parameters for 4 and 8 GPUs can be tried, checked and timed on two.
 
     torchrun --nproc-per-node 2 -m bench.mirrored --world-size 8 --tokens 1024 4096 [--variants '{"name": ["fused",
     {"parts": 2}]}'] [--out rows.jsonl]
@@ -67,8 +67,8 @@ def margin_words(world_size: int) -> int:
 
 @dataclass(frozen=True)
 class MirroredBuffer:
-    """The other GPU's memory in the place of every peer's, shifted so that what rank 0 writes lies where rank ``p``
-    would write it."""
+    """The other GPU's memory in place of every peer's, shifted so that rank 0's writes land where rank ``p`` would
+    write."""
 
     local: torch.Tensor
     peers: tuple[torch.Tensor, ...]
@@ -133,7 +133,7 @@ class Site:
         other = both[1 - dist.get_rank()]
         if self.pattern == "all_gather_matmul":
             return torch.cat([mine, *([other] * (self.world_size - 1))]) @ self.b.float()
-        # (A band is a shard of each rank's; one band is the whole.)
+        # A band is a part of each rank's shard; one band is the whole shard.
         mine, other = (x.view(bands, self.world_size, self.rows // bands, -1) for x in (mine, other))
         reduced = (mine[:, 0] + other[:, 1:].sum(1)).reshape(self.rows, -1)
         if self.pattern == "matmul_reduce_scatter":
@@ -149,7 +149,7 @@ class Site:
         )
 
     def provider(self, schedule: str, settings: dict[str, Any]) -> tuple[Callable[[], torch.Tensor], int]:
-        """What runs the schedule with these parameters, and its bands. All ranks make and use providers in the same
+        """A call of the schedule with these parameters, and its bands. All ranks make and use providers in the same
         order, one at a time."""
         text, sms, pattern = json.dumps(settings), symmetric.multiprocessors(self.a.device), self.pattern
         width = self.a.shape[1] if pattern == "all_gather_matmul" else self.b.shape[1]
@@ -195,7 +195,7 @@ class Site:
         return run, len(bands)
 
     def forget(self) -> None:
-        """Flags as before any call."""
+        """Reset the flags to their state before the first call."""
         torch.cuda.synchronize()
         dist.barrier()
         self.flags.local.zero_()
@@ -243,11 +243,11 @@ def measure(site: Site, variants: dict[str, tuple[str, dict[str, Any]]], repeats
         site.forget()
         off = 0.0
         for _ in range(2):
-            # (Credits are given: a call must not begin before the other GPU has read what the one before has sent.)
+            # Give credits: a call must not begin before the other GPU has read what the call before has sent.
             found = run()
             torch.cuda.synchronize()
             error = float((found.float() - known[bands]).abs().max() / known[bands].abs().max())
-            # (Python's maximum of a number and NaN is the number.)
+            # Python's maximum of a number and NaN is the number.
             off = max(off, error) if error == error else float("inf")
             dist.barrier()
         off = worst(off)

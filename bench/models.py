@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole models: an unchanged Hugging Face Llama of llama3-70b's layer shape under plain ``torch.compile`` and under
 ``auto``, in turn. One torchrun.
 
@@ -28,18 +29,18 @@ import torch.distributed as dist
 import triton
 
 import overlap_inductor
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
 from overlap_inductor.cli.demo_models import load_llama
 from overlap_inductor.runtime.replay import recorder
 from overlap_inductor.switch.backend import overlap_inductor as overlap_backend
-from tests.gpu.ranks import finish_rank
-from tests.gpu.ranks import start_rank
 
 VOCABULARY = 32000
 ROUNDS = 15
 
 
 def saved(folder: Path, layers: int) -> Path:
-    """The model's folder; the first rank makes it."""
+    """The model's folder, which the first rank creates."""
     from transformers import LlamaConfig
     from transformers import LlamaForCausalLM
 
@@ -69,7 +70,7 @@ def milliseconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
     samples = collections.defaultdict(list)
     order, chance = list(calls.items()), random.Random(0)
     for _ in range(ROUNDS):
-        # (All ranks draw alike.)
+        # All ranks draw the same order.
         chance.shuffle(order)
         for name, call in order:
             dist.barrier()
@@ -147,7 +148,7 @@ def main() -> None:
             if arguments.out:
                 with open(arguments.out, "a") as file:
                     file.write(json.dumps(row) + "\n")
-    # A communicator waits at its end for the CUDA graphs that hold calls of it.
+    # Destroying a communicator waits for the CUDA graphs that hold calls of it.
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.synchronize()

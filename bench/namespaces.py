@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts joined by a slow link, on one machine: a network namespace a rank, a bridge, and a rate limit each way.
 
 Needs root and Debian's iproute2. Everything is removed again, also after an error.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every schedule over every transport against ``keep``, Inductor's async TP and the bounds: one torchrun for
 everything.
 
@@ -33,28 +34,30 @@ from bench import rows
 from bench import tables
 from bench.measure import WrongResult
 from bench.measure import measure
-from bench.providers import KINDS
-from bench.providers import NAMES
 from bench.providers import SETTINGS
 from bench.providers import Variant
+from bench.providers import kinds_of
+from bench.providers import provider_names
 from bench.providers import why_not
 from bench.shapes import DTYPES
-from bench.shapes import PATTERNS
 from bench.shapes import SHAPES
 from bench.shapes import Case
 from bench.timing import Clock
 from bench.timing import greatest
+from overlap_inductor.passes.patterns import PATTERNS
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.operators", description=(__doc__ or "").splitlines()[0])
+    patterns, offered = [p.name for p in PATTERNS], provider_names()
+    kinds = kinds_of(offered)
     parser.add_argument(
         "--shapes", nargs="+", default=["llama3-70b-mlp"], choices=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES)
     )
     parser.add_argument(
-        "--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS, metavar="PATTERN", help=", ".join(PATTERNS)
+        "--patterns", nargs="+", default=patterns, choices=patterns, metavar="PATTERN", help=", ".join(patterns)
     )
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="of all ranks together"
@@ -62,10 +65,10 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--schedules",
         nargs="*",
-        default=list(KINDS),
-        choices=[*KINDS, *NAMES],
+        default=kinds,
+        choices=[*kinds, *offered],
         metavar="SCHEDULE",
-        help=f"{', '.join(KINDS)}; or one transport: fused/sm_push",
+        help=f"{', '.join(kinds)}; or one transport: fused/sm_push",
     )
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument(
@@ -101,7 +104,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases(arguments: argparse.Namespace, world_size: int) -> list[Case]:
-    """The most tokens first: what follows finds room in their workspace."""
+    """Those with the most tokens come first, so that the others fit into their workspace."""
     sizes = itertools.product(sorted(arguments.tokens, reverse=True), arguments.shapes, arguments.patterns)
     return [Case(shape, pattern, tokens, world_size, arguments.dtype) for tokens, shape, pattern in sizes]
 
@@ -112,9 +115,9 @@ def say(*lines: object) -> None:
 
 
 def left_out(arguments: argparse.Namespace, all_cases: Sequence[Case], device: torch.device) -> list[str]:
-    """A line for each provider that cannot run, and case that does not exist."""
+    """A line for each provider that cannot run and for each case that does not exist."""
     lines = [f"{case}: {case.why_not()}" for case in all_cases if case.why_not()]
-    wanted = [n for n in NAMES if n in arguments.schedules or n.split("/")[0] in arguments.schedules] + [
+    wanted = [n for n in provider_names() if n in arguments.schedules or n.split("/")[0] in arguments.schedules] + [
         v.name for v in arguments.variants
     ]
     for name in wanted:
@@ -125,8 +128,8 @@ def left_out(arguments: argparse.Namespace, all_cases: Sequence[Case], device: t
 
 
 def run(arguments: argparse.Namespace, device: torch.device, start: float) -> list[dict[str, Any]]:
-    """The rows of all cases that fit into the budget, counted from ``start``; appended to the file as they come. All
-    ranks together."""
+    """The rows of all cases that fit into the budget, which counts from ``start``. Each is appended to the file at
+    once. All ranks call it together."""
     clock, world_size, where = Clock(device), dist.get_world_size(), rows.environment(device)
     found: list[dict[str, Any]] = []
     all_cases = cases(arguments, world_size)
@@ -135,7 +138,7 @@ def run(arguments: argparse.Namespace, device: torch.device, start: float) -> li
     for number, case in enumerate(all_cases):
         if case.why_not():
             continue
-        # (The same on all ranks, as is all that is decided here.)
+        # The same on all ranks, like every decision here.
         before = greatest(time.monotonic() - start)
         if found and before + longest > arguments.budget_seconds:
             say(
@@ -172,18 +175,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         device = torch.device("cuda", torch.cuda.current_device())
         dist.init_process_group("nccl", device_id=device, timeout=GROUP_TIMEOUT)
-        # For async TP's op.
+        # Async TP's op needs it.
         symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
     torch.manual_seed(dist.get_rank())
-    # Else a function beyond the limit runs as it stands.
+    # Beyond the limit Dynamo would run a function uncompiled.
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     try:
         found = run(options, device, start)
     except WrongResult as error:
-        # (On all ranks; what was right until then is stored.)
+        # On all ranks. Rows that were right until then are stored.
         say(error)
         raise SystemExit(1) from error
     if dist.get_rank() == 0:

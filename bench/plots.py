@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots of benchmark rows (matplotlib)."""
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ FIGURES = {"speedup": "speed-up over keep", "ratio": "time / max(matmul, collect
 
 def operators(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
     """Speed-up, and ratio to the bound, against tokens, of rows of ``bench.operators``: of each kind of machine, shape
-    and dtype two files in ``folder``, with a panel for each setting and pattern and a line for each provider.
-    (Schedules with other parameters stand in the tables only.)"""
+    and dtype two files in ``folder``, with a panel for each setting and pattern and a line for each provider. Schedules
+    with other parameters are in the tables only."""
     return [
         _against_tokens(same, figure, folder)
         for same in groups(as_planned(rows), "gpu", "world_size", "shape", "dtype").values()

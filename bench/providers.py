@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What computes a case: ``keep``, Inductor's async TP, every schedule over every transport of it, ``auto``, and
 schedules with other parameters.
 
@@ -24,16 +25,10 @@ import overlap_inductor
 from bench.shapes import Case
 from bench.site import Site
 from bench.site import plain
-from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
-from overlap_inductor.lowerings.fused.parameters import FusedParameters
-from overlap_inductor.lowerings.one_op.schedule import OneOpSchedule
 from overlap_inductor.lowerings.registry import SCHEDULES
 from overlap_inductor.lowerings.registry import define_ops
 from overlap_inductor.lowerings.registry import schedule_named
-from overlap_inductor.lowerings.small_message import parameters as small_plan
-from overlap_inductor.lowerings.small_message.parameters import SmallParameters
-from overlap_inductor.lowerings.small_message.schedule import SMALL_MESSAGE
-from overlap_inductor.lowerings.wave_groups.parameters import WaveParameters
+from overlap_inductor.lowerings.schedule import OpCall
 from overlap_inductor.runtime.arena import Request
 from overlap_inductor.runtime.arena import planned_bytes
 from overlap_inductor.runtime.workspace import workspace_of
@@ -43,18 +38,21 @@ from overlap_inductor.torch_compat import symmetric
 define_ops()
 
 SETTINGS = ("hidden", "compiled")
-NAMES = ("keep", "async_tp", *(f"{s.name}/{t}" for s in SCHEDULES for t in s.transports), "auto")
-"""In the order of the tables."""
-KINDS = tuple(dict.fromkeys(name.split("/")[0] for name in NAMES[1:]))
-PARAMETERS = {
-    "fused": FusedParameters,
-    "chunked": ChunkedParameters,
-    "wave_groups": WaveParameters,
-    "small_message": SmallParameters,
-}
+ASYNC_TP = ("all_gather_matmul", "matmul_reduce_scatter")
+"""The patterns that Inductor's async TP has ops for."""
 LIMIT_MIB = 1 << 16
 RING_PARTS = 1
 """Pieces of a shard: over NCCL one was best (bench/results/ring_nccl.jsonl)."""
+
+
+def provider_names() -> list[str]:
+    """The providers, in the order of the tables."""
+    return ["keep", "async_tp", *(f"{s.name}/{t}" for s in SCHEDULES for t in s.transports), "auto"]
+
+
+def kinds_of(offered: Sequence[str]) -> list[str]:
+    """The schedules of providers, and the other providers but ``keep``."""
+    return list(dict.fromkeys(name.split("/")[0] for name in offered if name != "keep"))
 
 
 @dataclass(frozen=True)
@@ -86,12 +84,13 @@ class Variant:
         """Of ``fused.parts=2`` or ``fused.parts=2,pushers=8``; values are JSON, or else text. Raises ``ValueError``
         where one does not exist."""
         schedule, _, text = argument.partition(".")
-        if schedule not in PARAMETERS:
+        settable = {s.name: s.single_op.parameters for s in SCHEDULES if s.single_op is not None}
+        if schedule not in settable:
             raise ValueError(
                 f"{argument!r}: no parameters of schedule {schedule!r} can be set; expected one of"
-                f" {', '.join(PARAMETERS)}, as in fused.parts=2"
+                f" {', '.join(settable)}, as in fused.parts=2"
             )
-        known = [f.name for f in fields(PARAMETERS[schedule])]
+        known = [f.name for f in fields(settable[schedule])]
         parameters = {}
         # (A comma inside a list parts nothing.)
         for part in re.split(r",(?![^\[]*\])", text):
@@ -114,44 +113,36 @@ def why_not(name: str, case: Case, device: torch.device) -> str | None:
     if kind == "async_tp":
         if case.scaled:
             return "its ops for fp8 are not measured here"
-        if case.pattern == "matmul_all_reduce":
+        if case.pattern not in ASYNC_TP:
             return "async TP has no op for it"
         return "its op needs GPUs" if device.type != "cuda" else symmetric.why_no_symmetric_memory(ranks, device)
-    if kind == SMALL_MESSAGE.name:
-        if case.pattern != "matmul_all_reduce":
-            return f"no small-message kernel computes {case.pattern}"
-        reason = small_plan.why_not(case.dtype, case.world_size, case.tokens, case.columns)
-        return reason or symmetric.why_no_symmetric_memory(ranks, device)
-    schedule = None if kind in ("keep", "auto") else schedule_named(kind)
-    if not isinstance(schedule, OneOpSchedule):
+    if kind in ("keep", "auto"):
         return None
+    schedule = schedule_named(kind)
     if case.pattern not in schedule.patterns:
         return f"no {schedule.noun} computes {case.pattern}"
-    moving, transport = schedule.plan.transports_of(case.pattern), name.partition("/")[2]
-    if transport and transport not in moving:
-        return f"what schedule {kind} sends of {case.pattern} goes by {' or '.join(moving)}"
-    limits = schedule.why_not_scaled if case.scaled else schedule.plan.why_not
-    if limits is None:
-        return f"no {schedule.noun} multiplies fp8 with scales"
-    return limits(case.dtype, case.inner, case.columns) or schedule.reach(ranks, device)
+    if schedule.single_op is None:
+        return None
+    return schedule.single_op.why_no_call(_call(case), name.partition("/")[2], device)
+
+
+def _call(case: Case) -> OpCall:
+    return OpCall(
+        case.pattern,
+        tuple(range(case.world_size)),
+        case.tokens,
+        case.inner,
+        case.columns,
+        case.dtype,
+        case.sent,
+        case.scaled,
+    )
 
 
 def request(case: Case, schedule: str, settings: str, site: str) -> Request | None:
     """The workspace that a schedule with ``settings`` (JSON text) needs for a case."""
-    if schedule == SMALL_MESSAGE.name:
-        return Request(
-            site, *small_plan.needed_up_to(settings, case.world_size, case.tokens, case.columns, case.dtype.itemsize)
-        )
-    found = schedule_named(schedule) if schedule != "keep" else None
-    if not isinstance(found, OneOpSchedule) or found.needed is None:
-        return None
-    parameters = found.plan.parameters_of(settings, 1)
-    return Request(
-        site,
-        *found.needed(
-            case.pattern, case.world_size, case.shard_rows, case.inner, case.columns, case.sent.itemsize, parameters
-        ),
-    )
+    op = schedule_named(schedule).single_op if schedule != "keep" else None
+    return None if op is None else op.request_of(_call(case), settings, site)
 
 
 def _held(case: Case, needs: Request | None) -> int:
@@ -165,7 +156,7 @@ def keep(site: Site) -> Provider:
 def async_tp(site: Site) -> Provider:
     # Of its workspace: one shard gathered, two of those reduced (torch.distributed._symmetric_memory).
     case = site.case
-    shards, width = (1, case.inner) if case.gathers else (2, case.columns)
+    shards, width = (1, case.inner) if site.example.first else (2, case.columns)
     return Provider("async_tp", site.async_tp, "async_tp", {}, shards * case.shard_rows * width * case.dtype.itemsize)
 
 
@@ -191,7 +182,7 @@ def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) ->
     def reduce() -> torch.Tensor:
         return op(chain, site.a, site.b, None, *scales, text, "sum", group_name, label)[0]
 
-    return Provider(name, gather if case.gathers else reduce, schedule, settings, _held(case, needs))
+    return Provider(name, gather if site.example.first else reduce, schedule, settings, _held(case, needs))
 
 
 def compiled(site: Site, name: str, **switches: Any) -> Provider:
@@ -202,7 +193,7 @@ def compiled(site: Site, name: str, **switches: Any) -> Provider:
         RuntimeError: another schedule than the one asked for has been compiled, or it has no workspace.
     """
     # A compiled function is cached by its code, so each provider gets code of its own.
-    namespace: dict[str, Any] = {"function": plain(site.case.pattern, site.group)}
+    namespace: dict[str, Any] = {"function": plain(site.example, site.group)}
     exec("def layer(*operands): return function(*operands)", namespace)
     if switches:
         options = {"workspace_limit": LIMIT_MIB, "sub_chunks": RING_PARTS, **switches}
@@ -241,23 +232,24 @@ def _check_room(site: Site, label: str, name: str) -> None:
         )
 
 
-def chosen(names: Sequence[str], variants: Sequence[Variant], case: Case, device: torch.device) -> list[str]:
-    """Providers of ``names`` (a schedule's name for all its transports) that compute the case here, and ``keep``; then
+def chosen(wanted: Sequence[str], variants: Sequence[Variant], case: Case, device: torch.device) -> list[str]:
+    """Providers of ``wanted`` (a schedule's name for all its transports) that compute the case here, and ``keep``; then
     the variants."""
-    wanted = [n for n in NAMES if n == "keep" or n in names or n.split("/")[0] in names] + [v.name for v in variants]
-    return [n for n in wanted if why_not(n, case, device) is None]
+    found = [n for n in provider_names() if n == "keep" or n in wanted or n.split("/")[0] in wanted]
+    return [n for n in [*found, *(v.name for v in variants)] if why_not(n, case, device) is None]
 
 
 def providers(
-    site: Site, names: Sequence[str], variants: Sequence[Variant], setting: str, made: dict[str, Provider]
+    site: Site, wanted: Sequence[str], variants: Sequence[Variant], setting: str, made: dict[str, Provider]
 ) -> list[Provider]:
-    """Those of ``names`` that have ``setting``; ``made``: compiled ones, which several settings share. All ranks
+    """Those of ``wanted`` that have ``setting``; ``made``: compiled ones, which several settings share. All ranks
     together."""
     found = []
-    for name in names:
+    for name in wanted:
         variant = next((v for v in variants if v.name == name), None)
         kind, _, transport = name.partition("/")
-        graph = setting == "compiled" or kind in ("ring", "auto")
+        op = None if kind in ("keep", "async_tp", "auto") else schedule_named(kind.split()[0]).single_op
+        graph = setting == "compiled" or kind == "auto" or (op is None and kind not in ("keep", "async_tp"))
         if variant is not None:
             if setting == "hidden":
                 found.append(
@@ -281,5 +273,5 @@ def providers(
 
 def _planned(schedule: str, case: Case, transport: str) -> dict[str, Any]:
     """The settings that the plan would have."""
-    found = schedule_named(schedule)
-    return found.plan.settings_for(case.pattern, transport) if isinstance(found, OneOpSchedule) else {}
+    op = schedule_named(schedule).single_op
+    return {} if op is None else op.settings_of(_call(case), transport)

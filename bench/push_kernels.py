@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways in which SMs may push a shard to every peer, for ``bench.transfers``: by ordinary stores in stripes, and by bulk
 copies through shared memory."""
 

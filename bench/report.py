@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables and plots of stored rows of ``bench.operators``: ``operators.md``, and two plots for each kind of machine,
 beside the rows.
 

@@ -1,5 +1,5 @@
-"""Rows of measurements: what a row holds, where it was measured, and the file that they are kept in (one JSON object a
-line)."""
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of measurements, one JSON object a line: what a row holds, where it was measured, and how files are read."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a measurement rests on. ``commit`` is ``None`` outside a checkout; ``sources``: digest of the package's own
-    files."""
+    """The machine, versions and commit of a measurement. ``commit`` is ``None`` outside a checkout; ``sources``: digest
+    of the package's own files."""
     gpu = device.type == "cuda"
     driver = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text()) if _DRIVER.exists() else None
     try:
@@ -72,8 +72,8 @@ def rows_of(
     extra_bytes: Mapping[str, float | None],
     where: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """One row a provider. Of ``times`` those of ``keep``, and of ``matmul`` and ``collective`` alone, are the standards
-    of the others.
+    """One row a provider. The other times are compared with those of ``keep``, ``matmul`` and ``collective`` in
+    ``times``.
 
     Times in microseconds, the maximum over ranks of each figure. ``bound_us``: the longer of matmul and collective,
     ``ratio`` to it; ``efficiency``: see ``overlap_efficiency``; ``error``: relative to the largest element;
@@ -115,8 +115,7 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file that say their setting (rows of before 0.1.0 do not), of each provider of each case the last
-    ones."""
+    """The last row of each provider of each case. Rows without a setting (older than 0.1.0) are left out."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     keys = ("gpu", "world_size", "shape", "dtype", "setting", "pattern", "tokens", "provider")
     return list({tuple(row[k] for k in keys): row for row in rows if "setting" in row}.values())

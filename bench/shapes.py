@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named layers of models, the patterns, and one case of them: a pattern of a layer at one size."""
 
 from __future__ import annotations
@@ -5,6 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from overlap_inductor.passes.pattern import Example
+from overlap_inductor.passes.patterns import pattern_named
 
 
 @dataclass(frozen=True)
@@ -27,10 +31,9 @@ SHAPES = {
     "llama3-8b-attention": Layer(4096, 6144, 4096),
     "llama3-70b-mlp": Layer(8192, 28672, 28672),
     "llama3-70b-attention": Layer(8192, 10240, 8192),
-    # (For processes on a CPU.)
+    # For processes on a CPU.
     "tiny": Layer(64, 128, 128),
 }
-PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 DTYPES = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
     "fp8": torch.float8_e4m3fn, "fp8_rows": torch.float8_e4m3fn,
@@ -53,12 +56,12 @@ class Case:
         return f"{self.shape} {self.pattern} {self.tokens}"
 
     @property
-    def gathers(self) -> bool:
-        return self.pattern == "all_gather_matmul"
+    def example(self) -> Example:
+        return pattern_named(self.pattern).example
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the operands."""
+        """The dtype of the operands."""
         return DTYPES[self.operands]
 
     @property
@@ -67,7 +70,7 @@ class Case:
 
     @property
     def scale_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the left and the right operand's scales."""
+        """Shapes of the scales of the left and of the right operand."""
         if not self.scaled:
             return ()
         return ((self.tokens, 1), (1, self.columns)) if self.operands == "fp8_rows" else ((), ())
@@ -79,19 +82,24 @@ class Case:
     @property
     def sent(self) -> torch.dtype:
         """What the collective carries."""
-        return self.dtype if self.gathers else self.result
+        return self.dtype if self.example.first else self.result
 
     @property
     def inner(self) -> int:
         """K of a rank's matmul."""
         layer = SHAPES[self.shape]
-        return layer.hidden if self.gathers else layer.narrow // self.world_size
+        return layer.hidden if self.example.column_parallel else layer.narrow // self.world_size
 
     @property
     def columns(self) -> int:
         """N of a rank's matmul."""
         layer = SHAPES[self.shape]
-        return layer.wide // self.world_size if self.gathers else layer.hidden
+        return layer.wide // self.world_size if self.example.column_parallel else layer.hidden
+
+    @property
+    def rows(self) -> int:
+        """Of the left operand, before a collective that stands first."""
+        return self.shard_rows if self.example.first and self.example.shards_tokens else self.tokens
 
     @property
     def shard_rows(self) -> int:
@@ -100,7 +108,7 @@ class Case:
     def why_not(self) -> str | None:
         """Why there is no such case, or ``None``."""
         layer = SHAPES[self.shape]
-        if self.pattern != "matmul_all_reduce" and self.tokens % self.world_size:
+        if self.example.shards_tokens and self.tokens % self.world_size:
             return f"{self.tokens} tokens do not fall into {self.world_size} equal shards"
-        width = layer.wide if self.gathers else layer.narrow
+        width = layer.wide if self.example.column_parallel else layer.narrow
         return f"{width} features do not fall into {self.world_size} equal shards" if width % self.world_size else None

@@ -1,4 +1,5 @@
-"""Proof on a slow link: all-gather-matmul and matmul-reduce-scatter over gloo, with and without the pass, in one run.
+# SPDX-License-Identifier: Apache-2.0
+"""Overlap on a slow link: all-gather-matmul and matmul-reduce-scatter over gloo, with and without the pass, in one run.
 
     sudo .venv/bin/python -m bench.slow_link            # two and four ranks, about five minutes
 
@@ -27,7 +28,7 @@ ROOT = RESULTS.parent.parent
 
 
 def run(world_size: int, options: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
-    """The rows of one world size. Raises ``SystemExit`` with the ranks' output where one of them failed."""
+    """The rows of one world size. Raises ``SystemExit`` with the ranks' output if one of them failed."""
     with slow_hosts(world_size, options["megabits"]) as hosts:
         processes = []
         for rank, host in enumerate(hosts):

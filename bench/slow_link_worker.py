@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of the slow-link benchmark: the plain graph, the ring, the matmul alone and the collective alone,
 interleaved.
 
@@ -57,7 +58,7 @@ def patterns(
 
 
 def timed(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median milliseconds of each, maximum over ranks."""
+    """The median milliseconds of each, the maximum over ranks."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(repeats + 1):
         for name, function in functions.items():
@@ -130,7 +131,8 @@ def main() -> None:
 def _callables(
     plain: Any, ring: Any, whole: Any, inputs: list[torch.Tensor], parts: int
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Both compiled forms of one function, alive at once. Dynamo caches by code object, so each form gets its own."""
+    """Both compiled forms of one function, alive at the same time. Dynamo caches by code object, so each form gets its
+    own."""
     torch._dynamo.reset()
     namespaces = [{"f": whole}, {"f": whole}]
     for namespace in namespaces:

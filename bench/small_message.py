@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small messages against ``keep``: llama3-70b's down-projection in decode, its all-reduce, residual add and RMSNorm.
 One torchrun for everything.
 
@@ -52,7 +53,7 @@ def variants(world_size: int, tokens: int) -> dict[str, SmallParameters]:
     planned = small_plan.settings_for(world_size, tokens, COLUMNS, 2)
     found = {"planned": SmallParameters(**planned)}
     for two_shot in (False, True) if world_size > 2 else (False,):
-        # (What one-shot sends at 128 tokens to 7 peers is out of the question.)
+        # One-shot would send too much: 128 tokens to each of 7 peers.
         if two_shot or tokens * (world_size - 1) <= 448:
             for segment, warps in SEGMENTS:
                 if COLUMNS // segment * world_size <= 32 * warps:
@@ -80,7 +81,7 @@ class Site:
         name = f"decode {tokens}"
         arena.prepare([Request(name, max(n[0] for n in needs), max(n[1] for n in needs), HALVES)])
         self.launch = Launch(rank, world_size, arena.slot(name, HALVES), faults, faults.number(name), PATIENCE_NS)
-        # (The graph of a compiled model has no Python between its kernels, and this function is one of them.)
+        # A compiled model's graph runs no Python between its kernels, so this function must run none either.
         self.add_and_norm = torch.compile(self._add_and_norm, dynamic=False)
 
     def _add_and_norm(
@@ -101,7 +102,7 @@ class Site:
 
     def parts(self) -> dict[str, Callable[[], Any]]:
         product = torch.mm(self.a, self.b)
-        # (Summed in place again and again, anything else grows.)
+        # Zeros: anything else grows when it is summed in place again and again.
         zeros = torch.zeros_like(product)
         planned = self.parameters["planned"]
         return {
@@ -130,7 +131,7 @@ def error(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], a
     least, most = bits.clone(), bits.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    # (NCCL's maximum of NaN and a number is not NaN.)
+    # NCCL's maximum of NaN and a number is not NaN.
     return greatest(float("inf") if off != off or alike and not torch.equal(least, most) else off)
 
 
@@ -148,7 +149,7 @@ def measure(site: Site, repeats: int) -> list[dict[str, Any]]:
     providers |= {name: lambda p=p: site.small(p) for name, p in site.parameters.items()}
     errors = {}
     for name, function in list(providers.items()):
-        # Three calls: both halves of the workspace, and the first one again.
+        # Three calls use both halves of the workspace and the first one again.
         found = [function() for _ in range(3)]
         errors[name] = max(error(f, expected, name != "keep") for f in found)
         gave_up = greatest(float(site.launch.faults.error() is not None))
@@ -211,7 +212,7 @@ def main() -> None:
         "world_size": world_size,
     }
     for tokens in arguments.tokens:
-        # (Rank 0's clock decides for all.)
+        # Rank 0's clock decides for all ranks.
         if greatest(time.monotonic() - start if rank == 0 else 0.0) > arguments.seconds:
             break
         site = Site(tokens, arena, faults)
@@ -234,7 +235,7 @@ def main() -> None:
             if arguments.out:
                 with open(arguments.out, "a") as file:
                     file.writelines(json.dumps({"tokens": tokens, **row, **environment}) + "\n" for row in rows)
-        # Graphs hold addresses of the site's tensors: both go together, when nothing runs.
+        # Graphs hold addresses of the site's tensors, so both are freed together when nothing runs.
         torch.cuda.synchronize()
         del site
     dist.barrier()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures derived from timings, and markdown tables of them."""
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ SETTING_WORDS = {"hidden": "the host hidden", "compiled": "compiled graphs, the 
 
 
 def overlap_efficiency(serial: float, overlapped: float, matmul: float, collective: float) -> float:
-    """Share of what can be hidden that is hidden: ``(serial - t) / (serial - max(matmul, collective))``; times in one
-    unit.
+    """The hidden share of what can be hidden: ``(serial - t) / (serial - max(matmul, collective))``; times in one unit.
 
     Raises:
         ValueError: nothing can be hidden (``serial`` is no more than the longer of the two).
@@ -65,12 +65,12 @@ def provider_names(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def as_planned(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of what a user gets: of no schedule with other parameters (``--set``)."""
+    """Rows without those of schedules with other parameters (``--set``)."""
     return [row for row in rows if " " not in row["provider"]]
 
 
 def heading(row: dict[str, Any]) -> str:
-    """What a table's rows have in common."""
+    """The heading of a table: what its rows have in common."""
     return f"{row['world_size']} x {row['gpu']}, {row['shape']}, {row['dtype']}, {SETTING_WORDS[row['setting']]}"
 
 
@@ -89,23 +89,23 @@ def operators(rows: Sequence[dict[str, Any]], details: bool = False) -> str:
     return "\n".join(parts)
 
 
-def _line(*cells: Any) -> str:
+def line(*cells: Any) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def _header(*cells: str) -> list[str]:
-    return [_line(*cells), "|---" * len(cells) + "|"]
+def header(*cells: str) -> list[str]:
+    return [line(*cells), "|---" * len(cells) + "|"]
 
 
 def _overview(rows: Sequence[dict[str, Any]]) -> str:
     rows = as_planned(rows)
     names = provider_names(rows)
-    lines = _header(
+    lines = header(
         "pattern", "tokens", "matmul", "collective", "sum", "max", *names, "best", "speed-up", "ratio", "efficiency"
     )
     for (pattern, tokens), same in groups(_in_order(rows), "pattern", "tokens").items():
         of = {row["provider"]: row for row in same}
-        # (Of a provider measured in a later run, the standards are that run's; of a case, those of the last run of
+        # (A provider is compared with ``keep`` of its own run; a case's own figures come from the last run of
         # ``keep``.)
         standard = of.get("keep", same[0])
         bounds = [f"{standard[k]:.0f}" for k in ("matmul_us", "collective_us", "sum_us", "bound_us")]
@@ -115,12 +115,12 @@ def _overview(rows: Sequence[dict[str, Any]]) -> str:
             if best is None
             else [best["provider"], *(f"{best[k]:.2f}" for k in ("speedup", "ratio", "efficiency"))]
         )
-        lines.append(_line(pattern, tokens, *bounds, *(_cell(of.get(name), best) for name in names), *last))
+        lines.append(line(pattern, tokens, *bounds, *(_cell(of.get(name), best) for name in names), *last))
     return "\n".join(lines) + "\n"
 
 
 def _in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By pattern, as measured; then by tokens."""
+    """By pattern in the order measured, then by tokens."""
     patterns = list(groups(rows, "pattern"))
     return sorted(rows, key=lambda row: (patterns.index((row["pattern"],)), row["tokens"]))
 
@@ -135,7 +135,7 @@ def _cell(row: dict[str, Any] | None, best: dict[str, Any] | None) -> str:
 
 
 def _details(rows: Sequence[dict[str, Any]]) -> str:
-    lines = _header(
+    lines = header(
         "pattern",
         "tokens",
         "provider",
@@ -153,6 +153,6 @@ def _details(rows: Sequence[dict[str, Any]]) -> str:
         figures = [f"{row[k]:.2f}" for k in ("speedup", "ratio", "efficiency")]
         extra = "-" if row["peak_extra_bytes"] is None else f"{row['peak_extra_bytes'] / 2**20:.1f}"
         lines.append(
-            _line(row["pattern"], row["tokens"], row["provider"], *times, *figures, f"{row['host_us']:.0f}", extra)
+            line(row["pattern"], row["tokens"], row["provider"], *times, *figures, f"{row['host_us']:.0f}", extra)
         )
     return "\n".join(lines) + "\n"

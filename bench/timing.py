@@ -1,4 +1,5 @@
-"""Timing calls of all ranks in turn: microseconds of the device, and of the host that launches them.
+# SPDX-License-Identifier: Apache-2.0
+"""Times calls on all ranks in turn: microseconds of the device, and of the host that launches them.
 
 With the host *hidden* a device sleep before each call lets the host run ahead. With the host *in the loop* calls follow
 each other without one, as many as take the fastest of them ``LOOP_MS``, behind one that is not counted, since the GPU
@@ -38,7 +39,7 @@ Call = Callable[[], Any]
 
 
 def worst(values: Sequence[float]) -> list[float]:
-    """The maximum over ranks of each value: all ranks get the same, and may decide by it."""
+    """The maximum over ranks of each value. All ranks get the same values and may decide by them."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     tensor = torch.tensor(list(values), device=device, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
@@ -67,11 +68,11 @@ class Clock:
         if sleep_ms:
             torch.cuda._sleep(int(sleep_ms * CYCLES_A_MS))
         else:
-            # (Power: every sample begins with a GPU that has rested, as behind a device sleep.)
+            # Rest, so that every sample begins with a cool GPU, as after a device sleep.
             time.sleep(REST_MS * 1e-3)
             dist.barrier()
             torch.cuda.synchronize()
-        # Behind the sleep: clocks differ, so that GPUs that sleep equally long come tens of microseconds apart.
+        # After the sleep, because clocks differ: GPUs that sleep equally long wake tens of microseconds apart.
         dist.all_reduce(self.marker)
         if not sleep_ms:
             call()
@@ -82,7 +83,7 @@ class Clock:
         return start.elapsed_time(end) * 1e3 / calls, host
 
     def mark(self) -> torch.cuda.Event:
-        """Where a sample begins, or ends."""
+        """Mark the begin or the end of a sample."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -94,8 +95,8 @@ class Clock:
         return (time.perf_counter() - begin) / calls * 1e6
 
     def with_extra_bytes(self, call: Call) -> tuple[Any, float | None]:
-        """A call's result, and the most memory in use during it beyond what was before and its result (``None``: not
-        known on this device)."""
+        """A call's result and its extra bytes: the most memory in use during the call, without what was in use before
+        and the result. None if the device cannot tell."""
         if self.device.type != "cuda":
             return call(), None
         torch.cuda.synchronize()
@@ -107,7 +108,7 @@ class Clock:
 
 
 def timed(calls: Mapping[str, Call], repeats: int) -> dict[str, list[float]]:
-    """Microseconds of each call on this rank's GPU, the host hidden; in turn, round after round."""
+    """Microseconds of each call on this rank's GPU, without the host's time; calls take turns, round after round."""
     clock = Clock(torch.device("cuda", torch.cuda.current_device()))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
@@ -132,8 +133,7 @@ def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, se
     """Each call's timing, round after round, in an order that is drawn anew for each: ``most`` rounds (two or more),
     fewer where they would take longer than ``seconds``, but five. All ranks together."""
     number = 1 if hidden else CALLS_IN_LOOP[0]
-    # These count for nothing: what is loaded, allocated or prepared late is so in the first; how long one takes is seen
-    # in the second.
+    # These are not counted: the first one loads, allocates and prepares, the second one tells how long a call takes.
     for call in calls.values():
         clock.sample(call, number, SLEEP_MS if hidden else 0.0)
     begin = time.perf_counter()
@@ -148,7 +148,7 @@ def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, se
     samples: list[list[tuple[float, float]]] = [[] for _ in calls]
     order, chance = list(zip(samples, calls.values(), sleeps)), random.Random(0)
     for _ in range(repeats):
-        # (A call is faster behind one that left the GPU cool. All ranks draw alike.)
+        # A call is faster after one that left the GPU cool. All ranks draw the same order.
         chance.shuffle(order)
         for mine, call, sleep in order:
             mine.append(clock.sample(call, number, sleep))

@@ -1,5 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training steps of sequence-parallel DTensor blocks, forward and backward: plain ``torch.compile``, ``auto``, and each
-schedule by force, in turn. One torchrun.
+schedule forced, in turn. One torchrun.
 
     torchrun --nproc-per-node 2 -m bench.training [--hidden 8192] [--tokens 2048 8192] [--schedules auto chunked fused]
     --out bench/results/training.jsonl
@@ -27,11 +28,11 @@ from torch.distributed.tensor import DTensor
 from bench.models import milliseconds
 from bench.models import slowest
 from bench.rows import environment
+from bench.support import dtensor_block
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
 from overlap_inductor.report import publish as reporting
 from overlap_inductor.switch.backend import overlap_inductor as overlap_backend
-from tests.gpu.ranks import finish_rank
-from tests.gpu.ranks import start_rank
-from tests.models import dtensor_block
 
 HEAD = 128
 LIMIT = 0.02

@@ -1,4 +1,5 @@
-"""What it costs to give one shard to every peer: NCCL's all-gather, copy engines, SMs that store, by size. One JSON row
+# SPDX-License-Identifier: Apache-2.0
+"""The time to send one shard to every peer, by size: NCCL's all-gather, copy engines, and SMs that store. One JSON row
 a measurement.
 
     torchrun --nproc-per-node 4 -m bench.transfers --out rows.jsonl
@@ -98,7 +99,7 @@ class Transfers:
         self.wait(1)
 
     def restart(self) -> None:
-        """Flags count from zero for a provider of its own."""
+        """Reset the flags for the next provider."""
         torch.cuda.synchronize()
         dist.barrier()
         self.flags.local.zero_()

@@ -1,5 +1,6 @@
-"""What copy engines deliver where all ranks send to all at once, one shard to every peer after the other, several times
-over: with turns and without.
+# SPDX-License-Identifier: Apache-2.0
+"""The bandwidth of copy engines when all ranks send one shard to every peer, several times over: with turns and
+without.
 
     torchrun --nproc-per-node 8 -m bench.turns --out rows.jsonl
 
@@ -31,6 +32,7 @@ from overlap_inductor.transports.copy_engine import CopyEngine
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
 from overlap_inductor.transports.transfer import Transfer
+from overlap_inductor.transports.transport import Share
 
 WIDTH = 8192
 LEGS = 3
@@ -56,13 +58,14 @@ class Legs:
             Transfer(shard_rows, WIDTH, shard_rows, leg % 2 == 0, base=leg * self.world_size * shard_rows, index=leg)
             for leg in range(LEGS)
         ]
-        self.launch, self.transport = launch, CopyEngine(turns_from)
-        self.sends = [self.transport.prepare(launch, t, range(self.world_size - 1), self.source) for t in transfers]
+        self.launch = launch
+        transport, share = CopyEngine(), Share(turns_from=turns_from)
+        self.sends = [transport.prepare(launch, t, range(self.world_size - 1), self.source, share) for t in transfers]
         self.waits = [wait_kernel(launch, t, 0, self.world_size - 1, WAIT_PART) for t in transfers]
         self.came = launch.slot.data.local[:nbytes].view(torch.bfloat16).view(LEGS, self.world_size, shard_rows, WIDTH)
 
     def send(self) -> None:
-        """Everything but the call's end."""
+        """The call without its end."""
         side = side_stream(self.device)
         with side:
             credit_kernel(self.launch)()

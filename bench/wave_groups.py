@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedule ``wave_groups`` against ``keep`` and the bounds, and its partition against others: llama3-70b MLP, one
 torchrun for everything.
 
@@ -41,7 +42,7 @@ from overlap_inductor.lowerings.wave_groups.parameters import best_partition
 from overlap_inductor.lowerings.wave_groups.parameters import cuts
 from overlap_inductor.lowerings.wave_groups.parameters import partitions
 from overlap_inductor.lowerings.wave_groups.parameters import predicted
-from overlap_inductor.transports import nccl
+from overlap_inductor.transports.nccl import Nccl
 
 PATTERNS = ("matmul_all_reduce", "matmul_reduce_scatter")
 
@@ -65,7 +66,7 @@ class Site:
         return torch.mm(self.a, self.b, out=self.product)
 
     def collective(self) -> torch.Tensor:
-        nccl.reduce_rows(self.shard if self.scatters else self.product, self.product, self.group)
+        Nccl().reduce_rows(self.shard if self.scatters else self.product, self.product, self.group)
         return self.shard if self.scatters else self.product
 
     def keep(self) -> torch.Tensor:
@@ -84,8 +85,8 @@ class Site:
 
 
 def error_of(function: Callable[[], torch.Tensor], expected: torch.Tensor) -> float:
-    """Worst error over ranks, of the largest element; after two calls, of which the second meets what the first has
-    left."""
+    """The worst error over ranks, relative to the largest element, of the second of two calls, which finds what the
+    first one left."""
     function()
     return greatest(float((function().float() - expected).abs().max() / expected.abs().max()))
 
@@ -95,7 +96,7 @@ def medians(providers: dict[str, Callable[[], Any]], repeats: int) -> dict[str, 
 
 
 def some_partitions(waves: Waves, count: int) -> list[tuple[int, ...]]:
-    """All partitions where they are at most ``count``; else those into equal groups, and others at random."""
+    """All partitions if there are at most ``count``; else those into equal groups, and others at random."""
     first, *inner, last = cuts(waves)
     if 2 ** len(inner) <= count:
         return list(partitions(waves))
@@ -112,10 +113,10 @@ def some_partitions(waves: Waves, count: int) -> list[tuple[int, ...]]:
 
 
 def timeline(site: Site, plan: wave_groups.WavePlan) -> dict[str, Any]:
-    """When the matmul and each collective of one call ended."""
+    """The times at which the matmul and each collective of one call ended."""
     begin, matmul = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     ends: list[torch.cuda.Event] = []
-    multiply, reduce_rows = wave_groups.Call.multiply, nccl.reduce_rows
+    multiply, reduce_rows = wave_groups.Call.multiply, Nccl.reduce_rows
 
     def multiply_and_record(*arguments: Any) -> torch.Tensor:
         begin.record()
@@ -128,11 +129,11 @@ def timeline(site: Site, plan: wave_groups.WavePlan) -> dict[str, Any]:
         ends.append(torch.cuda.Event(enable_timing=True))
         ends[-1].record()
 
-    wave_groups.Call.multiply, nccl.reduce_rows = multiply_and_record, reduce_and_record  # type: ignore[method-assign]
+    wave_groups.Call.multiply, Nccl.reduce_rows = multiply_and_record, reduce_and_record  # type: ignore[method-assign]
     try:
         timed({"": lambda: (ends.clear(), site.call.run(plan))}, 2)
     finally:
-        wave_groups.Call.multiply, nccl.reduce_rows = multiply, reduce_rows  # type: ignore[method-assign]
+        wave_groups.Call.multiply, Nccl.reduce_rows = multiply, reduce_rows  # type: ignore[method-assign]
     return {
         "matmul_us": round(begin.elapsed_time(matmul) * 1e3),
         "collectives_us": [round(begin.elapsed_time(e) * 1e3) for e in ends],
@@ -142,7 +143,7 @@ def timeline(site: Site, plan: wave_groups.WavePlan) -> dict[str, Any]:
 def measure(site: Site, repeats: int, candidates: int) -> list[dict[str, Any]]:
     call, expected = site.call, site.expected()
     plan = call.plan()
-    curve, whole = call.waves.curve(site.scatters, site.a), call.waves.table((0, call.bands))
+    curve, whole = call.waves.curve(call.transport, site.scatters, site.a), call.waves.table((0, call.bands))
     falling = sorted(call.parameters.free, reverse=True)
     alone = call.first_rank_seconds([functools.partial(call.alone, free, whole) for free in falling])
     chosen = {free: best_partition(call.as_waves(free, seconds), curve) for free, seconds in zip(falling, alone)}

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """overlap_inductor: a ``torch.compile`` pass that hides tensor-parallel collectives behind their matmuls.
 
 Importing this package imports neither ``torch._inductor``, ``torch._dynamo`` nor ``triton``. Every public name is

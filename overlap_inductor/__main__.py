@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m overlap_inductor``: the same as the command ``overlap-inductor``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``OverlapConfig``: every switch, with one environment variable for each field, validated when it is read.
 
 The environment is read at the first compile, never at import. So a bad value is an error of the compile that would have
@@ -14,18 +15,11 @@ from dataclasses import field
 from typing import Any
 
 from overlap_inductor.errors import ConfigError
+from overlap_inductor.facts import names
 
 ENVIRONMENT_PREFIX = "OVERLAP_INDUCTOR"
 MODES = ("off", "report", "on", "strict")
 MODE_ALIASES = {"0": "off", "1": "on", "": "off"}
-SCHEDULES = ("auto", "keep", "ring", "chunked", "fused", "wave_groups", "small_message")
-TRANSPORTS = ("auto", "p2p", "copy_engine", "sm_push", "nccl")
-PATTERNS = (
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-    "matmul_all_gather",
-)
 NUMERICS = ("preserve", "allow_hop_rounding")
 SWITCH = ("off", "on")
 
@@ -34,10 +28,21 @@ def _variable(name: str) -> str:
     return ENVIRONMENT_PREFIX if name == "mode" else f"{ENVIRONMENT_PREFIX}_{name.upper()}"
 
 
+def _wrong(name: str, value: Any, problem: str) -> ConfigError:
+    error = ConfigError(f"{_variable(name)}={value!r} {problem}")
+    error.field, error.problem = name, problem
+    return error
+
+
 def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
-        raise ConfigError(f"{_variable(name)}={value!r} is not a known value; expected one of: {', '.join(allowed)}")
+        raise _wrong(name, value, f"is not a known value; expected one of: {', '.join(allowed)}")
     return value
+
+
+def _named(name: str, value: Any, always: tuple[str, ...], known: names.Names) -> str:
+    """``value`` if it is one of ``always`` or of the ``known`` names, which are looked up only if they are needed."""
+    return value if value in always else _choice(name, value, (*always, *known.known()))
 
 
 def _positive(name: str, value: Any) -> int:
@@ -46,12 +51,12 @@ def _positive(name: str, value: Any) -> int:
     except (TypeError, ValueError):
         number = 0
     if number < 1:
-        raise ConfigError(f"{_variable(name)}={value!r} is not a whole number of at least 1")
+        raise _wrong(name, value, "is not allowed; expected a whole number of at least 1")
     return number
 
 
-def _key(default: Any, **metadata: Any) -> Any:
-    return field(default=default, metadata={"cache_key": True, **metadata})
+def _key(default: Any) -> Any:
+    return field(default=default, metadata={"cache_key": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +78,7 @@ class OverlapConfig:
     transport: str = _key("auto")
     """``auto`` or a transport's name."""
 
-    patterns: tuple[str, ...] = _key(PATTERNS)
+    patterns: tuple[str, ...] = field(default_factory=names.PATTERNS.known, metadata={"cache_key": True})
     """The patterns that may be overlapped (in the environment: names separated by commas)."""
 
     numerics: str = _key("preserve")
@@ -114,26 +119,28 @@ class OverlapConfig:
     def __post_init__(self) -> None:
         set_ = object.__setattr__
         set_(self, "mode", _choice("mode", MODE_ALIASES.get(str(self.mode), self.mode), MODES))
-        _choice("schedule", self.schedule, SCHEDULES)
-        _choice("transport", self.transport, TRANSPORTS)
+        _named("schedule", self.schedule, ("auto", "keep"), names.SCHEDULES)
+        _named("transport", self.transport, ("auto",), names.TRANSPORTS)
         _choice("numerics", self.numerics, NUMERICS)
         _choice("tune", self.tune, SWITCH)
         _choice("replay", self.replay, SWITCH)
         if self.tune == "on":
-            raise ConfigError(f"{_variable('tune')}='on' is not available in this version; expected 'off'")
+            raise _wrong("tune", "on", "is not available in this version; expected 'off'")
         _choice("ring_direction", self.ring_direction, ("unidirectional", "bidirectional"))
         patterns = self.patterns.split(",") if isinstance(self.patterns, str) else self.patterns
         if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) for p in patterns):
-            raise ConfigError(f"{_variable('patterns')}={self.patterns!r} is not a list of pattern names")
+            known = ", ".join(names.PATTERNS.known())
+            problem = f"is not a list of pattern names; expected names separated by commas, from: {known}"
+            raise _wrong("patterns", self.patterns, problem)
         patterns = tuple(p.strip() for p in patterns if p.strip())
         for pattern in patterns:
-            _choice("patterns", pattern, PATTERNS)
+            _choice("patterns", pattern, names.PATTERNS.known())
         set_(self, "patterns", patterns)
         for name in ("sub_chunks", "step_node_budget", "workspace_limit", "max_tokens", "agreement_timeout"):
             set_(self, name, _positive(name, getattr(self, name)))
         if self.dump is not None:
             if not isinstance(self.dump, (str, os.PathLike)):
-                raise ConfigError(f"{_variable('dump')}={self.dump!r} is not the path of a folder")
+                raise _wrong("dump", self.dump, "is not allowed; expected the path of a folder")
             set_(self, "dump", os.fspath(self.dump) or None)
 
     @classmethod

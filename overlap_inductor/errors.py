@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every exception that the package raises on purpose. Each message says what was wrong, what was expected and what to
 do."""
 
@@ -9,7 +10,15 @@ class OverlapError(RuntimeError):
 
 
 class ConfigError(OverlapError, ValueError):
-    """A switch has a value that is not allowed; the message names the variable, the value and what is allowed."""
+    """A switch has a value that is not allowed; the message names the variable, the value and what is allowed.
+
+    Attributes:
+        field: the field of ``OverlapConfig`` whose value is not allowed; empty if the error is about something else.
+        problem: what is wrong with the value and what is allowed, as the end of a sentence.
+    """
+
+    field: str = ""
+    problem: str = ""
 
 
 class StrictError(OverlapError):

@@ -1,5 +1,6 @@
-"""Fails where a module outside of ``torch_compat`` and ``inductor`` imports or names a private part of torch, or reads
-a private attribute."""
+# SPDX-License-Identifier: Apache-2.0
+"""Fails if a module outside of ``torch_compat`` and ``inductor`` imports or names a private part of torch, or reads a
+private attribute."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Models and random programs in sizes that the ranks do not divide, without overlap and with it: are the numbers the
-same, and what was overlapped?
+# SPDX-License-Identifier: Apache-2.0
+"""Runs models and random programs in sizes that the ranks do not divide, without overlap and with it, and compares the
+results.
 
     python tools/sweep_models.py                                              every part, some hours; rows are appended
     to bench/results/uneven_sweep.jsonl
     python tools/sweep_models.py --part hugging_face --families llama gemma2 --ranks 3 --train
     python tools/sweep_models.py --part hugging_face --sizes even             every family as the ranks divide it
-    python tools/sweep_models.py --part torchtitan                            see tests/models/torchtitan_models.py for
+    python tools/sweep_models.py --part torchtitan                            see tests/support/torchtitan_models.py for
     what must be installed
     python tools/sweep_models.py --part programs --seeds 0 500                programs whose ranks differ in bias, K
     and padding
@@ -45,11 +46,11 @@ sys.path.insert(0, str(ROOT))
 
 from bench.rows import RESULTS  # noqa: E402
 from bench.rows import environment  # noqa: E402
-from tests.models import hugging_face_families  # noqa: E402
-from tests.models import torchtitan_models  # noqa: E402
-from tests.numerics import ranks  # noqa: E402
-from tests.numerics import test_uneven_programs as programs  # noqa: E402
-from tests.numerics import with_and_without  # noqa: E402
+from tests.support import gloo_ranks  # noqa: E402
+from tests.support import hugging_face_families  # noqa: E402
+from tests.support import program_checks  # noqa: E402
+from tests.support import torchtitan_models  # noqa: E402
+from tests.support import with_and_without  # noqa: E402
 
 PARTS = ("hugging_face", "torchtitan", "programs")
 FIELDS: tuple[dict[str, Any], ...] = (
@@ -126,10 +127,11 @@ def _arguments() -> argparse.Namespace:
 
 
 def _row(case: str, size: int, trains: bool, run: Callable[..., Any], *values: Any) -> dict[str, Any]:
-    """One case on ``size`` ranks: what its ranks say, and the one that is furthest off."""
+    """The row of one case on ``size`` ranks: the result of all ranks, and the figures of the rank that is furthest
+    off."""
     start = time.monotonic()
     try:
-        found = ranks.run_ranks(size, run, *values, timeout=300, expect_failure=True)
+        found = gloo_ranks.run_ranks(size, run, *values, timeout=300, expect_failure=True)
     except AssertionError as error:
         found = [f"hung: {str(error)[-1500:]}"]
     outcome = with_and_without.outcome(found)
@@ -146,7 +148,7 @@ def _row(case: str, size: int, trains: bool, run: Callable[..., Any], *values: A
         if isinstance(r, str) or "could_not_be" in r
     ]
     if failures:
-        # (The other ranks only say that a connection was closed.)
+        # The other ranks only report that a connection was closed.
         causes = [f for f in failures if "onnection closed" not in f and "onnection reset" not in f]
         return {**row, "error_text": (causes or failures)[0][-2500:]}
     worst = max(found, key=lambda r: r["error"])
@@ -162,7 +164,7 @@ def _hugging_face(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
     import transformers
 
-    ranks.PRELOADED += ["transformers.models.auto.modeling_auto", "transformers.modeling_utils"]
+    gloo_ranks.PRELOADED += ["transformers.models.auto.modeling_auto", "transformers.modeling_utils"]
     for size in arguments.ranks:
         for family in arguments.families or hugging_face_families.families():
             for variant in arguments.sizes:
@@ -201,7 +203,7 @@ def _torchtitan(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "error_text": "torchtitan is not installed",
         }
         return
-    ranks.PRELOADED += ["torchtitan.models.llama3", "torchtitan.models.qwen3", "torchtitan.models.deepseek_v3"]
+    gloo_ranks.PRELOADED += ["torchtitan.models.llama3", "torchtitan.models.qwen3", "torchtitan.models.deepseek_v3"]
     for name in arguments.families or torchtitan_models.MODELS:
         for size in arguments.ranks:
             for per_block, parallel_loss, mlp in TORCHTITAN:
@@ -235,7 +237,9 @@ def _programs(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             fields, trains = FIELDS[number % len(FIELDS)], bool(number % 2)
             seeds = list(range(begin, min(begin + BATCH, end)))
             start = time.monotonic()
-            found = ranks.run_ranks(size, programs.check, seeds, fields, trains, timeout=1200, expect_failure=True)
+            found = gloo_ranks.run_ranks(
+                size, program_checks.check_uneven, seeds, fields, trains, timeout=1200, expect_failure=True
+            )
             problems = [p for r in found for p in ([r] if isinstance(r, str) else r[0])]
             row: dict[str, Any] = {
                 "case": f"seeds {begin} to {seeds[-1]}",

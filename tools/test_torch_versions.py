@@ -1,5 +1,6 @@
-"""Runs the pure and graph-snapshot tests, and a DTensor block forward and backward, on every supported torch minor
-version, each in its own environment.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the unit and compile tests, and a DTensor block forward and backward, on every supported minor version of torch,
+each in an environment of its own.
 
     python tools/test_torch_versions.py [--all] [2.11.0 2.15.0]
 
@@ -49,7 +50,6 @@ def interpreters(versions: Sequence[str]) -> list[tuple[str, str | None]]:
             "pytest",
             "pytest-timeout",
             "hypothesis",
-            "expecttest",
             "transformers>=4.57",
             "accelerate",
             "safetensors",
@@ -66,7 +66,7 @@ def interpreters(versions: Sequence[str]) -> list[tuple[str, str | None]]:
 
 
 def run(label: str, python: str | None, everything: bool) -> tuple[str, str, str]:
-    """``(torch version, result line, output where it failed)``."""
+    """``(torch version, result line, output if it failed)``."""
     if python is None:
         return label, "could not be installed", ""
     version = subprocess.run(

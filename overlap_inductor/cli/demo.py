@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``overlap-inductor demo``: compile and run two models on this machine with overlap, in a few minutes, and check the
 numbers.
 
@@ -108,8 +109,7 @@ def run_demo(options: DemoOptions) -> int:
         UnsupportedError: a package that a part needs is missing, or this torch is not supported.
     """
     device, ranks = _resolve(options)
-    folder = Path(options.keep_dir or tempfile.mkdtemp(prefix="overlap_inductor_demo_"))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _writable(options.keep_dir or tempfile.mkdtemp(prefix="overlap_inductor_demo_"))
     settings = {"device": device, "layers": options.layers, "hidden": options.hidden, "tokens": options.tokens}
     settings.update(parts=options.parts, folder=str(folder))
     backend = "nccl" if device == "cuda" else "gloo, one thread each"
@@ -144,7 +144,7 @@ def run_demo(options: DemoOptions) -> int:
         if passed
         else "FAILED: see the lines marked FAIL above"
         if complete
-        else "FAILED: a part gave no result"
+        else f"FAILED: a part returned no result; see the ranks' logs in {folder}"
     )
     return 0 if passed else 1
 
@@ -184,7 +184,7 @@ def times_line(plain: float, overlap: float, device: str) -> str:
         "expected: between processes of one CPU a transfer costs the cores that the matmuls need"
         if device == "cpu"
         else (
-            "expected where the sizes are small: the ring was forced on every site, schedule auto would keep such sites"
+            "expected if sizes are small: the demo forces the ring on every site; schedule auto would keep small ones"
         )
     )
     return text + f"overlap is {1 / ratio:.2f}x SLOWER here ({why})"
@@ -196,6 +196,19 @@ def _aligned(rows: list[list[Any]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
+def _writable(folder: str) -> Path:
+    """``folder``, created if it is missing. Raises ``ConfigError`` if this process cannot write files in it."""
+    place = Path(folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            return place
+    except OSError as error:
+        raise ConfigError(
+            f"--keep-dir {folder}: cannot be written ({error.strerror}); name a folder that this process may write"
+        ) from error
+
+
 def _resolve(options: DemoOptions) -> tuple[str, int]:
     """Device and number of ranks for this machine."""
     unknown = [part for part in options.parts if part not in PARTS]
@@ -204,9 +217,8 @@ def _resolve(options: DemoOptions) -> tuple[str, int]:
     missing = [name for name in LLAMA_NEEDS if importlib.util.find_spec(name) is None]
     if "llama" in options.parts and missing:
         raise UnsupportedError(
-            f"the demo's first part loads a Hugging Face model with tp_plan and needs {' and '.join(missing)}, not"
-            f" installed here. Run: pip install {' '.join(missing)}  or run the other part only: overlap-inductor demo"
-            " --parts block"
+            f"the demo's part llama needs {' and '.join(missing)}, which this Python does not have. Run: pip install"
+            f" {' '.join(missing)} (or run only the other part: overlap-inductor demo --parts block)"
         )
     import torch
     import torch.distributed as dist
@@ -216,7 +228,10 @@ def _resolve(options: DemoOptions) -> tuple[str, int]:
     require_supported_torch()
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     device = ("cuda" if gpus >= 2 else "cpu") if options.device == "auto" else options.device
-    ranks = options.ranks or (min(gpus, HEADS) if device == "cuda" else 2)
+    if device == "cuda" and gpus < 2:
+        why = f"has {gpus} usable GPUs" if dist.is_nccl_available() else "has a torch that is built without NCCL"
+        raise ConfigError(f"--device cuda: the demo needs 2 GPUs, and this machine {why}; use --device cpu")
+    ranks = options.ranks or (max(n for n in (2, 4, HEADS) if n <= gpus) if device == "cuda" else 2)
     if device == "cuda" and ranks > gpus:
         raise ConfigError(
             f"--device cuda --ranks {ranks}: this machine has {gpus} usable GPUs; use --device cpu or fewer ranks"

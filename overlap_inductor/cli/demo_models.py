@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two models of the demo: a Hugging Face Llama as users load it, and a DTensor sequence-parallel block."""
 
 from __future__ import annotations

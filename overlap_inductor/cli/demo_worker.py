@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of the demo: run a model eager, compiled, and compiled with overlap; compare the results and time the last
 two.
 

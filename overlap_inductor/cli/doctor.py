@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``overlap-inductor doctor``: check what this machine offers and what is switched on, and say why something is not."""
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from overlap_inductor.cli.doctor_checks import Check
 from overlap_inductor.cli.doctor_checks import as_dict
 from overlap_inductor.cli.doctor_checks import as_text
 from overlap_inductor.cli.doctor_checks import usable
+from overlap_inductor.cli.doctor_registered import registered
 from overlap_inductor.config import ENVIRONMENT_PREFIX
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.errors import ConfigError
@@ -43,7 +45,8 @@ def collect() -> list[Check]:
     checks = doctor_machine.software()
     if any(check.name == "torch" and check.state == BAD for check in checks):
         return checks
-    return [*checks, *doctor_machine.distributed(), *doctor_machine.gpus(), *switches()]
+    machine = [*doctor_machine.distributed(), *doctor_machine.gpus()]
+    return [*checks, *machine, *registered(), *switches()]
 
 
 def switches() -> list[Check]:
@@ -94,7 +97,7 @@ def _variables() -> list[Check]:
 
 
 def _effective(config: OverlapConfig) -> Check:
-    """Whether the pass stands in Inductor's slot in this process. A user's process starts in the same way."""
+    """Whether the pass is in Inductor's slot in this process. A user's process starts in the same way."""
     from overlap_inductor.inductor import probe
 
     name = "by environment"
@@ -104,7 +107,10 @@ def _effective(config: OverlapConfig) -> Check:
         )
     value = f"requested {config.mode}, effective off"
     if os.environ.get(AUTOLOAD) == "0":
-        advice = f"{AUTOLOAD}=0 keeps torch from loading it. Unset that variable, or call overlap_inductor.enable()."
+        advice = (
+            f"{AUTOLOAD}=0 keeps torch from loading overlap_inductor. Unset that variable, or call"
+            " overlap_inductor.enable()."
+        )
         return Check(SWITCHES, name, BAD, value, advice)
     if not _registered("torch.backends"):
         return Check(SWITCHES, name, BAD, value, f"The entry point torch.backends is not registered. {_INSTALL}")
@@ -126,7 +132,7 @@ def _differences(requested: OverlapConfig) -> list[Check]:
     for field in dataclasses.fields(OverlapConfig):
         wanted, got = getattr(requested, field.name), getattr(effective, field.name)
         if wanted != got:
-            advice = "Something in this process called enable()."
+            advice = "This process called enable() with another value. Remove the call, or set the variable to match."
             checks.append(Check(SWITCHES, field.name, BAD, f"requested {wanted}, effective {got}", advice))
     return checks
 

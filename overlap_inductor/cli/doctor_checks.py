@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Check``: one fact that ``overlap-inductor doctor`` found, and how a list of checks is printed."""
 
 from __future__ import annotations

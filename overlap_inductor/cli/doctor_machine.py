@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The doctor's checks of the machine: software, distributed backends, GPUs and the links between them."""
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def distributed() -> list[Check]:
 
 
 def gpus() -> list[Check]:
-    """GPUs, peer access, NVLink, and what symmetric memory would need. Nothing here is ``bad``: the schedules of this
-    version need none of it."""
+    """GPUs, peer access, NVLink, and what symmetric memory needs. Nothing here is ``bad``, because schedule ``ring``
+    needs none of it."""
     import torch
 
     section = "GPUs"
@@ -102,7 +103,7 @@ def gpus() -> list[Check]:
         without = [f"{i}->{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
         if without:
             advice = (
-                "Transfers between these go through host memory and are slow; overlap then hides more, or never pays."
+                "Transfers between these GPUs go through host memory and are slow: overlap may hide more, or never pay."
             )
             checks.append(Check(section, "peer access", NOTE, f"missing: {', '.join(without)}", advice))
         else:
@@ -115,16 +116,16 @@ def gpus() -> list[Check]:
 
 
 def symmetric_memory() -> list[Check]:
-    """Whether GPUs of several processes could map each other's memory."""
+    """Whether GPUs of several processes can map each other's memory."""
     from overlap_inductor.inductor import probe
 
     section = "GPUs"
     try:
-        value = f"backend {probe.symmetric_memory_backend()} (not used by this version's schedules)"
+        value = f"backend {probe.symmetric_memory_backend()}"
         checks = [Check(section, "symmetric memory", GOOD, value)]
         multicast = "offered by the driver" if probe.has_multicast() else "not offered by the driver"
     except RuntimeError as error:
-        value = f"not available: {error}; this version's schedules do not need it"
+        value = f"not available: {error}; schedule ring runs without it"
         return [Check(section, "symmetric memory", NOTE, value)]
     checks.append(handle_exchange(section))
     switch = os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``overlap-inductor explain script.py``: run a user's script in mode ``report`` and show what was found."""
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def explain_script(script: str, arguments: Sequence[str]) -> int:
     """
     if not Path(script).is_file():
         raise OverlapError(
-            f"{script} is no file; expected a Python script: overlap-inductor explain SCRIPT [ARGUMENTS]"
+            f"{script} is not a file; expected a Python script: overlap-inductor explain SCRIPT [ARGUMENTS]"
         )
     from overlap_inductor.report import publish as reporting
     from overlap_inductor.report.text import render_text
@@ -49,7 +50,7 @@ def explain_script(script: str, arguments: Sequence[str]) -> int:
     if rank == 0:
         reports = reporting.all_reports()
         text = "\n".join(render_text(report) for report in reports)
-        print(text or "The script compiled no graph: it has to call torch.compile, and to call what that returns.")
+        print(text or "The script compiled no graph. It must call torch.compile, and call the function that returns.")
     return status
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start the ranks of a small job on this machine, watch them, and stop every one of them at the end."""
 
 from __future__ import annotations

@@ -1,13 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command ``overlap-inductor``. Only the chosen command's modules are imported: ``--help`` needs no torch."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
 
 from overlap_inductor.errors import OverlapError
 from overlap_inductor.version import __version__
+
+READER_GONE = 141
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -18,51 +23,84 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="run two models on this machine, plain and with overlap, and compare")
-    demo.add_argument("--ranks", type=int, help="processes to start: 2, 4 or 8 (default: the GPUs, else 2)")
+    demo.add_argument("--ranks", type=int, help="processes to start: 2, 4 or 8 (default: one for each GPU, else 2)")
     demo.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where two GPUs are, else cpu"
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="default: cuda with two or more GPUs, else cpu",
     )
     demo.add_argument("--layers", type=int, default=2, help="decoder layers of the Llama (default: %(default)s)")
     demo.add_argument("--hidden", type=int, default=512, help="hidden size (default: %(default)s)")
     demo.add_argument("--tokens", type=int, default=512, help="sequence length (default: %(default)s)")
     demo.add_argument(
-        "--parts", default="llama,block", help="which models, with a comma between (default: %(default)s)"
+        "--parts", default="llama,block", help="models to run, separated by a comma (default: %(default)s)"
     )
-    demo.add_argument("--keep-dir", metavar="DIR", help="where reports and logs go (default: a new temporary folder)")
+    demo.add_argument("--keep-dir", metavar="DIR", help="folder for reports and logs (default: a new temporary one)")
     demo.add_argument(
         "--timeout", type=float, default=600.0, help="seconds until hung ranks are stopped (default: %(default)s)"
     )
     demo.set_defaults(run=_demo)
 
-    doctor = commands.add_parser("doctor", help="what this machine offers, what is switched on, and why not")
-    doctor.add_argument("--json", action="store_true", help="as JSON")
+    doctor = commands.add_parser(
+        "doctor", help="show what this machine offers, which switches take effect, and why others do not"
+    )
+    doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
     doctor.set_defaults(run=_doctor)
 
-    explain = commands.add_parser("explain", help="run a script in mode report and show what was found")
+    explain = commands.add_parser("explain", help="run a script in mode report and show the sites that were found")
     explain.add_argument("script", help="a Python script that uses torch.compile")
     explain.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     explain.set_defaults(run=_explain)
 
-    report = commands.add_parser("report", help="show the reports of a dump folder, ranks merged")
-    report.add_argument("folder", help="what OVERLAP_INDUCTOR_DUMP named")
+    report = commands.add_parser(
+        "report", help="show the reports of a dump folder, equal ranks as one, and write its index.html"
+    )
+    report.add_argument("folder", help="the folder that OVERLAP_INDUCTOR_DUMP named")
     report.set_defaults(run=_report)
+
+    bugreport = commands.add_parser("bugreport", help="pack a dump folder, versions and doctor into one file to send")
+    bugreport.add_argument("folder", help="the folder that OVERLAP_INDUCTOR_DUMP named")
+    bugreport.add_argument("-o", "--output", metavar="FILE", help="default: overlap_inductor_bugreport.zip")
+    bugreport.set_defaults(run=_bugreport)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns its exit status: 0 if it succeeded, 1 if its answer is no, 2 if it could not be run as
-    asked."""
+    asked, 141 if the reader of its output went away (as a shell says of a program that SIGPIPE ended)."""
     chosen = build_parser().parse_args(arguments)
     try:
-        return int(chosen.run(chosen))
+        status = int(chosen.run(chosen))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not _reader_gone():
+            raise
+        return READER_GONE
     except OverlapError as error:
         print(f"overlap-inductor: {error}", file=sys.stderr)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "overlap_inductor":
             raise
-        text = f"the package {error.name} is needed and not installed: pip install {error.name}"
+        text = f"package {error.name} is needed and is not installed. Run: pip install {error.name}"
         print(f"overlap-inductor {chosen.command}: {text}", file=sys.stderr)
     return 2
+
+
+def _reader_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more, as behind ``| head``. If so, what is still in its
+    buffer is dropped, because Python would try to write it at exit and complain."""
+    try:
+        number = sys.stdout.fileno()
+    except OSError:  # replaced by an object that is no file
+        return False
+    poll = select.poll()
+    poll.register(number, select.POLLOUT)
+    if not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    return True
 
 
 def _demo(chosen: argparse.Namespace) -> int:
@@ -87,9 +125,28 @@ def _explain(chosen: argparse.Namespace) -> int:
 
 
 def _report(chosen: argparse.Namespace) -> int:
+    from overlap_inductor.report.overview import write_overview
+    from overlap_inductor.report.read_folder import page_folders
     from overlap_inductor.report.read_folder import read_reports
 
     print(read_reports(chosen.folder))
+    for folder in page_folders(chosen.folder):
+        try:
+            print(f"Page over all graphs: {write_overview(folder)}")
+        except OSError as error:
+            print(f"overlap-inductor report: the page over all graphs cannot be written: {error}", file=sys.stderr)
+    return 0
+
+
+def _bugreport(chosen: argparse.Namespace) -> int:
+    from overlap_inductor.cli.bugreport import write_bug_report
+
+    path = write_bug_report(chosen.folder, chosen.output)
+    print(
+        f"Wrote {path}: graphs, plans, tracebacks, versions and the doctor's checks. It holds no weights; your home"
+        " folder and user name are replaced. Names of modules and switches are in it: look through it before you send"
+        " it."
+    )
     return 0
 
 

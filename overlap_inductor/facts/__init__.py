@@ -1,1 +1,2 @@
-"""Plain data about sites, plans, machines and exchanges. Of the package it imports ``errors`` and ``config`` only."""
+# SPDX-License-Identifier: Apache-2.0
+"""Plain data about sites, plans, machines and exchanges. Of the package it imports ``errors`` only."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost model estimates the seconds of a site's matmul alone and of its collective alone, from the site's sizes.
 
 Without overlap a site takes ``T_matmul + T_collective``. A schedule hides part of one behind the other and pays a fixed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Decision`` holds what was decided for a site, as ``PlanPiece`` and ``Reason``. Plain data, no FX, no kernels."""
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class PlanPiece:
         tokens: first and last token count that the piece serves, in rows of the rank's own matmul; ``None``: no upper
             bound.
         parameters: schedule parameters (``sub_chunks``, ``direction``, ``unrolled``...), part of the plan's identity.
-        estimate_us: estimated microseconds of every schedule that was compared.
+        estimate_us: estimated microseconds of every schedule that was compared, of ``keep``, and of its two parts
+            ``matmul`` and ``collective``.
+        overlaps: whether the transfer runs beside the matmul; else it runs behind it.
     """
 
     schedule: str
@@ -32,6 +35,7 @@ class PlanPiece:
     tokens: tuple[int, int | None] = (0, None)
     parameters: dict[str, Any] = field(default_factory=dict)
     estimate_us: dict[str, float] = field(default_factory=dict)
+    overlaps: bool = True
 
 
 @dataclass

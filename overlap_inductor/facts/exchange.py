@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ExchangePlan`` describes what a rank exchanges in one graph, as text that ranks can compare. Plain data.
 
 Ranks must agree on what moves between them: the order, the sizes and dtypes, the schedules and transports. The plan

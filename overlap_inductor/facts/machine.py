@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Machine`` holds the rates and fixed costs from which schedules are estimated, by device type.
 
 The values are shipped defaults; nothing is measured in the run. They rest on facts that all ranks of a group share, so

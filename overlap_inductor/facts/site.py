@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``SiteFacts`` describes a site in JSON-able values. It holds no FX nodes.
 
 The values are computed alike on every rank. Sizes are those of the rank's own matmul: an ``int``, or the text of an

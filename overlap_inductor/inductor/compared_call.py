@@ -1,9 +1,13 @@
-"""``ComparedCall``: a compiled graph's callable whose first act is to compare plans with the other ranks
+# SPDX-License-Identifier: Apache-2.0
+"""``ComparedCall``: the callable of a compiled graph, which first compares plans with the other ranks
 (``runtime.agreement``).
 
-It stands in ``CompiledFxGraph.current_callable``, outside of CUDA graph trees, so nothing has been read, written or
-captured when it compares. Where ranks differ it calls the plain compile of the graph (``plain_program``), which it
-makes when it first needs it.
+It replaces ``CompiledFxGraph.current_callable``, outside of CUDA graph trees, so nothing has been read, written or
+captured when it compares. If the ranks differ, it calls the plain compile of the graph (``plain_program``), which it
+makes at first need::
+
+    graph(inputs)   ->   all ranks exchange the same?   yes: overlapped(inputs), after making the workspace once
+                                                        no:  plain(inputs), compiled now if it is not there yet
 """
 
 from __future__ import annotations
@@ -34,7 +38,12 @@ log = logging.getLogger("overlap_inductor")
 
 @dataclass
 class PlainProgram:
-    """What is needed to compile a graph without overlap: see ``plain_program.compile_plain``."""
+    """All that is needed to compile a graph without overlap.
+
+    Attributes:
+        data, large, keywords, settings: arguments of ``plain_program.compile_plain``.
+        output_strides: strides of the overlapped graph's results, which the plain program keeps.
+    """
 
     data: bytes
     large: Mapping[str, torch.Tensor]
@@ -43,19 +52,21 @@ class PlainProgram:
     output_strides: Sequence[Any] | None
 
     def compile(self) -> Callable[[list[Any]], Any]:
+        """Compile the graph without overlap. Returns a boxed callable, as Inductor's own."""
         compiled, examples = plain_program.compile_plain(self.data, self.large, self.keywords, self.settings)
         return plain_program.guarded(plain_program.restrided(compiled, examples, self.output_strides), examples)
 
 
 class ComparedCall:
-    """Calls ``overlapped`` where all ranks exchange alike, else the plain program.
+    """Calls ``overlapped`` if all ranks exchange the same, else the plain program.
 
     Args:
-        overlapped: the compiled graph's own callable; of a graph without overlap the plain one.
+        overlapped: the compiled graph's own callable. For a graph without overlap this is the plain program.
         reports: the reports of the graph and its subgraphs, with what they exchange.
-        plain: ``None`` for a graph without overlap.
-        on_accelerator: whether the graph runs on other devices than the CPU: then plans are compared at first runs
-            only.
+        plain: compiles the plain program; ``None`` for a graph without overlap, or if it cannot be restored.
+        on_accelerator: the graph runs on other devices than the CPU. Its plans are then compared at first runs only,
+            except on shared pages.
+        dump: the dump folder, or ``None``.
     """
 
     def __init__(
@@ -75,7 +86,7 @@ class ComparedCall:
         self.groups: list[dist.ProcessGroup] = []
         self.overlaps = any(p.overlaps for p in self.plans)
         self.ready = not self.overlaps
-        """Whether ``overlapped`` may run as soon as all ranks agree: its workspace is there, or it needs none."""
+        """True if ``overlapped`` may run as soon as all ranks agree: its workspace exists, or it needs none."""
         self.plain: Callable[[list[Any]], Any] | None = None
         self._boxed_call = True
 
@@ -85,7 +96,7 @@ class ComparedCall:
             return self.overlapped(inputs)
         outcome = comparison.call()
         if outcome.overlapped and self.needs and any(is_fake(resolve_group(name)) for name, *_ in self.needs):
-            # (Rings run on such groups, whose send and receive move nothing.)
+            # Only for graphs that need a workspace: rings run on a fake group, whose sends and receives move nothing.
             comparison.withdrawn = True
             outcome = agreement.Outcome(
                 False,
@@ -94,7 +105,7 @@ class ComparedCall:
             )
         if outcome.overlapped and not self.ready:
             failure = self._prepare(inputs)
-            # (Where this rank alone compiled the same plan again, the others are not here, and all is prepared.)
+            # If this rank alone compiled an agreed plan again, the others are not here, and all slots exist.
             outcome = comparison.also(failure) if outcome.fresh or failure else outcome
             self.ready = outcome.overlapped
         if outcome.overlapped:
@@ -104,7 +115,8 @@ class ComparedCall:
         return self._plain()(inputs)
 
     def _comparison(self) -> agreement.Comparison:
-        """Made anew where a group of the same name has taken the place of one that was destroyed."""
+        """The comparison for the groups that have the graph's group names now. It is made again if a group was
+        destroyed and another one has its name."""
         groups = [resolve_group(name) for name in self.names]
         if self.comparison is None or any(a is not b for a, b in zip(groups, self.groups, strict=True)):
             self.groups, self.ready = groups, not self.overlaps
@@ -114,8 +126,8 @@ class ComparedCall:
         return self.comparison
 
     def _prepare(self, inputs: Sequence[Any]) -> str:
-        """Make the workspace that the graph's sites share with their peers, all ranks of a group together. Returns why
-        that failed, alike on all of them, or ``""``."""
+        """Make the workspace that the graph's sites share with their peers, all ranks of a group together. Returns
+        ``""``, or why it failed, the same text on all ranks of the group."""
         for group in self.groups:
             for plan in self.plans:
                 agreement.accept(group, plan)

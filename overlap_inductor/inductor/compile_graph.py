@@ -1,4 +1,5 @@
-"""Calling Inductor as ``torch.compile`` calls it: its modes, its options, its entry point."""
+# SPDX-License-Identifier: Apache-2.0
+"""Calls Inductor as ``torch.compile`` does: its modes, its options, its entry point."""
 
 from __future__ import annotations
 
@@ -12,11 +13,19 @@ def option_names() -> list[str]:
     """The names of Inductor's options."""
     from torch._inductor import config
 
-    return list(config._config)  # type: ignore[attr-defined]
+    return list(config._config)
+
+
+def mode_names() -> list[str]:
+    """The names of Inductor's modes, which ``torch.compile(mode=...)`` takes."""
+    import torch._inductor
+
+    return list(torch._inductor.list_mode_options())
 
 
 def is_option(name: str) -> bool:
-    """Whether Inductor has an option of this name (dashes stand for underscores; from 2.15 devices add their own)."""
+    """Whether Inductor has an option of this name. Dashes stand for underscores. From torch 2.15 devices add options of
+    their own."""
     name = name.replace("-", "_")
     if name in option_names():
         return True
@@ -30,7 +39,8 @@ def is_option(name: str) -> bool:
 
 
 def option_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """What ``torch.compile(backend="inductor", mode=..., options=...)`` would patch into Inductor's configuration."""
+    """The settings that ``torch.compile(backend="inductor", mode=..., options=...)`` would patch into Inductor's
+    configuration. Raises what ``torch.compile`` raises for an unknown mode or option."""
     return dict(torch._TorchCompileInductorWrapper(mode, options, None).config)
 
 
@@ -42,7 +52,16 @@ def compile_graph(
     name: str | None = None,
     inner_compile: Any = None,
 ) -> Any:
-    """Inductor's ``compile_fx`` under a patched configuration. ``name``: ``torch.compile``'s, where torch has that."""
+    """Call Inductor's ``compile_fx`` under a patched configuration.
+
+    Args:
+        patches: settings of ``torch._inductor.config``.
+        name: ``torch.compile``'s name of the region; ``None`` if torch has no such names.
+        inner_compile: replaces ``compile_fx_inner``.
+
+    Returns:
+        the compiled callable.
+    """
     from torch._inductor import compile_fx
 
     keywords: dict[str, Any] = {"config_patches": patches}

@@ -1,4 +1,6 @@
-"""What is known about the graph that Inductor is compiling on this thread. Imports nothing of torch."""
+# SPDX-License-Identifier: Apache-2.0
+"""``CompileScope``: what is known about the graph that Inductor is compiling on this thread. Imports nothing of
+torch."""
 
 from __future__ import annotations
 
@@ -20,11 +22,13 @@ class CompileScope:
     """One call of Inductor's compiler for one graph.
 
     Attributes:
-        pinned: the graph must use ``config``, whatever is switched on now (a backward follows its forward).
-        without_us: the graph was compiled, or loaded from a cache, without the pass having seen it.
-        refusal: why nothing may be overlapped in the graph, if anything speaks against it.
-        reports: reports of the pass that no compiled graph carries yet; subgraphs come before their graph.
-        seen: FX graphs that the pass has visited, kept alive so that an ``id`` is not used again.
+        graph_id, is_backward, is_inference, cpp_wrapper: as Inductor was called.
+        pinned: the graph must use ``config``, whatever is switched on now. A backward follows its forward so.
+        config: the configuration of a pinned scope; ``None`` if overlap is off.
+        without_us: the graph was compiled, or loaded from a cache, and the pass has not seen it.
+        refusal: why nothing may be overlapped in the graph, or ``None``.
+        reports: reports of the pass that no compiled graph carries yet. A subgraph's comes before its graph's.
+        seen: FX graphs that the pass has visited, by ``id``. They are kept alive so that no ``id`` is used again.
     """
 
     graph_id: int | None = None
@@ -50,12 +54,13 @@ class CompileScope:
 
     @property
     def phase(self) -> str:
+        """``forward``, ``backward`` or ``inference``."""
         if self.is_backward:
             return "backward"
         return "inference" if self.is_inference else "forward"
 
     def take_reports(self) -> list[OverlapReport]:
-        """The pending reports, the graph's own before its subgraphs', each handed out once."""
+        """Remove and return the pending reports, the graph's own before its subgraphs'."""
         reports, self.reports = self.reports[::-1], []
         return reports
 
@@ -69,12 +74,13 @@ _local = _Local()
 
 
 def current() -> CompileScope | None:
-    """The compile in progress on this thread, the innermost if they nest."""
+    """The scope of the compile in progress on this thread, the innermost if they nest; ``None`` outside."""
     return _local.scope
 
 
 @contextmanager
 def entered(scope: CompileScope) -> Iterator[CompileScope]:
+    """Inside, ``scope`` is ``current`` on this thread."""
     outer, _local.scope = _local.scope, scope
     try:
         yield scope
@@ -84,7 +90,7 @@ def entered(scope: CompileScope) -> Iterator[CompileScope]:
 
 @contextmanager
 def plain(scope: CompileScope) -> Iterator[None]:
-    """What is compiled inside runs in ``scope``, which switches overlap off: the plain program of a graph whose ranks
+    """Compiles inside use ``scope``, which switches overlap off: for the plain program of a graph whose ranks
     differ."""
     outer, _local.plain = _local.plain, scope
     try:
@@ -94,12 +100,12 @@ def plain(scope: CompileScope) -> Iterator[None]:
 
 
 def forced() -> CompileScope | None:
-    """The scope of ``plain`` around this call, if any."""
+    """The scope of the enclosing ``plain``, or ``None``."""
     return _local.plain
 
 
 def current_graph_name() -> str | None:
-    """Dynamo's compile id as a name, ``0_0``, alike on all ranks; ``None`` outside Dynamo."""
+    """Dynamo's compile id as a name, such as ``0_0``, the same on all ranks; ``None`` outside Dynamo."""
     from torch._guards import CompileContext
 
     compile_id = CompileContext.current_compile_id()
@@ -107,14 +113,15 @@ def current_graph_name() -> str | None:
 
 
 def current_phase() -> str | None:
-    """``forward`` | ``backward`` | ``inference`` of the graph that Inductor compiles on this thread, if it does."""
+    """The phase of the graph that Inductor compiles on this thread; ``None`` if it compiles none."""
     scope = current()
     return scope.phase if scope is not None else None
 
 
 def refusal_context() -> str | None:
-    """Why no site may be overlapped in the graph that Inductor compiles now, or ``None``: the generated code would
-    run in a process without our Python ops (AOTInductor) or call them from C++ (cpp_wrapper)."""
+    """Why no site may be overlapped in the graph that Inductor compiles now, or ``None``. The reason is that the
+    generated code would run in a process without our Python ops (AOTInductor), would call them from C++
+    (cpp_wrapper), or is the scope's ``refusal``."""
     from torch._inductor import config
     from torch._inductor.virtualized import V
 

@@ -1,20 +1,29 @@
-"""The identity of the pass: whatever may change the code that a graph compiles to is in here, nothing else.
+# SPDX-License-Identifier: Apache-2.0
+"""The identity of the pass: a hash of all that may change the code to which a graph compiles, and of nothing else.
 
-It is part of Inductor's and AOTAutograd's cache keys. The dump folder is not in it; reports are stored with the
-compiled graph, so that a hit writes what the miss wrote.
+It is part of the cache keys of Inductor and AOTAutograd. The dump folder is not in it: reports are stored with the
+compiled graph, so a cache hit writes the same dump as the miss.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
+import uuid
 from functools import lru_cache
 from pathlib import Path
 
 import overlap_inductor
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.lowerings.registry import SCHEDULES
+from overlap_inductor.lowerings.schedule import SiteSchedule
+from overlap_inductor.passes.pattern import Pattern
+from overlap_inductor.passes.patterns import PATTERNS
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.group_facts import group_facts
 from overlap_inductor.torch_compat.versions import torch_version
+from overlap_inductor.transports.registry import transports
+from overlap_inductor.transports.transport import Transport
 
 OFF = "overlap_inductor: off"
 
@@ -31,16 +40,50 @@ def hash_sources(folder: Path) -> str:
 
 @lru_cache(maxsize=1)
 def source_hash() -> str:
-    """``hash_sources`` of this package, computed once: the code that runs is the code that was imported."""
+    """``hash_sources`` of this package. Computed once, because the code that runs is the code that was imported."""
     return hash_sources(Path(overlap_inductor.__file__).parent)
 
 
-def fingerprint(config: OverlapConfig | None) -> str:
-    """The pass's ``uuid`` under ``config``; one constant where the pass does nothing.
+def registered() -> list[tuple[str, str]]:
+    """``(name, digest of the sources)`` of every registered schedule, pattern and transport.
 
-    The process groups are in it because an ``all_reduce`` names its group and not the group's size: the same graph text
-    means another plan where the group has other ranks. So is what the GPUs reach, on which fused kernels rest, and what
-    decides whether calls are replayed.
+    Entries of this package are in ``source_hash``. Of an entry from outside, the digest covers the Python files below
+    the folders of the modules that define its class and its ops. If a module has no file (a notebook), the digest is
+    new in each process, so that no cache serves another definition.
+    """
+    entries: list[SiteSchedule | Pattern | Transport] = [*SCHEDULES, *PATTERNS, *transports()]
+    found = []
+    for entry in entries:
+        modules = {type(entry).__module__, *getattr(entry, "ops", ())}
+        outside = sorted(m for m in modules if not m.startswith(f"{overlap_inductor.__name__}."))
+        found.append((entry.name, " ".join(_module_hash(module) for module in outside)))
+    return found
+
+
+@lru_cache
+def _module_hash(module: str) -> str:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None or not Path(file).is_file():
+        return _THIS_PROCESS
+    # A lone file stands beside files of other programs; a package's folder is the entry's own.
+    folder = Path(file).parent
+    return hash_sources(folder) if (folder / "__init__.py").exists() else _file_hash(Path(file))
+
+
+def _file_hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+_THIS_PROCESS = uuid.uuid4().hex
+
+
+def fingerprint(config: OverlapConfig | None) -> str:
+    """The pass's ``uuid`` under ``config``. It is the constant ``OFF`` if the pass does nothing.
+
+    It holds the process groups, because an ``all_reduce`` names its group and not the group's size: with other ranks in
+    the group, the same graph text needs another plan. It also holds which memory the GPUs reach, on which fused kernels
+    depend, and whether all streams share one hardware queue, which decides whether calls are replayed. The
+    schedules, patterns and transports that a program registered are in it, too.
     """
     if config is None or config.mode == "off":
         return OFF
@@ -49,6 +92,7 @@ def fingerprint(config: OverlapConfig | None) -> str:
         torch_version(),
         source_hash(),
         config.cache_key(),
+        registered(),
         group_facts(),
         symmetric.reach(),
         symmetric.one_queue(),

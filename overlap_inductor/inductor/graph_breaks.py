@@ -1,9 +1,10 @@
-"""Calls of ``torch.distributed`` at which Dynamo broke the graph: no graph holds them, so no pass can list them; a
-report's notice does.
+# SPDX-License-Identifier: Apache-2.0
+"""Lists calls of ``torch.distributed`` at which Dynamo broke the graph, as notices of a report. No graph holds such a
+call, so no pass can find it.
 
-Dynamo appends every break to a list of its own, with its reason and the stack of the user's program, before it compiles
-the graph that ends there. Each is told once, in the report of the first graph that becomes known behind it: its own, or
-the next one where nothing stood before the call.
+Dynamo appends every break, with its reason and the stack of the user's program, to a list before it compiles the graph
+that ends there. Each break is reported once, by the first graph that is compiled after it: the graph that it ends, or
+the next one if that graph was empty.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _TOLD = "_overlap_inductor_told"
 
 
 def new_notices() -> list[str]:
-    """A sentence for each call of ``torch.distributed`` that has broken a graph and was not told yet."""
+    """A sentence for each call of ``torch.distributed`` that has broken a graph and was not reported yet."""
     from torch._dynamo.utils import graph_break_reasons
 
     found = []
@@ -28,8 +29,8 @@ def new_notices() -> list[str]:
     for i, reason in enumerate(reasons):
         if not hasattr(reason, _TOLD):
             setattr(reason, _TOLD, True)
-            # (A break within a function breaks its caller's graph, too, and comes once more when the function is
-            # compiled by itself.)
+            # A break inside a function also breaks its caller's graph. It appears again when the function is compiled
+            # by itself.
             known = any(_ends_with(before, reason) for before in reasons[:i])
             found += [_sentence(reason)] if not known and _users_line(reason) is not None and _calls(reason) else []
     return found
@@ -41,7 +42,7 @@ def _ends_with(reason: Any, other: Any) -> bool:
 
 
 def _calls(reason: Any) -> str | None:
-    """The function of ``torch.distributed`` that was called, or ``None`` where the break is another one."""
+    """The name of the function of ``torch.distributed`` that was called, or ``None`` for any other break."""
     inside = next((f.name for f in reason.user_stack if _is_distributed(f) and hasattr(dist, f.name)), None)
     named = re.search(r"<function (\w+) at |torch\.distributed\.(\w+)", reason.reason)
     name = inside or (named and (named[1] or named[2]))
@@ -61,8 +62,8 @@ def _sentence(reason: Any) -> str:
 
 
 def _users_line(reason: Any) -> FrameSummary | None:
-    """The call in the user's program; none in a wrapper of a library's, which is compiled by itself behind a break
-    within it."""
+    """The innermost frame of the stack outside of torch, or ``None``. A torch function in which Dynamo broke the
+    caller's graph is compiled by itself afterwards, and the break appears again without the user's frames."""
     return next(
         (
             f

@@ -1,9 +1,13 @@
-"""Functions of Inductor that we wrap, most of them so that a graph's report is stored with the compiled graph.
+# SPDX-License-Identifier: Apache-2.0
+"""Wraps functions of Inductor, mainly so that a graph's report is stored with the compiled graph.
 
-Inductor skips every pass where a cache has the compiled graph. Therefore the pass only leaves its report in the
-compile scope; the report's text becomes an attribute of ``CompiledFxGraph``, which is pickled into the FX graph cache,
-the AOTAutograd cache and ``torch.compiler.save_cache_artifacts()`` with it; and ``CompiledFxGraph.post_compile``, which
-runs after a compile and after a load alike, makes the report known. Hit and miss take one path.
+If a cache has the compiled graph, Inductor runs no pass. So the pass only leaves its report in the compile scope::
+
+    pass -> scope.reports -> attribute of CompiledFxGraph -> pickled into the FX graph cache, the AOTAutograd cache and
+                                                             torch.compiler.save_cache_artifacts()
+    CompiledFxGraph.post_compile (after a compile and after a load) -> activates the report, compares the graph's calls
+
+A cache hit and a miss take the same path.
 """
 
 from __future__ import annotations
@@ -39,9 +43,9 @@ log = logging.getLogger("overlap_inductor")
 
 ATTRIBUTE = "_overlap_inductor_reports"
 PLAIN = "_overlap_inductor_plain"
-"""The plain program of a graph with overlap, and the names of what it leaves out."""
+"""Attribute of a compiled graph with overlap: its plain program (``plain_program.Captured``)."""
 OFF = "_overlap_inductor_off"
-"""The process groups of a graph that was compiled with overlap switched off."""
+"""Attribute of a graph that was compiled with overlap off: the names of its process groups."""
 
 
 def _nothing() -> OverlapConfig | None:
@@ -64,7 +68,8 @@ _local = _Local()
 
 
 class _Attached(str):
-    """Reports on a graph that this process compiled. It pickles as a plain ``str``: one found as such was loaded."""
+    """Reports of a graph that this process compiled, as JSON. It pickles as a plain ``str``, so a plain ``str`` was
+    loaded from a cache. ``known``: the reports were activated."""
 
     known = False
 
@@ -73,7 +78,12 @@ class _Attached(str):
 
 
 def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> None:
-    """Wrap Inductor's functions, once. ``expected`` says what is switched on; ``shared_pass`` is the pass for that."""
+    """Wrap Inductor's functions, once.
+
+    Args:
+        expected: returns the configuration that is switched on, or ``None``.
+        shared_pass: the pass of that configuration, for a backward that is compiled outside its forward's scope.
+    """
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
     from torch._inductor import compile_fx
     from torch._inductor import scheduler
@@ -104,7 +114,7 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
 
 
 def uninstall() -> None:
-    """Put Inductor's functions back. One that somebody has wrapped in turn stays, and only calls the original."""
+    """Put Inductor's functions back. A wrapper that was wrapped by others stays, and only calls the original."""
     global _expected, _shared_pass
     with _lock:
         for owner, name, original, replacement in _wrapped:
@@ -117,6 +127,7 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
+    """Whether Inductor's functions are wrapped."""
     return bool(_wrapped)
 
 
@@ -134,7 +145,11 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def config_in_effect() -> OverlapConfig | None:
-    """The configuration for the graph that is being compiled or loaded on this thread."""
+    """The configuration for the graph that is being compiled or loaded on this thread; ``None`` if overlap is off.
+
+    Raises:
+        ConfigError: a switch in the environment has a value that is not allowed.
+    """
     from overlap_inductor.inductor import pass_slot
 
     scope = compile_scope.current()
@@ -151,7 +166,7 @@ def _compile_fx_inner(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         if scope.is_backward and scope.graph_id in _forward_configs:
             _follow_forward(scope, stack)
         stack.enter_context(compile_scope.entered(scope))
-        config = config_in_effect()  # now, for a bad environment to be this compile's error even on a cache hit
+        config = config_in_effect()  # read here, so that a bad environment fails this compile even on a cache hit
         if config is not None and config.mode in ("on", "strict"):
             call_board.announce()
         result = original(*args, **kwargs)
@@ -161,8 +176,8 @@ def _compile_fx_inner(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _follow_forward(scope: CompileScope, stack: ExitStack) -> None:
-    """A backward is compiled at its first run: maybe outside the ``with overlap()`` of its forward, maybe on
-    another thread, where Inductor's configuration has its defaults. It still has to match the forward."""
+    """Pin a backward to its forward's configuration. A backward is compiled at its first run, maybe outside the ``with
+    overlap()`` of its forward, maybe on another thread, where Inductor's configuration has its defaults."""
     from overlap_inductor.inductor import pass_slot
 
     assert scope.graph_id is not None
@@ -181,7 +196,8 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
     if groups and config is not None and config.mode in ("on", "strict"):
         try:
             plain = plain_program.capture(args[0], args[1])
-        except Exception as error:  # noqa: BLE001  (what a graph may hold is the user's; without a plain program nothing is overlapped)
+        # A graph may hold anything; without a plain program nothing is overlapped.
+        except Exception as error:  # noqa: BLE001
             scope.refusal = (
                 f"the graph cannot be kept for a run without overlap ({type(error).__name__}: {error}), which ranks"
                 " that differ would need"
@@ -189,7 +205,7 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
     try:
         output = original(*args, **kwargs)
     except Exception:
-        # The report of a graph that failed to compile is the one somebody will want to read.
+        # The report of a graph that failed to compile is the one that the user wants to read.
         _make_known(scope.take_reports(), from_cache=False, strict=False)
         raise
     if not scope.seen:
@@ -250,7 +266,7 @@ def _post_compile(original: Callable[..., Any], graph: Any, *args: Any, **kwargs
 def _compare_calls(
     graph: Any, reports: list[OverlapReport], example_inputs: Any, constants: Any, graph_kwargs: Any
 ) -> None:
-    """Make the comparison with the other ranks the first act of the graph's calls."""
+    """Make the comparison with the other ranks the first act of each call of the graph."""
     if not any(r.groups for r in reports) or graph.current_callable is None:
         return
     from overlap_inductor.inductor.compared_call import ComparedCall
@@ -263,8 +279,8 @@ def _compare_calls(
         kept = plain_program.of_this_process(kept, gm, example_inputs)
     if kept is not None:
         large = plain_program.left_out(gm, kept.left_out)
-        # (A graph out of AOTAutograd's cache is handed a few of the arguments that it was compiled with, and holds the
-        # others.)
+        # A graph from AOTAutograd's cache gets only a few of the arguments with which it was compiled, and holds the
+        # others.
         keywords = plain_program.known_keywords({**graph.fx_kwargs, **graph_kwargs})
         plain = PlainProgram(kept.data, large, keywords, plain_program.inductor_settings(), graph.output_strides)
     on_accelerator = bool(set(graph.device_types) - {"cpu", "meta"})
@@ -274,7 +290,8 @@ def _compare_calls(
 
 
 def _switched_off(groups: list[str]) -> OverlapReport:
-    """What stands for a graph that was compiled with overlap switched off, where other ranks may have it on."""
+    """The report of a graph that was compiled with overlap off. It makes the graph's calls compare, because other ranks
+    may have overlap on."""
     plan = ExchangePlan(__version__, "off", groups=(tuple(groups),))
     return OverlapReport(
         __version__, torch.__version__, "off", "", "", 1, exchange=plan.to_json(), groups={name: [] for name in groups}
@@ -282,8 +299,9 @@ def _switched_off(groups: list[str]) -> OverlapReport:
 
 
 def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
-    """Inductor evaluates the shapes of nodes that a pass has added. Our steps have theirs: they are evaluated again
-    only where what they read has changed, and then without guards, as when they were written."""
+    """Around ``FakeTensorUpdater.incremental_update``, which evaluates the shapes of nodes that a pass has added. Our
+    steps already have values. They are evaluated again only if an argument has changed, and then without guards, as
+    when they were written."""
     scope = compile_scope.current()
     if scope is None or not any(s.decision.status == "overlapped" for r in scope.reports for s in r.sites):
         return original(updater, *args, **kwargs)
@@ -296,10 +314,10 @@ def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, 
 
 
 def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs: Any) -> bool:
-    """Asked of the joint graph, before a forward and its backward are told apart.
+    """Around ``pad_mm.should_pad``: do not pad a matmul beside a collective (``padding``).
 
-    Inductor is asked first: it refuses most matmuls by their device and sizes, and our own question walks far in a deep
-        graph.
+    It runs on the joint graph, before forward and backward are separated. Inductor is asked first, because it refuses
+    most matmuls by their device and sizes, while our own check may walk far in a deep graph.
     """
     if not original(match, *args, **kwargs):
         return False
@@ -309,8 +327,9 @@ def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs:
 
 
 def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
-    """Inductor asks this only before it fuses. It fuses nothing that aliases into a template; a piece that is written
-    into its place may be: whoever reads the whole waits for all pieces, and nobody writes to it before.
+    """Around ``BaseSchedulerNode.has_aliasing_or_mutation``, which Inductor calls only before it fuses. Inductor fuses
+    nothing that aliases into a template. A piece that is written into its place in the whole may be fused, because
+    readers of the whole wait for all pieces, and nothing writes to it before.
     """
     outputs = node.get_outputs()
     if (
@@ -323,7 +342,8 @@ def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
 
 
 def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AOTAutograd takes any exception of a load for a reason to compile anew: raise only after it has returned."""
+    """Around ``AOTAutogradCache.try_load``. AOTAutograd treats any exception of a load as a cache miss, so a
+    ``StrictError`` is raised only after the load has returned."""
     if (config := config_in_effect()) is not None and config.mode in ("on", "strict"):
         call_board.announce()
     outer, _local.deferred = _local.deferred, []
@@ -338,6 +358,7 @@ def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = True) -> None:
+    """Activate reports: log, count and dump them. Raises ``StrictError`` if ``strict``, or defers it inside a load."""
     config = config_in_effect()
     for report in reports:
         report.graph = compile_scope.current_graph_name() or report.graph
@@ -353,6 +374,7 @@ def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = T
 
 
 def _warn_overwritten() -> None:
+    """Warn, once for each content of the slot, that overlap is on but the pass is no longer in Inductor's slot."""
     from overlap_inductor.inductor import pass_slot
 
     scope = compile_scope.current()
@@ -364,7 +386,7 @@ def _warn_overwritten() -> None:
         _warned.add(found)
         log.warning(
             "overlap_inductor is switched on, but torch._inductor.config.%s was changed afterwards and now holds %s: "
-            "nothing is overlapped in the graphs compiled so. Call overlap_inductor.enable() after the slot is "
+            "nothing is overlapped in graphs compiled since. Call overlap_inductor.enable() after the slot is "
             "assigned, or add to what it holds instead of replacing it.",
             pass_slot.SLOT,
             found,

@@ -1,4 +1,5 @@
-"""Run something right after a module is first imported, without importing it.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a callback right after a module is first imported, without importing it.
 
 ``import torch`` must not pay for ``torch._inductor`` (two seconds), but the pass has to be in place before the first
 compile reads the configuration. A finder in ``sys.meta_path`` waits for the one module and then removes itself.
@@ -16,8 +17,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _NEEDED = "overlap_inductor.inductor.pass_slot"
-"""What our callbacks need, and what may itself be the first to import what they wait for: they wait for the end of its
-body, then."""
+"""The module that our callbacks use. It may itself be the first to import the module for which they wait. Then they
+wait until its own body has run (``resume``)."""
 _postponed: list[Callable[[], None]] = []
 
 
@@ -60,9 +61,9 @@ class _Waiting(MetaPathFinder):
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> Callable[[], None]:
-    """Call ``callback`` once module ``name`` is there: now if it is imported already, else right after its body ran.
+    """Call ``callback`` once module ``name`` is imported: now if it is already, else right after its body has run.
 
-    Returns a function that calls it off.
+    Returns a function that cancels it.
     """
     if name in sys.modules:
         importlib.import_module(name)  # another thread may be in the middle of its body: wait for the end of it
@@ -74,13 +75,13 @@ def when_imported(name: str, callback: Callable[[], None]) -> Callable[[], None]
 
 
 def cancel_all() -> None:
-    """Call off every callback that still waits."""
+    """Cancel every callback that still waits."""
     for finder in [f for f in sys.meta_path if isinstance(f, _Waiting)]:
         finder.cancel()
     _postponed.clear()
 
 
 def resume() -> None:
-    """Do what has been postponed, once: the last line of the module that it waits for."""
+    """Run the postponed callbacks, once. The last line of module ``_NEEDED`` calls this."""
     while _postponed:
         _postponed.pop(0)()

@@ -1,10 +1,15 @@
-"""Inductor lowerings of ``take``, ``assemble``, ``narrow`` and ``after``: views and scheduling edges, without copies;
-and of ``packed``, which is one.
+# SPDX-License-Identifier: Apache-2.0
+"""Inductor lowerings of ``take``, ``assemble``, ``narrow`` and ``after`` as views and scheduling edges without copies,
+and of ``packed`` as a copy.
 
-The rank is a symbol of the generated code (``u0 = torch.ops.overlap_inductor.group_rank.default('tp')``,
-``rank_symbol``), made at lowering time, in front of a group's first transfer. A rank-rotated slice is then a
-``ReinterpretView`` with a symbolic offset, which Inductor's own matmuls and pointwise kernels read in place, and the
-pieces of a result are written straight into their rank-rotated places, as ``aten.cat`` does with constant offsets.
+The rank is a symbol of the generated code (``rank_symbol``), made before a group's first transfer. A rank-rotated slice
+is a ``ReinterpretView`` with a symbolic offset. Inductor's own matmuls and pointwise kernels read such a view in place,
+and write the pieces of a result straight to their rank-rotated places, as ``aten.cat`` does with constant offsets::
+
+    a = take(x, 0, 1, 4, 0, 4, "tp")               u0 = torch.ops.overlap_inductor.group_rank.default('tp')
+    b = mm(a, w)                                   buf = empty_strided(...)
+    y = assemble([b, ...], ...)                    extern_kernels.mm(reinterpret_tensor(x, ..., offset(u0)), w,
+                                                                     out=reinterpret_tensor(buf, ..., offset(u0)))
 """
 
 from __future__ import annotations
@@ -26,11 +31,12 @@ from overlap_inductor.torch_compat.ordering import moved
 
 
 def _expression(size: Any) -> Any:
-    """A size as Inductor's layouts want it: a sympy expression or an int."""
+    """A size as Inductor's layouts expect it, a sympy expression or an int."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _slot(group_name: str, shift: int) -> sympy.Expr:
+    """``(rank + shift) % world_size`` as an expression of the rank's symbol."""
     world_size = resolve_group(group_name).size()
     rank = rank_symbol(group_name)
     shift %= world_size
@@ -46,13 +52,17 @@ def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any
 
 
 def _agree(group_name: str, *args: Any) -> Any:
-    """The op itself, behind the rank's symbol where a transfer is going to need it: made later, a kernel of the host
-    would stand within the transfer, and cut a CUDA graph there."""
+    """The op itself. If a transfer of the group follows, the rank's symbol is made first: made later, its host code
+    would stand inside the transfer and cut a CUDA graph there.
+
+    Raises:
+        OverlapError: another pass has moved a step of a transfer.
+    """
     if (node := moved(V.graph.graph)) is not None:
         raise OverlapError(
-            f"{node} is a step of a transfer in flight and does not stand where overlap_inductor wrote it: a pass"
-            " behind it has moved nodes without regard to what they write in place. Put overlap_inductor's pass last,"
-            " or set OVERLAP_INDUCTOR_STEP_NODE_BUDGET=1, so that a ring is one op."
+            f"{node} is a step of a transfer in flight, and a pass that runs after overlap_inductor's has moved it"
+            " without regard to writes in place. Put overlap_inductor's pass last, or set"
+            " OVERLAP_INDUCTOR_STEP_NODE_BUDGET=1, so that a ring is one op."
         )
     ops = torch.ops.overlap_inductor
     starts = (ops.gather_start.default, ops.exchange_start.default)
@@ -84,10 +94,10 @@ def _packed(x: Any) -> Any:
 
 
 def _after(piece: Any, token: Any) -> Any:
-    """``piece`` itself; the kernel that computes it is scheduled after the one that computes ``token``.
+    """``piece`` itself. The kernel that computes it is scheduled after the one that computes ``token``.
 
-    Why not ``control_deps``: it lowers the matmul as the output of a subgraph, whose strides Inductor then compares,
-    and each comparison of a symbolic size is a guard.
+    ``control_deps`` does not serve here. It lowers the matmul as the output of a subgraph, whose strides Inductor then
+    compares, and each comparison of a symbolic size adds a guard.
     """
     piece.realize()
     token.realize()
@@ -97,7 +107,7 @@ def _after(piece: Any, token: Any) -> Any:
 
 
 def _gather_step(*args: Any) -> Any:
-    """The op itself, scheduled after the kernels of ``computed``: those keep a flexible layout, so that ``assemble``
+    """The op itself, scheduled after the kernels of ``computed``. These keep a flexible layout, so that ``assemble``
     can place them."""
     op = torch.ops.overlap_inductor.gather_step.default
     plain, computed = args[:7], args[7] if len(args) > 7 else ()
@@ -112,10 +122,10 @@ def _gather_step(*args: Any) -> Any:
 
 
 def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
-    """Make the kernel that computes ``source`` write into ``view``; a copy only where that kernel cannot.
+    """Make the kernel that computes ``source`` write into ``view``. Copies only if that kernel cannot.
 
-    ``ConcatKernel.realize_into`` does so for pointwise kernels and templates with a flexible layout. An extern matmul
-    has a fixed layout, but takes ``out=``: where sizes and strides agree, its output can be the view as well.
+    ``ConcatKernel.realize_into`` does so for pointwise kernels and for templates with a flexible layout. An extern
+    matmul has a fixed layout but takes ``out=``, so its output can be the view too if sizes and strides are equal.
     """
     data = source.data if isinstance(source, ir.TensorBox) else source
     buffer = data.data if isinstance(data, ir.StorageBox) else None
@@ -124,8 +134,8 @@ def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
         same = len(buffer.get_stride()) == len(view.get_stride()) and all(
             known(a, b) for a, b in zip(buffer.get_stride(), view.get_stride(), strict=True)
         )
-        # Others may read the matmul's own buffer only before the whole is complete, which ``after`` sees to: then the
-        # whole may be freed.
+        # Other users may read the matmul's buffer only before the whole is complete, because the whole may be freed
+        # then. ``after`` ensures this order.
         if same and (
             len(node.users) == 1
             or any(u.target is torch.ops.overlap_inductor.after.default for u in V.graph.current_node.users)
@@ -133,7 +143,7 @@ def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
             buffer.layout = ir.NonOwningLayout(view)
             return buffer
     written = ir.ConcatKernel.realize_into(source, view)
-    # For ``hooks``: an alias that Inductor may fuse into a template all the same.
+    # For ``hooks``: Inductor may fuse this alias into a template.
     written.overlap_piece = True
     return written
 
@@ -170,7 +180,7 @@ def _assemble(
 
 
 def register_lowerings() -> None:
-    """Register the lowerings with Inductor; harmless when called again."""
+    """Register the lowerings with Inductor. Calling it again does nothing."""
     from overlap_inductor.lowerings.registry import define_ops
 
     define_ops()

@@ -1,6 +1,12 @@
-"""Inductor pads a matmul to aligned sizes where a timing on the rank at hand says that it pays. Ranks that decide
-differently would find different sites, and wait for one another: a matmul beside a collective is not padded while
-overlap is on.
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps Inductor from padding a matmul that stands beside a collective.
+
+Inductor pads a matmul to aligned sizes if a timing on this rank says that it pays::
+
+    y = mm(x, w [k, 1023])   ->   y = slice(mm(x, constant_pad_nd(w) [k, 1024]))
+
+Ranks that decide differently would find different sites and wait for each other. So a matmul beside a collective is not
+padded while overlap is on.
 """
 
 from __future__ import annotations
@@ -14,24 +20,28 @@ from torch import fx
 from overlap_inductor.torch_compat import operators
 
 _LIMIT = 1000
-"""Nodes looked at from one matmul; where they are more, the matmul is taken to stand beside a collective."""
+"""Nodes visited from one matmul. If there are more, the matmul counts as beside a collective."""
 _COPIES = {"clone", "lift_fresh_copy", "cat", "constant_pad_nd", "_unsafe_view", "convert_element_type", "_to_copy"}
 _ROW_WISE = {"sum", "mean", "amax", "amin", "prod", "var", "var_mean", "_softmax", "_log_softmax", "cumsum"}
-"""What may stand between a matmul and a collective in a site, beside views, copies and pointwise ops
+"""Ops that may stand between a matmul and a collective in a site, besides views, copies and pointwise ops
 (``sites.row_wise``, a sum over experts)."""
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm"}
-_COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd"}
 
 
 def beside_collective(matmul: fx.Node) -> bool:
-    """Whether through nothing but views, copies, row-wise and pointwise ops ``matmul`` leads to a collective, an
-    all-gather or all-to-all leads to it, or one leads to another matmul whose result leads to it (an epilogue ends
-    where its result is stored for the next matmul)."""
+    """Whether ``matmul`` could be part of a site. One of these must hold through nothing but views, copies, row-wise
+    and pointwise ops:
+
+    - ``matmul`` leads to a collective;
+    - an all-gather or all-to-all leads to ``matmul``;
+    - an all-gather or all-to-all leads to another matmul, whose result leads to ``matmul`` (that matmul's epilogue ends
+      where its result is stored for ``matmul``).
+    """
     known: dict[fx.Node, bool] = {}
 
     def follows(node: fx.Node, through_another: bool) -> bool:
         def is_gather(other: fx.Node, namespace: str, name: str) -> bool:
-            if namespace in _COLLECTIVES:
+            if namespace in operators.FUNCTIONAL_COLLECTIVES:
                 return name.startswith(("all_gather", "all_to_all"))
             if through_another and namespace == "aten" and name in _MATMULS:
                 known[other] = known[other] if other in known else follows(other, False)
@@ -41,7 +51,9 @@ def beside_collective(matmul: fx.Node) -> bool:
         return _reaches(node, is_gather, forward=False)
 
     return _reaches(
-        matmul, lambda _, namespace, name: namespace in _COLLECTIVES and name != "wait_tensor", forward=True
+        matmul,
+        lambda _, namespace, name: namespace in operators.FUNCTIONAL_COLLECTIVES and name != "wait_tensor",
+        forward=True,
     ) or follows(matmul, True)
 
 

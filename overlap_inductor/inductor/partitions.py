@@ -1,10 +1,15 @@
-"""Inductor's partitions of a graph (``torch._inductor.config.graph_partition``): what lies between two nodes that no
-CUDA graph can hold is captured by itself.
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps Inductor from capturing a ring's transfer in halves when it cuts a graph into partitions
+(``torch._inductor.config.graph_partition``).
 
-A transfer of the ring that is in flight from one partition to the next would be captured in halves: a capture cannot
-end with work of another stream that nobody waits for, and the host's state of a transfer is made while it is captured,
-not when it is replayed. A graph that would be cut so is therefore not captured at all, as Inductor leaves out one with
-inputs that it mutates, and its report says so.
+Inductor captures what lies between two nodes that no CUDA graph can hold by itself::
+
+    | gather_start  mm |  .item()  | gather_step  mm |        two captures, the transfer begins in one and ends in the
+                                                              other
+    ->  one uncaptured graph, and a notice in its report
+
+A capture cannot end while work of another stream is not waited for. And the host's state of a transfer is made while it
+is captured, not when it is replayed. So such a graph is not captured at all, as with a graph that mutates its inputs.
 """
 
 from __future__ import annotations
@@ -30,7 +35,8 @@ _WHOLE = "_overlap_inductor_whole"
 
 
 def graph_partition(original: Callable[..., Any], scheduler: Any) -> Any:
-    """Around ``Scheduler.graph_partition``: once more, with nothing to be captured, where a transfer would be cut."""
+    """Around ``Scheduler.graph_partition``: if a partition would cut a transfer, partition again with nothing
+    captured."""
     found = original(scheduler)
     partitions, signatures = found
     scope = compile_scope.current()
@@ -45,12 +51,17 @@ def graph_partition(original: Callable[..., Any], scheduler: Any) -> Any:
 
 
 def should_partition(original: Callable[..., Any], scheduler: Any, node: Any) -> Any:
-    """Around ``Scheduler.should_partition``: the reason to leave ``node`` out of CUDA graphs, or ``None``."""
+    """Around ``Scheduler.should_partition``: why ``node`` is left out of CUDA graphs, or ``None``."""
     return NOTICE if getattr(scheduler, _WHOLE, False) else original(scheduler, node)
 
 
 def cut(partitions: Sequence[Iterable[Any]], uncaptured: Sequence[bool]) -> bool:
-    """Whether a transfer begins in one partition and goes on in another, one of which is captured."""
+    """Whether a transfer has nodes in several partitions and one of these is captured.
+
+    Args:
+        partitions: the scheduled nodes of each partition.
+        uncaptured: for each partition, whether no CUDA graph holds it.
+    """
     places: dict[str, set[int]] = {}
     for index, partition in enumerate(partitions):
         for scheduled in partition:
@@ -71,12 +82,12 @@ def _transfer(kernel: Any) -> str | None:
     name = op._schema.name.split("::")[1]
     if name in STARTS:
         return kernel.get_name()
-    # (Of all of them the buffer is the second argument.)
+    # The buffer is the second argument of every member.
     return _maker(kernel.inputs[1]) if name in MEMBERS else None
 
 
 def _maker(buffer: Any) -> str:
-    """The op whose result ``buffer`` is, through views of it and Inductor's node for one of an op's results."""
+    """The name of the op whose result ``buffer`` is, seen through views and Inductor's nodes for single results."""
     from torch._inductor import ir
 
     while not isinstance(buffer, ir.FallbackKernel):

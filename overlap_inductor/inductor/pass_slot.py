@@ -1,8 +1,9 @@
-"""Inductor's slots for passes that run last on a graph, and our passes as those slots want them.
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of Inductor that hold custom passes, and our passes in the form that they expect.
 
-``torch._inductor.config.post_grad_custom_post_pass`` holds one callable up to torch 2.12 and a callable or a list of
-them from 2.13, as does ``joint_custom_post_pass``. From 2.12 a value assigned on one thread is seen on that thread
-only, the others see the default.
+``torch._inductor.config.post_grad_custom_post_pass`` holds one callable up to torch 2.12, and a callable or a list of
+callables from 2.13 on. The same holds for ``joint_custom_post_pass``. From 2.12 on, a value assigned on one thread is
+seen on that thread only; other threads see the default.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from overlap_inductor.passes.pipeline import passes_in
 from overlap_inductor.report.report import OverlapReport
 
 SETTINGS = {POST_GRAD: "post_grad_custom_post_pass", JOINT: "joint_custom_post_pass"}
-"""Of ``torch._inductor.config``, by the pipeline's slot."""
+"""Names of settings of ``torch._inductor.config``, by the pipeline's slot."""
 SLOT = SETTINGS[POST_GRAD]
 TAKES_LIST = hasattr(custom_graph_pass, "get_custom_graph_passes")
 MICRO_PIPELINE_NOTICE = (
@@ -39,21 +40,25 @@ _Base: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_
 
 
 class OverlapPass(_Base):
-    """The pipeline's passes of one slot, as Inductor calls them. ``source`` says under which configuration; with
-    ``None`` they are inert."""
+    """The pipeline's passes of one slot, as Inductor calls them.
+
+    Args:
+        source: returns the configuration; the passes do nothing if it is ``None``.
+        slot: of ``passes.pipeline``.
+    """
 
     def __init__(self, source: Callable[[], OverlapConfig | None], slot: str = POST_GRAD) -> None:
         self._source, self.slot = source, slot
 
     def config(self) -> OverlapConfig | None:
-        """The configuration for the graph being compiled: the one pinned to it, else what ``source`` says now."""
+        """The configuration for the graph being compiled: the pinned one, else what ``source`` returns now."""
         scope = compile_scope.current()
         return scope.config if scope is not None and scope.pinned else self._source()
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
         scope = compile_scope.current()
         if scope is not None:
-            if id(graph) in scope.seen:  # installed twice, for example by us and inside somebody's chain
+            if id(graph) in scope.seen:  # installed twice, for example by us and inside another chain
                 return
             scope.seen[id(graph)] = graph
         config = self.config()
@@ -72,7 +77,7 @@ class OverlapPass(_Base):
                 self._take(report, config)
 
     def _take(self, report: OverlapReport, config: OverlapConfig) -> None:
-        """Have a report stored with the graph that is compiled, or made known now."""
+        """Leave a report to be stored with the compiled graph. Outside of a compile scope, activate it now."""
         from overlap_inductor.inductor.lowerings import register_lowerings
 
         scope = compile_scope.current()
@@ -89,7 +94,7 @@ class OverlapPass(_Base):
         reporting.activate(report, dump=config.dump)
 
     def uuid(self) -> str:
-        # Asked before any cache is: a graph that is loaded calls our ops, so they have to exist by then.
+        # Inductor asks for it before it reads a cache. A loaded graph calls our ops, so they must exist by then.
         from overlap_inductor.inductor.fingerprint import fingerprint
         from overlap_inductor.lowerings.registry import define_ops
 
@@ -103,7 +108,7 @@ class OverlapPass(_Base):
 
 
 class PassChain(_Base):
-    """Several passes in a slot that holds one (torch before 2.13); cacheable only if each of them is."""
+    """Several passes in a slot that holds one (torch before 2.13). It is cacheable only if each of them is."""
 
     def __init__(self, passes: tuple[Callable[..., None], ...]) -> None:
         self.passes = passes
@@ -125,7 +130,7 @@ class PassChain(_Base):
 
 
 def members(value: Any) -> tuple[Any, ...]:
-    """The passes in a slot's value, each an object that Inductor, or our chain, will call."""
+    """The passes in a slot's value, each of which Inductor or our chain calls."""
     if value is None:
         return ()
     if isinstance(value, PassChain):
@@ -134,12 +139,12 @@ def members(value: Any) -> tuple[Any, ...]:
 
 
 def find(value: Any) -> OverlapPass | None:
-    """Our pass in a slot's value, if it is there and not hidden in a callable of somebody else."""
+    """Our pass in a slot's value, or ``None``. A pass inside another callable is not found."""
     return next((p for p in members(value) if isinstance(p, OverlapPass)), None)
 
 
 def with_pass(value: Any, ours: OverlapPass) -> Any:
-    """A slot's value with ``ours`` in the place of an earlier pass of ours, or last."""
+    """A slot's value with ``ours`` in place of an earlier pass of ours, else as the last pass."""
     passes = members(value)
     old = find(value)
     together = tuple(ours if p is old else p for p in passes) if old else (*passes, ours)
@@ -147,7 +152,7 @@ def with_pass(value: Any, ours: OverlapPass) -> Any:
 
 
 def without_pass(value: Any) -> Any:
-    """A slot's value as it is without us; the very same value where we are not in it."""
+    """A slot's value without our pass. The same object if our pass is not in it."""
     ours = find(value)
     if ours is None:
         return value
@@ -157,7 +162,7 @@ def without_pass(value: Any) -> Any:
 def _packed(passes: tuple[Any, ...], like: Any, slot: str) -> Any:
     if len(passes) < 2:
         return passes[0] if passes else None
-    # (The joint graph's slot takes a list later than the other one: a chain is what each torch takes.)
+    # The joint graph's slot takes a list only in a later torch. Every torch takes a chain.
     takes_list = TAKES_LIST and (slot == POST_GRAD or isinstance(like, (list, tuple)))
     if not takes_list:
         return PassChain(passes)
@@ -176,21 +181,22 @@ def write(value: Any, slot: str = POST_GRAD) -> None:
 
 
 def set_for_other_threads(ours: OverlapPass | None, slot: str = POST_GRAD) -> None:
-    """What threads see that never assigned the slot (a server's workers); before torch 2.12 they see ``write``."""
-    entry = inductor_config._config[SETTINGS[slot]]  # type: ignore[attr-defined]
+    """Set the value for threads that never assigned the slot, such as a server's workers. Before torch 2.12 they see
+    what ``write`` assigned."""
+    entry = inductor_config._config[SETTINGS[slot]]
     if isinstance(entry.user_override, ContextVar):
         entry.default = ours
 
 
 @contextmanager
 def patched(value: Any) -> Iterator[None]:
-    """The slot with another value, on this thread, for a while."""
+    """Inside, the post-grad slot has another value on this thread."""
     with inductor_config.patch({SLOT: value}):
         yield
 
 
 def describe(value: Any) -> str:
-    """A slot's value in words, for a message."""
+    """The passes in a slot's value, in words for a message."""
     passes = members(value)
     if not passes:
         return "nothing"

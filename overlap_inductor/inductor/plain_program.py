@@ -1,10 +1,17 @@
-"""The plain program of a graph: what Inductor was given before any pass of ours ran, kept so that it can be compiled
-without overlap later.
+# SPDX-License-Identifier: Apache-2.0
+"""The plain program of a graph: the graph as Inductor got it before any pass of ours ran, kept so that it can be
+compiled without overlap later.
 
-It is kept as bytes beside the compiled graph, in the caches too, since a rank that loaded its graph from a cache may
-have to run without overlap as well. Kept are the nodes, the example inputs with their symbols, and what Inductor reads
-of nodes' metadata; shapes are propagated anew. Tensors that the graph holds (frozen weights) are kept where they are
-small; large ones are taken from the graph that is loaded or compiled.
+::
+
+    capture       graph (relu = relu(x); y = mm(relu, w))   ->  data: [("placeholder", "x", ...), ("call_function",
+                                                                "relu", aten.relu, (_Node(0),), ...), ...] as bytes
+    compile_plain data, large tensors                       ->  the same graph, compiled without overlap
+
+The bytes are stored with the compiled graph, also in the caches, because a rank that loaded its graph from a cache may
+have to run without overlap too. They hold the nodes, the example inputs with their symbols, and the node metadata that
+Inductor reads. Shapes are propagated again. Tensors that the graph holds (frozen weights) are copied if they are small;
+large ones are taken from the graph that is loaded or compiled.
 """
 
 from __future__ import annotations
@@ -24,14 +31,14 @@ from overlap_inductor.inductor import compile_scope
 from overlap_inductor.inductor.compile_scope import CompileScope
 
 LARGE = 1 << 20
-"""Bytes from which on a tensor of the graph is not copied."""
+"""Bytes. A tensor of the graph of this size or more is not copied."""
 _META = ("unbacked_bindings", "eager_input_vals", "custom", "recompute", "partitioner_tag", "mutation_region_id")
 _OUTPUT_META = ("user_visible_output_idxs", "output_stack_traces")
 
 
 @dataclass(frozen=True)
 class _Node:
-    """A node among the arguments of another: its place in the graph."""
+    """A node among the arguments of another node, by its index in the graph."""
 
     index: int
 
@@ -45,8 +52,12 @@ class _Elsewhere:
 
 @dataclass
 class _Program:
-    """A graph as data: ``nodes`` are ``(op, name, target, args, kwargs, meta)``, ``held`` what its ``get_attr`` nodes
-    read."""
+    """A graph as data.
+
+    Attributes:
+        nodes: ``(op, name, target, args, kwargs, meta)`` of each node, in order.
+        held: the values that its ``get_attr`` nodes read, by name.
+    """
 
     nodes: list[tuple[Any, ...]]
     held: dict[str, Any]
@@ -54,8 +65,14 @@ class _Program:
 
 @dataclass(frozen=True)
 class Captured:
-    """A plain program: ``data``, the names of the large tensors that it leaves out, and the process it holds in, where
-    it names a user's Triton kernels: those are numbers of that process's own table."""
+    """A plain program, pickled.
+
+    Attributes:
+        data: the graph and its example inputs.
+        left_out: names of the large tensors that ``data`` does not hold.
+        process: the process in which ``data`` is valid; ``None`` for any. A user's Triton kernels are numbers in a
+            table of one process.
+    """
 
     data: bytes
     left_out: list[str]
@@ -66,7 +83,7 @@ _PROCESS = uuid.uuid4().hex
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
-    """The plain program of ``gm``. Raises whatever pickling raises where the graph holds what cannot be kept."""
+    """The plain program of ``gm``. Raises what pickling raises if the graph holds something that cannot be pickled."""
     from torch.fx._graph_pickler import GraphPickler
     from torch.fx._graph_pickler import Options
 
@@ -80,15 +97,16 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
 
 
 def of_this_process(kept: Captured, gm: fx.GraphModule | None, example_inputs: Sequence[Any]) -> Captured | None:
-    """``kept`` where it holds in this process; else that of ``gm``, the graph for which a cache had the compiled one;
-    ``None`` where the cache was asked before there was a graph."""
+    """``kept`` if it is valid in this process. Else the plain program of ``gm``, the graph whose compiled form a cache
+    had; ``None`` if the cache was read before there was a graph."""
     if kept.process in (None, _PROCESS):
         return kept
     return capture(gm, example_inputs) if gm is not None else None
 
 
 def left_out(gm: fx.GraphModule | None, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The tensors of ``gm`` that ``capture`` left out; without those that it does not hold."""
+    """The tensors of ``gm`` with these names, which ``capture`` left out. Names that ``gm`` does not hold are
+    skipped."""
     found = {}
     for name in names if gm is not None else ():
         try:
@@ -99,7 +117,7 @@ def left_out(gm: fx.GraphModule | None, names: Sequence[str]) -> dict[str, torch
 
 
 def known_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``keywords`` that Inductor's compiler takes for a graph."""
+    """Those of ``keywords`` that Inductor's ``compile_fx_inner`` takes."""
     from torch._inductor.compile_fx import _CompileFxKwargs
 
     known = {*_CompileFxKwargs.__annotations__, "compile_region_name"}
@@ -122,8 +140,8 @@ def _attribute(gm: fx.GraphModule, name: str) -> Any:
 
 
 def _written(gm: fx.GraphModule, within: bool = False) -> _Program:
-    """``within``: the graph is another's subgraph, whose shapes nobody propagates anew. (Unbacked sizes keep their
-    values, too, because nothing recreates their symbols.)"""
+    """``gm`` as data. ``within``: it is a subgraph, whose shapes are not propagated again, so its nodes keep their
+    values. Nodes that make unbacked sizes always keep theirs, because nothing recreates the symbols."""
     places = {node: _Node(i) for i, node in enumerate(gm.graph.nodes)}
 
     def meta(node: fx.Node) -> dict[str, Any]:
@@ -183,7 +201,7 @@ def _rebuilt(program: _Program, large: Mapping[str, torch.Tensor]) -> fx.GraphMo
 
 
 def inductor_settings() -> dict[str, Any]:
-    """Inductor's configuration as it is now, for ``compile_plain``."""
+    """A copy of Inductor's present configuration, for ``compile_plain``."""
     from torch._inductor import config
 
     return config.get_config_copy()
@@ -192,11 +210,19 @@ def inductor_settings() -> dict[str, Any]:
 def compile_plain(
     data: bytes, large: Mapping[str, torch.Tensor], keywords: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[Any, list[Any]]:
-    """``(compiled graph, example inputs)`` of a plain program, compiled by Inductor with the arguments and the
-    configuration of the overlapped graph, and without overlap.
+    """Compile a plain program by Inductor, without overlap.
+
+    Args:
+        data: of ``Captured``.
+        large: the tensors that ``data`` leaves out, by name.
+        keywords: of ``compile_fx_inner`` for the overlapped graph.
+        settings: Inductor's configuration for the overlapped graph.
+
+    Returns:
+        ``(compiled graph, example inputs)``.
 
     Raises:
-        OverlapError: a large tensor of the graph is not available.
+        OverlapError: ``large`` lacks a tensor.
     """
     from torch._guards import TracingContext
     from torch._guards import tracing
@@ -207,7 +233,7 @@ def compile_plain(
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    program, inputs = GraphPickler.loads(data, mode)  # type: ignore[misc]
+    program, inputs = GraphPickler.loads(data, mode)
     gm = _rebuilt(program, large)
     current = config.get_config_copy()
     changed = {k: v for k, v in settings.items() if k in current and current[k] is not v and current[k] != v}
@@ -217,7 +243,14 @@ def compile_plain(
 
 
 def guarded(plain: Any, examples: Sequence[Any]) -> Any:
-    """``plain`` behind its own guards on sizes: those that its compile added to the guards of the graph it replaces."""
+    """``plain`` with a check of its own guards on sizes, which its compile added to those of the graph it replaces.
+
+    Args:
+        plain: a boxed callable.
+        examples: the example inputs with which it was compiled.
+
+    The returned callable raises ``OverlapError`` if a call's sizes break a guard.
+    """
     from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
     places = [i for i, e in enumerate(examples) if isinstance(e, torch.SymInt) and not has_free_unbacked_symbols(e)]
@@ -241,13 +274,17 @@ def guarded(plain: Any, examples: Sequence[Any]) -> Any:
             passed.add(sizes)
         return plain(inputs)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
+    setattr(run, "_boxed_call", True)
     return run
 
 
 def restrided(plain: Any, examples: Sequence[Any], expected: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
-    """``plain`` with results in the strides of the graph whose place it takes (``CompiledFxGraph.output_strides``): a
-    backward may be compiled for them."""
+    """``plain`` with results in the strides of the graph that it replaces, because a backward may be compiled for them.
+
+    Args:
+        examples: the example inputs with which ``plain`` was compiled.
+        expected: ``CompiledFxGraph.output_strides`` of the replaced graph. A result that has other strides is copied.
+    """
     have = getattr(plain, "output_strides", None)
     differing = (
         []
@@ -267,7 +304,7 @@ def restrided(plain: Any, examples: Sequence[Any], expected: Sequence[Any] | Non
             strides = [
                 int(sympy.sympify(text, locals={k: sympy.Integer(v) for k, v in names.items()}))
                 for text in promised[index]
-            ]  # type: ignore[index]
+            ]
             result = results[index]
             if list(result.stride()) != strides:
                 results[index] = torch.empty_strided(
@@ -275,5 +312,5 @@ def restrided(plain: Any, examples: Sequence[Any], expected: Sequence[Any] | Non
                 ).copy_(result)
         return results
 
-    run._boxed_call = True  # type: ignore[attr-defined]
+    setattr(run, "_boxed_call", True)
     return run

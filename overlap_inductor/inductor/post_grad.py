@@ -1,4 +1,7 @@
-"""Inductor's compile of one graph up to its post-grad passes, and no further: no code, no kernels."""
+# SPDX-License-Identifier: Apache-2.0
+"""Runs Inductor's compile of one graph up to its post-grad passes and stops there, without generating code or kernels.
+For ``explain``, which only reads the report.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from overlap_inductor.inductor.compile_scope import CompileScope
 
 
 def run_post_grad_passes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], scope: CompileScope) -> None:
-    """What ``compile_fx_inner`` does with a graph before it lowers it: shapes, then the post-grad passes."""
+    """Do what ``compile_fx_inner`` does with ``gm`` before it lowers it: propagate shapes, then run the post-grad
+    passes in ``scope``. Changes ``gm`` in place."""
     from torch._inductor import compile_fx
     from torch._inductor.fx_passes.post_grad import view_to_reshape
     from torch._inductor.virtualized import V
@@ -29,7 +33,8 @@ def run_post_grad_passes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]
 
 
 def zeros_like_outputs(gm: torch.fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
-    """A compiled function for ``gm`` that computes nothing: zeros of the right shapes."""
+    """A boxed function that takes the inputs of ``gm`` and returns zeros in the sizes, strides, dtypes and devices of
+    its results."""
     from torch.fx.experimental.symbolic_shapes import SymTypes
 
     inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
@@ -41,7 +46,7 @@ def zeros_like_outputs(gm: torch.fx.GraphModule) -> Callable[[list[Any]], list[A
         if not isinstance(size, SymTypes):
             return size
         value = size.node.expr.xreplace(known)
-        # A size that only the run would tell (nonzero, ...): any will do where nothing is computed.
+        # The size is known at run time only (nonzero, ...). Any size does, because nothing is computed.
         return 1 if getattr(value, "free_symbols", None) else int(value)
 
     def run(args: list[Any]) -> list[Any]:
@@ -61,13 +66,13 @@ def zeros_like_outputs(gm: torch.fx.GraphModule) -> Callable[[list[Any]], list[A
 
         return [zero(value) for value in values]
 
-    run._boxed_call = True  # type: ignore[attr-defined]
+    setattr(run, "_boxed_call", True)
     return run
 
 
 @contextmanager
 def every_graph_compiled_now() -> Iterator[None]:
-    """No cache between Dynamo and Inductor, and the backward compiled with its forward."""
+    """Inside, no cache stands between Dynamo and Inductor, and a backward is compiled with its forward."""
     from torch._functorch import config
 
     with config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
@@ -75,7 +80,7 @@ def every_graph_compiled_now() -> Iterator[None]:
 
 
 def without_compile_wrappers(fn: Any) -> Any:
-    """The function or module below ``torch.compile``'s wrappers."""
+    """The function or module inside ``torch.compile``'s wrappers."""
     from torch._dynamo.eval_frame import innermost_fn
 
     return innermost_fn(getattr(fn, "_orig_mod", fn))
@@ -83,7 +88,8 @@ def without_compile_wrappers(fn: Any) -> Any:
 
 @contextmanager
 def in_place_compile_undone(fn: Any) -> Iterator[None]:
-    """``module.compile()`` makes the module call its own compiled form, which would compile for real."""
+    """Inside, modules on which ``module.compile()`` was called run uncompiled; otherwise they would call their own
+    compiled form, which compiles to the end."""
     modules = list(fn.modules()) if hasattr(fn, "modules") else []
     calls = [(m, m._compiled_call_impl) for m in modules if getattr(m, "_compiled_call_impl", None) is not None]
     for module, _ in calls:

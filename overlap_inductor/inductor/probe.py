@@ -1,4 +1,5 @@
-"""What the installed torch offers, asked without starting a process group. For ``overlap-inductor doctor``."""
+# SPDX-License-Identifier: Apache-2.0
+"""Asks what the installed torch offers, without starting a process group. For ``overlap-inductor doctor``."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from overlap_inductor.config import OverlapConfig
 
 
 def symmetric_memory_backend(device_index: int = 0) -> str:
-    """The backend that symmetric memory would use on a GPU (``CUDA``, ``NVSHMEM``, ``NCCL``).
+    """The backend that symmetric memory uses on a GPU: ``CUDA``, ``NVSHMEM`` or ``NCCL``.
 
     Raises:
         RuntimeError: this torch has no symmetric memory for the GPU; the message says why.
@@ -35,7 +36,7 @@ def has_multicast(device_index: int = 0) -> bool:
 
 
 def nccl_version() -> str:
-    """``2.28.9``; empty where this torch has no NCCL."""
+    """NCCL's version, such as ``2.28.9``; empty if this torch has no NCCL."""
     if not dist.is_available() or not dist.is_nccl_available():
         return ""
     version: Any = torch.cuda.nccl.version()
@@ -43,14 +44,15 @@ def nccl_version() -> str:
 
 
 def slot_content() -> str:
-    """What Inductor's slot for passes after post-grad holds now, in words."""
+    """The present content of Inductor's slot for passes after post-grad, in words."""
     from overlap_inductor.inductor import pass_slot
 
     return pass_slot.describe(pass_slot.read())
 
 
 def config_in_slot() -> OverlapConfig | None:
-    """The configuration with which a plain ``torch.compile`` of this process would overlap now, if it would.
+    """The configuration with which a plain ``torch.compile`` of this process would overlap now, or ``None`` if it would
+    not.
 
     Raises:
         ConfigError: a switch has a value that is not allowed.
@@ -62,7 +64,7 @@ def config_in_slot() -> OverlapConfig | None:
 
 
 def hindrances() -> list[tuple[str, str]]:
-    """Settings of Inductor and Dynamo that leave the pass without work: (setting, what follows and what to do)."""
+    """Settings of Inductor and Dynamo that leave the pass without work: ``(setting, consequence and advice)``."""
     from torch._dynamo import config as dynamo_config
     from torch._inductor import config as inductor_config
 

@@ -1,10 +1,17 @@
-"""This process's rank in a group as a symbol of the code that Inductor generates, and what tells Inductor which kernels
-need it.
+# SPDX-License-Identifier: Apache-2.0
+"""This process's rank in a group as a symbol of the code that Inductor generates, so that no rank number is in the
+graph.
 
-A rank-rotated slice is a view whose offset has the symbol. Inductor orders a kernel behind what makes an unbacked
-symbol, and hands the symbol to the partition that the kernel is in, where the kernel says that it uses it. Two kinds do
-not say so: a template (Triton's, those of max-autotune) whose input is such a view, and any kernel that writes into
-one. They are looked up here.
+::
+
+    u0 = torch.ops.overlap_inductor.group_rank.default('tp')      # once a call, before any kernel with such a view
+    buf0 = 0
+    extern_kernels.mm(reinterpret_tensor(x, (4, 8), (8, 1), 32*u0), w, out=buf1)
+
+A rank-rotated slice is a view whose offset holds the symbol. If a kernel says that it uses an unbacked symbol, Inductor
+orders the kernel after the symbol's definition and passes the symbol to the kernel's partition. Two kinds of kernels do
+not say so: a template (Triton's, from max-autotune) that reads such a view, and any kernel that writes into one. This
+module finds them and adds both.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ _KNOWN = "_overlap_inductor_ranks"
 
 
 class GroupRank(ir.ExternKernel):
-    """Defines the symbol of this process's rank in a group; generated code asks the group once a call."""
+    """Defines the symbol of this process's rank in a group. Generated code asks the group once a call."""
 
     def __init__(self, symbol: sympy.Symbol, group_name: str) -> None:
         super().__init__(None, ir.NoneLayout(device=torch.device("cpu")), [])
@@ -47,13 +54,14 @@ class GroupRank(ir.ExternKernel):
 
     def codegen(self, wrapper: Any) -> None:
         wrapper.writeline(f"{self.symbol} = torch.ops.overlap_inductor.group_rank.default({self.group_name!r})")
-        # A partition for a CUDA graph is given this name beside the symbol, since its kernels are ordered behind it: a
-        # number, as CUDA graph trees take tensors and numbers only.
+        # A partition for a CUDA graph gets this name besides the symbol, because its kernels are ordered after it. It
+        # is a number, because CUDA graph trees take only tensors and numbers.
         wrapper.writeline(f"{self.get_name()} = 0")
 
 
 def rank_symbol(group_name: str) -> sympy.Symbol:
-    """One symbol a group and graph, range-checked to ``[0, world_size)``."""
+    """The symbol of this process's rank in the group, one a group and graph, range-checked to ``[0, world_size)``.
+    Raises ``OverlapError`` if there is no such group."""
     known: dict[str, GroupRank] = V.graph.__dict__.setdefault(_KNOWN, {})
     if group_name not in known:
         shape_env = V.graph.sizevars.shape_env
@@ -66,7 +74,8 @@ def rank_symbol(group_name: str) -> sympy.Symbol:
 
 
 def compute_dependencies(original: Callable[..., Any], scheduler: Any) -> Any:
-    """Around ``Scheduler.compute_dependencies``: every kernel with a rank-rotated view behind the rank."""
+    """Around ``Scheduler.compute_dependencies``: order every kernel with a rank-rotated view after the rank's
+    symbol."""
     for node in scheduler.nodes:
         for rank in _needed(node.node):
             V.graph.additional_buffer_deps[node.get_name()].add(rank.get_name())
@@ -74,12 +83,14 @@ def compute_dependencies(original: Callable[..., Any], scheduler: Any) -> Any:
 
 
 def symbol_uses(original: Callable[..., Any], node: Any) -> Any:
-    """Around ``get_scheduler_node_symbol_uses``: what a partition that holds ``node`` is given."""
+    """Around ``get_scheduler_node_symbol_uses``: add the ranks' symbols to what a partition that holds ``node``
+    gets."""
     found = original(node)
     return found | ir.OrderedSet(rank.symbol for rank in _needed(node.node))
 
 
 def _needed(kernel: Any) -> Iterator[GroupRank]:
+    """The ranks whose symbols the views of ``kernel`` hold."""
     known: dict[str, GroupRank] = V.graph.__dict__.get(_KNOWN, {})
     if known and kernel is not None:
         symbols = {s for view in _views(kernel) for s in sympy.sympify(view.get_layout().offset).free_symbols}
@@ -87,8 +98,8 @@ def _needed(kernel: Any) -> Iterator[GroupRank]:
 
 
 def _views(kernel: Any) -> Iterator[Any]:
-    """The views that ``kernel`` reads as its inputs (a fused kernel's reads Inductor knows), and those that its results
-    lie in."""
+    """The views that ``kernel`` reads as inputs, and those into which it writes. Inductor itself knows the reads of
+    fused kernels."""
     yield from (i for i in getattr(kernel, "inputs", ()) if isinstance(i, ir.ReinterpretView))
     layouts = [output.maybe_get_layout() for output in kernel.get_outputs()]
     yield from (layout.view for layout in layouts if isinstance(layout, ir.NonOwningLayout))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedule ``fused``, transport ``sm_push``, for matmuls of one wave or two: ``all_gather(a) @ b``, waiting along K.
 
 A kernel that waits for whole rows (``all_gather_matmul``) idles until they have arrived, if nearly every tile is of a

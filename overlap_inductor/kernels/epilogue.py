@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write a tile's epilogue as a Triton function from its program (``sites.epilogue_program`` defines programs).
 
 The function is an argument of the kernel that calls it, known when that kernel is compiled, so each program makes a
@@ -23,8 +24,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-MOST_EXTRAS = 2
-"""Extra tensors that a launch has room for."""
+from overlap_inductor.facts.limits import MOST_EXTRAS
 
 TRITON_OPS = {
     "abs": "tl.abs({0})",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signals to all ranks of a group at once, and waits for many flags at once: one thread a flag.
 
 In a group of eight ranks, one thread that releases the flags one after the other waits seven times until the far side

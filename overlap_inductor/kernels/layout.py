@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where things lie in the memory that host and kernels share. This module holds numbers only and does not import
 Triton.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedule ``fused``: ``all_reduce(a @ b)`` in one persistent kernel. Some blocks send and sum what the others
 multiply.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedule ``fused``: ``reduce_scatter(a @ b)`` in one persistent kernel. Every tile is sent from its own block's
 epilogue.
 
@@ -132,7 +133,7 @@ def matmul_reduce_scatter(
     peers = ()
     for ahead in tl.static_range(1, WORLD):
         to = tl.multiple_of(tl.load(peer_data + (rank + ahead) % WORLD).to(out.dtype), 16)
-        peers = peers + (tl.make_tensor_descriptor(to, [WORLD * padded, columns], [columns, 1], [BLOCK_M, STORE_N]),)  # type: ignore[assignment]
+        peers = peers + (tl.make_tensor_descriptor(to, [WORLD * padded, columns], [columns, 1], [BLOCK_M, STORE_N]),)
     _stagger(tl.program_id(0) * STAGGER)
     credits = tl.cast(0, tl.int64)
     row = rank * padded

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedule ``chunked``: add up the partial sums that have arrived, in fp32 and rounded once, and exchange the finished
 rows with all peers.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transport ``sm_push``: SMs store a shard into every peer's workspace.
 
 It stores and does not load: a thread block gets several times the bytes through NVLink by storing to a peer than by

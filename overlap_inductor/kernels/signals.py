@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signals between GPUs: how a kernel releases data to a peer, waits for a bounded time, and records a fault.
 
 A flag is one int32 in symmetric memory, alone in its 128 bytes. A flag only grows (modulo 2**32), and a wait is for *at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedule ``small_message``, transport ``sm_push``: the all-reduce of a small matmul's result, and the residual add
 and RMSNorm behind it, in one kernel.
 
@@ -60,7 +61,7 @@ def _workspaces(peer_data, rank, like, WORLD: tl.constexpr):
     peers first."""
     found = ()
     for step in tl.static_range(WORLD):
-        found = found + (tl.multiple_of(tl.load(peer_data + (rank + step) % WORLD).to(like.dtype), 16),)  # type: ignore[assignment]
+        found = found + (tl.multiple_of(tl.load(peer_data + (rank + step) % WORLD).to(like.dtype), 16),)
     return found
 
 
@@ -90,11 +91,11 @@ def _sum_of(own, came, stride, at, inside, rank, scale, looked, WORLD: tl.conste
     parts = ()
     for s in tl.static_range(WORLD):
         base = tl.where(s == rank, own.to(tl.int64), (came + s * stride).to(tl.int64)).to(own.dtype)
-        parts = parts + (tl.load(tl.multiple_of(base, 16) + at, mask=inside, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
+        parts = parts + (tl.load(tl.multiple_of(base, 16) + at, mask=inside, other=0.0, cache_modifier=".cg"),)
     # All loads first, so that their latencies overlap.
-    total = parts[0].to(tl.float32)  # type: ignore[misc]
+    total = parts[0].to(tl.float32)
     for s in tl.static_range(1, WORLD):
-        total += parts[s].to(tl.float32)  # type: ignore[misc]
+        total += parts[s].to(tl.float32)
     return (total * tl.where(looked == 0, scale, float("nan"))).to(own.dtype.element_ty)
 
 
@@ -237,7 +238,7 @@ def two_shot(
         pieces = ()
         for step in tl.static_range(1, WORLD):
             row = group * WORLD + (rank + step) % WORLD
-            pieces = pieces + (tl.load(product + row.to(tl.int64) * columns + at, mask=inside & (row < rows)),)  # type: ignore[assignment]
+            pieces = pieces + (tl.load(product + row.to(tl.int64) * columns + at, mask=inside & (row < rows)),)
         for step in tl.static_range(1, WORLD):
             there = inside & (group * WORLD + (rank + step) % WORLD < rows) & (looked == 0)
             tl.store(

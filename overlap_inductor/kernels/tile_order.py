@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of tiles: which tile has which turn, how a block claims one, and how a tile is multiplied and stored."""
 
 from __future__ import annotations

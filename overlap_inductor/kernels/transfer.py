@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What schedule ``chunked`` launches on its streams beside matmuls and copies: waits, signals, and SMs that push.
 
 A *part* is a band of rows of one shard. Part number ``u`` belongs to the rank ``u // PARTS + 1`` steps away and is

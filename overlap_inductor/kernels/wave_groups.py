@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedule ``wave_groups``: a persistent matmul that signals which groups of its rows are stored, and the kernel that
 waits for one group (FlashOverlap, arXiv 2504.19519). Behind each waiting kernel stands an ordinary collective
 (``lowerings.wave_groups.launch``).

@@ -1,10 +1,11 @@
-"""Ops that every rewritten graph holds, whatever its schedules: ``agree``, ``follow`` and ``group_rank``.
+# SPDX-License-Identifier: Apache-2.0
+"""The ops that a rewritten graph holds for each group, with any schedule: ``agree``, ``follow`` and ``group_rank``.
 
 ::
 
-    chain = agree(group, plan)      # the ranks have compared their plans, or do so now; orders the group's ops
-    follow(chain!, other)           # the next op of the chain comes behind ``other``, a collective left in place
-    rank  = group_rank(group)       # the rank as a symbol: no rank's number stands in a graph
+    chain = agree(group, plan)      # compares the ranks' plans unless that was done; returns the chain's first token
+    follow(chain!, other)           # orders the next op of the chain after ``other``, a collective left in place
+    rank  = group_rank(group)       # the rank as a symbol, so that the graph's text is the same on every rank
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _agree(
                 f"sites of group {group_name!r} have no workspace: {reason} Free memory on that rank, lower "
                 "OVERLAP_INDUCTOR_WORKSPACE_LIMIT, or set OVERLAP_INDUCTOR=off."
             )
-    # (A token orders; nobody reads it.)
+    # The token only orders ops. Nothing reads its value, so it stays uninitialised.
     return torch.empty(1, dtype=torch.uint8, device=like.device)
 
 
@@ -50,8 +51,8 @@ def _agree_fake(
     return torch.empty(1, dtype=torch.uint8, device=like.device)
 
 
-# ``like`` is on the device of the group's sites. ``workspace``: JSON text, ``[[site, bytes, signals]]`` of the group's
-# fused sites, and the limit of their workspace in MiB.
+# ``like`` is on the device of the group's sites. ``workspace``: JSON text ``[[site, bytes, signals]]`` of the group's
+# sites that need workspace. ``limit``: the most workspace that they may hold together, in MiB.
 define(
     "agree(str group_name, str plan, Tensor like, str? workspace=None, int limit=0) -> Tensor",
     _agree,
@@ -64,5 +65,5 @@ def _follow(chain: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return chain.new_empty(1)
 
 
-# Orders the next op of the chain after ``other``: a collective of the same group that was left in place.
+# Orders the next op of the chain after ``other``, a collective of the same group that was left in place.
 define("follow(Tensor(a!) chain, Tensor other) -> Tensor", _follow, _follow)

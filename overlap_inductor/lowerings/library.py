@@ -1,4 +1,5 @@
-"""The library ``overlap_inductor::``: how its ops are defined."""
+# SPDX-License-Identifier: Apache-2.0
+"""Define the ops of the torch library ``overlap_inductor::``."""
 
 from __future__ import annotations
 
@@ -13,17 +14,17 @@ library = torch.library.Library(NAMESPACE, "DEF")
 def define(
     schema: str, implementation: object, fake: object, layout: torch.Tag = torch.Tag.needs_fixed_stride_order
 ) -> None:
-    """Define one op with its only implementation (all devices) and its fake function; ``layout`` is what its inputs are
-    held to. An op with an argument ``site`` shows it in profiler traces."""
+    """Define one op with one implementation for all devices, and its fake function. ``layout``: the tag that says which
+    layouts Inductor may give its inputs. An op with an argument ``site`` shows the site in profiler traces."""
     name, arguments = schema.split(" ->")[0].rstrip(")").split("(", 1)
     names = [argument.split(" ")[-1].split("=")[0] for argument in arguments.split(", ")]
     if "site" in names:
         implementation = in_range(name, names.index("site"), implementation)  # type: ignore[arg-type]
     library.define(schema, tags=(layout,))
-    library.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[arg-type]
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)  # type: ignore[arg-type]
+    library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
 
 
 FLEXIBLE = torch.Tag.flexible_layout
-"""Of ops whose lowerings read any layout: what their inputs are held to would be compared, and a comparison of symbolic
-strides is a guard."""
+"""The tag of ops whose lowerings read any layout. With a fixed stride order Inductor would compare the inputs' strides,
+and a comparison of symbolic strides adds a guard."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain reference implementations: the ordinary collective and the whole matmul, one after the other.
 
 Every schedule is tested against these, and the looping ops fall back to them below ``min_rows``.
@@ -14,7 +15,7 @@ import torch.distributed as dist
 def product(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``a [M, K] @ b [K, N] + bias`` by the vendor's matmul, into ``out [M, N]`` where it is given."""
+    """``a [M, K] @ b [K, N] + bias`` by the vendor's matmul, written to ``out [M, N]`` if it is given."""
     return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
 
 
@@ -28,13 +29,13 @@ def _sum_of_products(
 
 
 def _average(tensor: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    # gloo has no average of its own.
+    # gloo has no reduce op for averages.
     return tensor / group.size() if reduce_op == "avg" else tensor
 
 
 def reduced(pattern: str, partial: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """``partial [M, N]`` of all ranks summed: this rank's rows ``[M / W, N]``, or in an all-reduce all of them, in the
-    place of ``partial``."""
+    """The sum (or average) of ``partial [M, N]`` over all ranks. A reduce-scatter returns this rank's rows ``[M / W,
+    N]``. An all-reduce returns all rows and overwrites ``partial``."""
     if pattern == "matmul_all_reduce":
         dist.all_reduce(partial, group=group)
         return _average(partial, reduce_op, group)
@@ -75,6 +76,7 @@ def matmul_all_reduce(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The RMSNorm of each row of ``x [M, N]`` in fp32, rounded to its dtype, times ``weight [N]``: as Llama's."""
+    """RMSNorm of each row of ``x [M, N]``, as in Llama: normalised in fp32, rounded to the dtype of ``x``, then
+    multiplied by ``weight [N]``."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)

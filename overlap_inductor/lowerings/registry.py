@@ -1,9 +1,11 @@
-"""The schedules. A new one is a folder and a line here."""
+# SPDX-License-Identifier: Apache-2.0
+"""The list of all schedules. To add a schedule, write its folder and add one line here."""
 
 from __future__ import annotations
 
 from importlib import import_module
 
+from overlap_inductor.facts import names
 from overlap_inductor.lowerings.chunked.schedule import CHUNKED
 from overlap_inductor.lowerings.fused.schedule import FUSED
 from overlap_inductor.lowerings.ring.schedule import RingSchedule
@@ -11,8 +13,21 @@ from overlap_inductor.lowerings.schedule import SiteSchedule
 from overlap_inductor.lowerings.small_message.schedule import SMALL_MESSAGE
 from overlap_inductor.lowerings.wave_groups.schedule import WAVE_GROUPS
 
-SCHEDULES: list[SiteSchedule] = [RingSchedule(), FUSED, CHUNKED, WAVE_GROUPS, SMALL_MESSAGE]
-"""Of several whose ops another one can call (``called_by_others``), the one that costs the host less comes first."""
+SCHEDULES: list[SiteSchedule] = []
+"""Schedules whose ops another schedule can call (``called_by_others``) stand in order of host cost, the lowest first:
+the other schedule calls the first one that pays."""
+
+
+def register(schedule: SiteSchedule) -> None:
+    """Add ``schedule`` after all others. Raises ``ValueError`` if its name is taken or is not an identifier."""
+    names.SCHEDULES.add(schedule.name)
+    SCHEDULES.append(schedule)
+
+
+def unregister(schedule: SiteSchedule) -> None:
+    """Undo ``register``. Raises ``ValueError`` if the schedule is not registered."""
+    names.SCHEDULES.remove(schedule.name)
+    SCHEDULES.remove(schedule)
 
 
 def schedule_named(name: str) -> SiteSchedule:
@@ -21,6 +36,13 @@ def schedule_named(name: str) -> SiteSchedule:
 
 
 def define_ops() -> None:
-    """Define every op of ``overlap_inductor::``: a graph that is loaded from a cache calls them, too."""
+    """Define every op of ``overlap_inductor::``. A graph that is loaded from a cache calls them without the pass."""
     for name in ("overlap_inductor.lowerings.group_ops", *(m for s in SCHEDULES for m in s.ops)):
         import_module(name)
+
+
+register(RingSchedule())
+register(FUSED)
+register(CHUNKED)
+register(WAVE_GROUPS)
+register(SMALL_MESSAGE)

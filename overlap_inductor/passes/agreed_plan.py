@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the ``ExchangePlan`` of a graph: one line for each transfer, equal on all ranks that move the same bytes in the
 same way.
 
@@ -24,8 +25,8 @@ from torch import fx
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.facts.exchange import ExchangePlan
-from overlap_inductor.lowerings.ring import looped_gather as looping_gather
-from overlap_inductor.lowerings.ring import unrolled_gather as ring_gather
+from overlap_inductor.lowerings.registry import schedule_named
+from overlap_inductor.lowerings.schedule import ExchangeTerms
 from overlap_inductor.passes import plan as planner
 from overlap_inductor.sites import collectives
 from overlap_inductor.sites import graph_tools as tools
@@ -33,17 +34,9 @@ from overlap_inductor.sites.layouts import Atom
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import product
 from overlap_inductor.sites.layouts import same_size
-from overlap_inductor.sites.nodes import GatherNodes
-from overlap_inductor.sites.nodes import OverlapSite
-from overlap_inductor.sites.nodes import ReduceNodes
-from overlap_inductor.sites.padded_output import gathered_shape
-from overlap_inductor.sites.placement import between
+from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.torch_compat.distributed import group_ranks
 from overlap_inductor.version import __version__
-
-_OWN = {"epilogue", "matmuls", "unrolled"}
-"""Parameters of what a rank computes for itself, which lines leave out. If unrolled steps cut differently from the
-looping op, the words of ``_cut`` differ."""
 
 
 class _Names:
@@ -72,7 +65,7 @@ class SiteFootprint:
     """What one overlapped site moves. It is read before the rewrite erases the site's nodes. ``lines`` writes it when
     the site's place in the order is known."""
 
-    def __init__(self, site: OverlapSite, config: OverlapConfig) -> None:
+    def __init__(self, site: DecidedSite, config: OverlapConfig) -> None:
         first = site.collectives[0]
         facts = site.facts
         self.group = first.group_name
@@ -81,18 +74,17 @@ class SiteFootprint:
         self.what = f"{first.kind}{op} {str(tools.dtype(first.input)).removeprefix('torch.')}"
         self.shape = tools.shape(first.input)
         self.pattern = facts.pattern
-        plan = site.decision.plan if site.decision is not None else []
-        self.pieces = [(p, _shared_parameters(site, p)) for p in plan]
-        one_op = any(p.schedule not in ("keep", "ring") for p in plan)
-        self.sent = "" if isinstance(site.nodes, ReduceNodes) else _sent(site.nodes, plan)
-        self.cut = _cut(site, plan)
-        nodes = site.nodes
+        plan = site.decision.plan
+        terms = [_terms(site, piece) for piece in plan]
+        self.pieces = [(piece, t.parameters) for piece, t in zip(plan, terms, strict=True)]
+        ahead = site.nodes.computed_ahead() if any(t.computes_ahead for t in terms) else []
+        self.ahead = f" behind {', '.join(ahead)}" if ahead else ""
+        self.cut = next((t.cut for t in terms if t.cut is not None), None)
         # Sizes stay symbolic here. ``lines`` names the symbols when the line's place is known.
-        self.order: list[tuple[int, Any]] = []
-        if isinstance(nodes, ReduceNodes):
-            self.order = _order(nodes.leaf_layout, nodes.layouts[nodes.computed[0]])
-        # A one-op schedule holds workspace under the site's id. Its tiles depend on the role of the sharded dim.
-        needs = planner.workspace([site]).get(self.group) if one_op else None
+        layouts = site.nodes.order_sent()
+        self.order = _order(*layouts) if layouts is not None else []
+        # A schedule with workspace holds it under the site's id. Its tiles depend on the role of the sharded dim.
+        needs = planner.workspace([site]).get(self.group)
         self.held = f" as {facts.id} {facts.matmuls[0].role} {needs} of {config.workspace_limit} MiB" if needs else ""
 
     def lines(self, names: _Names) -> list[str]:
@@ -105,7 +97,7 @@ class SiteFootprint:
             cut += f" in order {[place for place, _ in self.order]} of {names.shape([size for _, size in self.order])}"
         how = "; ".join(_how(piece, parameters) for piece, parameters in self.pieces)
         return (
-            f"{names.group(self.group)}: {self.what} {names.shape(self.shape)}{cut}{self.sent} in {self.pattern} by"
+            f"{names.group(self.group)}: {self.what} {names.shape(self.shape)}{cut}{self.ahead} in {self.pattern} by"
             f" {how}{self.held}"
         )
 
@@ -116,64 +108,10 @@ def _how(piece: PlanPiece, parameters: Mapping[str, Any]) -> str:
     return name + values + (f" for tokens {piece.tokens[0]} to {piece.tokens[1]}" if piece.tokens != (0, None) else "")
 
 
-def _shared_parameters(site: OverlapSite, piece: PlanPiece) -> dict[str, Any]:
-    parameters = {k: v for k, v in piece.parameters.items() if k not in _OWN}
-    if parameters.get("route") == "travel" and not piece.parameters.get("unrolled", True):
-        # The looping ops have no travelling accumulator.
-        parameters["route"] = "owner"
-    return parameters
-
-
-def _sent(nodes: GatherNodes, plan: list[PlanPiece]) -> str:
-    """What is computed on a shard before it is sent, as text. Unrolled steps compute nothing before; an op computes all
-    nodes that stand between the gather and its matmuls."""
-    if all(p.parameters.get("unrolled", p.schedule == "keep") for p in plan):
-        return ""
-    # In graph order. Node names are left out, because they depend on the rest of the rank's graph. View-like nodes are
-    # skipped, and so are the pieces that a cat joins.
-    computed = sorted(
-        n for n in between(nodes) if n not in nodes.through and (tools.is_pointwise(n) or n in nodes.layouts)
-    )
-    places = {n: i for i, n in enumerate(computed)}
-
-    def name(node: fx.Node) -> str:
-        """A name for an input: ``v0``, ``v1``, ... for computed nodes, ``x`` for the gathered tensor in any form,
-        ``other`` for a tensor from elsewhere."""
-        while node in nodes.through:
-            node = nodes.through[node]
-        return f"v{places[node]}" if node in places else "x" if node is nodes.collective.wait else "other"
-
-    words = [
-        f"{n.target}({', '.join(map(str, (fx.map_arg(n.args, name), fx.map_arg(n.kwargs, name))))})" for n in computed
-    ]
-    return f" behind {', '.join(words)}" if words else ""
-
-
-def _cut(site: OverlapSite, plan: list[PlanPiece]) -> tuple[list[Any], str] | None:
-    """``(sizes, words)`` that say what is cut into sub-chunks; ``None`` for a gather without sub-chunks.
-
-    The sizes are, for a gather, the rows of a shard that are cut; for a gathered output, all its rows; for a reduction,
-    the outer and the chunk size of the dim that is cut.
-    """
-    nodes, looping = site.nodes, any(not p.parameters.get("unrolled", True) for p in plan)
-    if isinstance(nodes, GatherNodes):
-        if all(p.parameters.get("sub_chunks", 1) == 1 for p in plan):
-            return None
-        forms, lead = looping_gather.forms_of(nodes) if looping else None, ring_gather.leading_atom(nodes)
-        return (
-            [looping_gather.shard_shape(nodes, forms)[0]]
-            if forms is not None
-            else [lead.size]
-            if lead is not None
-            else []
-        ), ""
-    if nodes.collectives[0].kind == "all_gather":
-        # The rows with padding: a rank may compute fewer rows than it sends.
-        return gathered_shape(nodes)[:1], ""
-    outer, dim = nodes.sharded.outer, nodes.sharded.dim
-    # The looping op moves the rows to the front before it cuts.
-    moved = " rows in front" if looping and not (isinstance(outer, int) and outer == 1 and dim == 0) else ""
-    return [outer, nodes.sharded.chunk], f" on dim {dim}{moved}"
+def _terms(site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
+    if piece.schedule == "keep":
+        return ExchangeTerms({}, None, False)
+    return schedule_named(piece.schedule).exchange(site, piece)
 
 
 def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
@@ -202,7 +140,7 @@ def _key(atom: Atom) -> int | str:
     return "rank" if atom.rank else id(atom)
 
 
-def footprints(sites: list[OverlapSite], config: OverlapConfig) -> dict[str, SiteFootprint]:
+def footprints(sites: list[DecidedSite], config: OverlapConfig) -> dict[str, SiteFootprint]:
     """``{site id: footprint}`` for ``plan_of``. Call it before the sites are rewritten."""
     return {site.facts.id: SiteFootprint(site, config) for site in sites}
 

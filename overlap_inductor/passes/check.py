@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check whether a site may be rewritten: an ordered list of small checks.
 
 Each check has a reason code, and returns a sentence with the values that speak against the site, or ``None``. The graph
@@ -16,12 +17,8 @@ from torch import fx
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.sites import graph_tools as tools
-from overlap_inductor.sites.nodes import GatherNodes
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.placement import Placement
-from overlap_inductor.sites.placement import between
-from overlap_inductor.sites.placement import place
-from overlap_inductor.sites.placement import places
 from overlap_inductor.torch_compat import operators
 
 _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
@@ -39,9 +36,9 @@ class Context:
     Attributes:
         refusal: why the compile can hold no overlap ops, or ``None``.
         taken: the matmuls of accepted sites; the value is the site's id.
-        needed: nodes that must stand before the steps of accepted gathers: operands, the nodes moved up for them, and
+        needed: nodes that must stand before the steps of accepted sites: operands, the nodes moved up for them, and
             what those read. The value is the earliest such anchor.
-        sunk: nodes of accepted gathers that will run later than they stand. The value is the anchor where they run.
+        sunk: nodes of accepted sites that will run later than they stand. The value is the anchor where they run.
     """
 
     config: OverlapConfig
@@ -52,8 +49,8 @@ class Context:
 
     def accept(self, site: OverlapSite) -> None:
         self.taken.update({m.node: site.facts.id for m in site.matmuls})
-        if isinstance(site.nodes, GatherNodes):
-            placement = next(p for p in places(site.nodes) if p.obstacle is None and _crossing(site, p, self) is None)
+        free = [p for p in site.nodes.places() if p.obstacle is None and _crossing(site, p, self) is None]
+        for placement in free[:1]:
             for node in _read(placement):
                 self.needed[node] = min(placement.anchor, self.needed.get(node, placement.anchor))
             self.sunk.update(dict.fromkeys(_sunk(site, placement), placement.anchor))
@@ -83,14 +80,14 @@ def _switched_off(site: OverlapSite, context: Context) -> str | None:
     if site.facts.pattern not in context.config.patterns:
         return f"pattern {site.facts.pattern} is not in OVERLAP_INDUCTOR_PATTERNS={','.join(context.config.patterns)}"
     if context.config.schedule == "keep":
-        return "OVERLAP_INDUCTOR_SCHEDULE=keep"
+        return "OVERLAP_INDUCTOR_SCHEDULE=keep leaves every site as written"
     return None
 
 
 @check("world_size_one")
 def _world_size(site: OverlapSite, context: Context) -> str | None:
     if site.facts.collective.world_size < 2:
-        return f"the group {site.facts.collective.group_name!r} has one rank: nothing is moved"
+        return f"the group {site.facts.collective.group_name!r} has one rank, so the collective moves nothing"
     return None
 
 
@@ -98,7 +95,7 @@ def _world_size(site: OverlapSite, context: Context) -> str | None:
 def _reduce_op(site: OverlapSite, context: Context) -> str | None:
     op = site.facts.collective.reduce_op
     if op is not None and op not in ("sum", "avg"):
-        return f"the reduction is {op!r}; only sum and avg can be summed piece by piece"
+        return f"the reduction is {op!r}; expected sum or avg, which can be computed piece by piece"
     return None
 
 
@@ -114,9 +111,9 @@ def _dtype(site: OverlapSite, context: Context) -> str | None:
     if moved not in _DTYPES | _FP8 | integers:
         return f"the collective moves {moved}; expected a floating type"
     if moved in integers and site.facts.collective.reduce_op == "avg":
-        return f"an average of {moved} is rounded as the collective's library does it"
-    if not isinstance(site.nodes, GatherNodes) and site.facts.collective.reduce_op and moved in _FP8:
-        return f"partials would be summed in {moved}"
+        return f"the collective averages {moved}; expected sum, because each library rounds integers in its own way"
+    if site.facts.collective.reduce_op and moved in _FP8:
+        return f"the collective sums {moved}; expected a dtype of at least 16 bits, to send partial sums in"
     return None
 
 
@@ -139,7 +136,7 @@ def _dynamic(site: OverlapSite, context: Context) -> str | None:
     nodes = [c.input for c in site.collectives] + [n for m in site.matmuls for n in (m.lhs, m.rhs)]
     for node in nodes:
         if tools.has_unbacked(tools.shape(node)):
-            return f"{node.name} has a size that is only known when it runs: {[str(s) for s in tools.shape(node)]}"
+            return f"{node.name} has a size that is only known at run time: {[str(s) for s in tools.shape(node)]}"
     return None
 
 
@@ -150,7 +147,7 @@ def _not_divisible(site: OverlapSite, context: Context) -> str | None:
     rows = tools.shape(site.collectives[0].input)[0]
     world_size = site.facts.collective.world_size
     if isinstance(rows, int) and rows % world_size:
-        return f"{rows} rows are scattered over {world_size} ranks"
+        return f"{rows} rows are scattered over {world_size} ranks; expected a multiple of {world_size}"
     return None
 
 
@@ -166,18 +163,16 @@ def _shares(site: OverlapSite, context: Context) -> str | None:
 @check("stream_boundary")
 def _streams(site: OverlapSite, context: Context) -> str | None:
     marks = {repr(n.meta.get("custom", {}).get("stream")) for n in _members(site)}
-    return f"its nodes stand on different streams: {', '.join(sorted(marks))}" if len(marks) > 1 else None
+    if len(marks) <= 1:
+        return None
+    return f"the site's nodes are on different streams: {', '.join(sorted(marks))}; expected one stream"
 
 
 @check("mutation")
 def _mutation(site: OverlapSite, context: Context) -> str | None:
     """Refuse a site if a tensor that it reads is written in place between its first and last node: a read that moved
     would see other data."""
-    members = _members(site)
-    if isinstance(site.nodes, GatherNodes):
-        members += [*site.nodes.epilogue.nodes, *between(site.nodes), *place(site.nodes).hoisted]
-    else:
-        members += [n for n in site.nodes.layouts if n.op == "call_function"]
+    members = [*_members(site), *site.nodes.others()]
     read = {id(i): i for n in members for i in n.all_input_nodes}
     node, last = min(members), max(members)
     while node is not last:
@@ -190,15 +185,16 @@ def _mutation(site: OverlapSite, context: Context) -> str | None:
 
 @check("hoist")
 def _hoist(site: OverlapSite, context: Context) -> str | None:
-    """Refuse a gather if its matmuls' operands cannot be computed before its steps without moving a node that may not
-    be moved."""
-    if not isinstance(site.nodes, GatherNodes):
+    """Refuse a site if its matmuls' operands cannot be computed before its steps without moving a node that may not be
+    moved."""
+    placement = site.nodes.place()
+    if placement is None:
         return None
-    placement = place(site.nodes)
     if placement.obstacle is not None:
-        return f"{placement.obstacle.name} ({placement.obstacle.target}) would have to run earlier than it stands"
+        blocking = f"{placement.obstacle.name} ({placement.obstacle.target})"
+        return f"the site's steps need {blocking} earlier than it runs now, and it cannot be moved"
     # The site is refused only if accepted sites block every place. If one is free, the rewrite takes it.
-    crossings = [_crossing(site, p, context) for p in places(site.nodes) if p.obstacle is None]
+    crossings = [_crossing(site, p, context) for p in site.nodes.places() if p.obstacle is None]
     return None if None in crossings else crossings[0]
 
 
@@ -207,10 +203,10 @@ def _crossing(site: OverlapSite, placement: Placement, context: Context) -> str 
     accepted in the order in which they are found, which is the order in which the rewrite moves them."""
     late = {n for n in _read(placement) if n in context.sunk and placement.anchor < context.sunk[n]}
     if late:
-        return f"{_names(late)} would have to run earlier than the site it belongs to"
+        return f"the site's steps need {_names(late)} earlier than an accepted site computes it"
     early = {n for n in _sunk(site, placement) if n in context.needed and not placement.anchor < context.needed[n]}
     if early:
-        return f"{_names(early)} would have to run later than an accepted site that needs it"
+        return f"the site would move {_names(early)} after an accepted site that needs it"
     return None
 
 

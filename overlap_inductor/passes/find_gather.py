@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find ``all-gather -> matmul``: follow the gathered tensor forward to every matmul that it is an operand of.
 
 The finder leaves the graph as it is. It gives one site with all consumers, which the rewrite replaces together::
@@ -15,22 +16,26 @@ from typing import Any
 from torch import fx
 
 from overlap_inductor.facts.decision import Reason
+from overlap_inductor.passes import examples
+from overlap_inductor.passes.pattern import Match
+from overlap_inductor.passes.pattern import Miss
+from overlap_inductor.passes.pattern import Search
+from overlap_inductor.sites import beside
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import matmuls
 from overlap_inductor.sites import row_wise
 from overlap_inductor.sites.gather_epilogue import find_epilogue
+from overlap_inductor.sites.gather_nodes import GatherConsumer
+from overlap_inductor.sites.gather_nodes import GatherNodes
 from overlap_inductor.sites.layouts import Atom
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import LayoutError
 from overlap_inductor.sites.layouts import ShardedDim
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.nodes import CollectiveNode
-from overlap_inductor.sites.nodes import GatherConsumer
-from overlap_inductor.sites.nodes import GatherNodes
 from overlap_inductor.sites.pieces import behind_copies
 from overlap_inductor.sites.pieces import may_be_a_piece
 from overlap_inductor.sites.pieces import piece_of
-from overlap_inductor.sites.placement import between
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.graph_inputs import is_parameter
 
@@ -42,7 +47,7 @@ def _pieces(cat: fx.Node) -> tuple[fx.Node, list[tuple[Any, Any]]] | None:
     ``None``."""
     source: fx.Node | None = None
     spans: list[tuple[Any, Any]] = []
-    for node in cat.args[0]:  # type: ignore[union-attr]
+    for node in cat.args[0]:
         piece = piece_of(behind_copies(node))
         if piece is None or piece.dim != 0 or piece.step != 1 or (source or piece.base) is not piece.base:
             return None
@@ -65,7 +70,9 @@ def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason 
     shard = rows // world_size
     target = operators.argument(cat, "dim") % len(tools.shape(cat))
     if len(spans) > world_size:
-        return Reason("not_plain_gather", f"{len(spans)} pieces of {world_size} shards are concatenated")
+        return Reason(
+            "not_plain_gather", f"a cat joins {len(spans)} pieces of {world_size} shards; expected each shard once"
+        )
     short = False
     kept: Any = 0
     for i, (start, length) in enumerate(spans):
@@ -77,12 +84,13 @@ def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason 
         ):
             return Reason(
                 "not_plain_gather",
-                f"piece {i} is rows {start} to {start + length}, expected {i * shard} to {(i + 1) * shard}",
+                f"piece {i} of a cat is rows {start} to {start + length} of the gathered tensor; expected rows"
+                f" {i * shard} to {(i + 1) * shard}",
             )
         short = not full
         kept = kept + length
     if len(spans) < world_size and target != 0:
-        return Reason("not_plain_gather", f"only {len(spans)} of {world_size} shards are concatenated")
+        return Reason("not_plain_gather", f"a cat joins only {len(spans)} of {world_size} shards; expected all of them")
     return source, None if same_size(kept, rows) else kept
 
 
@@ -171,7 +179,7 @@ class _Follower:
         """Whether ``node`` keeps the layout of ``source``: it has the same shape, and every tensor input is a scalar or
         holds the same elements in the same places."""
         layout = self.layouts[source]
-        if [str(s) for s in tools.shape(node)] != [str(s) for s in tools.shape(source)]:
+        if not tools.same_shape(node, source):
             return False
         for other in tools.tensor_inputs(node):
             same = other in self.layouts and self.layouts[other].same_elements(layout)
@@ -199,15 +207,15 @@ class _Follower:
                 self.obstacles.append(
                     Reason(
                         "op_between",
-                        f"{node.target} stands between the all-gather and a matmul and is not computed in pieces",
+                        f"{node.name} ({node.target}) is between the all-gather and a matmul and cannot be computed in"
+                        " pieces",
                     )
                 )
             return
         needy = self._needy(node)
         if needy is not None:
             if _is_operand(node):
-                what = f"{needy.name} ({needy.target}), which {node.name} reads,"
-                text = f"{what} is computed from the gathered tensor and not in pieces"
+                text = f"{node.name} reads {needy.name} ({needy.target}), which needs the whole gathered tensor"
                 self.obstacles.append(Reason("weight_depends_on_collective", text))
             return
         try:
@@ -215,13 +223,15 @@ class _Follower:
             if found.rows_of and any(
                 ShardedDim.of(self.layouts[n]).short for n in node.all_input_nodes if n in self.layouts
             ):
-                raise LayoutError("the padding of uneven shards was cut off before")
+                raise LayoutError(
+                    "it combines the gathered rows with another tensor's after the padding of uneven shards was cut off"
+                )
         except LayoutError as error:
             if _is_operand(node):
                 self.obstacles.append(
                     Reason(
                         "op_between",
-                        f"{node.name} ({node.target}) stands between the all-gather and a matmul and is not computed in"
+                        f"{node.name} ({node.target}) is between the all-gather and a matmul and cannot be computed in"
                         f" pieces: {error}",
                     )
                 )
@@ -235,7 +245,11 @@ class _Follower:
                 continue
             if other in self.layouts or matmul.bias in self.layouts:
                 self.obstacles.append(
-                    Reason("weight_depends_on_collective", f"both operands of {matmul.node.name} are gathered by it")
+                    Reason(
+                        "weight_depends_on_collective",
+                        f"{matmul.node.name} reads the gathered tensor as more than one operand or bias; expected one"
+                        " operand",
+                    )
                 )
                 return
             refusal = matmul.refusal()
@@ -246,12 +260,16 @@ class _Follower:
             sharded = ShardedDim.of(layout)
             role = matmul.role(operand, sharded.dim)
             if role == "K" and matmul.kind == "scaled_mm":
-                text = f"{matmul.node.name} contracts the gathered dim and its operands are scaled"
+                text = f"{matmul.node.name} contracts the gathered dim and has scales; expected a matmul without scales"
                 self.obstacles.append(Reason("split_contraction", text))
                 return
             if role == "B" and sharded.short:
                 self.obstacles.append(
-                    Reason("layout", f"{matmul.node.name} is batched over the gathered dim and its padding was cut off")
+                    Reason(
+                        "layout",
+                        f"{matmul.node.name} is batched over the gathered dim, and the padding of uneven shards was cut"
+                        " off; expected equal shards",
+                    )
                 )
                 return
             self.consumers.append(GatherConsumer(matmul, operand, role, layout, sharded))
@@ -260,8 +278,8 @@ class _Follower:
             self.obstacles.append(
                 Reason(
                     "no_matmul",
-                    f"it gathers a scale of {matmul.node.name}, none of its operands: there is nothing to hide it"
-                    " behind",
+                    f"the collective gathers a scale of {matmul.node.name} and none of its operands, so there is"
+                    " nothing to hide it behind",
                 )
             )
 
@@ -297,7 +315,8 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
             follower.obstacles.append(
                 Reason(
                     "weight_depends_on_collective",
-                    f"the {needy} of {consumer.matmul.node.name} is computed from the gathered tensor",
+                    f"the {needy} of {consumer.matmul.node.name} is computed from the gathered tensor; expected one"
+                    " operand only to depend on it",
                 )
             )
         else:
@@ -305,7 +324,7 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
     if not consumers:
         return None, follower.obstacles
     nodes = GatherNodes(collective, follower.raw, consumers, follower.through, find_epilogue(collective, consumers))
-    inside = between(nodes)
+    inside = nodes.between()
     if any(node in follower.row_wise for node in inside):
         nodes.layouts = {
             node: follower.layouts[node] for node in (collective.wait, *sorted(inside)) if node in follower.layouts
@@ -338,3 +357,34 @@ def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
         # operand is a transposed gradient.
         return all(c.operand == "rhs" and tools.permutation(c.matmul.lhs) is None for c in nodes.consumers)
     return all(c.operand == "rhs" for c in nodes.consumers)
+
+
+class AllGatherMatmul:
+    """See ``Pattern``. A gather of a weight (FSDP) is no site."""
+
+    name = "all_gather_matmul"
+    kind = "all_gather"
+    early = True
+    example = examples.ALL_GATHER_MATMUL
+
+    def find(self, collective: CollectiveNode, search: Search) -> Match | Miss:
+        if not tools.shape(collective.input):
+            return Miss([Reason("no_matmul", beside.NO_MATMUL)], final=True)
+        nodes, obstacles = find_gather(collective)
+        if nodes is None:
+            return Miss(obstacles)
+        first = nodes.consumers[0]
+        if is_weight_gather(nodes, search.phase):
+            text = (
+                f"{collective.input.name} is a weight that is gathered before its use (FSDP); this is left to bucketing"
+                " and prefetching"
+            )
+            return Miss([Reason("fsdp_weight_gather", text)], final=True, anchor=first.matmul.node)
+        return Match(nodes, _logical_dim(nodes), first.role)
+
+
+def _logical_dim(nodes: GatherNodes) -> int | None:
+    """The dim that the user gathered, before the tensor was flattened for the matmul: the dim of the ``cat`` that joins
+    the shards, else 0."""
+    sources = [n for n in nodes.through if n.target is aten.cat.default]
+    return operators.argument(sources[0], "dim") if sources else 0

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find ``matmul -> collective`` (reduce-scatter, all-reduce, all-gather of an output): follow the collective's input
 backward.
 
@@ -29,12 +30,12 @@ from overlap_inductor.sites.layouts import LayoutError
 from overlap_inductor.sites.layouts import ShardedDim
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.nodes import CollectiveNode
-from overlap_inductor.sites.nodes import ReduceNodes
 from overlap_inductor.sites.padded_output import nodes_between
 from overlap_inductor.sites.padded_output import padded_output
 from overlap_inductor.sites.padded_output import padding_before
 from overlap_inductor.sites.pieces import appended_to
 from overlap_inductor.sites.pieces import piece_of
+from overlap_inductor.sites.reduce_nodes import ReduceNodes
 from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
@@ -45,7 +46,7 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
     out of order; ``None`` for another cat."""
     source: Any = None
     dim: Any = None
-    pieces: list[Any] = list(cat.args[0])  # type: ignore[arg-type]
+    pieces: list[Any] = list(cat.args[0])
     if operators.argument(cat, "dim") != 0 or len(pieces) != world_size:
         return None
     for i, piece in enumerate(map(piece_of, pieces)):
@@ -68,17 +69,10 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
         if not same_size(piece.start, i * shard):
             return Reason(
                 "not_plain_scatter",
-                f"piece {i} begins at {piece.start}, expected {i * shard}: the slices are out of order",
+                f"piece {i} begins at index {piece.start}; expected {i * shard}, in the ranks' order",
             )
         source, dim = piece.base, piece.dim
     return source, dim
-
-
-def like(a: fx.Node, b: fx.Node) -> bool:
-    """Whether both have the same shape."""
-    return len(tools.shape(a)) == len(tools.shape(b)) and all(
-        same_size(x, y) for x, y in zip(tools.shape(a), tools.shape(b), strict=True)
-    )
 
 
 def _is_matmul_result(node: fx.Node) -> bool:
@@ -90,7 +84,7 @@ def _is_matmul_result(node: fx.Node) -> bool:
             continue
         sources = _summands(node)
         if tools.is_reshape(node) or tools.permutation(node) is not None or tools.is_cast(node):
-            sources = [node.args[0]]  # type: ignore[list-item]
+            sources = [node.args[0]]
         if not sources:
             return False
         pending += [s for s in sources if s not in seen]
@@ -102,7 +96,7 @@ def _summands(node: fx.Node) -> list[fx.Node]:
     """The tensors that ``node`` adds, if it is a plain sum of tensors; else none."""
     if node.target is not aten.add.Tensor or node.kwargs or not all(map(tools.is_tensor, node.args)):
         return []
-    return list(node.args)  # type: ignore[arg-type]
+    return list(node.args)
 
 
 class Tracer:
@@ -145,7 +139,7 @@ class Tracer:
             known = self.layouts.get(node)
             if known is not None:
                 if not known.same_elements(layout):
-                    raise LayoutError(f"{node.name} is used in two layouts")
+                    raise LayoutError(f"{node.name} is read in two different layouts; expected one")
                 continue
             self.layouts[node] = layout
             matmul = matmuls.parse(node) if node not in self.read else None
@@ -169,17 +163,17 @@ class Tracer:
                 source, dim = found
                 rank_first = layout.refined().dims[0]
                 if not rank_first or not rank_first[0].rank:
-                    raise LayoutError("a cat of slices that is not the scatter's own")
+                    raise LayoutError(f"{node.name} joins slices that are not the ranks' parts of the scatter")
                 self._through(
                     node, source, layout.move_rank(0, dim, tools.shape(source)[dim]) if dim else layout, pending
                 )
             elif node.target is aten.cat.default and isinstance(found, Reason):
                 self.obstacle = found
             elif tools.is_reshape(node):
-                self._through(node, node.args[0], layout.reshape(tools.shape(node.args[0])), pending)  # type: ignore[arg-type]
+                self._through(node, node.args[0], layout.reshape(tools.shape(node.args[0])), pending)
             elif (order := tools.permutation(node)) is not None:
                 inverse = sorted(range(len(order)), key=order.__getitem__)
-                self._through(node, node.args[0], layout.permute(inverse), pending)  # type: ignore[arg-type]
+                self._through(node, node.args[0], layout.permute(inverse), pending)
             elif tools.is_pointwise(node):
                 self.visit_pointwise(node, layout, pending)
             else:
@@ -187,7 +181,7 @@ class Tracer:
 
     def visit_pointwise(self, node: fx.Node, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
         for source in tools.tensor_inputs(node):
-            if like(source, node):
+            if tools.same_shape(source, node):
                 pending.append((source, layout))
             else:
                 self.layouts[source] = Layout.of_shape(tools.shape(source))
@@ -216,7 +210,7 @@ def traced(
     first = collectives[0]
     tracer = tracer_type(first.world_size, first.kind != "all_gather", owned, read)
     tracer.padding = padding_before(first.input) if first.kind == "all_gather" else None
-    tracer.root = first.input if tracer.padding is None else tracer.padding.args[0]  # type: ignore[assignment]
+    tracer.root = first.input if tracer.padding is None else tracer.padding.args[0]
     shape = tools.shape(tracer.root)
     layout = Layout.scattered(shape, first.world_size) if first.kind == "reduce_scatter" else Layout.of_shape(shape)
     for root in (tracer.root, *(c.input for c in collectives[1:])):
@@ -242,7 +236,7 @@ def find_reduce(
         left += tracer.left
         if left and not tracer.leaves:
             names = ", ".join(n.name for n in left)
-            text = f"the sum that it takes is computed within {names}, which belongs to another site"
+            text = f"the sum that the collective moves is computed inside matmuls of another site: {names}"
             return None, Reason("shares_nodes", text), left
         nodes, obstacle = _site(collectives, result, tracer)
     except LayoutError as error:
@@ -275,7 +269,10 @@ def _site(
             or [len(d) for d in theirs.dims] != [len(d) for d in layout.dims]
             or not theirs.same_elements(layout)
         ):
-            return None, Reason("layout", f"{other.node.name} and {leaf.node.name} are summed in different layouts")
+            return None, Reason(
+                "layout",
+                f"{other.node.name} and {leaf.node.name} are added in different layouts; expected the same layout",
+            )
     if (reason := reads_a_result(tracer)) is not None:
         return None, reason
     sharded = _cut(first.kind, leaf, layout, tracer.layouts[tracer.root], world_size)
@@ -299,8 +296,8 @@ def reads_a_result(tracer: Tracer) -> Reason | None:
         forks = any(u not in tracer.region for u in leaf.node.users)
         for node in tracer.externals if forks else []:
             if node not in tracer.region and tools.depends_on(node, leaf.node, known):
-                where = f"{node.name} ({node.target}) stands between {leaf.node.name} and the collective"
-                return Reason("op_between", f"{where} and is not computed in pieces")
+                where = f"{node.name} ({node.target}) is between {leaf.node.name} and the collective"
+                return Reason("op_between", f"{where} and cannot be computed in pieces")
     return None
 
 
@@ -325,15 +322,24 @@ def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
         if matmul.kind == "scaled_mm" or role == "B" or biased:
             return Reason(
                 "not_plain_scatter",
-                f"the result of {matmul.node.name} ({matmul.kind}) is padded, which its operands cannot stand for",
+                f"zeros are appended to the result of {matmul.node.name} ({matmul.kind}); appending them to the"
+                " operands instead would not give zeros",
             )
     if not same_size(sharded.size, tools.shape(tracer.leaves[0].node)[sharded.dim]):
-        return Reason("layout", f"rows of {tracer.leaves[0].node.name} are appended to in a dim that is cut further")
+        return Reason(
+            "layout",
+            f"zeros are appended to a part of a dim of {tracer.leaves[0].node.name}; expected them at the end of the"
+            " whole dim",
+        )
     for node in tracer.region:
         # A sum of the region's own nodes is allowed, because a sum of zeros is zero.
         adds = _summands(node)
         if tools.is_pointwise(node) and not tools.is_cast(node) and not (adds and tracer.region.issuperset(adds)):
-            return Reason("not_plain_scatter", f"{node.name} stands between the matmul and the padding of its result")
+            return Reason(
+                "not_plain_scatter",
+                f"{node.name} ({node.target}) is between the matmul and the padding of its result; expected views,"
+                " casts and sums of matmuls only",
+            )
     return None
 
 
@@ -351,7 +357,7 @@ def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, gathered: Layout, 
     if kind == "reduce_scatter":
         return ShardedDim.of(layout)
     if kind == "all_gather" and not layout.same_elements(gathered):
-        raise LayoutError(f"{leaf.node.name} is gathered in another order of its elements than it is computed in")
+        raise LayoutError(f"the elements of {leaf.node.name} are gathered in another order than they are computed in")
     dim = 0
     size = tools.shape(leaf.node)[dim]
     return ShardedDim(dim, 1, size // world_size, size, (), ())
@@ -365,7 +371,9 @@ def _check_externals(tracer: Tracer, layout: Layout) -> None:
         if not tracer.layouts[node].same_elements(layout) and any(
             not (isinstance(s, int) and s == 1) for s in shape[:-1]
         ):
-            text = f"{node.name} of shape {shape} is read between matmul and collective and cannot be cut along"
+            text = (
+                f"{node.name} of shape {shape} is read between matmul and collective and cannot be cut like the matmul"
+            )
             raise LayoutError(text)
         for user in node.users:
             if (
@@ -373,7 +381,10 @@ def _check_externals(tracer: Tracer, layout: Layout) -> None:
                 and not tracer.layouts[node].same_elements(layout)
                 and not _same_columns(tracer.layouts[user], layout)
             ):
-                raise LayoutError(f"{node.name} of shape {shape} lies along another dim than the matmul's columns")
+                raise LayoutError(
+                    f"{node.name} of shape {shape} varies along a dim that is not the matmul's columns; expected one"
+                    " value for each column"
+                )
 
 
 def _same_columns(layout: Layout, leaf: Layout) -> bool:

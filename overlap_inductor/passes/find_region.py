@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find ``matmuls -> sum over a dim, or cat -> collective``: regions whose ops commute with cutting rows but change the
 matmuls' shape.
 
@@ -21,7 +22,6 @@ from torch import fx
 
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.passes.find_reduce import Tracer
-from overlap_inductor.passes.find_reduce import like
 from overlap_inductor.passes.find_reduce import reads_a_result
 from overlap_inductor.passes.find_reduce import traced
 from overlap_inductor.passes.find_reduce import used_elsewhere
@@ -32,8 +32,8 @@ from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import LayoutError
 from overlap_inductor.sites.layouts import ShardedDim
 from overlap_inductor.sites.nodes import CollectiveNode
-from overlap_inductor.sites.nodes import ReduceNodes
-from overlap_inductor.sites.nodes import Region
+from overlap_inductor.sites.reduce_nodes import ReduceNodes
+from overlap_inductor.sites.reduce_nodes import Region
 from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
@@ -53,7 +53,7 @@ class _RegionTracer(Tracer):
 
     def visit_other(self, node: fx.Node, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
         if node.target in REDUCTIONS and _has_matmul(node):
-            source: fx.Node = node.args[0]  # type: ignore[assignment]
+            source: fx.Node = node.args[0]
             sizes = tools.shape(source)
             given = operators.argument(node, "dim")
             taken = {d % len(sizes) for d in ([given] if isinstance(given, int) else given or range(len(sizes)))}
@@ -69,32 +69,34 @@ class _RegionTracer(Tracer):
             dim = operators.argument(node, "dim") % len(tools.shape(node))
             dims = list(layout.refined().dims)
             if any(a.rank for a in dims[dim]):
-                raise LayoutError(f"{node.name} joins matmuls along the scattered dim")
+                raise LayoutError(f"{node.name} joins matmuls along the scattered dim; expected another dim")
             self.parts[node] = []
-            for part in node.args[0]:  # type: ignore[union-attr]
-                atom = Atom(tools.shape(part)[dim])  # type: ignore[arg-type]
+            for part in node.args[0]:
+                atom = Atom(tools.shape(part)[dim])
                 self.parts[node].append(atom)
-                pending.append((part, Layout((*dims[:dim], (atom,), *dims[dim + 1 :]))))  # type: ignore[arg-type]
+                pending.append((part, Layout((*dims[:dim], (atom,), *dims[dim + 1 :]))))
         else:
             super().visit_other(node, layout, pending)
 
     def visit_pointwise(self, node: fx.Node, layout: Layout, pending: list[tuple[fx.Node, Layout]]) -> None:
         dims = layout.refined().dims
         for source in tools.tensor_inputs(node):
-            if like(source, node):
+            if tools.same_shape(source, node):
                 pending.append((source, layout))
                 continue
             shape = tools.shape(source)
             if len(shape) > len(dims):
-                raise LayoutError(f"{source.name} of shape {shape} is broadcast in {node.name} to more dims")
+                raise LayoutError(f"{source.name} of shape {shape} has more dims than {node.name}, which reads it")
             aligned = dims[len(dims) - len(shape) :]
             mine = Layout(
                 tuple(() if isinstance(s, int) and s == 1 else dim for s, dim in zip(shape, aligned, strict=True))
             )
             if source in self.layouts and not self.layouts[source].same_elements(mine):
-                raise LayoutError(f"{source.name} is used in two layouts")
+                raise LayoutError(f"{source.name} is read in two different layouts; expected one")
             if _has_matmul(source):
-                raise LayoutError(f"{source.name}, which a matmul leads to, is broadcast in {node.name}")
+                raise LayoutError(
+                    f"{node.name} broadcasts {source.name}, which is computed from a matmul; expected equal shapes"
+                )
             self.layouts[source] = mine
             self._external(source)
 
@@ -171,14 +173,18 @@ class _Dims:
         for leaf in (first, *others):
             dims = tracer.layouts[leaf.node].refined().dims
             if len(dims) != len(self.runs):
-                raise LayoutError(f"{leaf.node.name} and {first.node.name} have not the same dims")
+                raise LayoutError(
+                    f"{leaf.node.name} and {first.node.name} have different numbers of dims; expected the same number"
+                )
             for d, dim in enumerate(dims):
                 self.add(d, list(dim))
 
     def add(self, dim: int, run: list[Atom]) -> None:
         for atom in run:
             if self.of.setdefault(_key(atom), dim) != dim:
-                raise LayoutError("two matmuls are joined in different dims")
+                raise LayoutError(
+                    "a dim of the collective's input belongs to different dims of two matmuls; expected the same dim"
+                )
         if not any(_same(run, other) for other in self.runs[dim]):
             self.runs[dim].append(run)
 
@@ -186,7 +192,7 @@ class _Dims:
         """The dim that consists of exactly these atoms. Raises ``LayoutError`` if there is none."""
         found = next((d for d, runs in enumerate(self.runs) for run in runs if _same(run, atoms)), None)
         if found is None:
-            raise LayoutError("a sum or a cat takes a part of a matmul's dim")
+            raise LayoutError("a sum or a cat covers only a part of a matmul's dim; expected the whole dim")
         return found
 
     def place(self, node: fx.Node, layout: Layout) -> Layout:
@@ -200,8 +206,8 @@ class _Dims:
             dims.append(tuple(mine))
         if atoms:
             raise LayoutError(
-                f"{node.name} of shape {tools.shape(node)} is read between matmul and collective and cannot be cut"
-                " along"
+                f"{node.name} of shape {tools.shape(node)} is read between matmul and collective and cannot be cut like"
+                " the matmul"
             )
         return Layout(tuple(dims))
 
@@ -229,7 +235,7 @@ def _region(tracer: _RegionTracer, collective: CollectiveNode) -> tuple[Region, 
         leaves = [atom.leaves() for atom in parts]
         known = {dims.whole(run) for run in leaves if all(_key(a) in dims.of for a in run)}
         if len(known) != 1:
-            raise LayoutError(f"{node.name} joins tensors along a dim that is no dim of a matmul")
+            raise LayoutError(f"{node.name} joins tensors along a dim that no matmul has")
         (joined[node],) = known
         for run in (*leaves, list(tracer.layouts[node].refined().dims[at])):
             dims.add(joined[node], run)
@@ -241,7 +247,7 @@ def _region(tracer: _RegionTracer, collective: CollectiveNode) -> tuple[Region, 
         raise LayoutError("some matmuls are summed over a dim that others keep")
     layout = Layout(tuple(top.dims[d] for d in kept)).refined()
     if collective.kind == "all_gather" and not layout.same_elements(tracer.layouts[collective.input]):
-        raise LayoutError("the matmuls are gathered in another order of their elements than they are computed in")
+        raise LayoutError("the elements of the matmuls are gathered in another order than they are computed in")
     if collective.kind == "reduce_scatter":
         sharded = ShardedDim.of(layout)
     else:
@@ -249,8 +255,10 @@ def _region(tracer: _RegionTracer, collective: CollectiveNode) -> tuple[Region, 
         sharded = ShardedDim(0, 1, size // collective.world_size, size, (), ())
     cut = kept[sharded.dim]
     if sharded.short:
-        raise LayoutError("the result of a sum or a cat of matmuls is padded")
+        raise LayoutError(
+            "zeros are appended to a sum or a cat of matmuls; expected them appended to a matmul's own result"
+        )
     if cut in joined.values():
-        raise LayoutError("matmuls are joined along the dim that is cut")
+        raise LayoutError("a cat joins matmuls along the dim that must be cut; expected another dim")
     places = {node: dims.place(node, tracer.layouts[node]) for node in tracer.externals if node not in tracer.region}
     return Region(reduced, joined, places, cut, layout), sharded

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Take apart sums of matmuls that Inductor has fused into one node, so that sites can be found in them; put back those
 that no site took.
 

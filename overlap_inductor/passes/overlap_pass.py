@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The overlap pass replaces matmuls and the collectives beside them by overlap ops: find, check, plan, rewrite, report.
 
 Contract: ``graph`` is a functional post-grad graph, with views normalised or not. The pass changes it in place, and
@@ -28,12 +29,12 @@ import copy
 import json
 import logging
 from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.errors import StrictError
 from overlap_inductor.facts.decision import Decision
 from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.facts.decision import Reason
@@ -45,9 +46,12 @@ from overlap_inductor.passes import fused_sums
 from overlap_inductor.passes import plan as planner
 from overlap_inductor.passes.find import SiteFinder
 from overlap_inductor.passes.rewrite import Rewriter
+from overlap_inductor.report.failure import BUG_REPORT
+from overlap_inductor.report.failure import Failure
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.report.report import SiteReport
 from overlap_inductor.sites.collectives import find_collectives
+from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.version import __version__
@@ -63,9 +67,8 @@ def run_overlap_pass(
     Args:
         refusal: a sentence that says why this compile cannot hold overlap ops (AOTInductor, cpp_wrapper), or ``None``.
 
-    Raises:
-        StrictError: if the pass itself failed in ``strict`` mode. In other modes the graph stays as it was and the
-            report says so.
+    If the pass itself fails, the graph stays as it was. The report then holds its text and the error, and ``strict``
+    mode raises when the report is published.
     """
     phase = graph_phase(graph, is_inference)
     try:
@@ -74,10 +77,10 @@ def run_overlap_pass(
         finally:
             fused_sums.put_back(graph)
     except Exception as error:  # noqa: BLE001  (a model that compiles without the pass must compile with it)
-        log.warning("overlap_inductor: the pass failed and the graph is left as it was: %s", error, exc_info=True)
-        text = f"the pass failed and the graph is left as it was: {type(error).__name__}: {error}"
-        if config.mode == "strict":
-            raise StrictError(text) from error
+        failure = Failure.of(error, "pass")
+        notice = f"the overlap pass failed ({failure.error}); the graph was left as written. {BUG_REPORT}"
+        log.warning("overlap_inductor: %s", notice, exc_info=True)
+        text = _text_of(graph)
         report = {
             "overlap_inductor": __version__,
             "torch": torch.__version__,
@@ -89,14 +92,31 @@ def run_overlap_pass(
         plan, groups = exchange_steps.plan_of(graph, config, {}, {})
         exchange, needs = plan.to_json() if groups else "", {name: list[Any]() for name in groups}
         return OverlapReport(
-            **report, world_size=1, config=dict(config.cache_key()), exchange=exchange, groups=needs, notices=[text]
+            **report,
+            world_size=1,
+            config=dict(config.cache_key()),
+            before=text,
+            after=text,
+            exchange=exchange,
+            groups=needs,
+            notices=[notice],
+            failures=[failure],
         )
+
+
+def _text_of(graph: fx.Graph) -> str:
+    """``readable(graph)``. If that is what fails, its error instead: a report of a failure must not fail."""
+    try:
+        return readable(graph)
+    except Exception as error:  # noqa: BLE001  (the graph may hold anything; the error takes the text's place)
+        return f"the graph cannot be shown as text: {type(error).__name__}: {error}\n"
 
 
 def _find_and_rewrite(
     graph: fx.Graph, config: OverlapConfig, phase: str, graph_id: str, refusal: str | None
 ) -> OverlapReport:
     failed: dict[str, Reason] = {}
+    failures: list[Failure] = []
     before = readable(graph) if any(True for _ in find_collectives(graph)) else ""
     if before:
         fused_sums.take_apart(graph)
@@ -105,24 +125,29 @@ def _find_and_rewrite(
     workspaces: list[dict[str, Any]] = []
     needs: dict[str, list[list[Any]]] = {}
     while True:
-        found, chosen = _find_and_choose(graph, config, phase, refusal, failed)
-        sites = found.sites
+        found, sites, chosen = _find_and_choose(graph, config, phase, refusal, failed)
         if not chosen or config.mode not in ("on", "strict"):
             break
         # Computed before the rewrite, which erases the sites' nodes.
         workspaces, needs = planner.workspace_bytes(chosen), planner.workspace(chosen)
         rewriter = Rewriter(graph, config)
-        failures = rewrite_or_restore(graph, chosen, rewriter)
-        if not failures:
+        failure = rewrite_or_restore(graph, chosen, rewriter)
+        if failure is None:
             plan, groups = rewriter.plan, rewriter.groups
             break
         # The graph was restored. Try again without the site that failed.
-        failed.update(failures)
+        failures.append(failure)
+        failed.update((site, Reason("rewrite_failed", failure.error)) for site in failure.sites)
     fused_sums.put_back(graph)
     if plan is None:
         workspaces, needs = [], {}
         plan, groups = exchange_steps.plan_of(graph, config, {}, {})
-    notices = [f"the rewrite of {site} failed and was taken back: {reason.text}" for site, reason in failed.items()]
+    notices = [
+        f"could not rewrite site {site} ({reason.text}); the graph was restored and the site runs as written"
+        for site, reason in failed.items()
+    ]
+    if failures:
+        notices.append(BUG_REPORT)
 
     return OverlapReport(
         overlap_inductor=__version__,
@@ -132,7 +157,7 @@ def _find_and_rewrite(
         graph=graph_id,
         world_size=max((s.facts.collective.world_size for s in sites), default=1),
         config=dict(config.cache_key()),
-        sites=[SiteReport(s.facts, s.decision) for s in sites if s.decision is not None],
+        sites=[SiteReport(s.facts, s.decision) for s in sites],
         near_misses=found.near_misses,
         before=before,
         after=readable(graph) if before else "",
@@ -141,13 +166,22 @@ def _find_and_rewrite(
         groups={name: [json.dumps(needs[name]), config.workspace_limit] if name in needs else [] for name in groups},
         workspaces=workspaces,
         notices=notices,
+        failures=failures,
     )
+
+
+class Choice(NamedTuple):
+    """What one walk found: ``sites`` with their decisions, of which ``chosen`` are to be overlapped."""
+
+    found: SiteFinder
+    sites: list[DecidedSite]
+    chosen: list[DecidedSite]
 
 
 def _find_and_choose(
     graph: fx.Graph, config: OverlapConfig, phase: str, refusal: str | None, failed: dict[str, Reason]
-) -> tuple[SiteFinder, list[OverlapSite]]:
-    """``(all sites, those to overlap)``.
+) -> Choice:
+    """Find and decide all sites.
 
     If a term of a sum is another site's matmul, the reduction leaves it to that site. Two repairs follow, each kept
     only if it overlaps more:
@@ -157,90 +191,105 @@ def _find_and_choose(
       again.
     """
 
-    def chosen_without(idle: set[str]) -> tuple[SiteFinder, list[OverlapSite]]:
+    def chosen_without(idle: set[str]) -> Choice:
         found = SiteFinder(graph, phase, idle).run()
-        return found, choose(found.sites, config, refusal, failed)
+        return Choice(found, *choose(found.sites, config, refusal, failed))
 
-    def improved() -> tuple[SiteFinder, list[OverlapSite]]:
+    def improved() -> Choice:
         best, idle = chosen_without(set()), set[str]()
-        while not (more := _idle_owners(*best)) <= idle:
+        while not (more := _idle_owners(best)) <= idle:
             idle = idle | more
             other = chosen_without(idle)
-            if _served(other[1]) <= _served(best[1]):
+            if _served(other) <= _served(best):
                 break
             best = other
         return best
 
     best = improved()
-    if not fused_sums.unfold(best[0].left):
+    if not fused_sums.unfold(best.found.left):
         return best
-    served, unfolded = _served(best[1]), improved()
-    if _served(unfolded[1]) > served:
+    served, unfolded = _served(best), improved()
+    if _served(unfolded) > served:
         return unfolded
     fused_sums.put_back(graph, unfolded_only=True)
     return improved()
 
 
-def _idle_owners(found: SiteFinder, chosen: list[OverlapSite]) -> set[str]:
+def _idle_owners(choice: Choice) -> set[str]:
     """Names of the collectives of sites that are not overlapped, though a reduction left them a matmul."""
-    taken = {s.facts.id for s in chosen}
+    taken, left = {s.facts.id for s in choice.chosen}, choice.found.left
     return {
         s.collectives[0].node.name
-        for s in found.sites
-        if s.facts.id not in taken and not found.left.isdisjoint(m.node for m in s.matmuls)
+        for s in choice.sites
+        if s.facts.id not in taken and not left.isdisjoint(m.node for m in s.matmuls)
     }
 
 
-def _served(chosen: list[OverlapSite]) -> tuple[int, int]:
-    """Number of sites, and of their matmuls."""
-    return len(chosen), sum(len(s.matmuls) for s in chosen)
+def _served(choice: Choice) -> tuple[int, int]:
+    """Number of sites to overlap, and of their matmuls."""
+    return len(choice.chosen), sum(len(s.matmuls) for s in choice.chosen)
 
 
 def choose(
     sites: list[OverlapSite], config: OverlapConfig, refusal: str | None, failed: dict[str, Reason]
-) -> list[OverlapSite]:
-    """Set the decision of every site; return the sites to overlap. ``failed``: by id, why a site's rewrite has failed
-    already."""
+) -> tuple[list[DecidedSite], list[DecidedSite]]:
+    """Decide every site: ``(all sites with their decisions, those to overlap)``. ``failed``: by id, why a site's
+    rewrite has failed already."""
     context = legality.Context(config, refusal)
-    for site in sites:
-        if site.facts.id in failed:
-            site.decision = Decision("failed", "analytic", [PlanPiece("keep")], [failed[site.facts.id]])
-            continue
-        reason = legality.refuse(site, context)
-        if reason is not None:
-            status = "kept" if reason.code in _NOT_A_FAILURE else "refused"
-            site.decision = Decision(
-                status, "forced" if reason.code == "switched_off" else "analytic", [PlanPiece("keep")], [reason]
-            )
-            continue
-        site.decision = planner.plan(site, config)
-        if site.decision.status == "overlapped":
-            context.accept(site)
-    planner.fit_workspace([s for s in sites if s.decision.status == "overlapped"], config)  # type: ignore[union-attr]
+    decided = [_decide(site, config, context, failed) for site in sites]
+    planner.fit_workspace(_overlapped(decided), config)
     for schedule in SCHEDULES:
-        decided = [s for s in sites if s.decision.status == "overlapped"]  # type: ignore[union-attr]
-        schedule.fit([s for s in decided if s.decision.moving.schedule == schedule.name], config)  # type: ignore[union-attr]
-    chosen = [s for s in sites if s.decision.status == "overlapped"]  # type: ignore[union-attr]
+        schedule.fit([s for s in _overlapped(decided) if s.decision.moving.schedule == schedule.name], config)
+    chosen = _overlapped(decided)
     if config.mode == "report":
         for site in chosen:
-            site.decision.status = "kept"  # type: ignore[union-attr]
-            site.decision.reasons.append(Reason("report_mode", "OVERLAP_INDUCTOR=report leaves the graph alone"))  # type: ignore[union-attr]
-    return chosen
+            site.decision.status = "kept"
+            text = "OVERLAP_INDUCTOR=report does not change the graph; set OVERLAP_INDUCTOR=on to overlap this site"
+            site.decision.reasons.append(Reason("report_mode", text))
+    return decided, chosen
+
+
+def _decide(
+    site: OverlapSite, config: OverlapConfig, context: legality.Context, failed: dict[str, Reason]
+) -> DecidedSite:
+    """The site with its decision. A site that is to be overlapped is accepted into ``context``."""
+    keep = [PlanPiece("keep")]
+    if site.facts.id in failed:
+        return site.decided(Decision("failed", "analytic", keep, [failed[site.facts.id]]))
+    reason = legality.refuse(site, context)
+    if reason is not None:
+        status = "kept" if reason.code in _NOT_A_FAILURE else "refused"
+        return site.decided(Decision(status, "forced" if reason.code == "switched_off" else "analytic", keep, [reason]))
+    decision = planner.plan(site, config)
+    if decision.status == "overlapped":
+        context.accept(site)
+    return site.decided(decision)
+
+
+def _overlapped(sites: list[DecidedSite]) -> list[DecidedSite]:
+    return [s for s in sites if s.decision.status == "overlapped"]
 
 
 _NOT_A_FAILURE = {"switched_off", "world_size_one"}
 
 
-def rewrite_or_restore(graph: fx.Graph, chosen: list[OverlapSite], rewriter: Rewriter) -> dict[str, Reason]:
-    """Rewrite ``chosen``; if that fails, restore the graph. Returns the reason of the site that failed, or of all sites
-    if none can be blamed; empty on success."""
+def rewrite_or_restore(graph: fx.Graph, chosen: list[DecidedSite], rewriter: Rewriter) -> Failure | None:
+    """Rewrite ``chosen``; if that fails, restore the graph. Returns the failure with the site that failed, or with all
+    sites if none can be blamed; ``None`` on success."""
     snapshot = fx.Graph()
     _copy(graph, snapshot)
     try:
         rewriter.apply(chosen)
-    except Exception as error:  # noqa: BLE001  (whatever went wrong, the model must still compile; the report and strict mode say so)
+    except Exception as error:  # noqa: BLE001  (the model must compile in any case; the report names the error)
         blamed = [rewriter.current] if rewriter.current is not None else chosen
-        log.warning("overlap_inductor: the rewrite failed and is taken back: %s", error, exc_info=True)
+        ids = " or ".join(site.facts.id for site in blamed)
+        log.warning(
+            "overlap_inductor: could not rewrite site %s (%s); the graph was restored and the site runs as written. %s",
+            ids,
+            error,
+            BUG_REPORT,
+            exc_info=True,
+        )
         # The graph may be out of order, so erasing users first is not possible: cut every edge, then erase. A node that
         # was inserted before an erased one is not in ``graph.nodes``, but is still a user of nodes that are.
         for node in {*graph.nodes, *(user for n in graph.nodes for user in n.users)}:
@@ -248,9 +297,8 @@ def rewrite_or_restore(graph: fx.Graph, chosen: list[OverlapSite], rewriter: Rew
         for node in list(graph.nodes):
             graph.erase_node(node)
         _copy(snapshot, graph)
-        reason = Reason("rewrite_failed", f"{type(error).__name__}: {error}")
-        return {site.facts.id: reason for site in blamed}
-    return {}
+        return Failure.of(error, "rewrite", [site.facts.id for site in blamed])
+    return None
 
 
 def _copy(source: fx.Graph, target: fx.Graph) -> None:

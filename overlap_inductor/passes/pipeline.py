@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pipeline lists which pass runs in which slot of ``torch.compile``, in order.
 
 ::

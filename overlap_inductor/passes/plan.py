@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plan which schedule serves which token counts of a site.
 
 The planner reads facts that all ranks share, never a measurement of one rank. It does not change the graph.
@@ -27,10 +28,10 @@ from overlap_inductor.runtime.arena import CREDITS
 from overlap_inductor.runtime.arena import SLOTS
 from overlap_inductor.runtime.arena import Request
 from overlap_inductor.runtime.arena import planned_bytes
+from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.sizes import machine_of
 from overlap_inductor.sites.sizes import sizes_at
-from overlap_inductor.sites.sizes import tokens
 
 
 def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
@@ -63,7 +64,7 @@ def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
             reasons or [_too_small(able, estimate)],
         )
     first = next(iter(plans.values()))
-    if not isinstance(tokens(site), int):
+    if not isinstance(site.nodes.tokens, int):
         called = [plans[s.name] for s in SCHEDULES if s.called_by_others and s.name in plans]
         joined = [s.joined(site, plans[s.name], called) for s in able if s.name in plans]
         first = next((plan for plan in joined if plan is not None), first)
@@ -76,8 +77,10 @@ def _with(estimate: dict[str, float], pieces: list[PlanPiece]) -> list[PlanPiece
 
 def _why_not(schedule: SiteSchedule, site: OverlapSite, config: OverlapConfig) -> str | None:
     if config.transport not in ("auto", *schedule.transports):
-        wanted = "" if config.schedule == "auto" else f"OVERLAP_INDUCTOR_TRANSPORT={config.transport}, and "
-        return f"{wanted}the transport of schedule {schedule.name} is {' or '.join(schedule.transports)}"
+        wanted = "" if config.schedule == "auto" else f"OVERLAP_INDUCTOR_TRANSPORT={config.transport}, but "
+        return f"{wanted}schedule {schedule.name} can only use transport {' or '.join(schedule.transports)}"
+    if site.facts.pattern not in schedule.patterns:
+        return f"no {schedule.noun} computes {site.facts.pattern}"
     return schedule.why_not(site, config)
 
 
@@ -98,22 +101,22 @@ def _too_small(able: list[SiteSchedule], estimate: dict[str, float]) -> Reason:
     schedules = " and ".join(f"{estimate[s.name]:.0f} us {s.called}" for s in able)
     return Reason(
         "too_small",
-        f"estimated {schedules} against {estimate['keep']:.0f} us as it is "
+        f"estimated {schedules}, against {estimate['keep']:.0f} us as written "
         f"(matmul {estimate['matmul']:.0f}, collective {estimate['collective']:.0f})",
     )
 
 
-def _requests(sites: list[OverlapSite]) -> dict[str, list[tuple[OverlapSite, Request]]]:
+def _requests(sites: list[DecidedSite]) -> dict[str, list[tuple[DecidedSite, Request]]]:
     """``{group: [(site, its workspace request)]}`` of the sites that need workspace, in graph order."""
-    found: dict[str, list[tuple[OverlapSite, Request]]] = {}
+    found: dict[str, list[tuple[DecidedSite, Request]]] = {}
     for site in sites:
-        moving = [p for p in site.decision.plan if p.schedule != "keep"]  # type: ignore[union-attr]
+        moving = [p for p in site.decision.plan if p.schedule != "keep"]
         for request in filter(None, (schedule_named(p.schedule).request(site, p) for p in moving)):
             found.setdefault(site.facts.collective.group_name, []).append((site, request))
     return found
 
 
-def fit_workspace(sites: list[OverlapSite], config: OverlapConfig) -> None:
+def fit_workspace(sites: list[DecidedSite], config: OverlapConfig) -> None:
     """Change decisions until the workspace of each group fits ``config.workspace_limit`` (MiB): the site with the
     largest request is left as written, then the next."""
     limit = config.workspace_limit << 20
@@ -123,23 +126,23 @@ def fit_workspace(sites: list[OverlapSite], config: OverlapConfig) -> None:
             member = max(members, key=lambda m: m[1].nbytes)
             members[:] = [m for m in members if m[0] is not member[0]]
             text = (
-                f"the group's kernels would hold {total >> 20} MiB of workspace, and OVERLAP_INDUCTOR_WORKSPACE_LIMIT"
-                f" is {config.workspace_limit} MiB"
+                f"the group's kernels would hold {total >> 20} MiB of workspace, but OVERLAP_INDUCTOR_WORKSPACE_LIMIT"
+                f" is {config.workspace_limit} MiB; raise the limit to overlap this site"
             )
-            source = member[0].decision.source  # type: ignore[union-attr]
+            source = member[0].decision.source
             member[0].decision = Decision(
                 "refused" if source == "forced" else "kept", source, [PlanPiece("keep")], [Reason("workspace", text)]
             )
 
 
-def workspace_bytes(sites: list[OverlapSite]) -> list[dict[str, Any]]:
+def workspace_bytes(sites: list[DecidedSite]) -> list[dict[str, Any]]:
     """Symmetric memory that ``sites`` hold on each rank: ``{"ranks", "bytes"}`` for each group with any, in graph
     order."""
     members = ((m[0][0].facts.collective, [r for _, r in m]) for m in _requests(sites).values())
     return [{"ranks": list(c.ranks), "bytes": planned_bytes(requests, SLOTS, c.world_size)} for c, requests in members]
 
 
-def workspace(sites: list[OverlapSite]) -> dict[str, list[list[Any]]]:
+def workspace(sites: list[DecidedSite]) -> dict[str, list[list[Any]]]:
     """``{group: [[site, bytes, signals]]}`` of the sites that need workspace, in graph order. A protocol other than
     credits is a fourth element."""
     return {group: [_numbers(r) for _, r in members] for group, members in _requests(sites).items()}

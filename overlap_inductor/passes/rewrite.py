@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rewrite each decided site into overlap ops.
 
 Before and after, with an unrolled ring::
@@ -30,11 +31,7 @@ from overlap_inductor.passes import plan as planner
 from overlap_inductor.sites import collectives
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.layouts import same_size
-from overlap_inductor.sites.nodes import GatherNodes
-from overlap_inductor.sites.nodes import OverlapSite
-from overlap_inductor.sites.nodes import ReduceNodes
-from overlap_inductor.sites.placement import between
-from overlap_inductor.sites.placement import place
+from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.torch_compat.guards import same_expression
 from overlap_inductor.torch_compat.ordering import note_order
@@ -60,10 +57,10 @@ class Rewriter:
         self.values = StepValues()
         self.first: dict[fx.Node, str] = {}
         self.agreements: list[fx.Node] = []
-        self.current: OverlapSite | None = None
+        self.current: DecidedSite | None = None
         """The site that is being rewritten. If the rewrite fails, it is blamed."""
 
-    def apply(self, sites: list[OverlapSite]) -> None:
+    def apply(self, sites: list[DecidedSite]) -> None:
         """Place and rewrite ``sites``, all decided as overlapped; order all communication; erase dead nodes. Raises if
         any step fails."""
         define_ops()
@@ -77,8 +74,7 @@ class Rewriter:
                 self.current = site
                 replaced = self._site(site, anchor)
                 for later, _ in placed[index + 1 :]:
-                    if isinstance(later.nodes, ReduceNodes):
-                        later.nodes.rename(replaced)
+                    later.nodes.rename(replaced)
             self.current = None
         self.graph.eliminate_dead_code()
         self._chain_kept_collectives()
@@ -86,7 +82,7 @@ class Rewriter:
         for site in sites:
             if left := [c.node.name for c in site.collectives if c.node in live]:
                 self.current = site
-                raise RuntimeError(f"{', '.join(left)} is still there beside its replacement")
+                raise RuntimeError(f"{', '.join(left)} is still used although the site's steps replaced it")
         self.plan, self.groups = exchange_steps.plan_of(
             self.graph, self.config, moved, {n: s for n, s in self.first.items() if n in live}
         )
@@ -100,7 +96,7 @@ class Rewriter:
         note_order(self.graph)
         self.graph.lint()
 
-    def _agree(self, placed: list[tuple[OverlapSite, fx.Node]]) -> None:
+    def _agree(self, placed: list[tuple[DecidedSite, fx.Node]]) -> None:
         """Write one ``agree`` for each group, all before the first step of any group. So no data moves while ranks may
         still differ.
 
@@ -130,42 +126,43 @@ class Rewriter:
                         follow = self.graph.call_function(overlap.follow.default, (chain, other))
                         follow.meta["val"] = tools.value(chain)
 
-    def _placed(self, sites: list[OverlapSite]) -> list[tuple[OverlapSite, fx.Node]]:
+    def _placed(self, sites: list[DecidedSite]) -> list[tuple[DecidedSite, fx.Node]]:
         """Move what must be moved, and return ``(site, node before which it is written)`` in graph order, which is the
         order of the chain. Raises ``RuntimeError`` if a site can be placed no longer."""
-        anchors: list[tuple[fx.Node, OverlapSite]] = []
+        anchors: list[tuple[fx.Node, DecidedSite]] = []
         behind: set[fx.Node] = set()
         for site in sites:
             self.current = site
-            if isinstance(site.nodes, GatherNodes):
-                placement = place(site.nodes)
-                if placement.obstacle is not None:
-                    raise RuntimeError(f"{placement.obstacle.name} is now in the way of site {site.facts.id}")
-                placement.apply()
-                inside = between(site.nodes)
-                members = inside | {m.node for m in site.matmuls}
-                if placement.sunk and any(user not in members for node in inside for user in node.users):
-                    # A node between the gather and its matmuls that is also read elsewhere will read the steps' buffer,
-                    # so the steps stand before it.
-                    anchors.append((placement.sunk[0], site))
-                    continue
-                # The steps stand right after the last sunk node. Nodes that another site moves to the same anchor stand
-                # after these and may read them.
-                anchors.append((placement.sunk[-1] if placement.sunk else placement.anchor, site))
-                behind.update(placement.sunk[-1:])
-            else:
-                chosen = schedule_named(site.decision.moving.schedule).anchor(site)  # type: ignore[union-attr]
+            placement = site.nodes.place()
+            if placement is None:
+                chosen = schedule_named(site.decision.moving.schedule).anchor(site)
                 anchors.append((chosen or max(c.node for c in site.collectives), site))
+                continue
+            if placement.obstacle is not None:
+                raise RuntimeError(
+                    f"site {site.facts.id} has no place in the graph any more: its steps need"
+                    f" {placement.obstacle.name} earlier than it runs now, and it cannot be moved"
+                )
+            placement.apply()
+            if placement.sunk and site.nodes.read_in_place():
+                # A node between the collective and the matmuls that is also read elsewhere will read the steps' buffer,
+                # so the steps stand before it.
+                anchors.append((placement.sunk[0], site))
+                continue
+            # The steps stand right after the last sunk node. Nodes that another site moves to the same anchor stand
+            # after these and may read them.
+            anchors.append((placement.sunk[-1] if placement.sunk else placement.anchor, site))
+            behind.update(placement.sunk[-1:])
         self.current = None
         return [
             (site, anchor.next if anchor in behind else anchor)
             for anchor, site in sorted(anchors, key=lambda pair: pair[0])
         ]
 
-    def _site(self, site: OverlapSite, anchor: fx.Node) -> dict[fx.Node, fx.Node]:
+    def _site(self, site: DecidedSite, anchor: fx.Node) -> dict[fx.Node, fx.Node]:
         """Write one site's steps; return ``{old node: its replacement}``."""
         module = {k: site.matmuls[0].node.meta[k] for k in _STACK if k in site.matmuls[0].node.meta}
-        piece = site.decision.moving  # type: ignore[union-attr]
+        piece = site.decision.moving
         with self.graph.inserting_before(anchor):
             group = site.facts.collective
             emit = StepEmitter(
@@ -189,9 +186,7 @@ class Rewriter:
             for reader in old.replace_all_uses_with(new):
                 self.values.keep(reader)
         ends = {n for c in site.collectives for n in (c.wait, c.node)}
-        if isinstance(site.nodes, GatherNodes) and site.nodes.collective.wait not in replaced:
-            # Nothing else reads the gathered tensor, so its views are erased with the matmuls.
-            ends |= {*replaced, *site.nodes.through}
+        ends |= site.nodes.unused_after(replaced)
         self._erase_unused([*replaced, *ends], ends)
         self.emitted.setdefault(group.group_name, []).extend(emit.emitted)
         self.first.update(dict.fromkeys(emit.emitted[:1], site.facts.id))
@@ -251,13 +246,13 @@ def _alike(old: fx.Node, new: fx.Node) -> bool:
 
 
 def _first_on(device: torch.device, before: fx.Node) -> fx.Node:
-    """The graph's first tensor on ``device``. Raises ``RuntimeError`` if none stands before ``before``."""
+    """The graph's first tensor on ``device``. Raises ``RuntimeError`` if there is none before ``before``."""
     for node in before.graph.nodes:
         if node is before:
             break
         if tools.is_tensor(node) and tools.value(node).device == device:
             return node
-    raise RuntimeError(f"no tensor on {device} stands before {before.name}")
+    raise RuntimeError(f"no tensor on {device} is computed before {before.name}; expected at least its input")
 
 
 def _tensor_of(graph: fx.Graph, node: fx.Node) -> fx.Node:

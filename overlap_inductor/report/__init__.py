@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports: what happened to a graph, as data, as text and as files."""

@@ -1,6 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write a folder of reports: ``<folder>/rank_<r>/<graph id>_<phase>/`` with text, JSON, both graphs and a page.
 
-Nothing in it depends on the time or the process, so a report that is written twice gives the same bytes twice.
+These do not depend on the time or the process, so a report that is written twice gives the same bytes twice. Two more
+files do: ``run.json`` beside them, and the page over all graphs, ``<folder>/index.html``.
 """
 
 from __future__ import annotations
@@ -12,7 +14,12 @@ import re
 import threading
 from pathlib import Path
 
+from overlap_inductor.report import runs
+from overlap_inductor.report import totals
+from overlap_inductor.report import words
+from overlap_inductor.report.files import replace_file
 from overlap_inductor.report.html.page import render_html
+from overlap_inductor.report.overview import keep_overview
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.report.text import render_text
 
@@ -22,6 +29,7 @@ FILES = ("report.txt", "sites.json", "graph.before.txt", "graph.after.txt", "ind
 
 _lock = threading.Lock()
 _written: dict[Path, list[str]] = {}
+_numbers: dict[Path, int] = {}
 _warned: set[str] = set()
 
 
@@ -33,11 +41,15 @@ def write_dump(report: OverlapReport, folder: str | os.PathLike[str], rank: int)
     be written is logged once as a warning and raises no error: a report is not worth a failed compile.
     """
     digest = hashlib.sha256(report.to_json(graphs=True).encode()).hexdigest()
-    place = _place(Path(folder) / f"rank_{rank}" / f"{_safe(report.graph)}_{_safe(report.phase)}", digest)
+    dump = Path(folder).absolute()
+    place = _place(dump / f"rank_{rank}" / f"{_safe(report.graph)}_{_safe(report.phase)}", digest)
     try:
         place.mkdir(parents=True, exist_ok=True)
-        for name, text in _contents(report).items():
-            _replace(place / name, text)
+        texts = {**_contents(report), runs.MARK: _mark(report, place).to_json()}
+        # The page comes last: a reader that waits for index.html finds the other files complete.
+        for name in sorted(texts, key="index.html".__eq__):
+            replace_file(place / name, texts[name])
+        keep_overview(dump)
     except OSError as error:
         _warn_once(str(folder), error)
         return None
@@ -45,29 +57,33 @@ def write_dump(report: OverlapReport, folder: str | os.PathLike[str], rank: int)
 
 
 def _contents(report: OverlapReport) -> dict[str, str]:
-    # The page comes last: a reader that waits for index.html finds the other files complete.
     texts = (render_text(report), report.to_json(), report.before, report.after, render_html(report))
     return dict(zip(FILES, texts, strict=True))
 
 
+def _mark(report: OverlapReport, place: Path) -> runs.Mark:
+    with _lock:
+        number = _numbers.setdefault(place, len(_numbers))
+    times = totals.of_report(report)
+    run, date = runs.begin(place.parent)
+    return runs.Mark(
+        run=run,
+        date=date,
+        process=runs.this_process(),
+        number=number,
+        headline=words.headline(report),
+        estimate=times.text() if times else "",
+        text=hashlib.sha256(render_text(report).encode(errors="backslashreplace")).hexdigest()[:16],
+    )
+
+
 def _place(path: Path, digest: str) -> Path:
     with _lock:
-        digests = _written.setdefault(path.absolute(), [])
+        digests = _written.setdefault(path, [])
         if digest not in digests:
             digests.append(digest)
         number = digests.index(digest) + 1
     return path if number == 1 else path.with_name(f"{path.name}_{number}")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file as a whole or not at all: several processes may write the same report at once."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _safe(name: str) -> str:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Show repeated layers as one row: group sites that differ only in the numbers inside their module names.
 
 ``layers.0.mlp.down_proj`` ... ``layers.31.mlp.down_proj``  ->  ``layers.{0..31}.mlp.down_proj``
@@ -11,15 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
+from typing import TYPE_CHECKING
 from typing import Any
 
 from overlap_inductor.facts.decision import Decision
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.facts.site import Collective
 from overlap_inductor.facts.site import SiteFacts
-from overlap_inductor.report.report import NearMiss
-from overlap_inductor.report.report import OverlapReport
-from overlap_inductor.report.report import SiteReport
+
+if TYPE_CHECKING:
+    from overlap_inductor.report.report import NearMiss
+    from overlap_inductor.report.report import OverlapReport
+    from overlap_inductor.report.report import SiteReport
 
 # A number counts as a layer's only if it is a whole component ("layers.3.", "layers[3]"), so that "fc1" and "fc2" stay
 # apart.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Publish what happened to a graph: counters, log lines, trace artifacts and the dump. In ``strict`` mode, raise if a
 site was not overlapped."""
 
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from overlap_inductor.errors import StrictError
+from overlap_inductor.report.failure import BUG_REPORT
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.report.report import SiteReport
 from overlap_inductor.torch_compat import telemetry
@@ -48,7 +50,7 @@ def activate(report: OverlapReport, from_cache: bool = False, dump: str | None =
         dump: the folder for reports that is set now (it is not part of the cached report).
 
     Raises:
-        StrictError: the report's mode is ``strict`` and a site was refused or failed. It is raised last.
+        StrictError: the report's mode is ``strict``, and a site was refused or the pass failed. It is raised last.
     """
     with _lock:
         _reports.append(report)
@@ -131,11 +133,18 @@ def _trace(report: OverlapReport) -> None:
 
 
 def _insist(report: OverlapReport) -> None:
+    whole = next((f for f in report.failures if f.stage == "pass"), None)
+    if whole is not None:
+        raise StrictError(
+            f"OVERLAP_INDUCTOR=strict: the overlap pass failed on graph {report.graph} {report.phase}: {whole.error}. "
+            f"{BUG_REPORT} OVERLAP_INDUCTOR=on runs the graph as written.\n\n{whole.traceback}"
+        )
     bad = [s for s in report.sites if s.decision.status in ("refused", "failed")]
     if bad:
         lines = "\n".join(f"  {_describe(site)}" for site in bad)
         raise StrictError(
             f"OVERLAP_INDUCTOR=strict: {len(bad)} of {len(report.sites)} sites of graph {report.graph} {report.phase} "
             f"could not be overlapped:\n{lines}\n"
-            "Change what the reasons name, or set OVERLAP_INDUCTOR=on to leave these sites as they are."
+            "Change what the reasons name, or set OVERLAP_INDUCTOR=on to run these sites as written."
+            + (f" {BUG_REPORT}" if report.failures else "")
         )

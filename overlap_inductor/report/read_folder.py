@@ -1,51 +1,95 @@
-"""Read a dump folder back: every graph's ``report.txt``, one copy for all ranks with the same text."""
+# SPDX-License-Identifier: Apache-2.0
+"""Read a dump folder back: every graph's ``report.txt``, one copy for all ranks with the same text, run by run."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
+from typing import NamedTuple
 
 from overlap_inductor.errors import OverlapError
+from overlap_inductor.report.folder import Run
+from overlap_inductor.report.folder import dumps_below
+from overlap_inductor.report.folder import rank_of
+from overlap_inductor.report.folder import runs_of
 from overlap_inductor.report.groups import ranges
 
 
 def read_reports(folder: str) -> str:
     """All reports below ``folder``, one after the other. Each is headed by its graph and the ranks that wrote it.
 
+    Where several runs wrote to one dump folder, the reports of each stand below a line with the run's id and date, the
+    oldest first. A report that a later run has overwritten is the later run's.
+
     Raises:
         OverlapError: there is no such folder, or no report below it.
     """
     place = Path(folder)
-    if not place.is_dir():
-        raise OverlapError(f"{folder} is no folder; expected the one that OVERLAP_INDUCTOR_DUMP named")
-    found: dict[tuple[str, str], dict[str, list[int]]] = {}
-    # ``folder`` may also be that of one rank.
-    files = [*place.rglob("rank_*/*/report.txt"), *(place.glob("*/report.txt") if _rank(place) is not None else ())]
-    for file in sorted(files, key=lambda path: _natural(str(path))):
-        rank = _rank(file.parent.parent)
-        if rank is not None:
-            above = file.parent.parent.parent
-            prefix = "" if above in (place, place.parent) else f"{above.relative_to(place)}/"
-            texts = found.setdefault((prefix, file.parent.name), {})
-            texts.setdefault(file.read_text(encoding="utf-8"), []).append(rank)
-    if not found:
-        raise OverlapError(
-            f"{folder} holds no report; expected rank_<r>/<graph>_<phase>/report.txt below it. "
-            "Set OVERLAP_INDUCTOR_DUMP to a folder and OVERLAP_INDUCTOR=on or report, and compile something."
-        )
     sections = []
-    for (prefix, graph), texts in found.items():
-        for text, ranks in texts.items():
-            head = f"{prefix}{graph}, rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
-            sections.append(f"{head}\n{'=' * len(head)}\n{text}")
+    for dump in _dumps(place):
+        prefix, runs = _prefix(dump, place), runs_of(dump)
+        for run in runs:
+            sections += [f"######## {prefix}{run.title}"] if len(runs) > 1 else []
+            sections += _sections(run, prefix)
     return "\n\n".join(sections)
 
 
-def _rank(path: Path) -> int | None:
-    match = re.fullmatch(r"rank_(\d+)", path.name or path.absolute().name)
-    return int(match[1]) if match else None
+class GraphFolder(NamedTuple):
+    """One rank's folder of one graph. ``prefix``: the dump below the folder that was asked for, with a slash at its
+    end; empty if that is the dump itself."""
+
+    prefix: str
+    rank: int
+    path: Path
 
 
-def _natural(text: str) -> list[tuple[int, str]]:
-    """A sort key under which ``2_0`` comes before ``10_0``."""
-    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", text)]
+def graph_folders(folder: str) -> list[GraphFolder]:
+    """The folders of all graphs below ``folder``, run by run.
+
+    Raises:
+        OverlapError: as ``read_reports``.
+    """
+    place = Path(folder)
+    return [
+        GraphFolder(_prefix(dump, place), written.rank, written.place)
+        for dump in _dumps(place)
+        for run in runs_of(dump)
+        for written in run.reports
+    ]
+
+
+def _prefix(dump: Path, place: Path) -> str:
+    return "" if dump == place or rank_of(dump) is not None else f"{dump.relative_to(place)}/"
+
+
+def page_folders(folder: str) -> list[Path]:
+    """The dump folders at and below ``folder`` that have a page over all their graphs: not that of a single rank.
+
+    Raises:
+        OverlapError: as ``read_reports``.
+    """
+    return [dump for dump in _dumps(Path(folder)) if rank_of(dump) is None]
+
+
+def _dumps(place: Path) -> list[Path]:
+    if not place.is_dir():
+        raise OverlapError(f"{place} is not a folder; expected the folder that OVERLAP_INDUCTOR_DUMP named")
+    found = dumps_below(place)
+    if not found:
+        raise OverlapError(
+            f"{place} holds no report; expected rank_<r>/<graph>_<phase>/report.txt below it. "
+            "Set OVERLAP_INDUCTOR_DUMP to a folder and OVERLAP_INDUCTOR=on or report, then compile a model."
+        )
+    return found
+
+
+def _sections(run: Run, prefix: str) -> list[str]:
+    graphs: dict[str, dict[str, list[int]]] = {}
+    for written in run.reports:
+        text = (written.place / "report.txt").read_text(encoding="utf-8")
+        graphs.setdefault(written.place.name, {}).setdefault(text, []).append(written.rank)
+    sections = []
+    for graph, texts in graphs.items():
+        for text, ranks in texts.items():
+            head = f"{prefix}{graph}, rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+            sections.append(f"{head}\n{'=' * len(head)}\n{text}")
+    return sections

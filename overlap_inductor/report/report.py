@@ -1,4 +1,5 @@
-"""``OverlapReport``: what happened to one graph, as data. ``render_text`` and ``render_html`` render it.
+# SPDX-License-Identifier: Apache-2.0
+"""``OverlapReport``: what happened to one graph, as data. It shows itself: ``str()`` is short, ``to_text`` is whole.
 
 A graph's report is stored with the compiled graph and used again on a cache hit, so it holds no rank and no path.
 """
@@ -15,6 +16,7 @@ from overlap_inductor.facts.decision import Decision
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.facts.site import Collective
 from overlap_inductor.facts.site import SiteFacts
+from overlap_inductor.report.failure import Failure
 
 SCHEMA_VERSION = 1
 
@@ -57,6 +59,7 @@ class OverlapReport:
         workspaces: symmetric memory that the graph's sites hold on each rank: ``{"ranks", "bytes"}`` for each group
             that has any.
         notices: things the user should know that belong to no site (another pass took the sites, a limit was hit...).
+        failures: errors inside the pass, with their tracebacks; empty if all went well.
     """
 
     overlap_inductor: str
@@ -75,10 +78,14 @@ class OverlapReport:
     groups: dict[str, list[Any]] = field(default_factory=dict)
     workspaces: list[dict[str, Any]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
 
     def counters(self) -> Counter[str]:
-        """The counters ``sites_found``, ``sites_overlapped``, ``schedule.<name>`` and ``reason.<code>``."""
+        """The counters ``sites_found``, ``sites_overlapped``, ``schedule.<name>`` and ``reason.<code>``; ``failed`` if
+        there are failures."""
         counts: Counter[str] = Counter(sites_found=len(self.sites))
+        if self.failures:
+            counts["failed"] = len(self.failures)
         for site in self.sites:
             counts.update(f"reason.{r.code}" for r in site.decision.reasons)
             if site.decision.status == "overlapped":
@@ -103,12 +110,42 @@ class OverlapReport:
             "plan_hash": self.plan_hash,
             "workspaces": self.workspaces,
             "notices": self.notices,
+            "failures": [f.to_dict() for f in self.failures],
             "sites": [s.to_dict() for s in self.sites],
             "near_misses": [m.to_dict() for m in self.near_misses],
         }
         if graphs:
             value.update(before=self.before, after=self.after, exchange=self.exchange, groups=self.groups)
         return value
+
+    def __str__(self) -> str:
+        """The headline, the estimated total and the first rows of sites."""
+        from overlap_inductor.report.short import render_short
+
+        return render_short(self)
+
+    def __repr__(self) -> str:
+        from overlap_inductor.report.short import title
+
+        return f"<OverlapReport {title(self)}>"
+
+    def _repr_html_(self) -> str:
+        """A compact table, for notebooks."""
+        from overlap_inductor.report.html.notebook import render_compact
+
+        return render_compact(self)
+
+    def to_text(self) -> str:
+        """The content of ``report.txt``."""
+        from overlap_inductor.report.text import render_text
+
+        return render_text(self)
+
+    def to_html(self) -> str:
+        """The content of ``index.html``: a document that loads nothing from elsewhere."""
+        from overlap_inductor.report.html.page import render_html
+
+        return render_html(self)
 
     def to_json(self, graphs: bool = False) -> str:
         return json.dumps(self.to_dict(graphs), indent=1, sort_keys=False) + "\n"
@@ -118,7 +155,7 @@ class OverlapReport:
         """The report that ``to_json(graphs=True)`` wrote. Raises ``ValueError`` if its schema version differs."""
         value = json.loads(text)
         if value.pop("schema_version") != SCHEMA_VERSION:
-            raise ValueError("the stored overlap report has another schema version; clear the Inductor cache")
+            raise ValueError("the stored overlap report has another schema version; clear Inductor's cache folder")
         sites = [SiteReport(SiteFacts.from_dict(s), Decision.from_dict(s["decision"])) for s in value.pop("sites")]
         misses = [
             NearMiss(
@@ -128,4 +165,5 @@ class OverlapReport:
             )
             for m in value.pop("near_misses")
         ]
-        return cls(sites=sites, near_misses=misses, **value)
+        failures = [Failure(**f) for f in value.pop("failures", [])]
+        return cls(sites=sites, near_misses=misses, failures=failures, **value)

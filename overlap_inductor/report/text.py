@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``report.txt``: one graph's report for a terminal. Repeated layers take one line; every value is as decided."""
 
 from __future__ import annotations
@@ -5,16 +6,22 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from overlap_inductor.report import totals
 from overlap_inductor.report import words
+from overlap_inductor.report.advice import advice_for
 from overlap_inductor.report.groups import MissGroup
 from overlap_inductor.report.groups import SiteGroup
 from overlap_inductor.report.groups import group_near_misses
 from overlap_inductor.report.groups import group_sites
 from overlap_inductor.report.groups import has_layer_numbers
-from overlap_inductor.report.report import OverlapReport
+
+if TYPE_CHECKING:
+    from overlap_inductor.report.report import OverlapReport
 
 WIDTH = 118
+ADVICE_TITLE = "what you can do"
 REPEATED_BLOCK = (
     "No module name holds a layer number. If one block was compiled and is called several times (per-block "
     "compilation), this one graph serves every call with the same code: count its sites once for each call."
@@ -25,7 +32,7 @@ def render_text(report: OverlapReport) -> str:
     """The report as text that ends in a newline. Sizes are M x N x K of the rank's own matmul; times are estimates."""
     groups = group_sites(report)
     sections = [_header(report), _switches(report), _sites(report, groups), _reasons(groups), _plans(groups)]
-    sections += [_near_misses(group_near_misses(report)), _notices(report)]
+    sections += [_near_misses(group_near_misses(report)), _advice(report), _notices(report), _failures(report)]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
 
@@ -35,8 +42,10 @@ def _header(report: OverlapReport) -> list[str]:
         f"graph {report.graph}, {report.phase}, world size {report.world_size}, mode {report.mode}",
         words.headline(report),
     ]
+    if estimated := totals.line(report):
+        lines.append(estimated)
     if report.mode == "report":
-        lines.append("mode report: the graph was left as it was; the plan below is what mode on would run")
+        lines.append("mode report: the graph was not changed; mode on would run the plan below")
     if report.plan_hash:
         lines.append(f"plan {report.plan_hash} (equal on every rank)")
     lines += words.memory(report)
@@ -104,12 +113,22 @@ def _near_misses(groups: Sequence[MissGroup]) -> list[str]:
         number = words.count(len(group.misses), "time")
         lines.append(f"{group.module}: {words.collective(group.collective)}, {number}")
         lines += _hanging(f"  {group.reason.code}: ", group.reason.text)
-    return _section("near misses: collectives that are no site", lines) if lines else []
+    return _section("near misses: collectives without a site", lines) if lines else []
+
+
+def _advice(report: OverlapReport) -> list[str]:
+    lines = [line for code, text in advice_for(words.reason_codes(report)) for line in _hanging(f"{code}: ", text)]
+    return _section(ADVICE_TITLE, lines) if lines else []
 
 
 def _notices(report: OverlapReport) -> list[str]:
     lines = [line for notice in report.notices for line in _hanging("- ", notice)]
     return _section("notices", lines) if lines else []
+
+
+def _failures(report: OverlapReport) -> list[str]:
+    lines = [line for failure in report.failures for line in failure.traceback.splitlines()]
+    return _section("errors inside the pass", lines) if lines else []
 
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:

@@ -1,26 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report's values as short texts for users, the same in report.txt and index.html."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 from typing import Any
 
-from overlap_inductor.config import PATTERNS
+from overlap_inductor.facts import names
 from overlap_inductor.facts.decision import Decision
 from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.facts.site import Collective
 from overlap_inductor.facts.site import Matmul
 from overlap_inductor.facts.site import SiteFacts
-from overlap_inductor.report.report import OverlapReport
+
+if TYPE_CHECKING:
+    from overlap_inductor.report.report import OverlapReport
 
 STATUSES = ("overlapped", "kept", "refused", "failed")
 
 STATUS_MEANING = {
-    "overlapped": "its transfers run under the matmuls in pieces, or in a faster kernel behind them (small_message)",
-    "kept": "could be overlapped, and stays as it was: estimated to be no faster, or asked for",
-    "refused": "stays as it was: overlapping it is not supported, or was not shown to keep the result",
-    "failed": "stays as it was: the rewrite gave an error and the original was put back",
+    "overlapped": "its transfers run in pieces under the matmuls, or in a faster kernel after them (small_message)",
+    "kept": "runs as written: it could be overlapped, but no gain is estimated, or a switch asks for this",
+    "refused": "runs as written: overlapping it is not supported, or could change the result",
+    "failed": "runs as written: the rewrite raised an error, and the graph was restored",
 }
 
 SOURCES = {
@@ -74,11 +78,12 @@ def size_in_bytes(value: int | str) -> str:
 
 
 def memory(report: OverlapReport) -> list[str]:
-    """``symmetric memory: 96.0 MiB on each of 8 ranks, of at most 4.0 GiB a group``: one line for each group."""
+    """``symmetric memory: 96.0 MiB on each of 8 ranks; the limit is 4.0 GiB for each group``: one line for each
+    group."""
     most = size_in_bytes(report.config["workspace_limit"] << 20) if report.workspaces else ""
     return [
-        f"symmetric memory: {size_in_bytes(held['bytes'])} on each of {count(len(held['ranks']), 'rank')}, of at most"
-        f" {most} a group"
+        f"symmetric memory: {size_in_bytes(held['bytes'])} on each of {count(len(held['ranks']), 'rank')}; the limit is"
+        f" {most} for each group"
         for held in report.workspaces
     ]
 
@@ -163,6 +168,12 @@ def headline(report: OverlapReport) -> str:
     return text
 
 
+def reason_codes(report: OverlapReport) -> list[str]:
+    """The reason codes of all sites and near misses, each once, in the report's order."""
+    reasons = [r for site in report.sites for r in site.decision.reasons]
+    return list(dict.fromkeys(r.code for r in [*reasons, *(miss.reason for miss in report.near_misses)]))
+
+
 def switches(report: OverlapReport) -> list[tuple[str, str, str]]:
     """Every switch of the configuration as (name, requested, effective in this graph)."""
     effective = {
@@ -209,7 +220,7 @@ def _tally(values: Iterable[Any]) -> str:
 
 def _plain(value: Any) -> str:
     if isinstance(value, list | tuple):
-        if sorted(value) == sorted(PATTERNS):
-            return f"all {len(PATTERNS)}"
+        if sorted(value) == sorted(names.PATTERNS.known()):
+            return f"all {len(value)}"
         return ", ".join(str(v) for v in value) or "none"
     return "not set" if value is None else str(value)

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """What belongs to a process group while it runs: agreement, workspace, order of calls, faults."""

@@ -1,30 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
 """Agreement: the ranks of a group compare what they exchange before an overlap op of a graph moves data.
 
 A pass never communicates, because a cache hit on one rank would leave the others waiting. So the comparison is the
-first act of a graph's call, before it reads or writes anything. Every rank publishes its plan's digest under the number
-of the call (calls of graphs with a collective of that group are counted), and reads the others'::
+first act of a graph's call, before the graph reads or writes anything. Each rank counts its calls of graphs that hold a
+collective of the group. At call n it publishes its plan's digest under the number n and reads the other ranks'::
 
     call n:   publish digest                     a rank that overlaps nothing goes on here
               equal = all digests of call n are mine
               for each round: publish equal; equal = all ranks with my digest say equal
               equal -> overlap ops; else the plain compile of the graph, from then on
 
-Each round passes a rejection on to the other groups of a rank: one round for each dim of a mesh, and one in which a
-rank that came too late finds the verdict of those that gave up waiting. So all ranks that groups of the graph connect
-take the same way. A rank that runs the plain program without comparing publishes a refusal, for which nobody waits.
+Each round passes a rejection on to the other groups of a rank. There is one round for each dim of a mesh, and one more
+for a rank that was late: it reads there the verdict of the ranks that gave up waiting for it. So all ranks that the
+graph's groups connect reach the same result. A rank that runs the plain program without comparing publishes a refusal,
+and no rank waits for it.
 
-Where ranks do not even hold the same collectives in a graph, or have held other numbers of them before this call, or
-one publishes nothing (overlap is off there, or it runs uncompiled), their calls cannot be counted alike: overlap is
-disabled for the group from then on (``apart``). The rank that finds so says it in the store, where ranks that still
-wait see it.
+Calls cannot be matched if the ranks hold different collectives in a graph, if their earlier calls held different
+numbers of collectives, or if a rank publishes nothing (overlap is off there, or it runs uncompiled). Then overlap is
+disabled for the group for good (``apart``). The rank that finds this writes it to the store, where waiting ranks see
+it.
 
-A plan that was agreed upon needs no second comparison by rounds in the store, so a rank may compile again alone as long
-as it exchanges the same. Digests alone are compared at every call, so a rank that alone compiles to another exchange
-takes all ranks of that call to the plain program. Ranks of one machine compare them in memory that all of them map
-(``call_page``). This ties the hosts of a group to each other: none starts a call before all have reached it, which
-costs nothing while the hosts run ahead of their GPUs. Ranks on several machines compare through the store: on CPU
-groups at every call, whose collectives block the host anyway; on GPUs at first runs only, and there the rank that
-compiled again ends with an error at its deadline.
+A plan that was agreed upon skips the rounds at later calls, so a rank may recompile alone as long as it exchanges the
+same. The digests are still compared at every call. If a rank recompiles alone to another exchange, all ranks run the
+plain program in that call. How digests are compared depends on the group:
+
+- Ranks of one machine compare them in memory that all of them map (``call_page``). This ties the group's hosts to each
+  other: none starts a call before all have reached it. It costs nothing while the hosts run ahead of their GPUs.
+- Ranks on several machines compare them through the store. CPU groups do so at every call, because their collectives
+  block the host anyway. GPU groups do so at first runs only; there a rank that recompiled to another exchange ends with
+  an error at its deadline.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ from overlap_inductor.facts.exchange import ExchangePlan
 from overlap_inductor.facts.exchange import difference
 from overlap_inductor.runtime import call_board
 from overlap_inductor.runtime.call_board import EQUAL
+from overlap_inductor.runtime.call_board import STATES
 from overlap_inductor.runtime.call_board import GroupState
 from overlap_inductor.runtime.call_board import Outcome
 from overlap_inductor.runtime.call_board import state_of
@@ -58,12 +63,12 @@ log = logging.getLogger("overlap_inductor")
 
 
 class Comparison:
-    """Compares one compiled graph's plan with the other ranks', call by call.
+    """Compares one compiled graph's plan with the other ranks' plans, call by call.
 
     Args:
-        groups: the groups whose collectives the graph holds; those in which nothing moves are left out.
-        every_call: whether to compare at every call where the ranks share no page (CPU groups), and not only at the
-            first.
+        plan: what this rank exchanges in the graph.
+        groups: the groups whose collectives the graph holds. Those in which nothing moves are left out.
+        every_call: if the ranks share no page, compare at every call (CPU groups) instead of at the first one only.
     """
 
     def __init__(self, plan: ExchangePlan, groups: Sequence[dist.ProcessGroup], every_call: bool) -> None:
@@ -72,17 +77,17 @@ class Comparison:
         self.every_call = every_call
         self.first = True
         self.withdrawn = False
-        """Whether this rank runs the plain program whatever the others do: all do so for a reason of their own."""
+        """True if this rank runs the plain program without asking. All ranks do so, each for its own reason."""
         self.settled: list[tuple[GroupState, str, int]] | None = None
-        """The groups, with what is alike in all that this rank publishes and the number of collectives, once there is
-        little to ask: the plan was agreed upon, or overlaps nothing."""
+        """``(group's state, the constant part of the values published for it, the plan's collectives in it)`` of each
+        group once the plan was agreed upon or overlaps nothing, else ``None``. ``count`` needs no more than this."""
         self.tied = False
-        """Whether a settled plan is compared at every call; it has one group then."""
+        """True if a settled plan is compared at every call. It has one group then."""
         self.counted = False
-        """Whether ``count`` has counted and published a call that ``call`` goes on with."""
+        """True if ``count`` has counted and published a call that ``call`` has to finish."""
 
     def count(self) -> bool:
-        """Count one call of a settled plan, at little host time; false where ``call`` has to be asked."""
+        """Count one call of a settled plan at little host time. Returns False if ``call`` has to decide."""
         if self.settled is None or any(s.apart for s, _, _ in self.settled):
             return False
         for state, constant, collectives in self.settled:
@@ -97,12 +102,12 @@ class Comparison:
         return not self.counted
 
     def call(self) -> Outcome:
-        """Count one call, and compare where that is needed.
+        """Count one call, and compare it with the other ranks' if needed.
 
         Raises:
-            AgreementError: a rank has another version, died, or runs an earlier plan that was agreed upon; or the
-                groups' store is gone, and with it the rank that kept it.
-            StrictError: in mode ``strict``, the plans differ.
+            AgreementError: a rank has another version, died, or is inside the transfers of an earlier plan that was
+                agreed upon; or the store of a group is gone with the rank that kept it.
+            StrictError: the plans differ, in mode ``strict``.
         """
         try:
             return self._call()
@@ -151,9 +156,9 @@ class Comparison:
         return outcome
 
     def _without_overlap(self, states: Sequence[GroupState], first: bool) -> Outcome:
-        """Tell the others, who may overlap theirs; wait for them only where this rank alone may have left an agreed
-        exchange."""
-        # (A plan that this rank has run before is no sign that it has left an exchange.)
+        """Publish a plan without overlap to the other ranks, which may overlap theirs. Wait for their plans only if
+        this rank alone may have left an agreed exchange."""
+        # A plan that this rank has run before cannot have left an exchange.
         new = any(self.plan.digest not in s.told for s in states)
         call_board.publish(self._listening(states, first), self.plan)
         strict = first and self.plan.mode == "strict"
@@ -170,7 +175,7 @@ class Comparison:
         return NO
 
     def _listening(self, states: Sequence[GroupState], first: bool) -> list[GroupState]:
-        """The groups whose other ranks may wait to hear of this call."""
+        """The groups whose other ranks may wait for this rank's value of this call."""
         return [s for s in states if first or self.every_call or s.page is not None]
 
     def _settle(self, states: Sequence[GroupState], tied: bool) -> None:
@@ -181,8 +186,12 @@ class Comparison:
         """Whether all ranks can go on after a call that compared equal.
 
         Args:
-            failure: why this rank cannot, alike on all ranks of the group that it comes from; or ``""``. It reaches the
-                ranks of the graph's other groups by rounds of their own.
+            failure: why this rank cannot go on, or ``""``. All ranks of the group in which it failed pass the same
+                text. Rounds of their own pass it on to the ranks of the graph's other groups.
+
+        Raises:
+            StrictError: a rank cannot go on, in mode ``strict``.
+            AgreementError: a rank gave no verdict in time.
         """
         states = [state_of(g) for g in self.groups]
         verdict = (DIFFERENT if failure else EQUAL, failure)
@@ -207,13 +216,16 @@ class Comparison:
         return Outcome(False, text)
 
 
-# (An op asks at every call.)
+# Cached because the op ``agree`` parses its plan at every call.
 _parsed = functools.lru_cache(maxsize=4096)(ExchangePlan.from_json)
 
 
 def require(group: dist.ProcessGroup, text: str) -> None:
-    """Raise unless the plan ``text`` was agreed upon; compare it now where no ``Comparison`` has (a graph that runs
-    outside of Inductor's own callable).
+    """Raise unless the plan was agreed upon. A graph that runs outside of Inductor's own callable has no
+    ``Comparison``; its plan is compared here.
+
+    Args:
+        text: an ``ExchangePlan`` as JSON.
 
     Raises:
         AgreementError: the ranks' plans differ.
@@ -232,26 +244,25 @@ def require(group: dist.ProcessGroup, text: str) -> None:
 
 
 def accept(group: dist.ProcessGroup, plan: ExchangePlan) -> None:
-    """Let the ops of ``plan`` run, which is a part of one that was agreed upon."""
+    """Let the ops of ``plan`` run: it is a part of a plan that was agreed upon (a subgraph's)."""
     state_of(group).parts.add(plan.digest)
 
 
 def plans_waiting(group: dist.ProcessGroup) -> str:
-    """Peers that wait with a plan which this rank does not run, for the error of a transfer that found no partner; or
+    """A sentence that names peers which run another plan, for the error of a transfer whose partner did not come; or
     ``""``.
 
-    A rank that alone compiles again, to another exchange, stops at its comparison, while the others go on with the plan
-    that all had agreed upon.
+    A rank that recompiles alone to another exchange stops at its comparison, while the others go on with the plan that
+    all had agreed upon.
     """
-    state = state_of(group)
-    if state.newest is None:
+    state = STATES.known(group)
+    if state is None or state.newest is None:
         return ""
     try:
-        # (This rank has counted the call that found no partner, or, in a graph outside of Inductor's callable, has
-        # not.)
+        # Two numbers: a graph outside of Inductor's callable has not counted the call that failed, others have.
         plans = call_board.plans_now(state, state.newest, (state.calls, state.calls + 1))
     except RuntimeError:
-        # The store may have died with its rank.
+        # The store may have died with the rank that kept it.
         return ""
     why = difference(state.newest, plans)
     return f"Meanwhile another plan was compiled by {why}. " if why else ""

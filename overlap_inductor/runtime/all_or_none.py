@@ -1,81 +1,80 @@
-"""``all_or_none``: something that every rank of a group must manage before any of them goes on, such as to allocate
-memory that all map.
+# SPDX-License-Identifier: Apache-2.0
+"""``all_or_none``: an attempt that counts only if it succeeds on every rank of a group, such as to allocate memory that
+all ranks map.
 
-A rank that fails alone and raises would leave the others in a collective that it never joins. So each rank tries, says
-through the group's store how it went, and waits for the verdict of the group's first rank, who has read all of them:
-one reader, so that all ranks go on, or none does, with one text. ::
+A rank that fails alone and raises would leave the others in a collective that it never joins. So each rank makes the
+attempt, writes its result to the group's store, and waits for the verdict of the group's first rank, which reads all
+results. Because one rank decides, all ranks go on or none does, with the same text::
 
     rank 0                         rank 1                            rank 2
     attempt: managed               attempt: out of memory            attempt: managed
-    reads what all have said       says "rank 1 cannot ..."          says that it has managed
+    reads all results              writes "failed: out of memory"    writes "managed"
     verdict: "rank 1 cannot ..."   NotOnAllRanks("rank 1 ...")       NotOnAllRanks("rank 1 ...")
 
-What is waited for has a deadline; a rank that says nothing until then counts as one that failed. An attempt may itself
-be a collective, if a rank that fails in it lets the others' end, at last by a timeout of their own. Ranks must make the
-same attempts in one order. Nothing is waited for twice, and no GPU is involved.
+Every wait has a deadline. A rank that writes nothing until then counts as failed. An attempt may itself be a collective
+if a rank that fails in it lets the others' end, at the latest by its own timeout. Ranks must make the same attempts in
+one order. Each attempt has keys of its own in the store. No GPU is involved.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import threading
 import time
-import weakref
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from overlap_inductor.errors import OverlapError
+from overlap_inductor.runtime.group_state import Kind
+from overlap_inductor.runtime.group_state import Owner
 from overlap_inductor.torch_compat.distributed import group_store
 from overlap_inductor.torch_compat.distributed import group_timeout
 
 SECONDS = 300.0
-"""That the first rank waits for the others, at most the group's timeout."""
+"""Seconds that the first rank waits for the others. The group's timeout holds if it is shorter."""
 MANAGED, FAILED = "managed", "failed: "
 
 Result = TypeVar("Result")
 
 
 class NotOnAllRanks(OverlapError):
-    """A rank of the group has not managed what all must; raised on every rank, with the same text. The text names the
-    rank, and what it could not do."""
+    """An attempt failed on a rank of the group. Raised on every rank with the same text, which names the rank and what
+    it could not do."""
 
 
-class _Attempts:
-    """Keys of a group's attempts in its store. A group whose name was a destroyed one's has other keys."""
-
-    _incarnations: dict[str, int] = {}
-
-    def __init__(self, name: str) -> None:
-        self._incarnations[name] = self._incarnations.get(name, -1) + 1
-        self._prefix, self._made = f"overlap_inductor/all_or_none/{self._incarnations[name]}", 0
-
-    def next(self) -> str:
-        self._made += 1
-        return f"{self._prefix}/{self._made}"
+def _keys(owner: Owner) -> Iterator[str]:
+    """A key in the group's store for each of its attempts."""
+    return (f"overlap_inductor/all_or_none/{owner.incarnation}/{number}" for number in itertools.count(1))
 
 
-_OF_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, _Attempts] = weakref.WeakKeyDictionary()
+_KEYS = Kind("count of common attempts", _keys)
 _LOCK = threading.Lock()
+"""A generator serves one thread at a time."""
 
 
 def all_or_none(group: dist.ProcessGroup, what: str, attempt: Callable[[], Result], seconds: float = SECONDS) -> Result:
-    """The result of ``attempt`` where it returned one on every rank of ``group``. All ranks call this together, with
-    the same ``what``: "allocate 512 bytes".
+    """Return the result of ``attempt`` if it returned on every rank of ``group``. All ranks call this together.
+
+    Args:
+        what: the attempt in words that complete "rank 1 cannot ...": "allocate 512 bytes". The same on all ranks.
+        seconds: that the first rank waits for the others' results.
 
     Raises:
-        NotOnAllRanks: on every rank alike, where it raised on one of them, or one has said nothing for ``seconds``.
+        NotOnAllRanks: ``attempt`` raised on a rank, or a rank wrote nothing for ``seconds``; on every rank.
+        OverlapError: the group was destroyed.
     """
+    keys = _KEYS.of(group)
     with _LOCK:
-        if group not in _OF_GROUP:
-            _OF_GROUP[group] = _Attempts(group.group_name)
-        key = _OF_GROUP[group].next()
+        key = next(keys)
     cause: Exception | None = None
     try:
         result = attempt()
         said = MANAGED
-    except Exception as error:  # noqa: BLE001  (Whatever it is, the other ranks must hear of it.)
+    except Exception as error:  # noqa: BLE001  (the other ranks must hear of any error)
         cause, said = error, f"{FAILED}{type(error).__name__}: {error}"
     verdict = _verdict(group, key, what, said, min(seconds, group_timeout(group).total_seconds()))
     if verdict != MANAGED:
@@ -86,12 +85,12 @@ def all_or_none(group: dist.ProcessGroup, what: str, attempt: Callable[[], Resul
 def _verdict(group: dist.ProcessGroup, key: str, what: str, said: str, seconds: float) -> str:
     rank, ranks = group.rank(), dist.get_process_group_ranks(group)
     if dist.get_backend(group) == "fake":
-        # (A dry run: the other ranks are not there.)
+        # A dry run has no other ranks.
         return MANAGED if said == MANAGED else _text(group, what, {ranks[rank]: said})
     store = group_store(group)
     if rank:
         store.set(f"{key}/{rank}", said)
-        # (The first rank may wait as long for others before it says anything.)
+        # Twice as long: the first rank may wait ``seconds`` for another rank before it decides.
         found = _read(store, f"{key}/verdict", 2 * seconds)
         return found or _text(
             group, what, {ranks[0]: f"{FAILED}it has said nothing for {2 * seconds:.0f} s; has it died?"}
@@ -112,7 +111,7 @@ def _verdict(group: dist.ProcessGroup, key: str, what: str, said: str, seconds: 
 
 
 def _text(group: dist.ProcessGroup, what: str, failed: dict[int, str]) -> str:
-    """What every rank is told; ``failed``: by global rank."""
+    """The verdict's text. ``failed``: results of the ranks that failed, by global rank."""
     each = "; ".join(
         f"rank {rank} cannot {what} ({text.removeprefix(FAILED).strip()})" for rank, text in failed.items()
     )

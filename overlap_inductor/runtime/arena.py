@@ -1,16 +1,19 @@
-"""``WorkspaceArena``: who holds which bytes of a group's symmetric memory, until when. The only place that allocates
-it.
+# SPDX-License-Identifier: Apache-2.0
+"""``WorkspaceArena``: which site holds which bytes of a group's symmetric memory. It is the only place that allocates
+symmetric memory for sites.
 
 A group has a few *slots*. A call of a site holds one slot from its start to its end. The sites of a graph take the
-slots in turn, in the order of the plan that all ranks have agreed upon; sites of other graphs may share them, since
-calls of a rank run one after the other (``runtime.workspace``). What keeps a rank from writing into a slot that a peer
-still reads is a credit, which the peer gives when its call ends (``kernels.signals.credit_flag``), or halves of the
-slot that are used in turn (``kernels.small_message``); kernels of one slot all do the same. Calls are counted in device
-memory (``Slot.calls``), never by the host: a CUDA graph that is replayed, or mixed with eager calls, counts on.
+slots in turn, in the order of the plan that all ranks have agreed upon. Sites of other graphs may share them, because
+calls of a rank run one after the other (``runtime.workspace``).
 
-Sizes are planned before anything runs (``slots_for``; a site of dynamic sizes asks for a planned maximum, and runs as
-it stood beyond it), so that ``prepare`` happens at the graph's first run, outside any capture. Slots are never moved,
-grown or freed while the group lives: graphs captured before hold their addresses. A later graph that needs more gets
+A rank must not write into a slot that a peer still reads. One of two protocols ensures this, the same for all kernels
+of a slot: a credit that the peer gives when its call ends (``kernels.signals.credit_flag``), or two halves of the slot
+that are used in turn (``kernels.small_message``). Calls are counted in device memory (``Slot.calls``), never by the
+host, so the count stays right when a CUDA graph is replayed or mixed with eager calls.
+
+Sizes are planned before anything runs (``slots_for``), so ``prepare`` happens at the graph's first run, outside any
+capture. A site of dynamic sizes asks for a planned maximum and runs without overlap beyond it. Slots are never moved,
+grown or freed while the group lives, because captured graphs hold their addresses. A later graph that needs more gets
 slots of its own.
 """
 
@@ -31,15 +34,15 @@ from overlap_inductor.kernels.layout import QUEUE_WORDS
 
 ALIGNMENT = 1024
 TILE_BYTES = 2048
-"""Of the smallest tile: 128 rows of 8 elements of two bytes."""
+"""Bytes of the smallest tile: 128 rows of 8 elements of two bytes."""
 SLOTS = 2
 """Slots that the sites of a graph take in turn."""
 CREDITS, HALVES = "credits", "halves"
-"""What keeps the calls of a slot apart: a credit of each peer, or two halves used in turn."""
+"""Protocols that keep the calls of a slot apart: a credit of each peer, or two halves used in turn."""
 
 
 class Buffer(Protocol):
-    """What an arena needs of one symmetric allocation (``torch_compat.symmetric.SymmetricBuffer``)."""
+    """One symmetric allocation as an arena uses it (``torch_compat.symmetric.SymmetricBuffer``)."""
 
     @property
     def local(self) -> torch.Tensor: ...
@@ -51,8 +54,14 @@ class Buffer(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """One site's need: ``nbytes`` that peers write into, ``signals`` that each peer sends in a call, and what keeps its
-    calls apart."""
+    """What one site needs.
+
+    Attributes:
+        site: the site's id.
+        nbytes: bytes that peers write into.
+        signals: signals that each peer sends in a call.
+        protocol: what keeps the site's calls apart, ``CREDITS`` or ``HALVES``.
+    """
 
     site: str
     nbytes: int
@@ -66,14 +75,15 @@ class Slot:
 
     Attributes:
         data: uint8 ``[nbytes]`` on every rank.
-        flags: int32; where which flag lies say ``credit_flag`` and ``signal_flag`` of ``kernels.signals``. What lies
-            behind them on a rank is its own: ``calls``, ``queues`` and ``tiles``, which no peer touches. (One
-            allocation, since each may fail on one rank alone, and must then on all.)
-        calls: int32 ``[1]`` on the device: calls of this rank that have used the slot.
-        queues: int32 on the device, zero between calls: what a kernel's blocks claim and count (``QUEUE_WORDS`` and one
-            a peer and signal).
-        tiles: int32 on the device, zero between calls: what blocks tell each other of tiles, of which there are at most
-            as many as in ``nbytes``.
+        flags: int32 on every rank. ``credit_flag`` and ``signal_flag`` of ``kernels.signals`` say where each flag lies.
+            ``calls``, ``queues`` and ``tiles`` lie after the flags in the same allocation; no peer touches them. They
+            share one allocation because each allocation may fail on one rank alone and must then fail on all.
+        calls: int32 ``[1]`` on the device, number of this rank's calls that have used the slot.
+        queues: int32 on the device, zero between calls; blocks of a kernel claim work and count by it. ``QUEUE_WORDS``,
+            and one word a peer and signal.
+        tiles: int32 on the device, zero between calls; blocks signal finished tiles to each other by it. One word for
+            each ``TILE_BYTES`` of ``nbytes``.
+        protocol: ``CREDITS`` or ``HALVES``.
     """
 
     nbytes: int
@@ -87,8 +97,7 @@ class Slot:
 
 
 def slots_for(requests: Sequence[Request], count: int) -> list[tuple[int, int]]:
-    """``(nbytes, signals)`` of each of at most ``count`` slots, taken in turn by the sites, all of one protocol, in
-    their order."""
+    """``(nbytes, signals)`` of at most ``count`` slots that ``requests``, all of one protocol, take in turn."""
     used = min(count, len(requests))
     return [
         (max(_aligned(r.nbytes) for r in requests[i::used]), max(r.signals for r in requests[i::used]))
@@ -97,7 +106,7 @@ def slots_for(requests: Sequence[Request], count: int) -> list[tuple[int, int]]:
 
 
 def planned_bytes(requests: Sequence[Request], count: int, world_size: int) -> int:
-    """Bytes a rank that ``prepare`` would allocate for these sites alone."""
+    """Bytes on each rank that ``prepare`` allocates for these sites in an empty arena."""
     return sum(_slot_bytes(world_size, *sizes) for alike in _by_protocol(requests) for sizes in slots_for(alike, count))
 
 
@@ -136,10 +145,12 @@ class WorkspaceArena:
     """The slots of one group on one device.
 
     Args:
-        allocate: ``(elements, dtype) -> Buffer``; zeroed, and called by all ranks of the group together. Raises on all
-        of them, or on none.
+        world_size: ranks of the group.
+        device: of the slots.
+        allocate: ``(elements, dtype) -> Buffer`` of zeros, called by all ranks of the group together. Raises on all of
+            them or on none.
         capturing: whether a CUDA graph is being captured on the current stream.
-        limit: bytes a rank that all slots together may take.
+        limit: bytes that all slots together may take on a rank.
     """
 
     world_size: int
@@ -152,23 +163,23 @@ class WorkspaceArena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes a rank of all slots, flags included."""
+        """Bytes of all slots on a rank, flags included."""
         return sum(_slot_bytes(self.world_size, s.nbytes, s.signals) for s in self.slots)
 
     def prepare(self, requests: Sequence[Request], count: int = SLOTS) -> None:
-        """Give every site a slot: slots that are there where they suffice, in turn; else new ones. All ranks call this
-        with equal arguments.
+        """Give every site a slot: in turn those slots that suffice, else new ones. All ranks call this with equal
+        arguments. If it raises, the arena is as before.
 
         Raises:
-            OverlapError: something would have to be allocated while a graph is captured, or beyond the limit.
-            NotOnAllRanks: a rank had no memory left (what ``allocate`` raises). The arena is as before.
+            OverlapError: memory would have to be allocated while a graph is captured, or beyond the limit.
+            NotOnAllRanks: a rank has no memory left (raised by ``allocate``).
         """
         slots, of_site = list(self.slots), dict(self._of_site)
         try:
             for alike in _by_protocol(requests):
                 self._prepare(alike, count)
         except BaseException:
-            # (Those of a protocol before may have got theirs.)
+            # Sites of an earlier protocol may already have theirs.
             self.slots, self._of_site = slots, of_site
             raise
 
@@ -180,21 +191,21 @@ class WorkspaceArena:
         if missing:
             self._check(missing, unknown)
         ready = [slot or self._new(*sizes, unknown[0].protocol) for sizes, slot in zip(wanted, chosen, strict=True)]
-        # (All of them, or none: behind a failure all ranks hold the same slots.)
+        # All new slots or none, so that all ranks hold the same slots after a failure.
         self.slots += [new for new, slot in zip(ready, chosen, strict=True) if slot is None]
         for i, request in enumerate(unknown):
             self._of_site[request.site, request.protocol] = ready[i % len(ready)]
 
     def missing_bytes(self, requests: Sequence[Request], count: int = SLOTS) -> int:
-        """Bytes a rank that ``prepare`` would have to allocate."""
+        """Bytes that ``prepare`` would have to allocate on a rank."""
         pairs = [pair for alike in _by_protocol(requests) for pair in zip(*self._choose(alike, count)[1:], strict=True)]
         return sum(_slot_bytes(self.world_size, *sizes) for sizes, slot in pairs if slot is None)
 
     def _choose(
         self, requests: Sequence[Request], count: int
     ) -> tuple[list[Request], list[tuple[int, int]], list[Slot | None]]:
-        """For requests of one protocol: ``(those without a slot of their size, sizes of the slots that they take in
-        turn, the slot that is there for each of these, or None)``."""
+        """For requests of one protocol: ``(requests without a slot of their size, sizes of the slots that these take in
+        turn, for each of these sizes the existing slot that suffices or None)``."""
         unknown = [self._at_least_as_before(r) for r in requests if not self.holds(r)]
         wanted = slots_for(unknown, count)
         free = [s for s in self.slots if unknown and s.protocol == unknown[0].protocol]
@@ -207,7 +218,7 @@ class WorkspaceArena:
         return unknown, wanted, chosen
 
     def _at_least_as_before(self, request: Request) -> Request:
-        """``request`` no smaller than the site's slot: graphs before rest on that."""
+        """``request``, at least as large as the slot that the site has: earlier graphs rely on that size."""
         slot = self._of_site.get((request.site, request.protocol))
         return (
             request
@@ -219,7 +230,7 @@ class WorkspaceArena:
         names = ", ".join(r.site for r in requests[:4]) + (", ..." if len(requests) > 4 else "")
         if self.capturing():
             raise OverlapError(
-                f"sites {names} need workspace while a CUDA graph is being captured, where none can be allocated. "
+                f"sites {names} need workspace while a CUDA graph is being captured, and none can be allocated then. "
                 "Run the compiled function once before capturing it."
             )
         more = sum(_slot_bytes(self.world_size, *sizes) for sizes in missing)
@@ -237,7 +248,7 @@ class WorkspaceArena:
         return Slot(nbytes, signals, data, flags, calls, queues, tiles, protocol)
 
     def holds(self, request: Request) -> bool:
-        """Whether the site has a slot that is large enough."""
+        """Whether the site has a slot that is large enough for ``request``."""
         return _suffices(self._of_site.get((request.site, request.protocol)), request)
 
     def knows(self, site: str, protocol: str = CREDITS) -> bool:
@@ -245,12 +256,12 @@ class WorkspaceArena:
         return (site, protocol) in self._of_site
 
     def slot(self, site: str, protocol: str = CREDITS) -> Slot:
-        """The slot of a site that has been prepared for.
+        """The site's slot.
 
         Raises:
-            OverlapError: it has not.
+            OverlapError: ``prepare`` gave the site none.
         """
         found = self._of_site.get((site, protocol))
         if found is None:
-            raise OverlapError(f"site {site} has no workspace: its graph was not prepared for before its first run")
+            raise OverlapError(f"site {site} has no workspace: its graph was not prepared before its first run")
         return found

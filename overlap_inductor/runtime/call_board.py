@@ -1,18 +1,19 @@
-"""What the ranks of a group publish for each call, and how they wait for each other's.
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a group publish for each call, and how a rank waits for the others' values.
 
-Two media carry it: the group's store (``CallStore``), and memory that all ranks map (``call_page.CallPage``). Both hold
-for each call and rank what that rank runs, the *value*: the digest of its plan, which of the plan's groups this one is,
-how many collectives of the group its calls before this one held, and ``!`` where the rank refuses to overlap; and the
-rank's verdict of each round.
+Two media carry the values: the group's store (``CallStore``), and memory that all ranks map (``call_page.CallPage``).
+For each call and rank, both hold the rank's *value* and its verdict of each round. The value says what the rank runs:
+the digest of its plan, which of the plan's groups this group is, how many collectives of the group the rank's earlier
+calls held, and ``!`` if the rank refuses to overlap.
 
-Keys, below ``overlap_inductor/agree/<incarnation>`` in the group's store::
+Keys below ``overlap_inductor/agree/<incarnation>`` in the group's store::
 
-    plan/<digest>            the plan's text, once
+    plan/<digest>            the plan's text, written once
     <call>/<rank>            the value
     <call>/<rank>/<round>    a verdict, with its reason
     <call>/same/<value>      how many ranks have published this value: one key to watch while all agree
     apart                    why overlap is disabled for the group
-    page                     where the page of the group's calls lies
+    page                     the file name of the group's call page
     here/<rank>              (of the default group) the rank compiles with overlap on
 """
 
@@ -34,6 +35,8 @@ from overlap_inductor.runtime.call_page import MOST_CHARACTERS
 from overlap_inductor.runtime.call_page import CallPage
 from overlap_inductor.runtime.call_page import Overwritten
 from overlap_inductor.runtime.call_page import shared_page
+from overlap_inductor.runtime.group_state import Kind
+from overlap_inductor.torch_compat.distributed import default_group
 from overlap_inductor.torch_compat.distributed import group_store
 from overlap_inductor.torch_compat.distributed import group_timeout
 from overlap_inductor.torch_compat.distributed import moves_nothing
@@ -41,30 +44,35 @@ from overlap_inductor.torch_compat.distributed import moves_nothing
 log = logging.getLogger("overlap_inductor")
 
 _PASSED_CHARACTERS = 18
-"""Of a value: its last number, which never has so many digits, and what stands around it."""
+"""Characters of a value kept free for its last number, which never has so many digits, and the marks around it."""
 KEPT_CALLS = 64
-"""Calls whose keys stay in the store. No rank can be so many calls behind another: each holds a collective."""
+"""Calls whose keys stay in the store. No rank can be so many calls behind another, because each call holds a
+collective."""
 EQUAL = "1"
-"""The verdict of a rank that has found nothing against the overlapped run."""
+"""The verdict of a rank that found nothing against the overlapped run."""
 _LONGEST_PAUSE = 0.25
-"""Seconds between two looks at what the others have published; the first looks come much sooner."""
+"""Longest pause in seconds between two looks at the other ranks' values. The first pauses are much shorter."""
 _SHORT = 2e-3
-"""A pause from which on a rank looks at each other rank, too."""
+"""Seconds. After a longer pause a rank also looks at each other rank's key, and for the ``apart`` key."""
 _LOOKS = 20
-"""At a page, one behind the other, before a rank gives up its time slice."""
+"""Looks at a page, one after the other, before a rank gives up its time slice."""
 _SPIN = 2e-4
-"""Seconds for which a rank that waits on a page gives up its time slice only."""
+"""Seconds for which a rank that waits on a page only gives up its time slices. Then it sleeps."""
 _PATIENCE = 15.0
-"""Seconds after which a rank that still waits says for whom."""
+"""Seconds after which a rank that still waits logs for whom."""
 ABSENT = 60.0
-"""Seconds after which a rank that has not announced that it compiles with overlap on is taken for one that never
-will."""
+"""Seconds after which a rank that has not announced itself (``announce``) is taken to run without overlap."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``overlapped``: every rank runs the same exchange; ``fresh`` where all ranks have found so just now. Else
-    ``difference`` says why not; it is empty where that was said before."""
+    """The result of comparing one call.
+
+    Attributes:
+        overlapped: every rank runs the same exchange.
+        difference: why the ranks do not; empty if they do, or if the reason was reported before.
+        fresh: all ranks have agreed upon this plan in this call, and not in an earlier one.
+    """
 
     overlapped: bool
     difference: str = ""
@@ -72,7 +80,7 @@ class Outcome:
 
 
 class CallStore:
-    """What the ranks of a group say of their calls, in the group's store. The interface is ``CallPage``'s."""
+    """Values and verdicts of a group's calls in the group's store. It has the interface of ``CallPage``."""
 
     first_pause, growth = 1e-4, 1.5
     looks_cheaply = False
@@ -102,7 +110,7 @@ class CallStore:
         return self._get(f"{self._key(call, rank)}/{number}")
 
     def _kept(self, call: int, *keys: str) -> None:
-        """Note the ``keys`` of a call, and delete those of old ones."""
+        """Remember the ``keys`` of a call, and delete the keys of calls that are ``KEPT_CALLS`` older."""
         self._keys.setdefault(call, []).extend(keys)
         for old in [c for c in self._keys if c <= call - KEPT_CALLS]:
             for key in self._keys.pop(old):
@@ -121,22 +129,24 @@ class CallStore:
 
 @dataclass
 class GroupState:
-    """What this rank knows of a live group.
+    """What this rank knows of a live group's calls and plans.
 
     Attributes:
-        calls: calls of graphs with a collective of the group.
-        passed: collectives of the group in the graphs of the calls before the newest one. Ranks whose graphs are broken
-            at different places count other calls, but as many collectives.
-        agreed / rejected: digests of plans that all ranks ran alike, and of those that differed (with the difference).
+        incarnation: see ``group_state.Owner``.
+        calls: number of calls of graphs with a collective of the group.
+        passed: number of the group's collectives in the graphs of all calls before the newest one. Ranks whose graphs
+            are broken at different places count different calls, but as many collectives.
+        agreed: digests of plans that all ranks ran alike.
+        rejected: digests of plans on which the ranks differed, with the difference.
         tied: digests of agreed plans that all ranks compare at every call, on the pages of all groups of the plan.
-        unasked: digests of agreed plans that this rank, as all others, runs without a look at what the others run.
+        unasked: digests of agreed plans that all ranks run without comparing again.
         parts: digests of plans that are parts of an agreed one: those of subgraphs.
         overlapped: the collectives of agreed plans.
-        told: digests whose plans this rank has published.
-        reported: digests, this rank's and others', whose difference was said.
+        told: digests of plans that this rank has published.
+        reported: tuples of digests, this rank's and others', whose difference was reported.
         newest: the plan agreed upon last; ``None`` while nothing of the group is overlapped.
-        apart: why overlap is disabled for the group.
-        page: of the group's calls; ``None`` before the first agreement, and where the ranks share no memory.
+        apart: why overlap is disabled for the group; ``""`` if it is not.
+        page: the group's call page; ``None`` before the first agreement, and if the ranks share no memory.
     """
 
     group: dist.ProcessGroup
@@ -169,13 +179,14 @@ class GroupState:
         return self.store if self.page is None else self.page
 
     def count(self, collectives: int) -> None:
-        """Count a call of a graph that holds so many collectives of the group."""
+        """Count a call of a graph that holds ``collectives`` collectives of the group."""
         self.calls += 1
         self.passed += self._in_newest
         self._in_newest = collectives
 
     def share_page(self) -> None:
-        """Make the group's page, once; all its ranks call this together."""
+        """Make the group's page, once. All ranks of the group call this together. Without shared memory ``page`` stays
+        ``None``."""
         if self._page_tried:
             return
         self._page_tried = True
@@ -185,16 +196,12 @@ class GroupState:
             log.info("overlap_inductor: plans are compared through the store of the group: %s", error)
 
 
-_STATE: dict[str, GroupState] = {}
+STATES = Kind("record of calls", lambda owner: GroupState(owner.group, owner.incarnation))
 
 
 def state_of(group: dist.ProcessGroup) -> GroupState:
-    """State of a live group. A destroyed group whose name is used again gets a new one, and new keys in the store."""
-    known = _STATE.get(group.group_name)
-    if known is None or known.group is not group:
-        known = GroupState(group, 0 if known is None else known.incarnation + 1)
-        _STATE[group.group_name] = known
-    return known
+    """State of a live group, made at first use. Raises ``OverlapError`` if the group was destroyed."""
+    return STATES.of(group)
 
 
 def peers(group: dist.ProcessGroup) -> list[int]:
@@ -210,7 +217,8 @@ def timeout(group: dist.ProcessGroup) -> float:
 
 
 def constant(state: GroupState, plan: ExchangePlan) -> str:
-    """What is alike in the values of all calls of ``plan``: its digest, and which of the plan's groups this one is."""
+    """The part that the values of all calls of ``plan`` share: its digest, and which of the plan's groups this one
+    is."""
     alias = plan.alias(state.group.group_name)
     text = f"{plan.digest}:{alias}"
     if len(text) <= MOST_CHARACTERS - _PASSED_CHARACTERS:
@@ -219,18 +227,18 @@ def constant(state: GroupState, plan: ExchangePlan) -> str:
 
 
 def value(state: GroupState, plan: ExchangePlan) -> str:
-    """What a rank publishes that runs ``plan`` in the call that was counted last."""
+    """The value of a rank that runs ``plan`` in the call that was counted last."""
     return f"{constant(state, plan)}:{state.passed}"
 
 
 def passed(text: str) -> int:
-    """How many collectives the calls held that the rank made before it published the value ``text``."""
+    """Number of collectives in a rank's calls before the one for which it published the value ``text``."""
     return int(text.rstrip("!").rsplit(":", 1)[1])
 
 
 def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = False) -> None:
-    """Publish ``plan`` for the call that was counted last; ``refused``: this rank runs it without overlap, whatever the
-    others do."""
+    """Publish ``plan`` for the call that was counted last. ``refused``: this rank runs it without overlap and does not
+    wait for the others."""
     for state in states:
         if plan.digest not in state.told:
             state.told.add(plan.digest)
@@ -239,15 +247,21 @@ def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = Fa
 
 
 def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, str]:
-    """What the other ranks of the group published for this call, by rank of the group; of those that did before
-    ``deadline``.
+    """The values that the other ranks published for this call before ``deadline``, by rank of the group.
 
-    Nobody is waited for any longer once overlap is off on a rank, or disabled for the group. Nor is, while no plan of
-    the group was agreed upon, a rank that has not announced itself ``ABSENT`` seconds after this one began to wait:
-    where it is only slow, it finds the verdict of the others and does as they do.
+    The wait ends early in three cases:
+
+    - overlap is off on a rank;
+    - overlap is disabled for the group;
+    - no plan of the group was agreed upon yet, and none of the missing ranks has announced itself ``ABSENT`` seconds
+      after this rank began to wait. If such a rank was only slow, it finds the others' verdict and follows it.
+
+    Args:
+        mine: this rank's plan.
+        deadline: by ``time.monotonic()``, seconds.
 
     Raises:
-        Overwritten: a rank is too many calls ahead to be asked.
+        Overwritten: a rank is too many calls ahead; its value of this call is gone.
     """
     medium, store, expected = state.medium, group_store(state.group), value(state, mine)
     waiting, found = peers(state.group), dict[int, str]()
@@ -265,7 +279,7 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
                 return found
         if pause > _SHORT or now > deadline:
             if store.check([f"{state.prefix}/apart"]):
-                # (All may have found this call alike, but for this slow rank, before one of them disabled overlap.)
+                # The others may have compared this call as equal before one of them disabled overlap at a later one.
                 if medium.all_publish(state.calls, expected):
                     return dict.fromkeys(peers(state.group), expected)
                 state.apart = store.get(f"{state.prefix}/apart").decode()
@@ -286,8 +300,9 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
 
 
 def soon(page: CallPage, call: int, text: str) -> bool:
-    """Whether all ranks have published ``text``, or do so in less time than a look at each of them takes."""
-    # (Ranks that run side by side meet here, without a call of the system.)
+    """Whether all ranks publish ``text`` within ``_LOOKS`` looks and ``_SPIN`` seconds, which is less than a look at
+    each rank takes."""
+    # Ranks that run side by side meet in these looks, without a system call.
     if any(page.all_publish(call, text) for _ in range(_LOOKS)):
         return True
     end = time.perf_counter() + _SPIN
@@ -305,7 +320,7 @@ def _next_pause(medium: CallPage | CallStore, pause: float, waited: float) -> fl
 
 
 def plans(state: GroupState, texts: Mapping[int, str], mine: ExchangePlan) -> dict[int, ExchangePlan]:
-    """The plans behind what was published, by rank of the group."""
+    """The plans of the values ``texts``, by rank of the group. Their texts are read from the store."""
     store, known = group_store(state.group), {mine.digest: mine}
     digests = {rank: text.split(":")[0] for rank, text in texts.items()}
     for digest in set(digests.values()) - {mine.digest}:
@@ -314,7 +329,7 @@ def plans(state: GroupState, texts: Mapping[int, str], mine: ExchangePlan) -> di
 
 
 def plans_now(state: GroupState, mine: ExchangePlan, calls: Sequence[int]) -> dict[int, ExchangePlan]:
-    """The plans that others have published for any of ``calls``, by global rank, without waiting."""
+    """The plans that other ranks have published for any of ``calls``, by global rank. Does not wait."""
     found = {}
     for rank in peers(state.group):
         for call in calls:
@@ -328,22 +343,22 @@ def plans_now(state: GroupState, mine: ExchangePlan, calls: Sequence[int]) -> di
 
 
 def say(state: GroupState, number: int, text: str, kind: str = "") -> None:
-    """Publish the verdict of one round of this call. ``kind`` keeps the rounds of one call apart; those that have one
-    go through the store."""
+    """Publish the verdict of one round of this call. ``kind`` tells several series of rounds of one call apart. Rounds
+    with a kind go through the store."""
     if kind or state.page is None:
         state.store.say(state.calls, f"{kind}{number}", text)
         return
     if text != EQUAL:
-        # (The reason has no room on the page.)
+        # The reason has no room on the page.
         state.store.say(state.calls, number, text)
     state.page.say(state.calls, number, text[0])
 
 
 def said(state: GroupState, rank: int, number: int, deadline: float, kind: str = "") -> str | None:
-    """The verdict of another rank in one round of this call; ``None`` where it gives none before ``deadline``.
+    """The verdict of another rank in one round of this call, or ``None`` if it gives none before ``deadline``.
 
     Raises:
-        Overwritten: that rank is too many calls ahead to be asked.
+        Overwritten: the rank is too many calls ahead; its verdict of this call is gone.
     """
     medium: CallPage | CallStore = state.store if kind else state.medium
     begun, pause = time.monotonic(), medium.first_pause
@@ -355,7 +370,7 @@ def said(state: GroupState, rank: int, number: int, deadline: float, kind: str =
         if text is not None and (text == EQUAL or medium is state.store):
             return text
         if text is not None:
-            # (The reason is on its way: a store is told without an answer, and the page is faster.)
+            # Wait for the reason in the store. The page is faster, and a write to the store is not acknowledged.
             medium, pause = state.store, state.store.first_pause
         now = time.monotonic()
         if now > deadline:
@@ -365,25 +380,27 @@ def said(state: GroupState, rank: int, number: int, deadline: float, kind: str =
 
 
 def part(state: GroupState, why: str) -> None:
-    """Disable overlap for the group, and tell the ranks that wait."""
+    """Disable overlap for the group, and publish ``why`` to the ranks that wait."""
     state.apart = why
     group_store(state.group).set(f"{state.prefix}/apart", why)
 
 
 def announce() -> None:
-    """Tell the other ranks, once, that this one compiles with overlap on: they wait longer for its plans than for a
-    silent rank's."""
-    if not dist.is_available() or not dist.is_initialized() or moves_nothing(dist.group.WORLD):  # type: ignore[arg-type]
+    """Publish once that this rank compiles with overlap on. The other ranks wait longer for the plans of a rank that
+    has announced itself."""
+    world = default_group()
+    if world is None or moves_nothing(world):
         return
-    world = state_of(dist.group.WORLD)  # type: ignore[arg-type]
-    if "here" not in world.told:
-        world.told.add("here")
-        group_store(world.group).set(_here(dist.get_rank()), "1")
+    state = state_of(world)
+    if "here" not in state.told:
+        state.told.add("here")
+        group_store(world).set(_here(state, world.rank()), "1")
 
 
-def _here(rank: int) -> str:
-    return f"{state_of(dist.group.WORLD).prefix}/here/{rank}"  # type: ignore[arg-type]
+def _here(world: GroupState, rank: int) -> str:
+    return f"{world.prefix}/here/{rank}"
 
 
 def _is_here(rank: int) -> bool:
-    return group_store(dist.group.WORLD).check([_here(rank)])  # type: ignore[arg-type]
+    world = default_group()
+    return world is not None and group_store(world).check([_here(state_of(world), rank)])

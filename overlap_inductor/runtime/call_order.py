@@ -1,35 +1,35 @@
-"""``CallOrder``: the calls of a device run one after the other, in the order in which this process makes them, whatever
-their streams, threads, sites and groups.
+# SPDX-License-Identifier: Apache-2.0
+"""``CallOrder``: keeps the calls of a device running one after the other, in the order in which this process makes
+them, on any stream, thread, site and group.
 
-Why. A kernel that waits for its peers fills the GPU. Two on two streams, begun here in one order and there in the
-other, would wait for each other for ever; and two that share a slot count its calls, so that ranks would pair a call
-with another one. All ranks make their calls in one order; this keeps their GPUs to it.
+Why. A kernel that waits for its peers fills the GPU. If two of them on two streams start in different orders on two
+ranks, they wait for each other forever. And if two of them share a slot, which counts its calls, ranks would pair a
+call with a different one. All ranks make their calls in one order; this module keeps their GPUs to that order.
 
-How. ``with call_order(device):`` stands around all launches of a call. It waits for the *end* of the call before, an
-event that is recorded behind the call's last launch, and for nothing that was queued later on that call's stream: what
-stands there may wait for a peer that waits for this call. ::
+How. ``with call_order(device):`` encloses all launches of a call. It waits for the *end* of the call before: an event
+that is recorded after that call's last launch. It does not wait for anything that was queued later on that call's
+stream, because such work may wait for a peer that waits for this call. ::
 
     rank 0:  A on S1, recv on S1, B on S2             B waits for A, not for recv
     rank 1:  A on S1, B on S2, send behind B on S1
 
-One event a device is enough: it is recorded anew by each call, and whoever waits for it waits for what was recorded
-last when he asked. A call on the stream of the call before is ordered by that stream.
+One event a device is enough. Each call records it anew, and a wait is for what was recorded last when the wait was
+issued. A call on the stream of the call before needs no wait: the stream orders it.
 
-Threads. The order of calls is that in which threads get the lock, which is held from the wait to the record: launches
-of two calls do not mix, nor do the uses of what a device has one of (its side streams, prepared kernels, graphs of
-calls). Where threads call at the same time, it is theirs to see that all ranks do so in one order, as it is with NCCL.
+Threads. The order of calls is the order in which threads get the lock. The lock is held from the wait to the record, so
+launches of two calls do not mix, and neither do uses of what a device has one of (its side streams, prepared kernels,
+graphs of calls). If threads call at the same time, the program must make all ranks do so in one order, as with NCCL.
 
-Captures. An event that was recorded outside a capture cannot be waited for inside it, nor the other way round; so each
-capture has an event of its own, by which its calls are in order among each other. What orders a captured graph beside
-everything else is its replay: graphs of ``torch.cuda.CUDAGraph`` (``torch.cuda.graph``, ``make_graphed_callables``,
-``mode="reduce-overhead"``) that hold calls count as one call each time they are replayed. They wait for the call before
-and are waited for by the next one, on whatever streams. A graph is one thing there: it begins behind the whole call
-before, and the next call on another stream begins behind the whole graph. A capture that was begun by other means is
-refused, since nobody would see its replays: beside a call on another stream they would use a slot at the same time, and
-the numbers of both would be wrong. (A graph whose ``raw_cuda_graph_exec`` is launched by hand is not seen either;
-whoever does that orders it.)
+Captures. An event that was recorded outside a capture cannot be waited for inside it, nor the other way round. So each
+capture has an event of its own, which orders the calls in it. The replay orders a captured graph against everything
+else. A graph of ``torch.cuda.CUDAGraph`` (``torch.cuda.graph``, ``make_graphed_callables``, ``mode="reduce-overhead"``)
+that holds calls counts as one call each time it is replayed: it starts after the whole call before, and the next call
+on another stream starts after the whole graph. A capture that was begun by other means is refused, because its replays
+would not be seen. Such a replay and a call on another stream would use a slot at the same time, and the numbers of both
+would be wrong. (A graph whose ``raw_cuda_graph_exec`` is launched by hand is not seen either; the caller must order
+it.)
 
-Graphs that ``runtime.replay`` makes of one call need nothing of this: they are launched inside that call.
+Graphs that ``runtime.replay`` makes of one call need nothing of this, because they are launched inside that call.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ log = logging.getLogger("overlap_inductor")
 
 
 class _Last:
-    """The call before: its stream, by number and as an object, and the event at its end. ``raw`` is ``None`` where
-    there was none."""
+    """The last call: its stream, as a number (``raw``) and as an object, and the event at its end. ``raw`` is ``None``
+    if there was no call."""
 
     raw: int | None = None
     stream: Any = None
     event: Any = None
 
     def ended(self, raw: int, stream: Any) -> None:
-        """A call ends here."""
+        """Record the end of a call on its stream."""
         if self.event is None:
             self.event = torch.cuda.Event()
         self.event.record(stream)
@@ -73,15 +73,15 @@ class _Last:
 
 @dataclass
 class _Capture:
-    """A capture that is going on, and the last call of each device in it."""
+    """A capture in progress, and the last call of each device in it."""
 
     graph: weakref.ref[Any]
     last: dict[CallOrder, _Last] = field(default_factory=dict)
 
 
 class CapturedGraphs:
-    """Which captures of ``torch.cuda.CUDAGraph`` are going on, by the driver's number, and which graphs hold calls of
-    which devices."""
+    """The captures of ``torch.cuda.CUDAGraph`` in progress, by the driver's number, and which graphs hold calls of
+    which devices. An observer of ``torch_compat.cuda_graphs``."""
 
     def __init__(self) -> None:
         self._open: dict[int, _Capture] = {}
@@ -93,8 +93,8 @@ class CapturedGraphs:
             number = driver.capture_number(symmetric.current_stream_number())
         except RuntimeError as error:
             log.warning(
-                "overlap_inductor: CUDA does not say which capture has begun, so that no overlapped site may be "
-                "captured in it (%s)",
+                "overlap_inductor: CUDA does not tell which capture has begun, so no overlapped site can be captured in"
+                " it (%s)",
                 error,
             )
             return
@@ -113,13 +113,16 @@ class CapturedGraphs:
             return orders[0] if orders else nullcontext()
         stack = ExitStack()
         for order in orders:
-            # (By the devices' numbers, so that two threads take the locks in one order.)
+            # Sorted by the devices' numbers, so that two threads take the locks in one order.
             stack.enter_context(order)
         return stack
 
     def last_of(self, order: CallOrder, raw: int) -> _Last:
-        """The last call of ``order`` in the capture that the stream ``raw`` is in. Raises ``UnsupportedError`` where
-        nobody will see the graph's replays."""
+        """The last call of ``order`` in the capture that the stream ``raw`` is in.
+
+        Raises:
+            UnsupportedError: ``torch.cuda.CUDAGraph`` did not begin the capture, so its replays would not be seen.
+        """
         capture = self._open.get(driver.capture_number(raw))
         if capture is None:
             raise UnsupportedError(
@@ -134,7 +137,9 @@ class CapturedGraphs:
 
 
 class CallOrder:
-    """``with order:`` around all launches of a call on the current stream. A call inside of a call is part of it."""
+    """``with order:`` encloses all launches of a call on the current stream. A nested call is part of the outer one.
+
+    Entering raises ``UnsupportedError`` in a capture whose replays would not be seen."""
 
     def __init__(self, device: torch.device, graphs: CapturedGraphs) -> None:
         self.device = device
@@ -171,23 +176,24 @@ class CallOrder:
     ) -> None:
         try:
             self._depth -= 1
-            # (What a failed call has launched is ordered, too. But a capture in which something failed may be lost, and
-            # would hide that error behind one of its own.)
+            # What a failed call has launched is ordered, too. But recording in a capture that has failed may raise, and
+            # would hide the first error.
             if self._depth == 0 and (kind is None or self._last is self._outside):
                 self._last.ended(self._raw, self._stream)
         finally:
             self._lock.release()
 
     def in_flight(self) -> bool:
-        """Whether the last call, or the last replay that holds calls, is still going on. Any thread may ask, also while
-        another one captures. Raises ``RuntimeError`` where CUDA has failed."""
+        """Whether the last call, or the last replay that holds calls, still runs on the GPU. Any thread may ask, also
+        while another one captures. Raises ``RuntimeError`` if CUDA has failed."""
         if self._outside.raw is None:
             return False
         with driver.beside_captures(self.device):
             return not self._outside.event.query()
 
     def finish(self) -> None:
-        """Wait for the end of all calls; each ends when its peers have come, or with its patience."""
+        """Wait for the end of all calls. Each ends when its peers have come or its patience is over. Raises
+        ``RuntimeError`` if CUDA has failed."""
         if self._outside.raw is not None:
             with driver.beside_captures(self.device):
                 self._outside.event.synchronize()
@@ -200,8 +206,8 @@ _AT_ONCE = nullcontext()
 
 
 def call_order(device: torch.device) -> CallOrder | nullcontext[None]:
-    """The device's, made on first use; from then on CUDA graphs are seen. (Where there are no streams a call is over
-    when it returns.)"""
+    """The device's ``CallOrder``, made at first use. From the first one on, captures of ``torch.cuda.CUDAGraph`` are
+    observed. A device without streams needs no order, because its calls are over when they return."""
     if device.type != "cuda":
         return _AT_ONCE
     known = _ORDERS.get(device)
@@ -214,5 +220,5 @@ def call_order(device: torch.device) -> CallOrder | nullcontext[None]:
 
 
 def orders() -> tuple[CallOrder, ...]:
-    """Those of all devices that have had calls."""
+    """The orders of all devices that have had calls."""
     return tuple(_ORDERS.values())

@@ -1,13 +1,13 @@
-"""What is asked of CUDA's driver itself, by its documented calls: copies by address, what an address belongs to, a
-stream that is nobody else's, and graphs.
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of CUDA's driver by its documented API: copies by address, the allocation of an address, a stream that no one
+else uses, and graphs.
 
-A copy takes some 7 us of a slow host, where a slice and its ``copy_`` take 13; a call of eight ranks has fourteen and
-more. No extent is checked: whoever prepares a transfer has compared it with the slot. A copy on a stream that is being
-captured becomes a node of the graph, as ``copy_``'s does.
+A copy by address takes about 7 us of a slow host; a slice and its ``copy_`` take 13. A call of eight ranks has fourteen
+copies and more. No extent is checked here: the code that prepares a transfer has compared it with the slot. A copy on a
+stream that is being captured becomes a node of the graph, as with ``copy_``.
 
-Graphs are not captured by ``torch.cuda.CUDAGraph``: where such a capture fails, torch's random numbers and its
-allocator go on as if it lasted, and the process ends (torch 2.11). A capture by the driver that fails leaves nothing
-behind.
+Graphs are not captured by ``torch.cuda.CUDAGraph``. If such a capture fails, torch's random numbers and its allocator
+go on as if it lasted, and the process ends (torch 2.11). A capture by the driver that fails leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import torch
 from overlap_inductor.errors import UnsupportedError
 
 Copy = Callable[[int, int, int, int], None]
-"""``(to, from, bytes, stream)``: addresses, and a stream's number, behind whose work the copy runs. Raises
-``RuntimeError`` where the driver starts none."""
+"""``(to, from, bytes, stream)``: two addresses, and the number of the stream on which the copy is queued. Raises
+``RuntimeError`` if the driver refuses the copy."""
 NON_BLOCKING = 1
-"""Of a stream: it does not wait for the default one."""
+"""Flag of a stream that does not wait for the default stream."""
 THREAD_LOCAL = 1
-"""Of a capture: other threads may do what they like."""
+"""Mode of a capture that does not restrict other threads."""
 USE_NODE_PRIORITY = 8
-"""Of a graph: kernels keep the priority of the stream on which they were captured."""
+"""Flag of a graph whose kernels keep the priority of the stream on which they were captured."""
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def _function(name: str, *argument_types: type) -> Callable[..., None]:
-    """A call of the driver, whose failure is a ``RuntimeError``."""
+    """A function of the driver that raises ``RuntimeError`` if it fails."""
     call = getattr(_library(), name)
     call.argtypes, call.restype = argument_types, ctypes.c_int
 
@@ -55,10 +55,10 @@ def _function(name: str, *argument_types: type) -> Callable[..., None]:
 
 @functools.cache
 def copier(device_type: str) -> Copy:
-    """What copies memory of a device type; on a CPU at once.
+    """The function that copies memory of a device type. On a CPU it copies before it returns.
 
     Raises:
-        UnsupportedError: a device type whose driver is not known here.
+        UnsupportedError: the device type is neither ``cpu`` nor NVIDIA's ``cuda``.
     """
     if device_type == "cpu":
         return _copy_at_once
@@ -75,15 +75,25 @@ def _copy_at_once(to: int, source: int, size: int, stream: int) -> None:
 
 
 HOST_MEMORY_FOR_ALL = 1 | 2
-"""Of pages of the host: every GPU of the process may use them, at an address of its own."""
+"""Flags of registered host pages: every GPU of the process may use them, each at an address of its own."""
 
 
 def mapped_address(address: int, size: int, device_type: str) -> int:
-    """Let GPUs read and write whole pages of the host's memory. Returns their address for the current device. Raises
-    ``RuntimeError``."""
+    """Let GPUs read and write whole pages of the host's memory.
+
+    Args:
+        address: of the first page.
+        size: bytes, a multiple of the page size.
+
+    Returns:
+        the pages' address for the current device; ``address`` itself for ``cpu``.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
     if device_type == "cpu":
         return address
-    # (The device's context must be this thread's.)
+    # Makes the device's context this thread's.
     torch.cuda.is_current_stream_capturing()
     register = _function("cuMemHostRegister_v2", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
     register(address, size, HOST_MEMORY_FOR_ALL)
@@ -94,11 +104,11 @@ def mapped_address(address: int, size: int, device_type: str) -> int:
 
 
 BUFFER_ID = 7
-"""Attribute of an address: a number of its allocation, which no other one of the process has had or will have."""
+"""Attribute of an address: its allocation's number, which no other allocation of the process has had or will have."""
 
 
 def allocation(address: int) -> int:
-    """The number of the allocation that ``address`` of a GPU's memory lies in. Raises ``RuntimeError`` where it lies in
+    """The number of the allocation in which ``address`` of a GPU's memory lies. Raises ``RuntimeError`` if it lies in
     none."""
     found = ctypes.c_ulonglong()
     _function("cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)(
@@ -108,10 +118,15 @@ def allocation(address: int) -> int:
 
 
 def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """A new stream of the current ``device``, which is never given back; ``priority``: -1 is higher.
-    (``torch.cuda.Stream`` hands out 32 in turn: whoever is given the same one has his launches captured, or held up.)
-    Raises ``RuntimeError``."""
-    # (The device's context must be this thread's; unlike others this call may stand in a capture.)
+    """A new stream of the current ``device``, never given back. ``priority``: -1 is higher than 0.
+
+    ``torch.cuda.Stream`` hands out 32 streams in turn. Work of two users of one stream would be captured together, or
+    wait for each other.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    # Makes the device's context this thread's. Unlike other such calls, this one is allowed in a capture.
     torch.cuda.is_current_stream_capturing()
     made = ctypes.c_void_p()
     _function("cuStreamCreateWithPriority", ctypes.c_void_p, ctypes.c_uint, ctypes.c_int)(
@@ -121,12 +136,12 @@ def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
 
 
 CAPTURING = 1
-"""Status of a stream that is being captured."""
+"""Capture status of a stream that is being captured."""
 
 
 def capture_number(stream: int) -> int:
-    """The number of the capture that a stream is in, given by its number; no other one of the process has had or will
-    have it. 0: it is in none. Raises ``RuntimeError``."""
+    """The number of the capture that the stream with number ``stream`` is in, or 0 if it is in none. No other capture
+    of the process has had or will have this number. Raises ``RuntimeError``."""
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     call = _function("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
     call(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
@@ -135,28 +150,33 @@ def capture_number(stream: int) -> int:
 
 @contextlib.contextmanager
 def beside_captures(device: torch.device) -> Iterator[None]:
-    """While another thread captures a graph, this one may ask here for events of ``device`` that are outside of that
-    capture. (Else CUDA refuses to say how far an event is, and ends the capture, where that was begun in torch's own
-    mode ``global``.) Raises ``RuntimeError``."""
+    """Inside, this thread may query events of ``device`` while another thread captures a graph that they are not part
+    of.
+
+    Without it, CUDA refuses the query and ends the capture if that was begun in mode ``global``, torch's default.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
     exchange = _function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)
     mode = ctypes.c_int(THREAD_LOCAL)
     with torch.cuda.device(device):
-        # (From here on the device's context is this thread's.)
+        # Makes the device's context this thread's.
         torch.cuda.is_current_stream_capturing()
         exchange(ctypes.byref(mode))
         try:
             yield
         finally:
-            # (What this thread had before.)
+            # Swaps the thread's earlier mode back.
             exchange(ctypes.byref(mode))
 
 
 class Graph:
-    """What ``start`` launches on the current stream, captured."""
+    """A CUDA graph of what ``start`` launches on the current stream. It is destroyed with this object."""
 
     def __init__(self, start: Callable[[], None], stream: int) -> None:
-        """``stream``: number of the current one, which is no default stream. Raises ``RuntimeError``, and whatever
-        ``start`` raises."""
+        """``stream``: number of the current stream, which must not be the default stream. Raises ``RuntimeError``, and
+        what ``start`` raises."""
         graph, made = ctypes.c_void_p(), ctypes.c_void_p()
         _function("cuStreamBeginCapture_v2", ctypes.c_void_p, ctypes.c_int)(stream, THREAD_LOCAL)
         try:
@@ -171,9 +191,9 @@ class Graph:
                 _function("cuGraphDestroy", ctypes.c_void_p)(graph)
         self._launch = _function("cuGraphLaunch", ctypes.c_void_p, ctypes.c_void_p)
         self._made = made.value
-        # (Not when the process ends: the driver may be gone by then.)
+        # Not at the process's exit: the driver may be gone by then.
         weakref.finalize(self, _function("cuGraphExecDestroy", ctypes.c_void_p), made).atexit = False
 
     def launch(self, stream: int) -> None:
-        """Launch it on a stream, given by its number. Raises ``RuntimeError``."""
+        """Launch the graph on the stream with this number. Raises ``RuntimeError``."""
         self._launch(self._made, stream)

@@ -1,12 +1,14 @@
-"""What kernels that gave up waiting left behind, and how every waiting kernel of a group is told to stop.
+# SPDX-License-Identifier: Apache-2.0
+"""``FaultRecord``: what kernels of a group that gave up waiting left behind, and how every waiting kernel of the group
+is told to stop.
 
-Whoever gives up, a kernel or a rank's host (``abort``), writes its record on the group's board (``runtime.board``)
-and sets the abort words of all ranks, each in the memory of the GPU whose waiting kernels look at it
-(``kernels.signals`` says why). A kernel stores them itself. A host has them copied on a stream that was made for that
-before anything ran, so that it never stands behind what waits. Where a host can reach no GPU any more, its peers'
+A kernel that gives up, or a host that calls ``abort``, writes its record to the group's board (``runtime.board``) and
+sets the abort words of all ranks. Each abort word lies in the memory of the GPU whose waiting kernels read it
+(``kernels.signals`` says why). A kernel stores the words itself. A host has them copied on a stream that was made for
+this before anything ran, so the copies never queue behind what waits. If a host can reach no GPU any more, its peers'
 watchdogs read the board (``stop_waits``).
 
-Every rank's next call raises, with the site and the rank that gave up first.
+The next call of every rank raises, and names the site and the rank that gave up first.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ from overlap_inductor.torch_compat import symmetric
 log = logging.getLogger("overlap_inductor")
 
 SITE_NUMBERS = 2**28
-"""So that the code of a wait is a positive int32."""
+"""Upper bound of a site's number, so that the code of a wait is a positive int32."""
 
 _WAITED_FOR = {
-    layout.WAIT_CREDIT: "leave to write into the workspace of",
+    layout.WAIT_CREDIT: "permission to write into the workspace of",
     layout.WAIT_PART: "rows from",
     layout.WAIT_PARTIALS: "partial sums from",
     layout.WAIT_RESULT: "finished rows from",
@@ -49,9 +51,15 @@ _OVER = "No result of this group is valid any more: destroy the group, or end th
 
 
 def stop_words(rank: int, board: Board, table: torch.Tensor) -> torch.Tensor:
-    """What stands behind a rank's abort word: how many abort words a kernel sets that gives up, and where they, its
-    record and the board are. ``table``: int64, the addresses of the abort words of all ranks, where this rank finds
-    them."""
+    """The words that follow a rank's abort word: how many abort words a kernel that gives up has to set, and the
+    addresses of its record, of the board and of ``table``.
+
+    Args:
+        table: int64, the addresses of the abort words as this rank's GPU sees them: of all ranks, or of this one alone.
+
+    Returns:
+        int32 ``[STOP_WORDS - 1]``.
+    """
     head = torch.tensor([table.numel()], dtype=torch.int32)
     addresses = torch.tensor([board.record_address(rank), board.address, table.data_ptr()])
     return torch.cat([head, addresses.view(torch.int32)])
@@ -59,7 +67,7 @@ def stop_words(rank: int, board: Board, table: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def abort_stream(device: torch.device) -> torch.cuda.Stream:
-    """The device's one stream for aborts: nothing else is ever launched there."""
+    """The device's one stream for aborts. Nothing else is ever launched on it."""
     return own_stream(device, priority=-1)
 
 
@@ -68,14 +76,18 @@ class FaultRecord:
     """The faults of one group, as this rank sees and reports them.
 
     Attributes:
-        ranks: global ranks of the group, in its order; rank: this one's place among them.
-        board: what ranks have given up on.
-        stop: int32 ``[STOP_WORDS]`` on the device, what kernels are given: the abort word, and ``stop_words``.
-        table: int64 on the device, the addresses of all ranks' abort words; ``reachable``: the same numbers.
+        ranks: global ranks of the group, in its order.
+        rank: this process's index in ``ranks``.
+        board: the records of all ranks.
+        stop: int32 ``[STOP_WORDS]`` on the device, an argument of every kernel that waits: the abort word, followed by
+            ``stop_words``.
+        table: int64 on the device, the addresses of the abort words that this rank sets: of all ranks, or its own
+            alone.
+        reachable: the numbers in ``table``.
         sites: names of sites by the numbers under which kernels record them, the same on all ranks.
-        told: whether the program knows that results of the group are not valid: ``check`` has raised, or the program
+        told: the program knows that results of the group are not valid, because ``check`` has raised or the program
             called ``abort``.
-        memory: what ``stop`` and the peers' abort words lie in, kept alive.
+        memory: the allocation of ``stop`` and the peers' abort words, kept alive.
     """
 
     group_name: str
@@ -90,14 +102,14 @@ class FaultRecord:
     memory: object = None
 
     def __post_init__(self) -> None:
-        # (Looked at before every call: an element of a tensor takes the host microseconds.)
+        # Read before every call. Reading a tensor's element would take the host microseconds.
         self._given_up = ctypes.c_int32.from_address(self.board.words.data_ptr())
         if self.stop.is_cuda:
             abort_stream(self.stop.device)
 
     @classmethod
     def of(cls, group_name: str, ranks: Sequence[int], device: torch.device, rank: int = 0) -> FaultRecord:
-        """One that this rank shares with nobody."""
+        """A record that this rank shares with no other rank. ``rank``: its index in ``ranks``."""
         board = own_board(len(ranks), device)
         stop = symmetric.lasting(torch.zeros(layout.STOP_WORDS, dtype=torch.int32), device)
         table = symmetric.lasting(torch.tensor([stop.data_ptr()]), device)
@@ -108,19 +120,22 @@ class FaultRecord:
     def shared(
         cls, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, together: symmetric.Together
     ) -> FaultRecord:
-        """One for all ranks of ``group``, which call this at one time; not while a CUDA graph is captured.
-        ``together``: returns when the attempt has succeeded on all of them.
+        """One record for all ranks of ``group``. All of them call this together, and not while a CUDA graph is
+        captured.
+
+        Args:
+            together: makes an attempt, and returns when it has succeeded on all ranks.
 
         Raises:
-            NotOnAllRanks: a rank has no memory left, or no memory of the host in common with the others; on all ranks
-            (what ``together`` raises).
+            NotOnAllRanks: a rank has no memory left, or shares no host memory with the others; on all ranks (raised by
+                ``together``).
         """
         memory = symmetric.allocate(layout.STOP_WORDS, torch.int32, device, group, together)
 
         def make() -> FaultRecord:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            # (The abort word itself belongs to whoever gives up, from now on.)
+            # Without the abort word: from now on a rank that gives up may set it.
             words = memory.local[1:]
             exchange = _Behind(words, tuple(peer[1:] for peer in memory.peers))
             board = shared_board(group.rank(), exchange, together)
@@ -132,7 +147,7 @@ class FaultRecord:
                     torch.cuda.synchronize(device)
                 return cls(group.group_name, ranks, group.rank(), board, *known, memory=memory)
 
-            # (No rank runs a kernel before all can be told.)
+            # No rank runs a kernel before the kernels of all ranks can be told to stop.
             found: FaultRecord = together("tell its kernels where the board is", tell)
             return found
 
@@ -142,7 +157,8 @@ class FaultRecord:
             return thread.submit(make).result()
 
     def number(self, site: str) -> int:
-        """The number under which kernels of all ranks record ``site``."""
+        """The number under which kernels of all ranks record ``site``: a hash of its name, below ``SITE_NUMBERS``.
+        Sites whose numbers collide are reported together."""
         number = zlib.crc32(site.encode()) % SITE_NUMBERS
         known = self.sites.setdefault(number, site)
         if site not in known.split(" or "):
@@ -150,7 +166,7 @@ class FaultRecord:
         return number
 
     def abort(self) -> None:
-        """Every wait of the group, on all ranks, returns at once from now on; what their kernels return is not
+        """Make every wait of the group return at once from now on, on all ranks. What their kernels return is not
         valid."""
         self.told = True
         record = self.board.record(self.rank)
@@ -162,7 +178,7 @@ class FaultRecord:
         self._set_abort_words(self.reachable)
 
     def stop_waits(self) -> None:
-        """Every wait of the group on this rank returns at once from now on."""
+        """Make every wait of the group on this rank return at once from now on."""
         self._set_abort_words([self.stop.data_ptr()])
 
     def _set_abort_words(self, addresses: Sequence[int]) -> None:
@@ -173,18 +189,18 @@ class FaultRecord:
             return
         try:
             with torch.cuda.device(device):
-                # (From here on the device's context is this thread's.)
+                # Makes the device's context this thread's.
                 torch.cuda.is_current_stream_capturing()
                 for address in addresses:
                     copy(address, self.board.one, 4, abort_stream(device).cuda_stream)
         except RuntimeError as error:
-            # (The board says it, and every peer's watchdog reads that.)
+            # The board holds the fault, and every peer's watchdog reads the board.
             name = self.group_name
             log.warning("overlap_inductor: the GPU cannot be told that group %r was aborted (%s)", name, error)
 
     def error(self) -> str | None:
-        """What has happened where a rank of the group has given up, or aborted it. Any thread may ask; nothing of CUDA
-        is called."""
+        """The error text if a rank of the group has given up or aborted the group, else ``None``. Any thread may ask.
+        No CUDA call is made."""
         if not self._given_up.value:
             return None
         number, record = self._first()
@@ -205,7 +221,7 @@ class FaultRecord:
                 f"timeout. {_OVER}"
             )
         what = _WAITED_FOR.get(code % layout.WAIT_KINDS, "a signal from")
-        # (Calls are counted modulo 2**32.)
+        # Calls are counted modulo 2**32.
         return (
             f"{site} waited in vain for {what} rank {self.ranks[peer]}: "
             f"call {wanted % 2**32} was wanted, {seen % 2**32} had come. "
@@ -213,15 +229,15 @@ class FaultRecord:
         )
 
     def _first(self) -> tuple[int, list[int]]:
-        """``(rank of the group, record)`` of who gave up first by the clocks of the GPUs; this rank where clocks cannot
-        tell."""
+        """``(rank of the group, record)`` of the rank that gave up first by the GPUs' clocks. This rank, if it shares
+        the earliest time."""
         records = {rank: self.board.record(rank) for rank in range(len(self.ranks))}
         given = {rank: record for rank, record in records.items() if record[0]}
         first = min(given, key=lambda rank: (int(given[rank][6:].view(torch.int64)), rank != self.rank))
         return first, given[first].tolist()
 
     def check(self) -> None:
-        """Raises ``TransferError`` where there is an ``error``."""
+        """Raise ``TransferError`` if there is an ``error``, and note that the program was told."""
         error = self.error()
         if error is not None:
             self.told = True
@@ -230,7 +246,7 @@ class FaultRecord:
 
 @dataclass(frozen=True)
 class _Behind:
-    """Some words of a symmetric buffer."""
+    """The words of a symmetric buffer after its first one, as a ``board.Exchange``."""
 
     local: torch.Tensor
     peers: tuple[torch.Tensor, ...]

@@ -1,5 +1,7 @@
-"""The streams beside the current one on which a schedule's transfers run, and what they wait for. One of each a device:
-calls of a device are launched and run one after the other (``runtime.call_order``)."""
+# SPDX-License-Identifier: Apache-2.0
+"""The streams beside the current one on which a schedule's transfers and waits run. A device has one of each, because
+its calls are launched and run one after the other (``runtime.call_order``).
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,16 @@ from overlap_inductor.torch_compat import symmetric
 
 
 class SideStream:
-    """``with side:`` what is launched runs behind all that the current stream holds by then, beside what it is given
-    later; ``join`` makes it wait.
+    """Work launched inside ``with side:`` runs after everything that the current stream holds at that point, and beside
+    what it is given later. ``join`` makes the current stream wait for it.
 
-    Every use ends with ``join`` before the op returns: so tensors that were used here may be freed on the current
-    stream, and a CUDA graph that is captured there holds what ran here. (An event recorded anew is a new one to whoever
-    waits from then on: two are enough.)
+    Every use ends with ``join`` before the op returns. So tensors used here may be freed on the current stream, and a
+    CUDA graph that is captured there holds what ran here. Two events are enough, because a wait is for what an event
+    recorded last when the wait was issued.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Its few blocks go before a matmul's next ones.
+        # Higher priority: its few blocks are scheduled before a matmul's next ones.
         self._stream = own_stream(device, priority=-1)
         self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._current = self._stream
@@ -45,8 +47,8 @@ class SideStream:
         torch.cuda.set_stream(self._current)
 
     def join(self) -> None:
-        """The current stream goes on when all that was launched here is done. (Nothing, where it has not been entered
-        since: in a capture this stream would be foreign.)"""
+        """Make the current stream wait for everything launched here. Does nothing if the side stream was not entered
+        since the last ``join``: in a capture it would be a foreign stream."""
         if not self._used:
             return
         self._used = False
@@ -55,28 +57,31 @@ class SideStream:
 
 
 class InOrder(nullcontext[None]):
-    """Where there are no streams (kernels are interpreted): one thing after the other."""
+    """Stands for ``SideStream`` on a device without streams (interpreted kernels): work runs when it is launched."""
 
     def join(self) -> None:
         return None
 
 
 class WaitingStream:
-    """A stream for kernels that wait, so that what goes on behind them does so as soon as they end: a copy behind a
-    kernel of its own stream begins 12 us after it, one behind an event that has long been reached at once. ``follow``
-    it, then put a wait ``before`` what the current stream is given next."""
+    """A stream for kernels that wait, so that the work that follows them starts as soon as they end.
+
+    A copy that follows a kernel on the same stream starts 12 us after it. A copy that follows an event which was
+    reached long ago starts at once. Call ``follow`` first; then ``before`` puts a wait in front of what the current
+    stream is given next.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = own_stream(device, priority=-1)
         self._begun, self._over = torch.cuda.Event(), torch.cuda.Event()
 
     def follow(self) -> None:
-        """What waits here begins behind all that the current stream holds by now."""
+        """Make waits on this stream start after everything that the current stream holds now."""
         self._begun.record(torch.cuda.current_stream(self._stream.device))
         self._stream.wait_event(self._begun)
 
     def before(self, wait: Callable[[], None]) -> None:
-        """The current stream goes on when all of this one is over, and then ``wait``."""
+        """Launch ``wait`` on this stream, and make the current stream wait for everything on this stream."""
         current = torch.cuda.current_stream(self._stream.device)
         torch.cuda.set_stream(self._stream)
         try:
@@ -88,7 +93,7 @@ class WaitingStream:
 
 
 class WaitingInOrder:
-    """As ``WaitingStream`` where there are no streams."""
+    """Stands for ``WaitingStream`` on a device without streams."""
 
     def follow(self) -> None:
         return None
@@ -99,20 +104,20 @@ class WaitingInOrder:
 
 @functools.cache
 def side_stream(device: torch.device) -> SideStream | InOrder:
-    """The device's side stream, made on first use."""
+    """The device's side stream, made at first use."""
     return SideStream(device) if device.type == "cuda" else InOrder()
 
 
 @functools.cache
 def waiting_stream(device: torch.device) -> WaitingStream | WaitingInOrder:
-    """The device's, made on first use."""
+    """The device's stream for waits, made at first use."""
     return WaitingStream(device) if device.type == "cuda" else WaitingInOrder()
 
 
 @contextlib.contextmanager
 def one_call(launch: Launch, side: SideStream | InOrder) -> Iterator[None]:
-    """The launches of one call. Its streams are one again behind it; where a launch fails the group is aborted, since
-    its peers wait for what was not sent. (Not in a capture, in which nothing runs.)"""
+    """Encloses the launches of one call, and joins the side stream at their end. If a launch fails, the group is
+    aborted, because its peers wait for what was not sent; not in a capture, in which nothing runs."""
     try:
         yield
     except BaseException:

@@ -1,5 +1,6 @@
-"""What the ranks of a call find: whether all of them exchange the same, in rounds that pass a rejection on to the other
-groups of a rank (``agreement`` shows them), and what is said and done where they do not.
+# SPDX-License-Identifier: Apache-2.0
+"""Compares one call of a plan among the ranks: the rounds that pass a rejection on to the other groups of a rank
+(``agreement`` shows them), the reasons, and what is logged or raised if the ranks differ.
 """
 
 from __future__ import annotations
@@ -31,9 +32,19 @@ DIFFERENT, APART = "0", "x"
 
 
 def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> Outcome:
+    """Publish this call of ``plan``, read the other ranks' values, and reach one verdict with them.
+
+    Args:
+        states: of the plan's groups in which something moves. The call was counted.
+        known: the plan was agreed upon before. It needs no rounds then if it has one group.
+
+    Raises:
+        AgreementError: no way is left that all ranks could take, or a rank gave no verdict in time.
+        StrictError: the plans differ, in mode ``strict``.
+    """
     call_board.publish(states, plan)
     begun = time.monotonic()
-    # (A call of a known plan waits like any transfer; a first one may wait for compilers.)
+    # A known plan waits as long as any transfer. A first call may wait for compilers.
     limits = [seconds_to_wait(s.group, plan, known) for s in states]
     found, behind = list[dict[int, str]](), [""] * len(states)
     for number, (state, limit) in enumerate(zip(states, limits, strict=True)):
@@ -80,8 +91,8 @@ def _share_pages(
     begun: float,
     limit: float,
 ) -> None:
-    """Have the agreed ``plan`` compared at every call where each of its groups, of all ranks that they connect, has a
-    page. All these ranks come here together."""
+    """Tie the agreed ``plan``: if each of its groups has a page on all ranks that the groups connect, it is compared at
+    every call. All these ranks come here together."""
     for state in sorted(states, key=lambda s: plan.alias(s.group.group_name)):
         state.share_page()
     verdict = (EQUAL if all(s.page is not None for s in states) else DIFFERENT, "")
@@ -94,16 +105,18 @@ def _share_pages(
 
 
 def _left_behind(state: GroupState) -> str:
-    """Why the plans differ where a rank of the group has long left this call behind.
+    """The difference if a rank of the group is ``CALLS`` or more calls ahead. Such a rank does not wait for the others,
+    so it overlaps nothing, except in plans that are run without comparing.
 
-    Who does not wait for the others overlaps nothing, but for plans that are run without asking.
+    Raises:
+        AgreementError: the group has such plans.
     """
     why = f"a rank is {CALLS} or more calls ahead of rank {dist.get_rank()}, without overlap"
     if state.unasked:
         raise AgreementError(
-            f"in group {state.group.group_name!r} {why}, or with a plan that is compared at its first run only: which "
-            "one cannot be known. Make the ranks' graphs alike (TORCH_LOGS=recompiles names the guards), or switch "
-            "overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+            f"in group {state.group.group_name!r} {why}, or with a plan that is compared at its first run only. This"
+            " rank cannot tell which, so it cannot continue. Make the ranks' graphs alike (TORCH_LOGS=recompiles"
+            " names the guards), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
         )
     return why
 
@@ -115,7 +128,8 @@ def _check_reachable(
     plans: Mapping[int, ExchangePlan],
     missing: Sequence[int],
 ) -> None:
-    """Raise where no way is left that all ranks could take."""
+    """Raise ``AgreementError`` if no way is left that all ranks could take: versions differ, or a rank is inside the
+    transfers of an agreed plan."""
     group, mine = state.group, dist.get_rank()
     odd = {global_rank(group, r): p for r, p in plans.items() if p.version != plan.version}
     if odd:
@@ -130,18 +144,18 @@ def _check_reachable(
     }
     if inside:
         raise AgreementError(
-            f"rank {mine} and other ranks of group {group.group_name!r} do not run the same: "
-            f"{difference(plan, inside)}. The other ranks' plan was agreed upon and is compared at its first run only, "
-            "because ranks of one of its groups have no memory in common. So they are inside its transfers, and this "
-            "rank cannot continue. It probably compiled again alone: make its guards like the other ranks' "
-            "(TORCH_LOGS=recompiles names them), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+            f"rank {mine} and other ranks of group {group.group_name!r} do not run the same:"
+            f" {difference(plan, inside)}. The other ranks' plan was agreed upon and is compared at its first run"
+            " only, because ranks of one of its groups share no memory. So they are inside its transfers, and this"
+            " rank cannot continue. This rank probably recompiled alone: make its guards equal to the other ranks'"
+            " (TORCH_LOGS=recompiles names them), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
         )
     if missing and state.newest is not None:
         ranks = ", ".join(str(global_rank(group, r)) for r in missing)
         raise AgreementError(
             f"rank {mine} runs a graph of group {group.group_name!r} for which rank {ranks} published no plan. An"
             " earlier plan was agreed upon. That rank may be inside its transfers, so this rank cannot continue. This"
-            " rank probably compiled again alone: make its guards like the other ranks' (TORCH_LOGS=recompiles names"
+            " rank probably recompiled alone: make its guards equal to the other ranks' (TORCH_LOGS=recompiles names"
             " them), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
         )
 
@@ -153,6 +167,7 @@ def _difference(
     missing: Sequence[int],
     values: Mapping[int, str],
 ) -> str:
+    """How this rank and the group's other ranks differ, as text; ``""`` if they do not."""
     parts = [state.apart, difference(plan, {global_rank(state.group, r): p for r, p in plans.items()})]
     if missing:
         ranks = ", ".join(str(global_rank(state.group, r)) for r in missing)
@@ -162,8 +177,8 @@ def _difference(
         )
     parts += [
         f"rank {global_rank(state.group, r)} has run graphs with {there} collectives of group "
-        f"{state.group.group_name!r} before this call, and rank {dist.get_rank()} with {state.passed}: one of them has "
-        "broken its graphs at other places"
+        f"{state.group.group_name!r} before this call, and rank {dist.get_rank()} with {state.passed}: their "
+        "graphs are broken at different places"
         for r, there in _astray(state, values).items()
     ]
     mine = call_board.value(state, plan)
@@ -176,8 +191,7 @@ def _difference(
 
 
 def _astray(state: GroupState, values: Mapping[int, str]) -> dict[int, int]:
-    """The ranks whose calls are not counted as this one's are, with how many collectives their calls before this one
-    held."""
+    """The ranks whose earlier calls held another number of collectives than this rank's, with that number."""
     numbers = {r: call_board.passed(v) for r, v in values.items()}
     return {r: n for r, n in numbers.items() if n != state.passed}
 
@@ -192,8 +206,20 @@ def one_round(
     limit: float,
     kind: str = "",
 ) -> tuple[str, str]:
-    """The worst verdict, with its reason, of this rank and of all that run the same plan in its groups: ``verdict``,
-    one group further. ``kind`` keeps the rounds of one call apart."""
+    """Publish ``verdict``, and return the worst verdict of this rank and of all ranks that run the same plan in its
+    groups, with its reason. So a rejection reaches the ranks that are one group further.
+
+    Args:
+        found: for each group, the values that its ranks published for this call.
+        number: of the round.
+        verdict: ``(EQUAL, DIFFERENT or APART; reason)``.
+        begun: when this call's comparison began, by ``time.monotonic()``.
+        limit: seconds to wait in each round.
+        kind: tells several series of rounds of one call apart.
+
+    Raises:
+        AgreementError: a rank published its value but no verdict in time.
+    """
     for state in states:
         call_board.say(state, number, "".join(verdict), kind)
     said = [verdict]
@@ -206,9 +232,9 @@ def one_round(
                 text = None
             if text is None:
                 raise AgreementError(
-                    f"rank {global_rank(state.group, rank)} of group {state.group.group_name!r} published its plan and "
-                    f"then no verdict within {limit:.0f} s, or went on without this rank: it, or this rank's host, "
-                    "probably stood still. See its own log first."
+                    f"rank {global_rank(state.group, rank)} of group {state.group.group_name!r} published its plan and"
+                    f" then gave no verdict within {limit:.0f} s, or it went on without this rank. That rank or this"
+                    " rank's host probably stalled. See that rank's log first."
                 )
             said.append((text[0], text[1:]))
     return next(s for wanted in (APART, DIFFERENT, EQUAL) for s in said if s[0] == wanted)
@@ -220,11 +246,12 @@ def _rejected(
     texts: Sequence[Mapping[int, ExchangePlan]],
     verdict: tuple[str, str],
 ) -> Outcome:
+    """Note that the ranks differ, log it once, and return the outcome. Raises ``StrictError`` in mode ``strict``."""
     why = verdict[1]
-    # (Who found it out has said so.)
+    # If a group is apart already, the rank that found it has logged it.
     told = any(s.apart for s in states)
     for state, plans in zip(states, texts, strict=True):
-        # (A plan that was agreed upon stays good: at the next call all ranks may have it again.)
+        # A plan that was agreed upon is not rejected: at the next call all ranks may run it again.
         for digest in {plan.digest, *(p.digest for p in plans.values())} - state.agreed:
             state.rejected.setdefault(digest, why)
         if verdict[0] == APART:
@@ -251,13 +278,17 @@ def _rejected(
 
 
 def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, strict: bool) -> None:
-    """A graph without overlap: raise where others overlap theirs and ``strict`` asks for it, or where they are inside
-    an exchange that was agreed upon, in which this rank would be missed."""
+    """For a graph without overlap, raise if other ranks overlap theirs in this call.
+
+    Raises:
+        StrictError: a rank overlaps its graph, and ``strict`` is True.
+        AgreementError: a rank is inside an agreed exchange that this rank has left.
+    """
     for state in states:
         try:
             values = call_board.values(state, plan, time.monotonic() + seconds_to_wait(state.group, plan, known=False))
         except Overwritten:
-            # (Who is so far ahead has not waited for this rank.)
+            # A rank so far ahead has not waited for this one, so it is not inside a shared exchange.
             continue
         plans = call_board.plans(state, values, plan)
         others = {global_rank(state.group, r): p for r, p in plans.items() if p.overlaps}
@@ -272,7 +303,7 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
 
 
 def seconds_to_wait(group: dist.ProcessGroup, plan: ExchangePlan, known: bool) -> float:
-    """Seconds to wait: of a known plan the group's timeout; else the switch's, and less than that, within which the
-    peers' collectives still wait."""
+    """Seconds to wait for the other ranks. For a known plan, the group's timeout. Else the configuration's
+    ``agreement_timeout``, at most half of the group's timeout, so that the peers' collectives still wait."""
     longest = call_board.timeout(group)
     return longest if known else min(float(plan.config.get("agreement_timeout", DEFAULT_TIMEOUT)), longest / 2)

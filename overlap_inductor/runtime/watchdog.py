@@ -1,27 +1,28 @@
-"""The watchdog: one daemon thread a process that looks at the fault records of its groups, so that no fault goes unsaid
-where no overlap op follows.
+# SPDX-License-Identifier: Apache-2.0
+"""The watchdog: a daemon thread of the process that reads the fault records of its groups, so that a fault is reported
+even if no overlap op follows.
 
-The next overlap call raises a fault by itself (``FaultRecord.check``). But a CUDA graph's replays never come there, nor
-does a program stuck elsewhere (in a collective of a peer that is gone, in a stream wait), nor one whose last call it
-was. What happens about a fault, in this order:
+The next overlap call raises a fault by itself (``FaultRecord.check``). But replays of a CUDA graph never make that
+call, nor does a program that is stuck elsewhere (in a collective whose peer is gone, in a stream wait), nor a program
+whose last call failed. A fault is handled in this order:
 
-1. Within ``POLL_SECONDS``, on every rank of the group, the log names site, group and peer. The group's waits on this
-   GPU are stopped, where whoever gave up could not reach them. (There are no stream waits to free: every wait is a
-   kernel's, which a clock bounds.)
-2. A program that is *told* goes on as it likes: ``check`` has raised the error to it, or it has aborted the group
-   itself. So does one that has destroyed the group, which can start nothing more of it. What it had started goes on: a
-   destroyed group is watched until its calls have ended.
-3. Any other is ended ``GRACE_SECONDS`` after the fault was seen, by SIGABRT, with the error and the stacks of all
-   threads on standard error: as ProcessGroupNCCL's watchdog ends a process on a timeout
+1. Within ``POLL_SECONDS``, every rank of the group logs site, group and peer. The group's waits on this GPU are
+   stopped, in case the rank that gave up could not reach them. (There are no stream waits to free: every wait is a
+   kernel's, and a clock bounds it.)
+2. A program that was *told* goes on as it likes: ``check`` has raised the error to it, or it has aborted the group
+   itself. A program that has destroyed the group also goes on, because it can start nothing more in it. The calls that
+   it had started go on too: a destroyed group is watched until they have ended.
+3. Any other program is ended ``GRACE_SECONDS`` after the fault was seen, by SIGABRT, with the error and the stacks of
+   all threads on standard error. ProcessGroupNCCL's watchdog ends a process in the same way on a timeout
    (``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``, its default).
-4. A program that comes to its end without having been told, its group destroyed or not, ends with exit status 1: it may
-   have handed out what a kernel left behind that gave up. (Exit hooks that were registered before this module's do not
-   run then.) A fault may come as late as that: calls that are in flight at the end have ``EXIT_SECONDS`` to end; where
-   they go on waiting for their peers the program ends in the same way.
+4. A program that ends without having been told, its group destroyed or not, ends with exit status 1, because it may
+   have used results of a kernel that gave up. (Exit hooks that were registered before this module's do not run
+   then.) A fault may come as late as that: calls in flight at the program's end have ``EXIT_SECONDS`` to end. If they
+   still wait for their peers then, the program ends in the same way.
 
-While all is well a look reads one word of the host's memory a group, and calls nothing of CUDA, but for an event's
-query where a group has been destroyed (``runtime.driver.beside_captures``). After a fork the child watches nothing:
-it can use no GPU. What it cannot do: go on beside a thread that blocks while it holds Python's lock.
+Without a fault, a look reads one word of the host's memory a group. It makes no CUDA call, except an event query for a
+destroyed group (``runtime.driver.beside_captures``). After a fork the child watches nothing, because it can use no GPU.
+The watchdog cannot run while another thread blocks and holds Python's lock.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from typing import Protocol
 log = logging.getLogger("overlap_inductor")
 
 GRACE_SECONDS = 60.0
-"""Seconds that a program has, after a fault, to be told or to destroy the group. ``math.inf``: it is never ended while
-it runs."""
+"""Seconds after a fault in which the program must be told or destroy the group. With ``math.inf`` a running program is
+never ended."""
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 10.0
-"""That a program's end waits for calls that are in flight."""
+"""Seconds that a program's end waits for calls in flight."""
 
 
 class Watched(Protocol):
-    """What the watchdog needs of a fault record (``runtime.faults.FaultRecord``)."""
+    """A fault record as the watchdog uses it (``runtime.faults.FaultRecord``)."""
 
     @property
     def told(self) -> bool: ...
@@ -64,14 +65,14 @@ class _Watch:
     seen: float | None = None
 
     def ended(self) -> bool:
-        """Whether no call is in flight. Where CUDA has failed no call is known to have ended."""
+        """Whether no call is in flight. False if CUDA has failed, because then nothing tells that calls have ended."""
         try:
             return not self.in_flight()
         except RuntimeError:
             return False
 
     def untold(self) -> str | None:
-        """The error that the program has not been told of."""
+        """The error that the program was not told of, or ``None``."""
         error = self.faults.error()
         return None if self.faults.told else error
 
@@ -80,17 +81,17 @@ def end_process(message: str) -> None:
     """Write ``message`` and the stacks of all threads to standard error, and end the process by SIGABRT."""
     os.write(2, f"{message}\n".encode())
     faulthandler.dump_traceback(2)
-    # (Else the signal would have the stacks written again.)
+    # Otherwise the signal would write the stacks again.
     faulthandler.disable()
     os.abort()
 
 
 class Watchdog:
-    """Watches fault records; see the top of the file for what it does about a fault.
+    """Watches fault records. The module's docstring says what it does about a fault.
 
     Args:
-        end: ends the process, with a message.
-        clock: seconds.
+        end: ends the process with a message.
+        clock: returns seconds, for the grace period.
     """
 
     def __init__(self, end: Callable[[str], None] = end_process, clock: Callable[[], float] = time.monotonic) -> None:
@@ -102,13 +103,17 @@ class Watchdog:
         self._closed = threading.Event()
 
     def watch(self, faults: Watched, alive: Callable[[], bool], in_flight: Callable[[], bool] = lambda: False) -> None:
-        """Look at ``faults``, too, for as long as its group is ``alive``, and behind that until nothing is
-        ``in_flight`` on its device."""
+        """Watch ``faults`` too, while its group is ``alive``, and after that until nothing is ``in_flight`` on its
+        device.
+
+        Args:
+            in_flight: whether calls of the device still run; may raise ``RuntimeError`` if CUDA has failed.
+        """
         with self._lock:
             self._watches.append(_Watch(faults, alive, in_flight))
 
     def start(self) -> None:
-        """Look every ``POLL_SECONDS`` from now on, on a thread that does not keep the process from ending."""
+        """Look every ``POLL_SECONDS`` from now on, on a daemon thread. Does nothing if it was started."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="overlap_inductor watchdog", daemon=True)
@@ -117,7 +122,7 @@ class Watchdog:
     def look(self) -> None:
         """Look at every record once."""
         for watch in tuple(self._watches):
-            # First the group, then its record: a fault that came before the group was destroyed is seen.
+            # The group is read before its record, so that a fault from before the group's destruction is seen.
             alive, error = watch.alive(), watch.faults.error()
             if error is not None and watch.seen is None:
                 self._found(watch, error, alive)
@@ -125,19 +130,18 @@ class Watchdog:
                 self._left(watch, error)
             elif watch.seen is not None and not watch.faults.told and self._clock() - watch.seen >= GRACE_SECONDS:
                 self._end(
-                    f"overlap_inductor: {error} In {GRACE_SECONDS:g} s no call has raised this error to the program,"
-                    " and the group still stands: the process is ended."
+                    f"overlap_inductor: {error} Within {GRACE_SECONDS:g} s no call raised this error to the program,"
+                    " and the group was not destroyed. The process ends now."
                 )
 
     def close(self) -> list[str]:
-        """Stop watching. Returns the errors of all faults that the program has not been told of, those of destroyed
-        groups included."""
+        """Stop watching, and wait up to ``EXIT_SECONDS`` for calls in flight. Returns the errors of all faults that the
+        program was not told of, those of destroyed groups included."""
         self._closed.set()
         if self._thread is not None:
-            # (Not for long: it may be looking just now, and a thread in the middle of a look must not meet the
-            # interpreter's end.)
+            # The thread may be in the middle of a look, and must not run on while the interpreter ends.
             self._thread.join(5.0)
-        # (Its clock is the program's, whatever this one is given.)
+        # By the real clock, whatever ``clock`` is.
         deadline = time.monotonic() + EXIT_SECONDS
         while (
             waiting := [w for w in self._watches if not w.faults.told and w.untold() is None and not w.ended()]
@@ -162,23 +166,23 @@ class Watchdog:
         watch.faults.stop_waits()
         if not watch.faults.told and alive:
             log.error(
-                "overlap_inductor: %s The process is ended in %g s, unless a call raises this error before.",
+                "overlap_inductor: %s The process ends in %g s unless a call raises this error before.",
                 error,
                 GRACE_SECONDS,
             )
         elif not watch.faults.told:
             log.error(
-                "overlap_inductor: %s The group has been destroyed, so that no call can raise this error: the "
-                "program will end with exit status 1.",
+                "overlap_inductor: %s The group has been destroyed, so no call can raise this error. The program will"
+                " end with exit status 1.",
                 error,
             )
 
     def _left(self, watch: _Watch, error: str | None) -> None:
-        """A destroyed group is forgotten when its calls have ended well, or its program has been told of its fault;
-        else it is kept for the program's end.
+        """Forget a destroyed group if its calls have ended without a fault, or if the program was told of the fault.
+        Else keep it until the program's end.
 
-        (First the calls, then the record again: a call that has given up, or was stopped, has left its record by its
-        end. What peers do of each other behind that is no fault of this rank's results.)"""
+        The record is read again after the calls, because a call that gave up or was stopped has left its record by its
+        end. What peers do after that does not affect this rank's results."""
         watch.alive = _destroyed
         if watch.faults.told or error is None and watch.ended() and watch.faults.error() is None:
             with self._lock:
@@ -193,7 +197,7 @@ _WATCHDOG = Watchdog()
 
 
 def watch(faults: Watched, alive: Callable[[], bool], in_flight: Callable[[], bool] = lambda: False) -> None:
-    """Have the process's watchdog watch a group's fault record: see ``Watchdog.watch``."""
+    """Watch a group's fault record by the process's watchdog. See ``Watchdog.watch``."""
     _WATCHDOG.watch(faults, alive, in_flight)
     _WATCHDOG.start()
 

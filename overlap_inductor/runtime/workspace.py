@@ -1,9 +1,10 @@
-"""``GroupWorkspace``: what the sites of one process group share on this rank: its arena, its fault record, its
+# SPDX-License-Identifier: Apache-2.0
+"""``GroupWorkspace``: what the sites of one process group share on this rank: its arena, its fault record and its
 patience.
 
-Made at the first run of a graph that needs it, behind the agreement of the ranks, by all of them together: allocating
-symmetric memory is a collective. It lives as long as the group; a destroyed group whose name is used again gets a new
-one. Calls of a rank run one after the other on its GPU, whatever their streams and threads (``runtime.call_order``).
+It is made at the first run of a graph that needs it, after the ranks' agreement, by all ranks of the group together,
+because allocating symmetric memory is a collective. It lives as long as the group (``runtime.group_state``). Calls of a
+rank run one after the other on its GPU, on any stream and thread (``runtime.call_order``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.errors import OverlapError
+from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.runtime import watchdog
 from overlap_inductor.runtime.all_or_none import NotOnAllRanks
 from overlap_inductor.runtime.all_or_none import all_or_none
@@ -33,6 +35,8 @@ from overlap_inductor.runtime.arena import WorkspaceArena
 from overlap_inductor.runtime.call_order import CallOrder
 from overlap_inductor.runtime.call_order import call_order
 from overlap_inductor.runtime.faults import FaultRecord
+from overlap_inductor.runtime.group_state import Kind
+from overlap_inductor.runtime.group_state import Owner
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.distributed import group_timeout
 from overlap_inductor.torch_compat.distributed import is_alive
@@ -40,18 +44,28 @@ from overlap_inductor.torch_compat.distributed import is_alive
 log = logging.getLogger("overlap_inductor")
 
 MOST_PREPARED = 64
-"""Kernels that a site keeps ready."""
+"""Prepared kernels that a site keeps."""
 MOST_KNOWN = 2**14
-"""Calls that a group remembers, of all its sites: a step of a large model has hundreds, with each token count anew.
-(Half a KiB each.)"""
+"""Calls that a group remembers, of all its sites. A step of a large model has hundreds, and each token count has its
+own. Half a KiB each."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Where a site's kernel runs: this rank of a group, its slot, the group's fault record and the site's number in it,
-    the patience of waits in ns, and kernels that are ready to be launched there; whole calls, too (``runtime.replay``):
-    those seen once, and whether they may be captured, and what launches those seen twice, each with the allocations
-    that its copies read and write."""
+    """All that a site's kernels need besides their operands.
+
+    Attributes:
+        rank: of this process in the group.
+        world_size: ranks of the group.
+        slot: the site's slot.
+        faults: the group's fault record.
+        site: the site's number in ``faults``.
+        patience_ns: how long a kernel waits for a peer, ns.
+        prepared: kernels that are ready to be launched, by the caller's key.
+        seen: calls that were seen once, with the allocations that their copies read and write, and whether they may be
+            captured (``runtime.replay``).
+        replays: calls that were captured, with those allocations and the function that launches the graph.
+    """
 
     rank: int
     world_size: int
@@ -63,8 +77,19 @@ class Launch:
     seen: dict[Any, tuple[tuple[int, ...], bool]] = field(default_factory=dict, compare=False)
     replays: dict[Any, tuple[tuple[int, ...], Callable[[], None]]] = field(default_factory=dict, compare=False)
 
+    def check_room(self, nbytes: int, signals: int, protocol: str = CREDITS) -> None:
+        """Raises ``UnsupportedError`` if the slot is smaller than what a call needs, or is used with another
+        protocol."""
+        slot = self.slot
+        if nbytes > slot.nbytes or signals > slot.signals or protocol != slot.protocol:
+            raise UnsupportedError(
+                f"the call needs {nbytes} bytes and {signals} signals in {protocol}, its slot has {slot.nbytes} and"
+                f" {slot.signals} in {slot.protocol}"
+            )
+
     def remember(self, key: Any, kernel: Any) -> None:
-        """Keep a kernel ready; all are made anew when sizes that change from call to call have made too many."""
+        """Keep a prepared kernel. Drops all earlier ones when there are ``MOST_PREPARED``, which only sizes that change
+        from call to call reach."""
         if len(self.prepared) >= MOST_PREPARED:
             self.prepared.clear()
         self.prepared[key] = kernel
@@ -79,10 +104,12 @@ class GroupWorkspace:
     """One group's workspace on one device.
 
     Attributes:
-        patience_ns: how long a kernel waits for a peer: the group's timeout.
+        arena: the group's slots on the device.
+        faults: the group's fault record.
+        patience_ns: how long a kernel waits for a peer, ns: the group's timeout.
         blocks: SMs of the device.
-        without_room: sites of plans whose workspace would have exceeded the limit; they run as they stood.
-        prepared: the plans' requests that have been dealt with.
+        without_room: sites of plans whose workspace would have exceeded the limit. They run without overlap.
+        prepared: requests of plans that ``prepare`` has handled, as JSON texts.
     """
 
     group: dist.ProcessGroup
@@ -97,27 +124,38 @@ class GroupWorkspace:
     _lock: Any = field(default_factory=threading.RLock, repr=False)
 
     def known(self, call: Hashable, make: Callable[[], Known | None]) -> Known | None:
-        """What ``make`` makes for a ``call``, which says all that it depends on: ``launch``, and what else its op has
-        to know. Any thread may ask. ``make`` is asked once, and again when a plan has been prepared or too many calls
-        are known. ``None`` where the call is served by no kernel. Raises what ``make`` raises."""
+        """Return what ``make`` made for ``call``. Any thread may ask.
+
+        Args:
+            call: all that the result depends on.
+            make: makes a launch and what else the op needs; ``None`` if no kernel serves the call. It is called once,
+                and again after a plan was prepared or ``MOST_KNOWN`` calls are known.
+
+        Raises:
+            Exception: what ``make`` raises.
+        """
         found = self._known.get(call, _UNKNOWN)
         if found is _UNKNOWN:
             with self._lock:
                 if len(self._known) >= MOST_KNOWN:
                     self._known.clear()
                 found = self._known[call] = make()
-        return found  # type: ignore[no-any-return]
+        return found
 
     def launch(self, site: str, nbytes: int, signals: int, protocol: str = CREDITS) -> Launch | None:
-        """Where a call of ``site`` that needs so much runs; ``None`` where there was no room for it.
+        """The launch of a call of ``site``, or ``None`` if its slot does not suffice or there was no room for one.
+
+        Args:
+            nbytes: bytes that peers write into.
+            signals: signals that each peer sends.
 
         Raises:
-            OverlapError: the site has not been prepared for.
+            OverlapError: ``prepare`` was not called for the site.
         """
         request = Request(site, nbytes, signals, protocol)
         key = (request.site, request.protocol)
         if not self.arena.holds(request) and (site in self.without_room or self.arena.knows(*key)):
-            # No room was found for the site, or what was planned for is less than this call's size.
+            # There was no room for the site, or this call is larger than planned.
             return None
         slot, made = self.arena.slot(*key), self._launches.get(key)
         if made is None or made.slot is not slot:
@@ -128,12 +166,16 @@ class GroupWorkspace:
         return made
 
     def prepare(self, requests: Sequence[Request], limit: int) -> None:
-        """Give every site of a plan its slot, or none of them (``without_room``, on all ranks alike) where they do not
-        fit under some rank's ``limit`` bytes, beside what graphs before hold.
+        """Give every site of a plan its slot. If the slots do not fit under some rank's limit, beside the slots of
+        earlier graphs, no site gets one on any rank (``without_room``).
+
+        Args:
+            requests: of the plan's sites, in its order, equal on all ranks.
+            limit: bytes that all slots of the group may take on this rank.
 
         Raises:
             OverlapError: memory would have to be allocated while a CUDA graph is captured.
-            NotOnAllRanks: a rank has no memory left; on all ranks alike, and their slots are as before.
+            NotOnAllRanks: a rank has no memory left; on all ranks, and their slots are as before.
         """
         with self._lock:
             self._prepare(requests, limit)
@@ -146,22 +188,23 @@ class GroupWorkspace:
         else:
             self.without_room.update(r.site for r in requests)
             log.warning(
-                "overlap_inductor: %d sites of group %r run as they stood: %s",
+                "overlap_inductor: %d sites of group %r run without overlap: %s",
                 len(requests), self.group.group_name, full,
             )  # fmt: skip
-        # (A site's slot may be another one now.)
+        # A site may have another slot now.
         self._known.clear()
 
     def _why_no_room(self, missing: int, limit: int) -> NotOnAllRanks | None:
-        """Why the group has no room for ``missing`` bytes more, or ``None``. All ranks decide together, since limits
-        may differ: a kernel of one rank would wait in vain for peers that run the collective."""
+        """Why the group has no room for ``missing`` more bytes, or ``None``. All ranks decide together, because their
+        limits may differ: a kernel of one rank would wait in vain for peers that run the collective."""
         if not missing:
             return None
 
         def fits() -> None:
             if self.arena.nbytes + missing > limit:
                 raise OverlapError(
-                    f"other graphs hold {self.arena.nbytes}, and OVERLAP_INDUCTOR_WORKSPACE_LIMIT is {limit >> 20} MiB"
+                    f"other graphs hold {self.arena.nbytes} bytes, and OVERLAP_INDUCTOR_WORKSPACE_LIMIT is"
+                    f" {limit >> 20} MiB"
                 )
 
         try:
@@ -171,30 +214,19 @@ class GroupWorkspace:
         return None
 
 
-_WORKSPACES: dict[tuple[dist.ProcessGroup, torch.device], GroupWorkspace] = {}
-_MAKING: dict[tuple[str, torch.device], Any] = {}
-"""A lock for each group's name and device: ranks may make two groups' workspaces in two threads, in another order here
-than there."""
-
-
 def workspace_of(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspace:
-    """The group's workspace on ``device``, made on first use by all ranks of the group together. Those of groups that
-    are no more are dropped then.
+    """The group's workspace on ``device``, made at first use by all ranks of the group together.
 
     Raises:
-        NotOnAllRanks: a rank has no memory left; on all ranks alike.
+        OverlapError: the group was destroyed, or memory would have to be allocated while a CUDA graph is captured.
+        NotOnAllRanks: a rank has no memory left; on all ranks.
     """
-    key = (group, device)
-    known = _WORKSPACES.get(key)
-    if known is not None:
-        return known
-    with _MAKING.setdefault((group.group_name, device), threading.Lock()):
-        return _WORKSPACES.get(key) or _made(group, device)
+    return _WORKSPACES.of(group, device)
 
 
-def _made(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspace:
-    if not symmetric.capturing():
-        _drop_destroyed()
+def _made(owner: Owner) -> GroupWorkspace:
+    group, device = owner.group, owner.device
+    assert device is not None
     order = call_order(device)
 
     def together(what: str, attempt: Callable[[], Any]) -> Any:
@@ -207,23 +239,23 @@ def _made(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspace:
     arena = WorkspaceArena(group.size(), device, allocate, lambda: symmetric.capturing(), 2**62)
     patience = int(group_timeout(group).total_seconds() * 1e9)
     made = GroupWorkspace(group, arena, faults, patience, symmetric.multiprocessors(device))
-    _WORKSPACES[group, device] = made
     if isinstance(order, CallOrder):
         watchdog.watch(faults, lambda: is_alive(group), order.in_flight)
     return made
 
 
-def _drop_destroyed() -> None:
-    """What a destroyed group had started may go on; its memory is not given back under it."""
-    for key in [k for k, w in tuple(_WORKSPACES.items()) if not is_alive(w.group)]:
-        order = call_order(key[1])
-        if isinstance(order, CallOrder):
-            order.finish()
-        _WORKSPACES.pop(key, None)
+def _calls_ended(workspace: GroupWorkspace) -> None:
+    """Wait until no call of the destroyed group runs, because its memory is about to be freed."""
+    order = call_order(workspace.arena.device)
+    if isinstance(order, CallOrder):
+        order.finish()
+
+
+_WORKSPACES = Kind("workspace", _made, _calls_ended)
 
 
 def _fault_record(group: dist.ProcessGroup, device: torch.device, together: symmetric.Together) -> FaultRecord:
-    """One that all ranks share where their GPUs reach each other."""
+    """The group's fault record. The ranks share it if their GPUs reach each other."""
     ranks = dist.get_process_group_ranks(group)
     if group.size() == 1 or symmetric.why_no_symmetric_memory(tuple(ranks), device) is not None:
         found: FaultRecord = together(
@@ -232,23 +264,27 @@ def _fault_record(group: dist.ProcessGroup, device: torch.device, together: symm
         return found
     if symmetric.capturing():
         raise OverlapError(
-            f"group {group.group_name!r} needs memory to tell its ranks of faults while a CUDA graph is being "
-            "captured, where none can be allocated. Run the compiled function once before capturing it."
+            f"group {group.group_name!r} needs memory for its fault record while a CUDA graph is being captured, and"
+            " none can be allocated then. Run the compiled function once before capturing it."
         )
     return FaultRecord.shared(group, ranks, device, together)
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> str | None:
-    """Give every site of a plan its slot, once. ``requests``: JSON text, ``[[site, bytes, signals]]`` in the plan's
-    order, equal on all ranks; a protocol stands behind them where it is not credits. All ranks of the group together.
+    """Give every site of a plan its slot, once. All ranks of the group call this together.
 
-    Where they do not fit under ``limit`` bytes all sites of the plan run as they stood (on all ranks alike), and the
-    log says so.
+    If the slots do not fit under ``limit``, all sites of the plan run without overlap on all ranks, and the log says
+    so.
+
+    Args:
+        requests: JSON text, ``[[site, bytes, signals]]`` in the plan's order, equal on all ranks. The protocol follows
+            as a fourth element if it is not ``credits``.
+        limit: bytes that all slots of the group may take on this rank.
 
     Returns:
-        ``None``; or why no site of the plan has a slot, because a rank of the group has no memory left: the same text
-        on every rank, which names the rank and the bytes. All ranks must then run without overlap, or none; they may
-        ask again.
+        ``None`` if that was done. Else why no site of the plan has a slot: a rank has no memory left. The text is the
+        same on every rank and names the rank and the bytes. Either all ranks then run without overlap, or none does;
+        they may call again.
 
     Raises:
         OverlapError: memory would have to be allocated while a CUDA graph is captured.

@@ -1,8 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """Give the reason why a collective leads to no site, if the finders gave none.
 
 The reason names the nearest matmul if that is of a kind that is not cut: a grouped one, ``mv``, or a product with a
 vector that Inductor wrote as ``mul`` and ``sum``. Else it names the first op on the way to the matmul that is not
-computed in pieces. "No matmul stands beside it" means that the search found none on either side.
+computed in pieces. "No matmul is next to the collective" means that the search found none on either side.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
-NO_MATMUL = "no matmul stands beside it: there is nothing to hide it behind"
+NO_MATMUL = "no matmul is next to the collective, so there is nothing to hide it behind"
 STEPS = 12
 """Most nodes from the collective to the matmul. Weighting, reordering and summing the results of experts takes six to
 nine."""
@@ -34,7 +35,11 @@ def reason(collective: CollectiveNode) -> Reason:
         return _told(found, collective, "the all-gather and " if behind else "")
     if reader is not None:
         name = reader[0].name
-        return Reason("no_matmul", f"{name} reads its result, and no matmul stands before it that could hide it")
+        return Reason(
+            "no_matmul",
+            f"{name} reads the collective's result, but only a matmul that computes its input could hide it, and there"
+            " is none",
+        )
     return Reason("no_matmul", NO_MATMUL)
 
 
@@ -44,27 +49,29 @@ def _told(found: _Way, collective: CollectiveNode, gather: str) -> Reason:
     if kind == "grouped":
         return Reason(
             "grouped_matmul",
-            f"{node.name} ({node.target}) stands beside it, a matmul of groups of rows whose sizes are only known when"
-            " it runs: it is not cut in this version",
+            f"the matmul next to the collective is {node.name} ({node.target}), which multiplies groups of rows; their"
+            " sizes are only known at run time, and this version cannot cut it",
         )
     if kind == "vector":
         return Reason(
             "matmul_form",
-            f"{node.name} ({node.target}) stands beside it, a product with a vector: only matmuls of matrices are cut",
+            f"the matmul next to the collective is {node.name} ({node.target}), a product with a vector; only matmuls"
+            " of matrices can be cut",
         )
     if kind is not None:
         return Reason(
             "matmul_form",
-            f"{node.name} ({node.target}) stands beside it, a kind of matmul that is not cut in this version",
+            f"the matmul next to the collective is {node.name} ({node.target}), a kind that this version cannot cut",
         )
     between = computed or moved
     place = f"between {gather}{node.name}" if gather else f"between {node.name} and the collective"
     if between is None:
         return Reason(
-            "layout", f"{node.name} stands beside it, but no cut of its rows was found that is one of the collective's"
+            "layout",
+            f"the matmul {node.name} is next to the collective, but no cut of it matches the collective's shards",
         )
     return Reason(
-        "op_between", f"{between.name} ({between.target}) stands {place} and is not computed in pieces{_why(between)}"
+        "op_between", f"{between.name} ({between.target}) is {place} and cannot be computed in pieces{_why(between)}"
     )
 
 
@@ -72,9 +79,9 @@ def _why(node: fx.Node) -> str:
     if node.target is aten.slice.Tensor:
         dim, size = operators.argument(node, "dim"), tools.shape(node)
         start = operators.argument(node, "start") or 0
-        return f": it takes {size[dim]} of {tools.shape(node.args[0])[dim]} indices of dim {dim}, from {start} on"  # type: ignore[arg-type]
+        return f": it takes {size[dim]} of {tools.shape(node.args[0])[dim]} indices of dim {dim}, from {start} on"
     if node.target is aten.cat.default:
-        return f": it joins {len(node.args[0])} tensors on dim {operators.argument(node, 'dim')}"  # type: ignore[arg-type]
+        return f": it joins {len(node.args[0])} tensors on dim {operators.argument(node, 'dim')}"
     return ""
 
 
@@ -97,9 +104,9 @@ def _is_product_with_vector(node: fx.Node) -> bool:
     ``v``."""
     if node.target not in (aten.sum.dim_IntList, aten.sum.default):
         return False
-    product: fx.Node = node.args[0]  # type: ignore[assignment]
+    product: fx.Node = node.args[0]
     while tools.is_cast(product):
-        product = product.args[0]  # type: ignore[assignment]
+        product = product.args[0]
     terms = list(tools.tensor_inputs(product)) if product.target is aten.mul.Tensor else []
     rank = len(tools.shape(product)) if terms else 0
     dims = operators.argument(node, "dim") or list(range(rank))
@@ -122,7 +129,7 @@ def _nearest(start: fx.Node, forward: bool) -> _Way | None:
         reached: list[_Way] = []
         for node, computed, moved in frontier:
             if node is not start or not forward:
-                if "_c10d_functional" in str(node.target):
+                if operators.is_functional_collective(node):
                     continue
                 if matmuls.parse(node) is not None or _other_matmul(node) is not None:
                     found.append((node, computed, moved))

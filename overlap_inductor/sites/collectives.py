@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the collectives of a graph: those that can become sites, and those that cannot, each with its reason."""
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _POINT_TO_POINT = {
     "nccl_put_with_signal",
     "nvshmem_put_with_signal",
 }
-_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem")
+_NAMESPACES = (*operators.FUNCTIONAL_COLLECTIVES, "c10d_functional", "c10d", "_dtensor", "symm_mem")
 
 
 def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
@@ -55,35 +56,35 @@ def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
         return None
     if namespace == "symm_mem" and name.startswith("fused_"):
         return "fused", Reason(
-            "taken_by_async_tp", f"Inductor's own async TP has replaced this site by {name} before this pass ran"
+            "taken_by_async_tp",
+            f"Inductor's own async TP replaced this site by {name} before the overlap pass ran; set"
+            " torch._inductor.config._micro_pipeline_tp to False to leave the site to overlap_inductor",
         )
     if (namespace, name) == ("_dtensor", "shard_dim_alltoall"):
         return "all_to_all", Reason(
-            "pattern_not_available", "an exchange of shard dims is not overlapped in this version"
+            "pattern_not_available", f"this version does not overlap {name}, an exchange of shard dims"
         )
     base = name.removesuffix("_")
-    if namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
+    if namespace not in operators.FUNCTIONAL_COLLECTIVES:
         return base, Reason(
             "pattern_not_available",
-            f"{namespace}::{name} is no functional collective and is not overlapped in this version",
+            f"{namespace}::{name} is not a functional collective; this version overlaps only those",
         )
     if base in _NAMES:
         if base != name:
-            return _NAMES[base], Reason(
-                "out_variant", f"{name} works in place; only the functional form is taken apart"
-            )
+            return _NAMES[base], Reason("out_variant", f"{name} works in place; expected the functional form, {base}")
         return _NAMES[base], None
     if base.endswith("_coalesced"):
         kind = base.removesuffix("_coalesced")
         return _NAMES.get(kind, kind), Reason(
-            "coalesced", f"{name} moves several tensors at once and is not taken apart"
+            "coalesced", f"{name} moves several tensors at once; expected one collective for each tensor"
         )
     if name.endswith("_out"):
         kind = name.removesuffix("_out")
         return _NAMES.get(kind, kind), Reason(
-            "out_variant", f"{name} writes to a buffer of the caller's and is not taken apart"
+            "out_variant", f"{name} writes into the caller's buffer; expected the functional form, {kind}"
         )
-    return base, Reason("pattern_not_available", f"{name} is not overlapped in this version")
+    return base, Reason("pattern_not_available", f"this version does not overlap {name}")
 
 
 def group_name(node: fx.Node) -> str | None:
@@ -117,8 +118,8 @@ def kept_kind(node: fx.Node) -> str | None:
 def is_a_wait(node: fx.Node) -> bool:
     """Whether ``node`` is a collective's result or a view of one."""
     while tools.is_reshape(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
+        node = node.args[0]
+    return operators.is_wait(node)
 
 
 def _bytes(node: fx.Node, kind: str) -> int | str:
@@ -128,7 +129,7 @@ def _bytes(node: fx.Node, kind: str) -> int | str:
     if not isinstance(value, torch.Tensor):
         return 0
     source = node.args[0] if kind == "reduce_scatter" else node
-    sizes = tools.shape(source) if tools.is_tensor(source) else list(value.shape)  # type: ignore[arg-type]
+    sizes = tools.shape(source) if tools.is_tensor(source) else list(value.shape)
     return tools.size_text(tools.numel(sizes) * value.dtype.itemsize)
 
 
@@ -163,7 +164,7 @@ def find_collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Collective
         if reason is not None:
             yield node, kind, reason
             continue
-        waits = [u for u in node.users if u.target is torch.ops._c10d_functional.wait_tensor.default]
+        waits = [u for u in node.users if operators.is_wait(u)]
         others = [u for u in node.users if u not in waits and u.op != "output"]
         if len(waits) != 1 or others:
             yield (
@@ -171,17 +172,22 @@ def find_collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Collective
                 kind,
                 Reason(
                     "no_wait",
-                    f"its result has {len(waits)} waits and {len(others)} users without a wait; expected one wait",
+                    f"the collective's result has {len(waits)} waits and {len(others)} users without a wait; expected"
+                    " one wait and no other user",
                 ),
             )
             continue
         wait = waits[0]
-        while len(wait.users) == 1 and next(iter(wait.users)).target is torch.ops._c10d_functional.wait_tensor.default:
+        while len(wait.users) == 1 and operators.is_wait(next(iter(wait.users))):
             wait = next(iter(wait.users))
         name = group_name(node)
         ranks = group_ranks(name) if name is not None else None
         if name is None or ranks is None:
-            yield node, kind, Reason("group_not_resolved", f"its process group {name!r} does not exist in this process")
+            yield (
+                node,
+                kind,
+                Reason("group_not_resolved", f"the collective's process group {name!r} does not exist in this process"),
+            )
             continue
         reduce_op = operators.argument(node, "reduce_op")
         yield (

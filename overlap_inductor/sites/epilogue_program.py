@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Epilogue`` describes a pointwise epilogue as text. A pass finds it after a matmul or a reduction, a kernel computes
 it on each tile, and ``applied`` computes it by torch's ops.
 

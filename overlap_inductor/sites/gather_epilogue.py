@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the epilogue of a gather: pointwise nodes after its matmuls that are computed on each piece, so that transfers
 hide them too.
 
@@ -23,10 +24,10 @@ from torch import fx
 
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import matmuls
+from overlap_inductor.sites.gather_nodes import Epilogue
+from overlap_inductor.sites.gather_nodes import GatherConsumer
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.nodes import CollectiveNode
-from overlap_inductor.sites.nodes import Epilogue
-from overlap_inductor.sites.nodes import GatherConsumer
 from overlap_inductor.torch_compat import operators
 
 
@@ -81,7 +82,7 @@ class _Region:
             return False
         if any(tools.depends_on(n, self.wait, self.known) for n in node.all_input_nodes if not tools.is_tensor(n)):
             return False
-        return all(_same_shape(node, n) if self._inside(n) else self._is_row(n) for n in inputs)
+        return all(tools.same_shape(node, n) if self._inside(n) else self._is_row(n) for n in inputs)
 
     def _is_row(self, node: fx.Node) -> bool:
         """Whether ``node`` is a scalar or one row that all rows share, and is not computed from the gathered tensor."""
@@ -115,14 +116,9 @@ class _Region:
         return Epilogue(list(self.nodes), outputs, list(dict.fromkeys(externals)), list(self.base))
 
 
-def _same_shape(a: fx.Node, b: fx.Node) -> bool:
-    x, y = tools.shape(a), tools.shape(b)
-    return len(x) == len(y) and all(same_size(s, t) for s, t in zip(x, y, strict=True))
-
-
 def _stored_for(user: fx.Node, depth: int = 8) -> bool:
     """Whether ``user``, or every reader of it if it is a view, needs its input in memory."""
-    if user.op == "output" or matmuls.parse(user) is not None or "_c10d_functional" in str(user.target):
+    if user.op == "output" or matmuls.parse(user) is not None or operators.is_functional_collective(user):
         return True
     if depth and (tools.is_reshape(user) or tools.permutation(user) is not None):
         return all(_stored_for(u, depth - 1) for u in user.users)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small helpers that answer questions about the FX nodes of a post-grad graph."""
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.torch_compat import operators
 
 aten = torch.ops.aten
@@ -35,15 +37,15 @@ SAME = {
 SPLITS = {aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default}
 
 
-def value(node: fx.Node) -> Any:
+def value(node: Any) -> Any:
     return node.meta.get("val")
 
 
-def shape(node: fx.Node) -> list[Any]:
+def shape(node: Any) -> list[Any]:
     return list(value(node).shape)
 
 
-def dtype(node: fx.Node) -> torch.dtype:
+def dtype(node: Any) -> torch.dtype:
     return value(node).dtype
 
 
@@ -64,11 +66,11 @@ def permutation(node: fx.Node) -> list[int] | None:
         return None
     rank = len(shape(node))
     if node.target is aten.permute.default:
-        return [d % rank for d in node.args[1]]  # type: ignore[union-attr, operator]
+        return [d % rank for d in node.args[1]]
     if node.target is aten.t.default:
         return [1, 0] if rank == 2 else list(range(rank))
     if node.target in (aten.transpose.int, aten.movedim.int):
-        a, b = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+        a, b = (int(d) % rank for d in node.args[1:3])
         order = list(range(rank))
         if node.target is aten.transpose.int:
             order[a], order[b] = order[b], order[a]
@@ -83,19 +85,17 @@ def is_reshape(node: fx.Node) -> bool:
     shape."""
     if node.target not in RESHAPES:
         return False
-    return (
-        node.target is not aten.expand.default
-        or len(shape(node)) == len(shape(node.args[0]))
-        and all(  # type: ignore[arg-type]
-            a is b or a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
-            for a, b in zip(shape(node), shape(node.args[0]), strict=True)  # type: ignore[arg-type]
-        )
-    )
+    return node.target is not aten.expand.default or same_shape(node, node.args[0])
 
 
 def is_bitcast(node: fx.Node) -> bool:
     """Whether ``node`` is a dtype view between types of the same size (fp8 carried as uint8)."""
-    return node.target is aten.view.dtype and dtype(node).itemsize == dtype(node.args[0]).itemsize  # type: ignore[arg-type]
+    return node.target is aten.view.dtype and dtype(node).itemsize == dtype(node.args[0]).itemsize
+
+
+def copies(node: fx.Node) -> bool:
+    """Whether ``node`` is a copy or a bitcast of its input."""
+    return is_bitcast(node) or node.target in SAME
 
 
 def is_cast(node: fx.Node) -> bool:
@@ -106,6 +106,11 @@ def is_cast(node: fx.Node) -> bool:
 
 def is_pointwise(node: fx.Node) -> bool:
     return is_cast(node) or operators.has_tag(node, torch.Tag.pointwise)
+
+
+def same_shape(a: Any, b: Any) -> bool:
+    """Whether both have the same shape. Sizes are compared without a guard."""
+    return len(shape(a)) == len(shape(b)) and all(map(same_size, shape(a), shape(b)))
 
 
 def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:

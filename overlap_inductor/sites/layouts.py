@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts describe which elements of a tensor lie where. They are index maps, so the spelling in the graph does not
 matter.
 
@@ -104,7 +105,7 @@ class Layout:
         """The layout with every atom replaced by those it was split into since. Raises ``LayoutError`` if short shards
         were split."""
         if any(atom.chunk is not None and atom.chunk.children for dim in self.dims for atom in dim):
-            raise LayoutError("the shards are split into smaller dims elsewhere, and the last ones are short here")
+            raise LayoutError("a reshape splits the shards into smaller dims, but their padding was cut off here")
         return Layout(tuple(tuple(leaf for atom in dim for leaf in atom.leaves()) for dim in self.dims))
 
     def flat(self) -> list[Atom]:
@@ -130,9 +131,7 @@ class Layout:
             taken: list[Atom] = []
             while not same_size(product(taken), size):
                 if not queue:
-                    raise LayoutError(
-                        f"a reshape to {list(shape)} has no boundary where the collective's dims have one"
-                    )
+                    raise LayoutError(f"the dims of a reshape to {list(shape)} do not line up with the collective's")
                 atom = queue.pop(0)
                 closes = atom.total is not None and queue and same_size(product([*taken, atom, queue[0]]), size)
                 if closes or (atom.short and queue):
@@ -142,7 +141,9 @@ class Layout:
                 whole = have * atom.size
                 if isinstance(wanted, int) and isinstance(have, int) and isinstance(atom.size, int) and whole > wanted:
                     if atom.rank or wanted % have or atom.size % (wanted // have):
-                        raise LayoutError(f"a reshape to {list(shape)} cuts through a dim of size {atom.size}")
+                        raise LayoutError(
+                            f"a reshape to {list(shape)} splits a dim of size {atom.size} unevenly or between ranks"
+                        )
                     front = Atom(wanted // have)
                     back = Atom(atom.size // front.size)
                     atom.children = (front, back)
@@ -150,7 +151,7 @@ class Layout:
                 taken.append(atom)
             dims.append(tuple(taken))
         if queue:
-            raise LayoutError(f"a reshape to {list(shape)} leaves elements over")
+            raise LayoutError(f"a reshape to {list(shape)} has fewer elements than its input")
         return Layout(tuple(dims))
 
     def move_rank(self, source: int, target: int, size: Size | None = None) -> Layout:
@@ -159,7 +160,7 @@ class Layout:
         divides it. Raises ``LayoutError`` if the rank atom does not lead ``source``."""
         dims = [list(d) for d in self.refined().dims]
         if not dims[source] or not dims[source][0].rank:
-            raise LayoutError("the pieces that are concatenated are not the ranks' shards")
+            raise LayoutError("a cat joins pieces that are not the ranks' shards")
         rank = dims[source].pop(0)
         if source != target:
             # A known equality of sizes is not seen inside a larger product, so a symbolic size is always kept as the
@@ -178,11 +179,11 @@ class Layout:
         equal. The last shards become short or empty. Raises ``LayoutError`` if ``dim`` does not consist of the ranks'
         shards, or fewer than two rows are left."""
         if not self.leads_with_rank(dim):
-            raise LayoutError("rows are appended to, or cut off, a dim that is not made of the ranks' shards")
+            raise LayoutError("rows are appended to, or cut off from, a dim that does not consist of the ranks' shards")
         dims = list(self.refined().dims)
         rank, chunk = dims[dim]
         if isinstance(size, int) and size < 2:
-            text = f"the sharded dim has {size} rows without padding: a reshape of that could move them anywhere"
+            text = f"the sharded dim has {size} rows without padding; expected at least 2, to follow it in a reshape"
             raise LayoutError(text)
         dims[dim] = (Atom(rank.size, rank=True, total=size, chunk=chunk), chunk)
         return Layout(tuple(dims))
@@ -232,7 +233,7 @@ class ShardedDim:
     def of(cls, layout: Layout) -> ShardedDim:
         dim = layout.rank_dim()
         if dim is None:
-            raise LayoutError("the tensor holds no sharded dim")
+            raise LayoutError("the tensor has no sharded dim")
         atoms = layout.refined().dims[dim]
         at = next(i for i, a in enumerate(atoms) if a.rank)
         before, after = atoms[:at], atoms[at + 1 :]

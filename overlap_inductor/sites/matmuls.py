@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``MatmulNode`` gives every kind of matmul node one form: operands, bias, scales, and the roles of dims.
 
 ``parse`` reads a node. ``emit`` and ``emit_partial`` write the same matmul on slices.
@@ -39,16 +40,16 @@ class MatmulNode:
 
     @property
     def lhs(self) -> fx.Node:
-        return self.node.args[1 if self.kind in ("addmm", "baddbmm") else 0]  # type: ignore[return-value]
+        return self.node.args[1 if self.kind in ("addmm", "baddbmm") else 0]
 
     @property
     def rhs(self) -> fx.Node:
-        return self.node.args[2 if self.kind in ("addmm", "baddbmm") else 1]  # type: ignore[return-value]
+        return self.node.args[2 if self.kind in ("addmm", "baddbmm") else 1]
 
     @property
     def bias(self) -> fx.Node | None:
         if self.kind in ("addmm", "baddbmm"):
-            return self.node.args[0]  # type: ignore[return-value]
+            return self.node.args[0]
         return operators.argument(self.node, "bias") if self.kind == "scaled_mm" else None
 
     @property
@@ -97,13 +98,16 @@ class MatmulNode:
         ) != (1, 1):
             return (
                 f"{self.kind} scales its terms (alpha={self.node.kwargs.get('alpha', 1)},"
-                f" beta={self.node.kwargs.get('beta', 1)})"
+                f" beta={self.node.kwargs.get('beta', 1)}); expected 1 for both"
             )
         if self.kind == "scaled_mm" and operators.argument(self.node, "scale_result") is not None:
-            return "_scaled_mm scales its result"
+            return "_scaled_mm has a scale_result; expected none"
         for scale, one_a_row in ((self.scales()[0], 0), (self.scales()[1], 1)):
             if scale is not None and not _is_plain_scale(scale, self.node, one_a_row):
-                return f"{scale.name} of shape {tools.shape(scale)} is neither one scale nor one a row or column"
+                return (
+                    f"the scale {scale.name} has shape {tools.shape(scale)}; expected one element, or one for each row"
+                    " or column"
+                )
         return None
 
 
@@ -121,7 +125,7 @@ def _is_plain_scale(scale: fx.Node, matmul: fx.Node, dim: int) -> bool:
 
 def parse(node: fx.Node) -> MatmulNode | None:
     """The matmul that ``node`` is, or ``None``."""
-    kind = KINDS.get(node.target)  # type: ignore[arg-type]
+    kind = KINDS.get(node.target)
     if kind is None or not tools.is_tensor(node):
         return None
     return MatmulNode(node, kind)
@@ -139,7 +143,7 @@ def _summed(node: fx.Node, user: fx.Node) -> list[fx.Node] | None:
     the same shape."""
     if set(node.users) != {user} or user.args.count(node) != 1 or not tools.is_tensor(node):
         return None
-    if [str(s) for s in tools.shape(node)] != [str(s) for s in tools.shape(user)]:
+    if not tools.same_shape(node, user):
         return None
     matmul = parse(node)
     if matmul is not None:
@@ -151,7 +155,7 @@ def _summed(node: fx.Node, user: fx.Node) -> list[fx.Node] | None:
         return [node] if plain else None
     if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
         return None
-    terms = [_summed(a, node) for a in node.args]  # type: ignore[arg-type]
+    terms = [_summed(a, node) for a in node.args]
     return None if None in terms else [n for term in terms for n in term]  # type: ignore[union-attr]
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Name sites: module names that a user recognises, and ids that are the same on every rank and in every run."""
 
 from __future__ import annotations

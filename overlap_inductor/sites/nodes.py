@@ -1,21 +1,29 @@
-"""``GatherNodes`` and ``ReduceNodes`` hold the FX nodes of a site. ``overlap_inductor.facts.site.SiteFacts`` holds its
-JSON-able facts."""
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a site: its collectives, its matmuls and ``SiteNodes``, the interface of every kind of site.
+
+``sites.gather_nodes`` and ``sites.reduce_nodes`` implement ``SiteNodes``. ``facts.site.SiteFacts`` holds what a report
+says of a site.
+"""
 
 from __future__ import annotations
 
+from abc import ABC
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
+from typing import TypeVar
 
 from torch import fx
 
 from overlap_inductor.facts.decision import Decision
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.facts.site import SiteFacts
-from overlap_inductor.sites.layouts import Atom
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import ShardedDim
 from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.matmuls import MatmulNode
+from overlap_inductor.sites.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class CollectiveNode:
 
     @property
     def input(self) -> fx.Node:
-        return self.node.args[0]  # type: ignore[return-value]
+        return self.node.args[0]
 
     @property
     def world_size(self) -> int:
@@ -40,179 +48,142 @@ class CollectiveNode:
 
 
 @dataclass(frozen=True)
-class GatherConsumer:
-    """A matmul with the gathered tensor as one operand.
+class MatmulSizes:
+    """Sizes of one matmul, ints or symbolic. ``own``: the dims (M, N, K) whose size may differ between ranks."""
 
-    Attributes:
-        operand: ``lhs`` or ``rhs``.
-        role: role of the gathered dim: M, N, K or B.
-        layout: the operand's layout. If the padding of uneven shards was cut off, it is without that padding.
-        sharded: the operand's dim that holds the rank.
-    """
+    batch: list[Size]
+    m: Size
+    n: Size
+    k: Size
+    own: str
 
-    matmul: MatmulNode
-    operand: str
-    role: str
-    layout: Layout
-    sharded: ShardedDim
+
+class SiteNodes(ABC):
+    """The FX nodes of one site. A schedule reads the nodes of the kind that it computes; all other code uses this
+    interface only."""
 
     @property
-    def operand_node(self) -> fx.Node:
-        return self.matmul.lhs if self.operand == "lhs" else self.matmul.rhs
+    @abstractmethod
+    def collectives(self) -> list[CollectiveNode]:
+        """The collectives that the site replaces, in graph order. The first one gives the site's place and group."""
 
     @property
-    def other_node(self) -> fx.Node:
-        return self.matmul.rhs if self.operand == "lhs" else self.matmul.lhs
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """Pointwise nodes after a gather's matmuls that are computed piece by piece.
-
-    Attributes:
-        nodes: the pointwise nodes and the views among them, in graph order.
-        outputs: the nodes and matmuls that nodes outside read.
-        externals: the rows and scalars that ``nodes`` read besides.
-        base: the matmuls.
-    """
-
-    nodes: list[fx.Node] = field(default_factory=list)
-    outputs: list[fx.Node] = field(default_factory=list)
-    externals: list[fx.Node] = field(default_factory=list)
-    base: list[fx.Node] = field(default_factory=list)
-
-
-@dataclass
-class GatherNodes:
-    """all-gather -> views and pointwise ops -> matmuls -> epilogue.
-
-    Attributes:
-        raw: layout of the gathered tensor.
-        through: source of each view-like node.
-        layouts: layouts of the gathered tensor and of all nodes between it and the matmuls, if one of these is row-wise
-            but not element-wise (``sites.row_wise``); else empty.
-        whole: the dims that such row-wise ops need whole.
-    """
-
-    collective: CollectiveNode
-    raw: Layout
-    consumers: list[GatherConsumer]
-    through: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    epilogue: Epilogue = field(default_factory=Epilogue)
-    layouts: dict[fx.Node, Layout] = field(default_factory=dict)
-    whole: list[Atom] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Region:
-    """Sums and ``cat`` between matmuls and collective (``passes.find_region``). Pieces are computed over the dims of
-    the matmuls, and all dims here are dims of the matmuls.
-
-    Attributes:
-        reduced: dims that each node sums over.
-        joined: the dim along which each ``cat`` joins.
-        places: layouts of the tensors that are read from elsewhere.
-        cut: the dim that is cut.
-        layout: layout of the collective's input, over the dims that are not summed over.
-    """
-
-    reduced: dict[fx.Node, list[int]]
-    joined: dict[fx.Node, int]
-    places: dict[fx.Node, Layout]
-    cut: int
-    layout: Layout
-
-
-@dataclass(frozen=True)
-class Padding:
-    """``node`` appends zeros to a rank's output before it is gathered, because other ranks have more. It appends
-    ``columns`` to the matmul's columns, or if that is 0, rows, which ``ReduceNodes.sharded`` counts as missing."""
-
-    node: fx.Node
-    columns: int
+    @abstractmethod
+    def matmuls(self) -> list[MatmulNode]:
+        """The matmuls that the site computes in pieces."""
 
     @property
-    def source(self) -> fx.Node:
-        return self.node.args[0]  # type: ignore[return-value]
-
-
-@dataclass
-class ReduceNodes:
-    """matmuls -> views and pointwise ops -> collectives.
-
-    Attributes:
-        collectives: several if the results of all-reduces are added to each other.
-        result: the wait, or the sum of the waits.
-        leaves: the matmuls.
-        layouts: every region node's layout in the atoms of the collective's input.
-        through: source of each view-like node.
-        externals: tensors that the region reads and does not compute.
-        sharded: the matmuls' output dim that is cut; ``role`` is its role.
-        unfolded: biases that are sums of other matmuls of the site (``matmuls.folded``).
-    """
-
-    collectives: list[CollectiveNode]
-    result: fx.Node
-    leaves: list[MatmulNode]
-    layouts: dict[fx.Node, Layout]
-    through: dict[fx.Node, fx.Node]
-    externals: list[fx.Node]
-    sharded: ShardedDim
-    role: str
-    unfolded: set[fx.Node] = field(default_factory=set)
-    region: Region | None = None
-    padding: Padding | None = None
+    @abstractmethod
+    def sharded_dims(self) -> list[ShardedDim]:
+        """The dim of each matmul that is cut by rank: of the operand, or of the result."""
 
     @property
-    def computed(self) -> list[fx.Node]:
-        """The node that the region computes for each collective: its input, or the input before padding."""
-        return [self.padding.source] if self.padding is not None else [c.input for c in self.collectives]
+    @abstractmethod
+    def roles(self) -> list[str]:
+        """The role (M, N, K or B) of that dim in each matmul."""
 
-    def rename(self, replaced: dict[fx.Node, fx.Node]) -> None:
+    @property
+    @abstractmethod
+    def tokens(self) -> Size:
+        """The token count, in rows of the rank's own matmul: an int or a symbolic size."""
+
+    @abstractmethod
+    def matmul_sizes(self) -> list[MatmulSizes]:
+        """The sizes of each matmul, with the padding that a rank appends before it sends."""
+
+    @property
+    @abstractmethod
+    def is_sum(self) -> bool:
+        """Whether the matmuls' results are added to each other, so that the matmuls run one after the other."""
+
+    @abstractmethod
+    def hands_out_gathered(self) -> bool:
+        """Whether nodes outside the site read the gathered tensor."""
+
+    @abstractmethod
+    def others(self) -> list[fx.Node]:
+        """The nodes of the current graph, besides matmuls and collectives, that the site computes, moves or erases."""
+
+    @abstractmethod
+    def places(self) -> list[Placement]:
+        """The places in the current graph at which the steps may be written, the best one first. Empty if the site is
+        written at its collective and moves no node."""
+
+    @abstractmethod
+    def read_in_place(self) -> bool:
+        """Whether nodes outside the site read a node between the collective and the matmuls. The steps must then stand
+        before all nodes that move with the site."""
+
+    @abstractmethod
+    def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+        """The nodes that may be erased once ``replaced`` has taken the site's results, besides the collectives."""
+
+    @abstractmethod
+    def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
         """Update the site after another site's rewrite, which replaced the keys of ``replaced`` by its values."""
-        self.externals = [replaced.get(n, n) for n in self.externals]
-        for old, new in replaced.items():
-            if old in self.layouts:
-                self.layouts[new] = self.layouts[old]
-                # A node of the region that another site's kernel now computes, as its epilogue, is read from outside.
-                if new not in self.externals and old not in {m.node for m in self.leaves}:
-                    self.externals.append(new)
-                if self.region is not None and old in self.region.places:
-                    self.region.places[new] = self.region.places[old]
-        self.through = {n: replaced.get(source, source) for n, source in self.through.items()}
 
-    def bias_of(self, matmul: MatmulNode) -> fx.Node | None:
-        """The matmul's bias, or ``None`` if the bias is a sum of other matmuls of the site, which the site adds up
-        itself."""
-        return None if matmul.bias in self.unfolded else matmul.bias
+    @abstractmethod
+    def cut(self) -> tuple[list[Size], str] | None:
+        """``(sizes, words)`` of what all schedules cut for the transfer, the same on all ranks; ``None`` if the
+        schedule alone knows."""
 
-    @property
-    def leaf_layout(self) -> Layout:
-        """The layout in which pieces are computed: that of the first matmul, or of the region."""
-        return self.layouts[self.leaves[0].node] if self.region is None else self.region.layout
+    @abstractmethod
+    def order_sent(self) -> tuple[Layout, Layout] | None:
+        """``(layout in which pieces are computed, layout in which they are sent)``; ``None`` if shards are sent as they
+        lie."""
 
-    @property
-    def shape(self) -> list[Size]:
-        """The sizes of ``leaf_layout``."""
-        return list(self.leaves[0].node.meta["val"].shape) if self.region is None else self.region.layout.shape()
+    @abstractmethod
+    def computed_ahead(self) -> list[str]:
+        """One text for each node that may be computed on a shard before it is sent, in graph order. The texts are the
+        same on all ranks: they name no nodes."""
+
+    def place(self) -> Placement | None:
+        """The first of ``places`` without an obstacle, else the first one; ``None`` if there are none."""
+        found = self.places()
+        return next((p for p in found if p.obstacle is None), found[0] if found else None)
 
 
 @dataclass
 class OverlapSite:
-    """A site found in one graph: facts for reports and plans, nodes for the rewrite, and the decision. ``obstacle``:
-    what the finder met that speaks against the site."""
+    """A site found in one graph. ``facts``: for reports and plans; ``nodes``: for the rewrite; ``obstacle``: why the
+    site must stay as written, if the finder saw a reason."""
 
     facts: SiteFacts
-    nodes: GatherNodes | ReduceNodes
-    decision: Decision | None = None
+    nodes: SiteNodes
     obstacle: Reason | None = None
 
     @property
     def collectives(self) -> list[CollectiveNode]:
-        return [self.nodes.collective] if isinstance(self.nodes, GatherNodes) else self.nodes.collectives
+        return self.nodes.collectives
 
     @property
     def matmuls(self) -> list[MatmulNode]:
-        if isinstance(self.nodes, GatherNodes):
-            return [c.matmul for c in self.nodes.consumers]
-        return self.nodes.leaves
+        return self.nodes.matmuls
+
+    def decided(self, decision: Decision) -> DecidedSite:
+        """The site with its decision. Both share their nodes."""
+        return DecidedSite(self.facts, self.nodes, self.obstacle, decision=decision)
+
+
+@dataclass
+class DecidedSite(OverlapSite):
+    """A site with the planner's decision."""
+
+    decision: Decision = field(kw_only=True)
+
+
+Kind = TypeVar("Kind", bound=SiteNodes)
+
+
+def nodes_of(site: OverlapSite, kind: type[Kind]) -> Kind:
+    """The site's nodes, for a schedule that computes this kind only.
+
+    Raises:
+        TypeError: the site is of another kind. The schedule then names a pattern that it does not compute.
+    """
+    if not isinstance(site.nodes, kind):
+        raise TypeError(
+            f"site {site.facts.id} ({site.facts.pattern}) has {type(site.nodes).__name__}; expected {kind.__name__}."
+            " Remove the pattern from the schedule's patterns."
+        )
+    return site.nodes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the residual add and RMSNorm after an all-reduce, which schedule ``small_message`` computes in the all-reduce's
 own kernel.
 
@@ -108,7 +109,7 @@ def _eps_of(inverse: fx.Node, wide: fx.Node) -> float | None:
     for target in (aten.rsqrt.default, aten.add.Tensor, aten.mean.dim):
         if chain[-1].target is not target or len(chain[-1].users) != 1 or not tools.is_tensor(chain[-1].args[0]):
             return None
-        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+        chain.append(chain[-1].args[0])
     _, shifted, mean, squares = chain
     eps = operators.argument(shifted, "other")
     dims, last = operators.argument(mean, "dim"), len(tools.shape(wide)) - 1
@@ -129,8 +130,8 @@ def _factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """The two factors of a product of tensors, in either order."""
     if node.target is aten.mul.Tensor and all(tools.is_tensor(a) for a in node.args):
         a, b = node.args
-        yield a, b  # type: ignore[misc]
-        yield b, a  # type: ignore[misc]
+        yield a, b
+        yield b, a
 
 
 def _behind(node: fx.Node, depth: int) -> set[fx.Node]:
@@ -143,7 +144,7 @@ def _behind(node: fx.Node, depth: int) -> set[fx.Node]:
 
 
 def _keeps_rows(node: fx.Node) -> bool:
-    return tools.is_reshape(node) and same_size(tools.shape(node)[-1], tools.shape(node.args[0])[-1])  # type: ignore[arg-type]
+    return tools.is_reshape(node) and same_size(tools.shape(node)[-1], tools.shape(node.args[0])[-1])
 
 
 def _rows(node: Any) -> fx.Node:
@@ -159,7 +160,7 @@ def _casts(node: fx.Node, dtype: torch.dtype) -> bool:
         and tools.dtype(node) == dtype
         and tools.is_tensor(node.args[0])
         and tools.dtype(node.args[0]) != dtype
-    )  # type: ignore[arg-type]
+    )
 
 
 def _alike(a: Any, b: fx.Node) -> bool:

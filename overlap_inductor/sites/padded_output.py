@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handle the padding of an output that is gathered. An all-gather moves equally much of every rank, so a rank with a
 smaller shard of the output appends zeros.
 
@@ -17,19 +18,17 @@ from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import LayoutError
 from overlap_inductor.sites.layouts import ShardedDim
-from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.layouts import product
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.matmuls import MatmulNode
-from overlap_inductor.sites.nodes import Padding
-from overlap_inductor.sites.nodes import ReduceNodes
 from overlap_inductor.sites.pieces import padded
+from overlap_inductor.sites.reduce_nodes import Padding
 
 
 def padding_before(node: fx.Node) -> fx.Node | None:
     """The node that appends zeros, if ``node`` is that node or a view or copy of it; else ``None``."""
     while tools.is_reshape(node) or node.target in tools.SAME:
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     found = padded(node)
     return node if found is not None and isinstance(tools.shape(found[0])[found[1]], int) else None
 
@@ -39,7 +38,7 @@ def nodes_between(node: fx.Node, source: fx.Node) -> set[fx.Node]:
     found = set()
     while node is not source:
         found.add(node)
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return found
 
 
@@ -63,24 +62,11 @@ def padded_output(
     )
     if at is None or len(out) != 2:
         raise LayoutError(
-            f"zeros are appended to dim {dim} of the output {shape}, "
-            f"which is neither rows nor columns of {leaf.node.name} {out}"
+            f"zeros are appended to dim {dim} of the output {shape}, which is neither the rows nor the columns of"
+            f" {leaf.node.name} {out}"
         )
     before, after = atoms[:at], atoms[at + 1 :]
     unit = product(after)
     return Padding(padding, 0), ShardedDim(
         0, product(before), (shape[dim] + appended) * unit, out[0], tuple(before), tuple(after), appended * unit
     )
-
-
-def gathered_shape(nodes: ReduceNodes) -> list[Size]:
-    """The shape of the matmul's result, with the rows and columns that this rank appends before the gather. It is the
-    same on every rank."""
-    shape, sharded = nodes.shape, nodes.sharded
-    if nodes.padding is None:
-        return shape
-    return [
-        sharded.outer * sharded.chunk if sharded.short else shape[0],
-        *shape[1:-1],
-        shape[-1] + nodes.padding.columns,
-    ]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recognise nodes that are pieces of a tensor: slices, elements of splits, and tensors with zeros appended."""
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ def piece_of(node: Any) -> Piece | None:
         base, dim = node.args[0], operators.argument(node, "dim")
         start = operators.argument(node, "start") or 0
         start = start.meta["val"] if isinstance(start, fx.Node) else start
-        return Piece(base, dim, start, tools.shape(node)[dim], operators.argument(node, "step"))  # type: ignore[arg-type]
+        return Piece(base, dim, start, tools.shape(node)[dim], operators.argument(node, "step"))
     if (
         getattr(node.target, "__name__", "") == "getitem"
         and isinstance(node.args[0], fx.Node)
         and node.args[0].target in tools.SPLITS
     ):
         split, index = node.args
-        dim = operators.argument(split, "dim")  # type: ignore[arg-type]
-        lengths = [v.shape[dim] for v in split.meta["val"]]  # type: ignore[union-attr]
-        return Piece(split.args[0], dim, sum(lengths[:index]), lengths[index])  # type: ignore[union-attr, index, misc, arg-type]
+        dim = operators.argument(split, "dim")
+        lengths = [v.shape[dim] for v in split.meta["val"]]
+        return Piece(split.args[0], dim, sum(lengths[:index]), lengths[index])
     return None
 
 
@@ -79,7 +80,7 @@ def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
     dim = operators.argument(node, "dim") % len(tools.shape(node))
     source: fx.Node | None = None
     rows, ended = 0, False
-    for part in node.args[0]:  # type: ignore[union-attr]
+    for part in node.args[0]:
         inner, short = part, False
         if isinstance(part, fx.Node) and (found := padded(part)) is not None and found[1] == dim:
             inner, short = found[0], True
@@ -113,4 +114,4 @@ def padded(node: fx.Node) -> tuple[fx.Node, int] | None:
     given = [i for i, a in enumerate(amounts) if not isinstance(a, int) or a]
     if len(given) != 1 or given[0] % 2 == 0 or not isinstance(amounts[given[0]], int) or amounts[given[0]] < 0:
         return None
-    return node.args[0], len(tools.shape(node)) - 1 - given[0] // 2  # type: ignore[return-value]
+    return node.args[0], len(tools.shape(node)) - 1 - given[0] // 2

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write pieces of a gather's row-wise region: each node computed from one rank's shard or a part of it.
 
 Contract: nodes are written at the emitter's insertion point. A view is written again with the piece's shape. Any other
@@ -15,12 +16,12 @@ from typing import Any
 from torch import fx
 
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.gather_nodes import GatherNodes
 from overlap_inductor.sites.layouts import Atom
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import ShardedDim
 from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.layouts import product
-from overlap_inductor.sites.nodes import GatherNodes
 from overlap_inductor.sites.step_emitter import Block
 from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.torch_compat import operators

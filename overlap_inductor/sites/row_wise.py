@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compute the layout of a row-wise op's result after a gather: a norm, a scale, a mask, a slice of columns or a ``cat``
 of columns.
 
@@ -113,17 +114,17 @@ def _with(layout: Layout, dim: int, size: Any) -> Layout:
 
 def _element(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     source, _ = node.args
-    layout = layouts[source]  # type: ignore[index]
-    if source.target not in tools.SPLITS:  # type: ignore[union-attr]
+    layout = layouts[source]
+    if source.target not in tools.SPLITS:
         return RowWise(layout)
-    dim = operators.argument(source, "dim") % len(layout.dims)  # type: ignore[arg-type]
+    dim = operators.argument(source, "dim") % len(layout.dims)
     return RowWise(_with(layout, dim, tools.shape(node)[dim]))
 
 
 def _joined(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     shape = tools.shape(node)
     joined = operators.argument(node, "dim") % len(shape)
-    parts: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    parts: list[fx.Node] = list(node.args[0])
     whole = [a for part in parts if part in layouts for a in layouts[part].refined().dims[joined]]
     if any(a.rank for a in whole):
         raise LayoutError(f"{node.name} joins the gathered tensor with others along the gathered dim")
@@ -137,7 +138,7 @@ def _pointwise(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     whole: list[Atom] = []
     dims = tuple(_dim(node, d, inputs, layouts, len(shape), whole) for d in range(len(shape)))
     if sum(any(a.rank for a in dim) for dim in dims) != 1:
-        raise LayoutError(f"{node.name} spreads the gathered dim over two")
+        raise LayoutError(f"{node.name} does not have the gathered dim in exactly one of its dims")
     gathered = next(d for d, dim in enumerate(dims) if any(a.rank for a in dim))
     rows_of = []
     for other in inputs:
@@ -161,13 +162,13 @@ def _dim(
         if source in layouts:
             found.append(layouts[source].refined().dims[at])
         elif not same_size(tools.shape(source)[at], size):
-            raise LayoutError(f"{source.name} of shape {tools.shape(source)} is not sharded alike")
+            raise LayoutError(f"{source.name} of shape {tools.shape(source)} is not sharded like the gathered tensor")
     if not found:
         return () if _is_one(size) else (Atom(size),)
     if all(Layout((other,)).same_elements(Layout((found[0],))) for other in found[1:]):
         return found[0]
     if any(a.rank for mine in found for a in mine):
-        raise LayoutError(f"{node.name} combines elements of the gathered tensor in two orders")
+        raise LayoutError(f"{node.name} combines elements of the gathered tensor in two different orders")
     whole += [a for mine in found for a in mine]
     return (Atom(size),)
 

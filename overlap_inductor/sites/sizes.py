@@ -1,10 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compute a site's sizes for the cost model, at the example's token count or at a multiple of it.
 
 Ranks of a group must decide alike, but may hold shards of different size: of a weight with 11008 columns, 3670 here and
 3668 there. Sizes of what moves are equal on all ranks. Of a matmul's dims that do not move, a rank sees only its own
-size. That size is rounded to five significant bits, so that such shards usually count the same (3712 in the example).
-They do not if a rounding boundary lies between them. Then ranks may choose different schedules, and their plans do not
-agree.
+size. That size is rounded to five significant bits, so that sizes which differ by less than the number of ranks usually
+count the same (3670 and 3668 as 3712). They do not if the middle between two rounded sizes lies between them. Then
+ranks may choose different schedules, their plans do not agree, and all of them run the plain program.
 """
 
 from __future__ import annotations
@@ -19,20 +20,10 @@ from overlap_inductor.facts.machine import WITHOUT_PEERS
 from overlap_inductor.facts.machine import Machine
 from overlap_inductor.facts.machine import machine_for
 from overlap_inductor.sites import graph_tools as tools
-from overlap_inductor.sites.gathered import gathered_used
-from overlap_inductor.sites.nodes import GatherNodes
+from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.nodes import MatmulSizes
 from overlap_inductor.sites.nodes import OverlapSite
-from overlap_inductor.sites.padded_output import gathered_shape
 from overlap_inductor.torch_compat import symmetric
-
-
-def tokens(site: OverlapSite) -> Any:
-    """The site's token count, an int or a symbolic size. For a gather it is the size of the gathered dim in the first
-    matmul's operand; for a reduction, the rows of the matmuls' result with padding."""
-    if isinstance(site.nodes, GatherNodes):
-        consumer = site.nodes.consumers[0]
-        return tools.shape(consumer.operand_node)[consumer.sharded.dim]
-    return gathered_shape(site.nodes)[-2]
 
 
 def hint(size: Any) -> int:
@@ -52,34 +43,23 @@ def rounded(size: int) -> int:
     return (size + grain // 2) // grain * grain
 
 
-def _matmul_sizes(site: OverlapSite) -> list[tuple[list[Any], Any, Any, Any]]:
-    """``(batch, M, N, K)`` of each matmul; a dim whose size may differ between ranks is rounded."""
-    found = []
-    for i, matmul in enumerate(site.matmuls):
-        *batch, m, k = tools.shape(matmul.lhs)
-        n = tools.shape(matmul.rhs)[-1]
-        if not isinstance(site.nodes, GatherNodes):
-            *_, m, n = gathered_shape(site.nodes) if site.nodes.padding is not None else (m, n)
-            k = rounded(hint(k))
-        elif site.nodes.consumers[i].operand == "lhs":
-            n = rounded(hint(n))
-        else:
-            m = rounded(hint(m))
-        found.append((batch, m, n, k))
-    return found
+def _example_sizes(sizes: MatmulSizes) -> tuple[list[Size], Size, Size, Size]:
+    """``(batch, M, N, K)``; a dim whose size may differ between ranks is rounded."""
+    m, n, k = (rounded(hint(s)) if role in sizes.own else s for role, s in zip("MNK", (sizes.m, sizes.n, sizes.k)))
+    return sizes.batch, m, n, k
 
 
 def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     """FLOPs and bytes of the site at ``scale`` times its example token count. The additions of a sum of matmuls are not
     counted, neither for a schedule nor for ``keep``."""
     flops, tiles = 0.0, 0
-    for batch, m, n, k in _matmul_sizes(site):
+    for batch, m, n, k in map(_example_sizes, site.nodes.matmul_sizes()):
         flops += 2.0 * math.prod(map(hint, (*batch, m, k, n)))
         # Tiles do not grow in proportion to ``scale``: 16 rows take one tile, and so do 128.
         *batches, rows, columns = _scaled([*batch, m, n], scale)
         its_tiles = -(-rows // 128) * -(-columns // 256) * math.prod(batches)
         # Matmuls of a sum run one after the other, so only the largest counts.
-        tiles = tiles + its_tiles if isinstance(site.nodes, GatherNodes) else max(tiles, its_tiles)
+        tiles = max(tiles, its_tiles) if site.nodes.is_sum else tiles + its_tiles
     collective = site.collectives[0]
     world_size = collective.world_size
     source = tools.value(collective.input)
@@ -88,8 +68,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     sent = local * (world_size - 1) * (1.0 if gathers else 1.0 / world_size)
     legs = 2 if collective.kind == "all_reduce" else 1
     itemsize = tools.dtype(site.matmuls[0].lhs).itemsize
-    used = isinstance(site.nodes, GatherNodes) and gathered_used(site.nodes)
-    handed_out = local * world_size if used else 0.0
+    handed_out = local * world_size if site.nodes.hands_out_gathered() else 0.0
     return cost_model.SiteSizes(
         flops * scale, sent * scale, itemsize, world_size, legs, tiles, gathers, handed_out=handed_out * scale
     )

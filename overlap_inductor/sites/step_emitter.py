@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``StepEmitter`` writes one site's overlap ops into a graph, in the chain of the site's group."""
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class StepEmitter:
         module: metadata of the site's module, copied to every node.
         values: evaluates the nodes; all sites of a graph share one.
         emitted: overlap ops that communicate, in program order.
+        transport: last arguments of ops that start an exchange: the transport's name, or none for the schedule's own.
     """
 
     graph: fx.Graph
@@ -43,6 +45,7 @@ class StepEmitter:
     module: dict[str, Any]
     values: StepValues = field(default_factory=StepValues)
     emitted: list[fx.Node] = field(default_factory=list)
+    transport: tuple[str, ...] = ()
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
@@ -164,7 +167,7 @@ def _slice_with_gaps(x: fx.Node) -> bool:
         dim: Any = x.args[1] if len(x.args) > 1 else 0
         cut |= x.target in ours
         gaps |= any(not isinstance(s, int) or s != 1 for s in tools.shape(x)[:dim])
-        x = x.args[0]  # type: ignore[assignment]
+        x = x.args[0]
     return cut and gaps
 
 
@@ -175,5 +178,5 @@ def part_count(size: Size, parts: int) -> int:
 
 def pieces_of(size: Size, parts: int) -> list[tuple[Size, Size]]:
     """``(start, length)`` of each sub-chunk of ``size`` rows."""
-    cuts: list[Any] = routes.bounds(size, parts)  # type: ignore[arg-type]
+    cuts: list[Any] = routes.bounds(size, parts)
     return [(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]

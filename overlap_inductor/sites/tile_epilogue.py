@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the tail of a fused site's result: pointwise nodes after it that the site's kernel computes on each tile.
 ``sites.epilogue_program`` says which ops the kernel has.
 
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from overlap_inductor.facts.limits import MOST_EXTRAS
 from overlap_inductor.sites import collectives
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import matmuls
@@ -39,8 +41,6 @@ from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
 
-MOST_EXTRAS = 2
-"""Most extra tensors that a launch takes."""
 MOST_NODES = 32
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _OPS = {
@@ -242,8 +242,8 @@ def _squares(node: fx.Node) -> bool:
 def _needs_memory(node: fx.Node) -> bool:
     return (
         matmuls.parse(node) is not None
-        or "_c10d_functional" in str(node.target)
-        or "overlap_inductor" in str(node.target)
+        or operators.is_functional_collective(node)
+        or operators.qualified_name(node)[0] == "overlap_inductor"
     )
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Entry point of the group ``torch.backends``, which every ``import torch`` calls at its end if the package is
 installed.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend of ``torch.compile(model, backend="overlap_inductor")``: Inductor with the pass in it.
 
 The pass is handed to Inductor by Inductor's own way to patch its configuration for one compile. That way also covers a
@@ -42,7 +43,12 @@ def overlap_inductor(
     install.require_supported_torch()
     ours, theirs = split_options(options or {})
     current = install.effective()
-    config = dataclasses.replace(current, **ours) if current else OverlapConfig.from_environment(**ours)
+    try:
+        config = dataclasses.replace(current, **ours) if current else OverlapConfig.from_environment(**ours)
+    except ConfigError as error:
+        if error.field not in ours:
+            raise
+        raise _bad_option(error, ours[error.field]) from None
     return compile_with(config, gm, example_inputs, mode, theirs, **extra)
 
 
@@ -90,6 +96,21 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
                 + f"overlap_inductor's are {', '.join(sorted(fields))}; Inductor's: torch._inductor.list_options()."
             )
     return ours, theirs
+
+
+def _bad_option(error: ConfigError, value: Any) -> ConfigError:
+    """``error`` about a value that stands in ``torch.compile``'s options."""
+    from overlap_inductor.inductor import compile_graph as inductor
+
+    text = f"options[{error.field!r}]={value!r} {error.problem}"
+    if error.field == "mode" and value in inductor.mode_names():
+        text += (
+            f". options['mode'] is overlap_inductor's own switch, and {value!r} is a mode of Inductor."
+            f" torch.compile takes a mode or options, not both. Either pass mode={value!r} to torch.compile and set"
+            " overlap_inductor's switches by enable(), overlap() or the environment, or pass the mode's settings as"
+            f" options: options={{**torch._inductor.list_mode_options({value!r}), 'schedule': 'auto'}}"
+        )
+    return ConfigError(text)
 
 
 def _reset() -> None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``explain``: report what would be overlapped in a function or a model, without generating code or running its
 kernels."""
 
@@ -13,17 +14,27 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.switch import install
 
+_NO_GRAPH = "No graph was compiled: the call ran no tensor operation that torch.compile could trace."
+
 
 @dataclass(frozen=True)
 class Explanation:
-    """The reports of the graphs that a call compiles, in the order of compilation; ``str()`` gives them as text."""
+    """The reports of the graphs that a call compiles, in the order of compilation. ``str()`` is short, ``to_text()`` is
+    whole."""
 
     reports: list[OverlapReport]
 
     def __str__(self) -> str:
-        from overlap_inductor.report.text import render_text
+        return "\n".join(map(str, self.reports)) or _NO_GRAPH
 
-        return "\n".join(render_text(r) for r in self.reports) or "No graph was compiled.\n"
+    def _repr_html_(self) -> str:
+        from overlap_inductor.report.html.notebook import render_compact
+
+        return "".join(map(render_compact, self.reports)) or _NO_GRAPH
+
+    def to_text(self) -> str:
+        """The text of every report, as in ``report.txt``."""
+        return "\n".join(report.to_text() for report in self.reports) or f"{_NO_GRAPH}\n"
 
 
 def explain(fn: Callable[..., Any], *args: Any, config: OverlapConfig | None = None, **kwargs: Any) -> Explanation:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Switch the pass on for every Inductor compile of the process, and off again.
 
 The switches in force are the first of these that is set: the innermost ``overlap()`` of this thread, ``enable()``, the

@@ -1,1 +1,3 @@
-"""The only place where private torch APIs are touched; every difference between torch 2.11 and 2.15 lives here."""
+# SPDX-License-Identifier: Apache-2.0
+"""Thin wrappers of private torch APIs, and the differences between torch 2.11 and 2.15. Private APIs are touched here
+and in ``inductor/`` only."""

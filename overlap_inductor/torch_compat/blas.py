@@ -1,4 +1,5 @@
-"""What decides which kernel the vendor's library takes for a matmul, beside its operands."""
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that decide which kernel the vendor's library takes for a matmul, besides its operands."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ _GETTERS = tuple(
         "_get_deterministic_algorithms",
         "_get_sm_carveout_experimental",
     )
-    # (Later versions may know fewer.)
+    # A later torch may have fewer of them.
     if hasattr(torch._C, name)
 )
 
 
 def switches() -> tuple[object, ...]:
-    """The process-wide settings of ``torch.backends.cuda`` that a program may change between two calls. Read at every
-    call, so past their slow public names."""
+    """The process-wide settings of ``torch.backends.cuda`` that a program may change between two calls. They are read
+    at every call, so not by their slow public names."""
     return tuple(getter() for getter in _GETTERS)

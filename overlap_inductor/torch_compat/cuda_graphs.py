@@ -1,8 +1,9 @@
-"""What torch's CUDA graphs tell us: that a capture has begun or ended, and that a graph is about to be replayed.
+# SPDX-License-Identifier: Apache-2.0
+"""Tells an observer when torch begins or ends the capture of a CUDA graph, and when it replays one.
 
-torch has no hook for that, so the three methods of its graph class are wrapped, once a process. What they do, take and
-return stays as it is. Graphs that are captured and replayed by other means (the driver itself, another library) are not
-seen here.
+torch has no hook for that, so three methods of its graph class are wrapped, once a process. Their arguments, results
+and effects stay the same. Graphs that are captured and replayed by other means (the driver itself, another library) are
+not seen here.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Protocol
 
 
 class Observer(Protocol):
-    """What is told. No method may raise: the program's graph may have nothing to do with this package."""
+    """What ``observe`` calls. No method may raise, because the graph may have nothing to do with this package."""
 
     def begun(self, graph: Any) -> None:
-        """The current stream's capture into ``graph`` has just begun."""
+        """The capture of the current stream into ``graph`` has just begun."""
         ...
 
     def ended(self, graph: Any) -> None:
@@ -25,12 +26,13 @@ class Observer(Protocol):
         ...
 
     def replaying(self, graph: Any) -> AbstractContextManager[object]:
-        """What is around a replay of ``graph`` on the current stream."""
+        """The context in which ``graph`` is replayed on the current stream."""
         ...
 
 
 def observe(graphs: Any, observer: Observer) -> None:
-    """Tell ``observer`` of every graph of the class ``graphs`` (``torch.cuda.CUDAGraph``), from now on."""
+    """Tell ``observer`` of every graph of the class ``graphs`` (``torch.cuda.CUDAGraph``) from now on. Call it once a
+    class."""
     begin, end, launch = graphs.capture_begin, graphs.capture_end, graphs.replay
 
     @functools.wraps(begin)

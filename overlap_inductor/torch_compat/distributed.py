@@ -1,4 +1,5 @@
-"""Process groups by name, their ranks, store and time-out."""
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups by name: their ranks, store, timeout, and what they can do."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from overlap_inductor.errors import OverlapError
 
 
 def resolve_group(group_name: str) -> dist.ProcessGroup:
-    """The process group that functional collectives call ``group_name``.
+    """The live process group of this name, by which functional collectives refer to it.
 
     Raises:
-        OverlapError: no such group exists in this process now.
+        OverlapError: this process has no such group now.
     """
     try:
         return _resolve_process_group(group_name)
@@ -27,8 +28,13 @@ def resolve_group(group_name: str) -> dist.ProcessGroup:
         ) from error
 
 
+def default_group() -> dist.ProcessGroup | None:
+    """The group of all ranks, or ``None`` if ``torch.distributed`` is not initialized."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 def group_ranks(group_name: str) -> tuple[int, ...] | None:
-    """Global ranks of a group in group order, or ``None`` where the name cannot be resolved in this process."""
+    """Global ranks of a group in group order, or ``None`` if this process has no such group."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     try:
@@ -39,12 +45,13 @@ def group_ranks(group_name: str) -> tuple[int, ...] | None:
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """The group's key-value store (its keys are prefixed with the group's name)."""
+    """The group's key-value store. It prefixes keys with the group's name. Raises ``KeyError`` if the group was
+    destroyed."""
     return distributed_c10d._world.pg_map[group][1]
 
 
 def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
-    """How long the group's backend waits for a collective."""
+    """How long the group's backend waits for a collective; torch's default if the backend does not say."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     try:
         return group._get_backend(device).options._timeout
@@ -53,7 +60,8 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
 
 
 def group_description(group_name: str) -> str | None:
-    """The mesh dimension's name a ``DeviceMesh`` gave the group (``tp``), or ``None``."""
+    """The name of the mesh dim that a ``DeviceMesh`` gave the group (``tp``), or ``None``. Raises ``OverlapError`` if
+    there is no such group."""
     group = resolve_group(group_name)
     description = getattr(group, "group_desc", None)
     if not description or description in ("default_pg", "undefined"):
@@ -62,22 +70,23 @@ def group_description(group_name: str) -> str | None:
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether the group has not been destroyed."""
+    """Whether the group was created and not yet destroyed."""
     return group in distributed_c10d._world.pg_map
 
 
 def moves_nothing(group: dist.ProcessGroup) -> bool:
-    """Whether nothing is exchanged in the group: it has one rank, or is a dry run's."""
+    """Whether nothing is exchanged in the group, because it has one rank or its backend is ``fake``."""
     return group.size() < 2 or is_fake(group)
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
-    """Whether the group's backend is ``fake``: a dry run, in which no other rank exists."""
+    """Whether the group's backend is ``fake``: a dry run without other ranks."""
     return dist.get_backend(group) == "fake"
 
 
 def why_no_send(group_name: str, device: torch.device) -> str | None:
-    """Why the group's backend cannot send tensors that lie on ``device`` from rank to rank, or ``None``."""
+    """Why the group's backend cannot send tensors on ``device`` from rank to rank, or ``None`` if it can. Raises
+    ``OverlapError`` if there is no such group."""
     group = resolve_group(group_name)
     try:
         backend = group._get_backend(device).name()

@@ -1,4 +1,5 @@
-"""Which inputs of a graph are a module's parameters and buffers."""
+# SPDX-License-Identifier: Apache-2.0
+"""Tells which inputs of a graph are parameters and buffers of a module."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from torch import fx
 
 
 def is_parameter(node: fx.Node) -> bool | None:
-    """Whether a placeholder of the graph that is compiled now is a parameter or buffer of a module, or part of one (a
-    tensor of a tensor subclass); ``None`` where nobody can tell (a graph that was not traced by Dynamo).
+    """Whether a placeholder of the graph that is being compiled is a parameter or buffer of a module, or part of one (a
+    tensor of a tensor subclass). ``None`` if that is unknown, as for a graph that Dynamo did not trace.
 
-    AOTAutograd calls them static inputs, by their position among the forward's inputs; a backward graph's inputs are
-    named after that position.
+    AOTAutograd calls such inputs static and lists their positions among the forward's inputs. The names of a backward
+    graph's inputs hold these positions.
     """
     from torch._guards import TracingContext
 

@@ -1,4 +1,5 @@
-"""The process groups of this process as plain facts, for the cache key."""
+# SPDX-License-Identifier: Apache-2.0
+"""The process groups of this process as plain data for the cache key."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import torch.distributed as dist
 
 
 def group_facts() -> tuple[tuple[str, tuple[int, ...], str], ...]:
-    """(name, global ranks, backend) of every process group that this rank is in, in order of name."""
+    """``(name, global ranks, backend)`` of every process group that this rank is in, sorted by name. Empty if
+    ``torch.distributed`` is not initialized."""
     if not dist.is_available() or not dist.is_initialized():
         return ()
     from torch.distributed import distributed_c10d

@@ -1,4 +1,5 @@
-"""Ask about the sizes of rewritten nodes without tying the compiled graph to its first token count."""
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluates sizes of rewritten nodes without adding guards to the compiled graph."""
 
 from __future__ import annotations
 
@@ -11,10 +12,14 @@ import torch
 
 @contextmanager
 def without_guards(shape_env: Any | None) -> Iterator[None]:
-    """What fake functions ask inside is answered as for sizes of which nothing is known, and adds no guard.
+    """Inside, questions of fake functions about symbolic sizes add no guard, and are answered as if nothing were known
+    of the sizes.
 
-    Suppressing guards alone would not do: a chunk of ``s // 8`` rows is one row at the first call with 8 tokens, and a
-    fake function that hears "yes, one" writes a 1 into the shape that all later calls then have.
+    Suppressing guards alone is not enough. A chunk of ``s // 8`` rows has one row if the first call has 8 tokens. A
+    fake function that is told so writes a 1 into the shape, and all later calls would have that shape.
+
+    Args:
+        shape_env: the graph's ``ShapeEnv``; ``None`` if all sizes are ints.
     """
     if shape_env is None:
         yield
@@ -26,8 +31,8 @@ def without_guards(shape_env: Any | None) -> Iterator[None]:
 
 
 def same_expression(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Whether two sizes are the same when products are multiplied out, as those of pieces that are joined are; no
-    question is asked of the shapes."""
+    """Whether two sizes are equal after products are multiplied out, which sizes of joined pieces need. Adds no
+    guard."""
     import sympy
 
     one, other = (n.node.expr if isinstance(n, torch.SymInt) else n for n in (a, b))

@@ -1,4 +1,6 @@
-"""What a node of a graph calls and what that does to its arguments; PyTorch keeps the type of an operator private."""
+# SPDX-License-Identifier: Apache-2.0
+"""Reads which operator a node calls, with which arguments, and what it does to them. PyTorch keeps the type of an
+operator private."""
 
 from __future__ import annotations
 
@@ -8,22 +10,36 @@ import torch
 from torch import fx
 from torch.utils import _pytree
 
+FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces of collectives that return their result."""
+
 
 def operator(node: fx.Node) -> torch._ops.OpOverload | None:
-    """The operator that ``node`` calls; ``None`` for an input, an output, or a plain Python function."""
+    """The operator that ``node`` calls, or ``None`` for an input, an output or a plain Python function."""
     target = node.target
     return target if node.op == "call_function" and isinstance(target, torch._ops.OpOverload) else None
 
 
 def qualified_name(node: fx.Node) -> tuple[str, str]:
-    """``("aten", "mm")``: namespace and name without the overload; two empty strings where no operator is called."""
+    """Namespace and name without the overload, ``("aten", "mm")``; two empty strings if ``node`` calls no operator."""
     op = operator(node)
     namespace, _, name = op._schema.name.partition("::") if op is not None else ("", "", "")
     return namespace, name
 
 
+def is_functional_collective(node: fx.Node) -> bool:
+    """Whether ``node`` is a functional collective or its ``wait_tensor``."""
+    return qualified_name(node)[0] in FUNCTIONAL_COLLECTIVES
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether ``node`` is the ``wait_tensor`` of a functional collective."""
+    return qualified_name(node) == ("_c10d_functional", "wait_tensor")
+
+
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """An argument by the schema's name, however it was passed; else the schema's default, else ``default``."""
+    """The argument that the schema calls ``name``, passed by position or by keyword. If it was not passed, the schema's
+    default, else ``default``."""
     op = operator(node)
     for position, schema in enumerate(op._schema.arguments if op is not None else ()):
         if schema.name == name:
@@ -34,6 +50,7 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def has_tag(node: fx.Node, tag: torch.Tag) -> bool:
+    """Whether ``node`` calls an operator with this tag."""
     op = operator(node)
     return op is not None and tag in op.tags
 
@@ -61,18 +78,18 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 
 def fake_mode(values: Any) -> Any:
-    """The ``FakeTensorMode`` of the first fake tensor in ``values``; raises ``StopIteration`` where there is none."""
+    """The ``FakeTensorMode`` of the first fake tensor in ``values``. Raises ``StopIteration`` if there is none."""
     return next(v.fake_mode for v in _pytree.tree_leaves(values) if isinstance(v, torch._subclasses.FakeTensor))
 
 
 def lowering_name(node: fx.Node) -> str | None:
-    """The name of a kernel that one of Inductor's patterns has put in place of several nodes; ``None`` for any other
-    node."""
-    return node.target.__name__ if getattr(node.target, "_inductor_lowering_function", False) else None  # type: ignore[union-attr]
+    """The name of the kernel that one of Inductor's patterns has put in place of several nodes, or ``None`` for any
+    other node."""
+    return node.target.__name__ if getattr(node.target, "_inductor_lowering_function", False) else None
 
 
 def summed_matmuls(node: fx.Node) -> tuple[fx.Node, ...] | None:
-    """The four operands of the kernel that Inductor has made of ``mat1 @ mat2 + mat3 @ mat4``; ``None`` for any other
-    node."""
+    """The four operands of the kernel that Inductor has made of ``mat1 @ mat2 + mat3 @ mat4``, or ``None`` for any
+    other node."""
     known = lowering_name(node) == "mm_plus_mm" and tuple(node.kwargs) == ("mat1", "mat2", "mat3", "mat4")
-    return tuple(node.kwargs.values()) if known else None  # type: ignore[return-value]
+    return tuple(node.kwargs.values()) if known else None

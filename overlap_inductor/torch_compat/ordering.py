@@ -1,10 +1,16 @@
-"""The order of nodes that no data ties together: edges that keep it (Inductor's ``control_deps``), what in Inductor
-does not keep it, and whether it was kept.
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the order of nodes that no data ties together, by Inductor's ``control_deps``, and checks that it was kept.
 
-A ring's unrolled steps write into a buffer that is in flight and read it: they stand in the order of the graph, as
-functional passes leave it. Inductor's own passes behind ours that move nodes look at data alone. So rings are not
-unrolled where one is on; and where somebody else's pass has moved a step, the compile ends with an error, since a run
-would read what has not arrived.
+The unrolled steps of a ring write into a buffer in flight and read from it. Functional passes leave them in the graph's
+order. But Inductor's own passes that run after ours and move nodes look at data alone. So rings are not unrolled if
+such a pass is on (``moving_pass``). If another pass has moved a step, the compile ends with an error (``moved``),
+because a run would read what has not arrived.
+
+``preserve_order`` makes each key run after its values::
+
+    start = gather_start(x); y = mm(x, w); wait = gather_step(start)     # edges {y: {start}, wait: {y}}
+    ->
+    start = gather_start(x); y = control_deps((start,), mm, x, w); wait = control_deps((y,), gather_step, start)
 """
 
 from __future__ import annotations
@@ -20,13 +26,13 @@ from overlap_inductor.torch_compat.operators import qualified_name
 STARTS = ("gather_start", "exchange_start")
 """Ops whose result is the buffer of a transfer in flight."""
 MEMBERS = {"gather_step": "gathered", "exchange_send": "buffer", "exchange_wait": "buffer", "reduce_tail": "buffer"}
-"""Ops that write to it, and which argument it is."""
+"""Ops that write to such a buffer, and the name of the argument that it is."""
 _NOTED = "overlap_inductor_order"
 
 
 def moving_pass() -> str | None:
-    """A setting of Inductor by which it moves nodes behind our pass without regard to what they write in place;
-    ``None`` where there is none."""
+    """The name of an Inductor setting that is on and moves nodes after our pass without regard to writes in place, or
+    ``None``."""
     from torch._inductor import config
 
     for name in ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx", "bucket_all_reduces_fx"):
@@ -41,13 +47,13 @@ def moving_pass() -> str | None:
 
 
 def note_order(graph: fx.Graph) -> None:
-    """Write down at each node that reads or writes a buffer in flight how many writes to it stand before."""
+    """Record at each node that reads or writes a buffer in flight how many writes to the buffer precede it."""
     _each_access(graph, lambda node, counts: node.meta.__setitem__(_NOTED, counts))
 
 
 def moved(graph: fx.Graph) -> str | None:
-    """The name of a node that does not stand where ``note_order`` found it, or ``None``. (Nodes that a pass has made
-    anew know nothing of it.)"""
+    """The name of a node with another number of preceding writes than ``note_order`` recorded, or ``None``. Nodes that
+    a pass has made since have no record and are not checked."""
     found: list[str] = []
     _each_access(
         graph, lambda node, counts: found.append(node.name) if node.meta.get(_NOTED, counts) != counts else None
@@ -71,9 +77,10 @@ def _each_access(graph: fx.Graph, visit: Callable[[fx.Node, dict[str, int]], obj
 
 
 def preserve_order(graph: fx.Graph, edges: dict[fx.Node, set[fx.Node]]) -> None:
-    """Make Inductor schedule every key after its values.
+    """Make Inductor schedule every key of ``edges`` after its values, without copies.
 
-    Wraps the keys in ``control_deps``, which hides their targets from later matching: call it last.
+    The keys are wrapped in ``control_deps``, which hides their targets from later matching. So this is a pass's last
+    step.
     """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet

@@ -1,8 +1,10 @@
-"""Values (``meta["val"]``) of nodes that a rewrite writes: computed once for alike nodes, not again behind the pass.
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluates the values (``meta["val"]``) of nodes that a rewrite writes: once for equal nodes, and not again after the
+pass.
 
-The steps of one layer are those of the layer before: the same operators on tensors of the same sizes. What a fake
-function answers is remembered, and the next such node gets a new fake tensor of that size without asking. (32 layers
-have 64 sites and some 2750 steps in a forward graph; asking took most of the pass.)
+The steps of one layer are those of the layer before: the same operators on tensors of the same sizes. The result of a
+fake function is remembered, and the next such node gets a new fake tensor of that size without another evaluation. A
+forward graph of 32 layers has 64 sites and about 2750 steps; evaluating all of them took most of the pass's time.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _MARK = "overlap_inductor_valued"
 
 
 class StepValues:
-    """Evaluates the steps of one graph. ``evaluated``: how many nodes were computed by their fake functions."""
+    """Evaluates the steps of one graph. ``evaluated`` counts the nodes whose fake functions ran."""
 
     def __init__(self) -> None:
         self.evaluated = 0
@@ -29,13 +31,14 @@ class StepValues:
         self._known: dict[Any, tuple[Any, ...] | None] = {}
 
     def evaluate(self, node: fx.Node, site: str) -> Any:
-        """What ``node`` returns, as a fake tensor of its own. The argument ``site`` decides no value.
+        """The result of ``node``, as a fake tensor of its own. ``site``: the site's id, an argument that affects no
+        value.
 
-        A size that is a symbol is never looked up: its node is always evaluated.
+        A node with a symbolic size is always evaluated, never looked up.
         """
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         mark(node)
-        # (One fake mode a graph.)
+        # A graph has one fake mode.
         mode = self._mode = self._mode or operators.fake_mode((args, kwargs))
         try:
             key: Any = (node.target, _key(args, site), _key(kwargs, site))
@@ -47,17 +50,17 @@ class StepValues:
         self.evaluated += 1
         # What a fake function asks about symbolic sizes must not become a guard: the model was traced without it.
         with mode, without_guards(mode.shape_env):
-            value = node.target(*args, **kwargs)  # type: ignore[operator]
+            value = node.target(*args, **kwargs)
         if key is not None and _is_new(value, (args, kwargs)):
             self._known[key] = (tuple(value.shape), value.stride(), value.dtype, value.device)
         return value
 
     def keep(self, node: fx.Node) -> None:
-        """Mark ``node``, one of whose arguments was replaced, if its value is still right for the arguments of now.
+        """Mark ``node``, one of whose arguments was replaced, as up to date if its value still is.
 
-        It is where it has the same sizes, strides, dtype and device as a value evaluated anew. A view is left to
-        Inductor, since it shares memory with its argument. (Inductor gives every such node a new value, finds that it
-        lies elsewhere, and goes on to all that is computed from it: to the end of the graph.)
+        It is if a new evaluation has the same sizes, strides, dtype and device. A view is left to Inductor, because it
+        shares memory with its argument. Without the mark, Inductor gives the node a new value, finds that its memory
+        differs, and goes on to all nodes computed from it, to the end of the graph.
         """
         value = node.meta.get("val")
         if operators.operator(node) is None or operators.is_mutable(node) or not isinstance(value, FakeTensor):
@@ -74,18 +77,19 @@ class StepValues:
 
 
 def mark(node: fx.Node) -> None:
-    """Note that the node's value is right for the arguments that it has now."""
+    """Note that the node's value is up to date for its present arguments."""
     node.meta[_MARK] = (node.args, node.kwargs)
 
 
 def up_to_date(node: fx.Node) -> bool:
-    """Whether the node has the arguments for which it was marked. (A node's arguments are replaced, never changed.)"""
+    """Whether the node has the arguments for which it was marked. Identity suffices: a node's arguments are replaced,
+    never changed."""
     args, kwargs = node.meta.get(_MARK, (None, None))
     return args is node.args and kwargs is node.kwargs
 
 
 def _lies(value: FakeTensor) -> tuple[Any, ...] | None:
-    """Where the elements of ``value`` lie, or ``None`` where that rests on a symbol."""
+    """Sizes, strides, offset, dtype and device of ``value``, or ``None`` if a number among them is symbolic."""
     sizes = (*value.shape, *value.stride(), value.storage_offset())
     if value.layout is not torch.strided or any(type(n) is not int for n in sizes):
         return None
@@ -93,7 +97,7 @@ def _lies(value: FakeTensor) -> tuple[Any, ...] | None:
 
 
 class _NotAKey(Exception):
-    """An argument is no constant."""
+    """An argument is neither a constant nor a fake tensor."""
 
 
 def _key(value: Any, site: str) -> Any:
@@ -108,16 +112,14 @@ def _key(value: Any, site: str) -> Any:
     if value == site if isinstance(value, str) else value is None:
         return None
     if isinstance(value, (str, bool, int, float, torch.dtype, torch.device, torch.memory_format)):
-        # (1, 1.0 and True are equal, and promote differently.)
+        # With the type, because 1, 1.0 and True are equal but promote differently.
         return (type(value), value)
     raise _NotAKey
 
 
 def _is_new(value: Any, given: Any) -> bool:
-    """Whether ``value`` is a plain tensor of known size that shares no memory with what was ``given``.
-
-    (A view has to be made of its base.)
-    """
+    """Whether ``value`` is a plain tensor of known size that shares no memory with a tensor in ``given``. A view is
+    not: it has to be made from its base."""
     if type(value) is not FakeTensor or value.layout is not torch.strided or value.storage_offset():
         return False
     if value.is_conj() or value.is_neg():

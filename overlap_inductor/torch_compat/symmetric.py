@@ -1,4 +1,7 @@
-"""Symmetric memory of a process group: the same allocation on every rank, each rank's mapped into all others."""
+# SPDX-License-Identifier: Apache-2.0
+"""Symmetric memory of a process group: one allocation of the same size on every rank, mapped by all ranks; and what
+decides whether a group can have it.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,27 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-# (Asked in every call of an op: a name of this module is found faster than one of a module of a module.)
+# Called in every call of an op. A global of this module is found faster than an attribute of ``torch.cuda``.
 _initialized, _capturing = torch.cuda.is_initialized, torch.cuda.is_current_stream_capturing
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-"""Address of the current stream of a GPU, given by its number."""
+"""``(GPU's number) -> address of its current stream``."""
 
 
 @dataclass(frozen=True)
 class SymmetricBuffer:
-    """One allocation a rank. ``peers[r]`` is rank ``r``'s, as a tensor of this process (its own at its own rank);
-    ``pointers`` is an int64 tensor on the device with their addresses. The memory lives as long as this object."""
+    """One allocation on each rank. The memory lives as long as this object.
+
+    Attributes:
+        local: this rank's allocation.
+        peers: the allocations of all ranks as tensors of this process; ``local`` at this rank's index.
+        pointers: int64 ``[ranks]`` on the device, the addresses of ``peers``.
+        handle: torch's handle, kept alive.
+    """
 
     local: torch.Tensor
     peers: tuple[torch.Tensor, ...]
@@ -30,26 +40,29 @@ class SymmetricBuffer:
 
 
 Together = Callable[[str, Callable[[], Any]], Any]
-"""``(what, attempt)``: makes an attempt on every rank of a group, and fails on all of them where it failed on one
-(``runtime.all_or_none``)."""
+"""``(what, attempt) -> result``: makes an attempt on every rank of a group, and raises on all of them if it failed on
+one (``runtime.all_or_none``)."""
 
 
 def each_alone(what: str, attempt: Callable[[], Any]) -> Any:
-    """``Together`` where a rank that fails may leave the others waiting."""
+    """A ``Together`` that does not tell the other ranks: a rank that fails may leave them waiting."""
     return attempt()
 
 
 def allocate(
     elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup, together: Together = each_alone
 ) -> SymmetricBuffer:
-    """Zeroed memory of ``elements`` on every rank. All ranks of the group call this together; not while a CUDA graph is
-    captured.
+    """Zeros ``[elements]`` of ``dtype`` on every rank. All ranks of the group call this together, and not while a CUDA
+    graph is captured.
 
-    What may fail on one rank alone is tried ``together``: taking the memory, before any rank waits for another one's
-    handle, and mapping the peers'. Where it fails nothing is left.
+    Two steps may fail on one rank alone and are tried ``together``: to allocate, before any rank waits for another
+    one's handle, and to map the peers' memory. A failed attempt leaves nothing allocated.
+
+    Raises:
+        NotOnAllRanks: a rank could not allocate or map (raised by ``together``).
     """
-    # On a thread of its own: the rendezvous takes a little memory from the caching allocator for as long as the buffer
-    # lives, and a first run under CUDA graph trees takes what its thread allocates for the graph's own.
+    # On a thread of its own: the rendezvous takes a little memory from the caching allocator for the buffer's lifetime,
+    # and CUDA graph trees claim what the thread of a first run allocates for the graph.
     with ThreadPoolExecutor(1, "overlap_inductor allocates") as thread:
         return thread.submit(_allocate, elements, dtype, device, group, together).result()
 
@@ -59,7 +72,7 @@ def _allocate(
 ) -> SymmetricBuffer:
     from torch.distributed import _symmetric_memory
 
-    # (A thread begins outside inference mode.)
+    # A new thread begins outside inference mode.
     torch.cuda.set_device(device)
     nbytes = elements * dtype.itemsize
     local = together(
@@ -73,7 +86,7 @@ def _allocate(
             local if r == group.rank() else handle.get_buffer(r, (elements,), dtype) for r in range(group.size())
         )
         pointers = lasting(torch.tensor([p.data_ptr() for p in peers], dtype=torch.int64), device)
-        # (No rank may write to a peer's memory before the peer has cleared it.)
+        # No rank may write to a peer's memory before the peer has zeroed it.
         torch.cuda.synchronize(device)
         return SymmetricBuffer(local, peers, pointers, handle)
 
@@ -83,8 +96,8 @@ def _allocate(
 
 
 def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``values`` on the device, in memory of symmetric memory's own pool: what is allocated during a graph's first run
-    must not count as that graph's own (CUDA graph trees take the run's allocations for theirs)."""
+    """``values`` on the device, in memory of symmetric memory's own pool. CUDA graph trees claim other allocations of a
+    graph's first run for the graph."""
     if device.type != "cuda":
         return values.to(device)
     from torch.distributed import _symmetric_memory
@@ -94,7 +107,7 @@ def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def lasting_bytes(size: int, device: torch.device) -> torch.Tensor:
-    """``size`` bytes as ``lasting``, of any value; also while a CUDA graph is captured."""
+    """``size`` uninitialized bytes (int8) in the pool of ``lasting``. Allowed while a CUDA graph is captured."""
     from torch.distributed import _symmetric_memory
 
     with torch.inference_mode(False):
@@ -108,18 +121,19 @@ def capturing() -> bool:
 
 @functools.cache
 def hardware_queues() -> int:
-    """Queues of the device that the streams of this process share. (CUDA reads that once, too; 8 is its own number.)"""
+    """Number of hardware queues that the streams of this process share. CUDA also reads the variable once; its default
+    is 8."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return int(given) if given.isdecimal() and int(given) else 8
 
 
 def one_queue() -> bool:
-    """Whether all streams of this process share one queue of the device."""
+    """Whether all streams of this process share one hardware queue."""
     return hardware_queues() == 1
 
 
 def stream_number(device: torch.device) -> int:
-    """Address of the current stream; 0 where there are none."""
+    """Address of the device's current stream; 0 on a device without streams."""
     return raw_stream(device.index) if device.type == "cuda" else 0
 
 
@@ -129,71 +143,85 @@ def current_stream_number() -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """SMs of a GPU; elsewhere 1, where kernels are interpreted."""
+    """SMs of a GPU; 1 on other devices, where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def ranks_share_gpus() -> bool:
-    """Whether symmetric memory is to allow several ranks on one GPU (torch's own switch)."""
+    """Whether torch's switch lets symmetric memory have several ranks on one GPU."""
     return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
-def reach() -> tuple[object, ...]:
-    """What decides whether kernels may reach other GPUs of this machine: capability, GPUs and ranks of the machine,
-    GPUs out of reach. For the cache key, too."""
+class Reach(NamedTuple):
+    """What decides whether kernels may reach other GPUs of this machine.
+
+    Attributes:
+        capability: compute capability of this GPU.
+        gpus: GPUs that this process sees.
+        local_ranks: ranks of one machine.
+        cut_off: numbers of the GPUs whose memory this GPU cannot reach.
+    """
+
+    capability: tuple[int, int]
+    gpus: int
+    local_ranks: int
+    cut_off: tuple[int, ...]
+
+
+def reach() -> Reach | None:
+    """What this process's GPU reaches; ``None`` before CUDA is initialized. Part of the cache key."""
     if not torch.cuda.is_initialized():
-        return ()
+        return None
     return _reach(torch.cuda.current_device(), int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())))
 
 
 @functools.cache
-def _reach(here: int, local: int) -> tuple[object, ...]:
+def _reach(here: int, local: int) -> Reach:
     cut_off = tuple(
         d for d in range(torch.cuda.device_count()) if d != here and not torch.cuda.can_device_access_peer(here, d)
     )
-    return torch.cuda.get_device_capability(here), torch.cuda.device_count(), local, cut_off
+    return Reach(torch.cuda.get_device_capability(here), torch.cuda.device_count(), local, cut_off)
 
 
 def why_no_kernels(device: torch.device) -> str | None:
-    """Why this project's kernels cannot run on the GPUs of a group, from what every rank of it knows alike; or
-    ``None``."""
+    """Why this package's kernels cannot run on a group's GPUs, or ``None`` if they can. Every rank reaches the same
+    result."""
     facts = reach()
-    if device.type != "cuda" or not facts:
+    if device.type != "cuda" or facts is None:
         return f"its tensors lie on {device.type}; it needs NVIDIA GPUs"
-    if torch.version.hip is not None or facts[0][0] != 9:  # type: ignore[index]
-        return f"this GPU has compute capability {facts[0]}; its kernels are made for NVIDIA's (9, 0)"
+    if torch.version.hip is not None or facts.capability[0] != 9:
+        return f"this GPU has compute capability {facts.capability}; its kernels are made for NVIDIA's (9, 0)"
     return None
 
 
-def _machines(ranks: tuple[int, ...]) -> int:
-    """Machines on which the ranks lie."""
-    _, _, local, _ = reach()
-    return len({rank // local for rank in ranks})  # type: ignore[operator]
+def _machines(ranks: tuple[int, ...], local_ranks: int) -> int:
+    """Number of machines on which the ranks lie."""
+    return len({rank // local_ranks for rank in ranks})
 
 
 def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str | None:
-    """Why kernels of this group cannot reach the peers' memory, from what every rank of the group knows alike; or
-    ``None``."""
+    """Why kernels of a group with these global ranks cannot reach the peers' memory, or ``None`` if they can. Every
+    rank of the group reaches the same result."""
     reason = why_no_kernels(device)
-    if reason is not None:
+    facts = reach()
+    if reason is not None or facts is None:
         return f"{reason} of one machine" if device.type != "cuda" else reason
-    _, _, local, cut_off = reach()
     if torch.cuda.device_count() < len(ranks) and not ranks_share_gpus():
         return f"this process sees {torch.cuda.device_count()} of the {len(ranks)} GPUs"
-    if (machines := _machines(ranks)) > 1:
-        return f"its ranks lie on {machines} machines ({local} ranks each)"
-    return f"this GPU cannot reach the memory of GPUs {cut_off}" if cut_off else None
+    if (machines := _machines(ranks, facts.local_ranks)) > 1:
+        return f"its ranks lie on {machines} machines ({facts.local_ranks} ranks each)"
+    return f"this GPU cannot reach the memory of GPUs {facts.cut_off}" if facts.cut_off else None
 
 
 def without_peers(ranks: tuple[int, ...], device: torch.device) -> bool:
-    """Whether the group's GPUs lie in one machine and none reaches another's memory, so that collectives go through the
-    host's. The same on every rank: rank ``r`` is taken to have the GPU of its place in the machine."""
+    """Whether the GPUs of these global ranks are in one machine and none reaches another's memory, so that collectives
+    go through the host's memory. Every rank reaches the same result: rank ``r`` is taken to use the GPU with its index
+    in the machine."""
     facts = reach()
-    if why_no_kernels(device) is not None or not facts or _machines(ranks) != 1:
+    if why_no_kernels(device) is not None or facts is None or _machines(ranks, facts.local_ranks) != 1:
         return False
-    _, count, local, _ = facts
-    gpus = tuple(sorted(rank % local for rank in ranks))  # type: ignore[operator]
-    return gpus[-1] < count and _all_cut_off(gpus)  # type: ignore[operator]
+    gpus = tuple(sorted(rank % facts.local_ranks for rank in ranks))
+    return gpus[-1] < facts.gpus and _all_cut_off(gpus)
 
 
 @functools.cache
@@ -202,6 +230,9 @@ def _all_cut_off(gpus: tuple[int, ...]) -> bool:
 
 
 def write_value_on_stream(flags: torch.Tensor, index: int, value: int) -> None:
-    """The current stream writes ``flags[index] = value`` (int32, maybe a peer's) after all work before it; not while a
-    graph is captured."""
+    """Queue the write ``flags[index] = value`` on the current stream. Not while a graph is captured.
+
+    Args:
+        flags: int32, this rank's memory or a peer's.
+    """
     torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(flags.view(torch.uint32), index, value)

@@ -1,4 +1,6 @@
-"""Where PyTorch looks for news of a compile: Dynamo's counters, ``TORCH_TRACE`` artifacts, ``TORCH_LOGS`` names."""
+# SPDX-License-Identifier: Apache-2.0
+"""Reports a compile where PyTorch's own tools look: Dynamo's counters, ``TORCH_TRACE`` artifacts, ``TORCH_LOGS`` names
+and profiler ranges."""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def count(counts: Mapping[str, int]) -> None:
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Add an artifact to the ``TORCH_TRACE`` log; ``encoding`` is ``string`` or ``json`` (tlparse knows no other)."""
+    """Add an artifact to the ``TORCH_TRACE`` log. ``encoding``: ``string`` or ``json``; tlparse knows no other."""
     from torch._logging import trace_structured
 
     trace_structured(
@@ -32,8 +34,8 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
 def register_log_name() -> None:
     """Let ``TORCH_LOGS="+overlap_inductor"`` find our logger by name.
 
-    Without it PyTorch finds the logger as well, but by importing all our sub-packages. It is of use where the
-    autoload entry points run before ``TORCH_LOGS`` is read, which is so from torch 2.13.
+    Without this, PyTorch finds the logger by importing all our subpackages. It helps from torch 2.13 on, which runs
+    autoload entry points before it reads ``TORCH_LOGS``.
     """
     from torch._logging import _internal
 
@@ -42,7 +44,7 @@ def register_log_name() -> None:
 
 
 def global_rank() -> int:
-    """This process's rank: of the default process group, else what the launcher said, else 0."""
+    """This process's rank in the default process group, else the launcher's ``RANK``, else 0."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -52,9 +54,12 @@ def global_rank() -> int:
 
 
 def in_range(name: str, site_at: int, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """``implementation`` of op ``name`` inside a range that carries the site's id, its argument number ``site_at``,
-    wherever a profiler looks on: so that a trace's ops and kernels can be joined with the report. It costs nothing
-    else."""
+    """Wrap ``implementation`` of op ``name`` in a profiler range that carries the site's id, so that the ops and
+    kernels of a trace can be joined with the report. Without a profiler the wrapper only checks for one.
+
+    Args:
+        site_at: index of the site's id among the op's arguments.
+    """
 
     import torch
 

@@ -1,20 +1,22 @@
-"""Launching one Triton kernel again and again with little of the host's time. What is private of Triton is touched here
-only.
+# SPDX-License-Identifier: Apache-2.0
+"""``PreparedKernel`` launches one Triton kernel again and again with little host time. Private APIs of Triton are used
+only here.
 
-``kernel[grid](...)`` looks at every argument anew and encodes every tensor map anew: 75 us for 50 arguments with four
-tensor maps (Triton 3.6). A ``PreparedKernel`` is compiled and loaded once, for arguments of which only addresses change
-from launch to launch, and remembers a tensor map by its address: 8 us. It goes past Triton's launcher for that, whose
-inside differs from version to version, so other versions than those of ``_DIRECT`` are launched by the documented way,
-``compiled[grid](...)``: 32 us.
+``kernel[grid](...)`` examines every argument and encodes every tensor map at each launch: 75 us for 50 arguments with
+four tensor maps (Triton 3.6). A ``PreparedKernel`` is compiled and loaded once, for arguments of which only addresses
+change from launch to launch, and remembers a tensor map by its address: 8 us. For that it calls the C launcher below
+Triton's own, whose interface differs from version to version. Versions other than those of ``_DIRECT`` are launched by
+the documented way, ``compiled[grid](...)``: 32 us.
 
-Compiling and loading happen before the first launch, not in it: loading a module waits for the device, and a kernel of
-the same op may already be waiting there for what is to be loaded.
+Compiling and loading happen before the first launch. Loading a module waits for the device, and a kernel of the same op
+may already be waiting there for the kernel that is to be loaded.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,55 +28,85 @@ from overlap_inductor.torch_compat.symmetric import lasting_bytes
 
 _DIRECT = ("3.6.",)
 _REMEMBERED = 256
-"""Tensor maps remembered for an argument. (They own no memory, and an address says all that differs.)"""
+"""Tensor maps remembered for an argument. (They own no memory, and only the address differs between them.)"""
+_STREAM = 3
+"""Which argument of the C launcher is the stream, behind the three sizes of the grid."""
+
+
+def bound(kernel: Any, varying: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ``kernel``, by parameter and in its own order.
+
+    Raises:
+        TypeError: a parameter without a default has no argument, or has two; or an argument has no parameter.
+    """
+    parameters = inspect.signature(kernel.fn).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
+    given = {**defaults, **fixed, **varying}
+    wrong = {
+        "is missing": [name for name in parameters if name not in given],
+        "is not a parameter": [name for name in given if name not in parameters],
+        "is both varying and fixed": [name for name in varying if name in fixed],
+    }
+    problems = [f"{name} {problem}" for problem, names in wrong.items() for name in names]
+    if problems:
+        raise TypeError(f"arguments of kernel {kernel.fn.__name__}: {'; '.join(problems)}")
+    return {name: given[name] for name in parameters}
 
 
 class PreparedKernel:
-    """``kernel[(grid,)](*varying, *fixed, **options)``, compiled and loaded.
+    """``kernel[(grid,)](**varying, **fixed, **options)``, compiled and loaded.
 
     Args:
-        varying: examples of the arguments that a launch is given anew: tensors, or tensor descriptors. Shapes, strides,
-            dtypes and the alignment to 16 bytes stay.
-        fixed: all other arguments in order, constants too; kept alive.
+        varying: by parameter, examples of the arguments that each launch is given anew, in the order in which a launch
+            takes them: tensors, tensor descriptors, or ``None``. Shapes, strides, dtypes and the alignment to 16 bytes
+            stay.
+        fixed: by parameter, all other arguments, constants too; kept alive.
         scratch: device on which the kernel needs memory for tensor maps of its own, or ``None``.
+
+    Raises:
+        TypeError: the names are not the kernel's parameters (``bound``).
     """
 
     def __init__(
         self,
         kernel: Any,
         grid: int,
-        varying: Sequence[Any],
-        fixed: Sequence[Any],
+        varying: Mapping[str, Any],
+        fixed: Mapping[str, Any],
         scratch: torch.device | None = None,
         **options: Any,
     ) -> None:
-        self._descriptors = [
-            (v.shape, v.strides, v.block_shape) if isinstance(v, TensorDescriptor) else None for v in varying
+        arguments = bound(kernel, varying, fixed)
+        order, values = list(arguments), list(arguments.values())
+        places = [order.index(name) for name in varying]
+        self._varying = [
+            (place, (v.shape, v.strides, v.block_shape) if isinstance(v := values[place], TensorDescriptor) else None)
+            for place in places
         ]
-        self._fixed = list(fixed)
-        arguments = [*varying, *fixed]
+        self._arguments = [None if name in varying else value for name, value in arguments.items()]
         if triton.knobs.runtime.interpret:
             self._run: Callable[..., Any] = lambda *a: kernel[(grid,)](*a, **options)
             self._launch = self._by_triton
             return
-        compiled = kernel.warmup(*arguments, grid=(grid,), **options)
+        compiled = kernel.warmup(*values, grid=(grid,), **options)
         # (This loads it.)
         self._run = compiled[(grid, 1, 1)]
         self._launch = self._by_triton
         if scratch is not None:
             self._run = _with_scratch(self._run, scratch)
         if triton.__version__.startswith(_DIRECT):
-            self._launch = _Direct(compiled, grid, arguments, len(varying), scratch, self._by_triton)
+            self._launch = _Direct(compiled, grid, values, places, scratch, self._by_triton)
 
     def __call__(self, *varying: torch.Tensor | None) -> None:
-        """Launch on the current stream. ``varying``: tensors, also for tensor descriptors."""
+        """Launch on the current stream. ``varying``: one tensor or ``None`` for each varying argument, in the order of
+        the mapping; for a tensor descriptor the tensor that it describes."""
         self._launch(*varying)
 
     def _by_triton(self, *varying: torch.Tensor | None) -> None:
-        described = [
-            v if d is None else TensorDescriptor(v, *d) for v, d in zip(varying, self._descriptors, strict=True)
-        ]
-        self._run(*described, *self._fixed)
+        arguments = self._arguments.copy()
+        for (place, described), tensor in zip(self._varying, varying, strict=True):
+            arguments[place] = tensor if described is None else TensorDescriptor(tensor, *described)
+        self._run(*arguments)
 
 
 def _with_scratch(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
@@ -97,7 +129,7 @@ _SMALLEST_SCRATCH = 1 << 20
 
 
 def _scratch(size: int, device: torch.device) -> torch.Tensor:
-    """Memory of a device that all kernels share, which run one after the other there. It is never given back: CUDA
+    """Memory of a device that all kernels share, because they run one after the other there. It is never freed: CUDA
     graphs hold its address."""
     known = _SCRATCH.setdefault(device, [])
     if not known or known[-1].numel() < size:
@@ -106,74 +138,74 @@ def _scratch(size: int, device: torch.device) -> torch.Tensor:
 
 
 class _Direct:
-    """Triton 3.6: the C launcher below ``CudaLauncher``, with tensor maps that are already encoded."""
+    """Triton 3.6: the C launcher below ``CudaLauncher``, with tensor maps that are already encoded.
+
+    Args:
+        arguments: examples of all arguments, in the kernel's order.
+        places: which of them vary, in the order in which a launch takes them.
+    """
 
     def __init__(
         self,
         compiled: Any,
         grid: int,
         arguments: Sequence[Any],
-        varying: int,
+        places: Sequence[int],
         scratch: torch.device | None,
         documented: Callable[..., None],
     ) -> None:
         from triton.backends.nvidia import driver
 
         run = compiled.run
-        # (Around the C launcher stands a function that encodes tensor maps, where a kernel has such arguments.)
+        # (A function that encodes tensor maps wraps the C launcher, if a kernel has such arguments.)
         closure = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
         self._launcher = closure.get("launcher", run.launch)
-        self._encode = triton.runtime.driver.active.utils.fill_tma_descriptor
         self._documented = documented
         self._device = next(a.device.index for a in arguments if isinstance(a, torch.Tensor) and a.is_cuda)
         size = run.global_scratch_size * run.num_ctas * grid
         scratch_memory = _scratch(size, scratch) if size and scratch is not None else None
-        self._grid = (grid, 1, 1)
-        self._head = (
-            compiled.function,
-            run.launch_cooperative_grid,
-            run.launch_pdl,
-            scratch_memory,
-            None,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-        )
+        launch = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, scratch_memory, None)
+        # What the launcher is given: the grid, a place for the stream, facts of the launch, and the arguments, of which
+        # a tensor descriptor is several.
+        values: list[Any] = [grid, 1, 1, None, *launch, compiled.packed_metadata, None, None, None]
+        encode = triton.runtime.driver.active.utils.fill_tma_descriptor
         maps = iter(compiled.metadata.tensordesc_meta or ())
-        self._varying: list[_Maps | None] = []
-        self._tail: list[Any] = []
-        for i, argument in enumerate(arguments):
-            known = (
-                _Maps(argument, next(maps), self._encode, driver.TMA_DTYPE_DEVICE_TO_HOST)
-                if isinstance(argument, TensorDescriptor)
-                else None
-            )
-            if i < varying:
-                self._varying.append(known)
+        # Where an argument stands in these values: an index, or a slice of them for a descriptor.
+        found: list[tuple[Any, _Maps | None]] = []
+        for argument in arguments:
+            begin = len(values)
+            if isinstance(argument, TensorDescriptor):
+                known = _Maps(argument, next(maps), encode, driver.TMA_DTYPE_DEVICE_TO_HOST)
+                values += known.flat(argument.base)
+                found.append((slice(begin, len(values)), known))
             else:
-                self._tail += [argument] if known is None else known.flat(argument.base)
+                values.append(argument)
+                found.append((begin, None))
+        self._varying = [found[place] for place in places]
+        for at, _ in self._varying:
+            values[at] = [None] * (at.stop - at.start) if isinstance(at, slice) else None
+        self._values = values
         # (Kept alive: the launcher is given addresses, and the function is its module's.)
-        self._alive = compiled, arguments[varying:]
+        self._alive = compiled, [a for number, a in enumerate(arguments) if number not in places]
 
     def __call__(self, *varying: torch.Tensor | None) -> None:
         hooks = triton.knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            # A profiler looks on, and wants what only Triton's launcher tells it.
+            # A profiler's hooks need what only Triton's launcher tells them.
             self._documented(*varying)
             return
-        flat: list[Any] = []
-        for known, tensor in zip(self._varying, varying, strict=True):
+        values = self._values.copy()
+        values[_STREAM] = torch._C._cuda_getCurrentRawStream(self._device)
+        for (at, known), tensor in zip(self._varying, varying, strict=True):
             if known is not None:
-                flat += known.flat(tensor)  # type: ignore[arg-type]
+                values[at] = known.flat(tensor)
             else:
-                flat.append(tensor if tensor is None else tensor.data_ptr())
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        self._launcher(*self._grid, stream, *self._head, *flat, *self._tail)
+                values[at] = tensor if tensor is None else tensor.data_ptr()
+        self._launcher(*values)
 
 
 class _Maps:
-    """Tensor maps of one descriptor argument, by the address of its tensor, flattened as the C launcher wants them."""
+    """Tensor maps of one descriptor argument, by the address of its tensor, flattened as the C launcher takes them."""
 
     def __init__(
         self, example: TensorDescriptor, meta: dict[str, Any], encode: Callable[..., Any], dtypes: dict[int, int]
@@ -192,6 +224,7 @@ class _Maps:
         self._known: dict[int, list[Any]] = {}
 
     def flat(self, tensor: torch.Tensor) -> list[Any]:
+        """The tensor map, shape and strides; always the same number of values."""
         address = tensor.data_ptr()
         found = self._known.get(address)
         if found is None:

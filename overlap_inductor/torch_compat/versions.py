@@ -1,4 +1,5 @@
-"""Which torch this is, and whether the package knows its private interfaces."""
+# SPDX-License-Identifier: Apache-2.0
+"""The version of torch, and whether this package knows its private interfaces."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ FIRST_UNKNOWN = (2, 16)
 
 
 def torch_version() -> str:
-    """``torch.__version__``; safe inside ``import torch``, where the attribute is set early."""
+    """``torch.__version__``. Safe inside ``import torch``, which sets the attribute early."""
     import torch
 
     return str(torch.__version__)
 
 
 def unsupported_reason(version: str | None = None) -> str | None:
-    """Why this torch is not supported, as a sentence, or ``None`` where it is."""
+    """Why this version of torch is not supported, as a sentence, or ``None`` if it is."""
     version = torch_version() if version is None else version
     match = re.match(r"(\d+)\.(\d+)", version)
     if match and OLDEST <= (int(match[1]), int(match[2])) < FIRST_UNKNOWN:

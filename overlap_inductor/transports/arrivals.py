@@ -1,5 +1,6 @@
-"""Waiting for what peers send, as launches of their own: until rows have come, and until they have and are copied into
-a result."""
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of their own that wait for what peers send: ``wait_kernel`` until rows have arrived, ``receive_kernel`` until
+they have arrived and are copied into a result."""
 
 from __future__ import annotations
 
@@ -12,37 +13,52 @@ from overlap_inductor.kernels.partial_sums import receive_rows
 from overlap_inductor.kernels.transfer import wait_for_parts
 from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+from overlap_inductor.transports.call_arguments import call_arguments
 from overlap_inductor.transports.transfer import Transfer
 
 BLOCK, BLOCKS_AN_SM = 2048, 4
-"""Elements that a block copies at once, and blocks an SM: fewer have too few loads in flight."""
+"""Elements that a block copies at once, and blocks per SM: fewer keep too few loads in flight."""
 
 
 def wait_kernel(launch: Launch, transfer: Transfer, first: int, last: int, kind: int) -> PreparedKernel:
-    """Lets the stream go on when parts ``first .. last - 1`` of the peers' transfers have come; ``kind`` of wait, for
-    the fault record."""
-    slot = launch.slot
-    fixed = (
-        slot.flags.local, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, launch.rank,
-        transfer.index, first, slot.signals, launch.world_size, transfer.parts, -transfer.direction, kind,
-    )  # fmt: skip
-    return PreparedKernel(wait_for_parts, last - first, (), fixed, num_warps=1)
+    """A kernel that holds the stream until parts ``first .. last - 1`` of the peers' transfers have arrived.
+
+    ``kind``: of wait, for the fault record (``kernels.layout``).
+    """
+    fixed = {
+        **call_arguments(wait_for_parts, launch),
+        "index": transfer.index,
+        "first": first,
+        "PARTS": transfer.parts,
+        "DIRECTION": -transfer.direction,
+        "KIND": kind,
+    }
+    return PreparedKernel(wait_for_parts, last - first, {}, fixed, num_warps=1)
 
 
 def receive_kernel(
     launch: Launch, everyone: torch.Tensor, finished: torch.Tensor, transfer: Transfer, sms: int
 ) -> Callable[[torch.Tensor], None]:
-    """Copies every peer's finished rows, parts of ``transfer``, from the workspace to a result when they have come.
-    Both lie in the order of ranks.
+    """What copies every peer's finished rows, parts of ``transfer``, from the workspace to a result when they have
+    arrived. Both lie in the order of ranks.
 
     Args:
-        everyone: an example of the result, ``[world_size * rows, width]``; finished: the workspace from these rows on.
+        everyone: an example of the result, ``[world_size * rows, width]``, fp16 or bf16.
+        finished: the workspace from these rows on, flat, of the same dtype.
+        sms: SMs of the device.
     """
     world_size = launch.world_size
     stripes, vector = max(1, BLOCKS_AN_SM * sms // (world_size - 1)), 16 // everyone.element_size()
     wait = wait_kernel(launch, transfer, 0, transfer.parts * (world_size - 1), WAIT_RESULT)
-    fixed = (finished, launch.rank, everyone.numel() // world_size // vector, world_size, stripes, vector, BLOCK)
-    copy = PreparedKernel(receive_rows, stripes * (world_size - 1), (everyone,), fixed, num_warps=8)
+    fixed = {
+        **call_arguments(receive_rows, launch),
+        "finished": finished,
+        "vectors": everyone.numel() // world_size // vector,
+        "STRIPES": stripes,
+        "VECTOR": vector,
+        "BLOCK": BLOCK,
+    }
+    copy = PreparedKernel(receive_rows, stripes * (world_size - 1), {"out": everyone}, fixed, num_warps=8)
 
     def receive(everyone: torch.Tensor) -> None:
         wait()

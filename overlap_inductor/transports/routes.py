@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routes: which piece a rank sends to whom, and which it receives, at each hop. Pure index arithmetic.
 
 A shard is cut into ``parts`` sub-chunks; a *hop* moves one sub-chunk over one link (two links if bidirectional).
@@ -37,13 +38,16 @@ class Hop:
 
 
 def slots(route: str, world_size: int) -> int:
-    """Pieces that the exchange buffer of a route holds: every rank's for gathers, the others' for reductions."""
+    """Shards that the exchange buffer of a route holds: of all ranks for gathers, of the others for reductions."""
     return world_size - 1 if route in ("owner", "travel") else world_size
 
 
 def distances(route: str, world_size: int) -> list[tuple[int, ...]]:
-    """For gathers: after step i (one step is ``parts`` hops), the shards of ranks ``r + d`` for d in ``distances[i]``
-    are here."""
+    """For gathers: after step i (``parts`` hops), the shards of ranks ``r + d`` for d in ``distances[i]`` have arrived.
+
+    Raises:
+        ValueError: ``route`` is not one that gathers in steps.
+    """
     if route == "ring":
         return [(-(i + 1),) for i in range(world_size - 1)]
     if route == "bidirectional":
@@ -53,12 +57,17 @@ def distances(route: str, world_size: int) -> list[tuple[int, ...]]:
 
 
 def hop_count(route: str, world_size: int, parts: int) -> int:
+    """Hops of the whole route; a shard has ``parts`` sub-chunks."""
     steps = {"bidirectional": world_size // 2, "broadcast": 1}.get(route, world_size - 1)
     return steps * parts
 
 
 def hop(route: str, world_size: int, rank: int, parts: int, index: int) -> Hop:
-    """Hop ``index`` of ``rank``. Hops are numbered step-major: ``index = step * parts + part``."""
+    """Hop ``index`` of ``rank``. Hops are numbered step-major: ``index = step * parts + part``.
+
+    Raises:
+        ValueError: ``route`` is unknown.
+    """
     step, part = divmod(index, parts)
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     if route == "ring" or route == "bidirectional":

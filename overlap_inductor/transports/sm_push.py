@@ -1,38 +1,62 @@
-"""Transport ``sm_push``: the blocks of one kernel store to the peers and signal part by part. Where pieces are small,
-and copy engines' fixed costs show."""
+# SPDX-License-Identifier: Apache-2.0
+"""Transport ``sm_push``: the blocks of one kernel store to the peers and signal part by part. It serves small pieces,
+where the fixed costs of copy engines show."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
-from overlap_inductor.kernels.transfer import push_parts
 from overlap_inductor.runtime.workspace import Launch
-from overlap_inductor.torch_compat.triton_launch import PreparedKernel
-from overlap_inductor.transports.transfer import Send
+from overlap_inductor.transports.call_arguments import call_arguments
 from overlap_inductor.transports.transfer import Transfer
+from overlap_inductor.transports.transport import Send
+from overlap_inductor.transports.transport import Share
 
 COPY_WORDS = 8192
 """int32 words that a block stores at once: eight 16-byte stores of each of its threads."""
+NAME = "sm_push"
+"""Schedules whose own kernels store to peers go by this name, too."""
 
 
-@dataclass(frozen=True)
 class SmPush:
-    """``blocks``: of the pushing kernel, at most one an SM. What they take is missing from matmuls beside them."""
+    """Implements ``transports.transport.PeerCopies``. The kernel has ``share.sms`` blocks, at most one an SM; the
+    matmuls beside it have so many SMs less."""
 
-    blocks: int
+    name = NAME
+    moved_by = "SMs that store, over symmetric memory"
+    needs_sms = True
+    fastest_from = 0
 
     def prepare(
-        self, launch: Launch, transfer: Transfer, numbers: range, source: torch.Tensor, guarded: bool = False
+        self,
+        launch: Launch,
+        transfer: Transfer,
+        numbers: Sequence[int],
+        source: torch.Tensor,
+        share: Share,
+        guarded: bool = False,
     ) -> Send:
-        """As ``Transport.prepare``; receivers are told after each part. Rows are whole 16-byte words."""
-        slot, row_vectors = launch.slot, transfer.width * source.element_size() // 16
-        fixed = (
-            slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls, launch.faults.stop, launch.rank,
-            transfer.index, numbers.start, len(numbers), slot.signals,
-            transfer.rows * row_vectors, transfer.part_rows * row_vectors,
-            transfer.origin * row_vectors, transfer.base * row_vectors,
-            launch.world_size, transfer.parts, self.blocks, transfer.direction, transfer.scattered, COPY_WORDS,
-        )  # fmt: skip
-        return PreparedKernel(push_parts, self.blocks, (source,), fixed, num_warps=8)
+        """As ``PeerCopies.prepare``. ``numbers`` are consecutive. Receivers are told after each part. Rows are whole
+        16-byte words."""
+        from overlap_inductor.kernels.transfer import push_parts
+        from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+
+        row_vectors = transfer.width * source.element_size() // 16
+        fixed = {
+            **call_arguments(push_parts, launch),
+            "index": transfer.index,
+            "first": numbers[0],
+            "count": len(numbers),
+            "shard_vectors": transfer.rows * row_vectors,
+            "part_vectors": transfer.part_rows * row_vectors,
+            "origin": transfer.origin * row_vectors,
+            "base": transfer.base * row_vectors,
+            "PARTS": transfer.parts,
+            "PIECES": share.sms,
+            "DIRECTION": transfer.direction,
+            "SCATTERED": transfer.scattered,
+            "BLOCK": COPY_WORDS,
+        }
+        return PreparedKernel(push_parts, share.sms, {"source": source}, fixed, num_warps=8)

@@ -1,25 +1,15 @@
-"""``Transport``: one interface for what moves a schedule's pieces between GPUs. ``copy_engine`` and ``sm_push``
-implement it.
+# SPDX-License-Identifier: Apache-2.0
+"""``Transfer`` says which rows of a shard go where in the peers' workspace. Plain numbers.
 
-``Transfer`` says what goes where, in rows; a transport prepares a part of it once (kernels compiled and loaded,
-addresses of peers looked up) and then starts it with one call on the current stream.
+A ``PeerCopies`` transport prepares parts of a transfer once (kernels compiled and loaded, the peers' addresses looked
+up) and then starts them with one call on the current stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
-
-from overlap_inductor.runtime.workspace import Launch
-
-TRANSPORTS = ("copy_engine", "sm_push")
-
-Send = Callable[[torch.Tensor], None]
-"""Start the transfer of a source ``[any rows, width]`` on the current stream, behind what stands there; the receivers'
-flags are set when it has come."""
+from overlap_inductor.kernels.layout import FLAG_WORDS
 
 
 @dataclass(frozen=True)
@@ -36,16 +26,18 @@ class Piece:
 class Transfer:
     """A shard of ``rows`` rows of ``width`` elements to every peer, in parts of ``part_rows`` rows.
 
-    Parts are numbered: ``u // parts + 1`` is how many ranks away the receiver of part ``u`` is, ``u % parts`` the part
-    of its shard. One flag a part: ``index + u % parts`` of this source.
+    Parts are numbered. The receiver of part ``u`` is ``u // parts + 1`` ranks away, and ``u % parts`` is the part's
+    number in its shard. Each part has one flag: ``index + u % parts`` of this source.
 
     Attributes:
-        scattered: the source holds a shard for every rank, and ranks further on come first, so that their matmuls can
-            be in the order of rows. Else one shard goes to all, ranks further back first: so the shards of ranks
-            further on arrive first, and the receiver's matmuls can be in the order of rows.
-        origin: first row in the source of what is sent (where ``scattered``: of rank 0's shard).
-        base: row of every workspace where the shard from rank 0 goes; that from rank ``r`` goes ``r * rows`` rows
-            behind.
+        scattered: True if the source holds a shard for every rank. The shards go to the ranks after this one, going
+            round, the nearest first, so the sender can multiply in the order of rows. False if one shard goes to all
+            ranks. It goes to the ranks before this one, the nearest first. So the shard of the next rank arrives
+            first, and the receiver can multiply in the order of rows.
+        origin: first row of what is sent in the source (if ``scattered``, of rank 0's shard).
+        base: row of every workspace where the shard from rank 0 goes. The shard from rank ``r`` goes ``r * rows`` rows
+            further on.
+        index: flag of the first part.
     """
 
     rows: int
@@ -58,32 +50,22 @@ class Transfer:
 
     @property
     def parts(self) -> int:
+        """Parts of a shard; the last one may be shorter."""
         return -(-self.rows // self.part_rows)
 
     @property
     def direction(self) -> int:
-        """Of the receivers, seen from the sender."""
+        """Sign of the step from the sender to its receivers."""
         return 1 if self.scattered else -1
 
+    def flag(self, number: int, rank: int, world_size: int, signals: int) -> int:
+        """The first int32 word of part ``number``'s flag, from ``rank``, in the receiver's flags. ``signals``: flags of
+        each source in the slot."""
+        return (world_size + rank * signals + self.index + number % self.parts) * FLAG_WORDS
+
     def piece(self, number: int, rank: int, world_size: int) -> Piece:
-        """What part ``number`` means on ``rank``."""
+        """The rows that ``rank`` sends as part ``number``."""
         peer = (rank + self.direction * (number // self.parts + 1)) % world_size
         start = number % self.parts * self.part_rows
         source = self.origin + (peer * self.rows if self.scattered else 0) + start
         return Piece(peer, source, self.base + rank * self.rows + start, min(self.part_rows, self.rows - start))
-
-
-class Transport(Protocol):
-    """What moves parts of a transfer, one after the other."""
-
-    def prepare(
-        self, launch: Launch, transfer: Transfer, numbers: range, source: torch.Tensor, guarded: bool = False
-    ) -> Send:
-        """Make parts ``numbers`` ready for launching; ``source``: an example of what will be sent, contiguous at 16
-        bytes.
-
-        Receivers are told of each part when it has come. Their credits have been awaited on the stream before a send is
-        started. ``guarded``: what is sent rests on other waits of this call, too; where one was given up nobody is
-        told.
-        """
-        ...

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -5,10 +6,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.fake_group import fake_group
+from overlap_inductor.torch_compat import symmetric
+from tests.support.fake_group import fake_group
 
 
 @pytest.fixture
 def two() -> Iterator[None]:
     with fake_group(2), torch.no_grad():
         yield
+
+
+@pytest.fixture
+def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks reach each other's memory, as GPUs of one machine do."""
+    monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)

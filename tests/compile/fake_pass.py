@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for the overlap pass: it reports one site for each matmul and leaves the graph alone.
 
 The tests of installing, caching and reporting are about when the pass runs and what becomes of its report; what it
@@ -85,7 +86,7 @@ def substitute() -> ModuleType:
 
 
 def put_in_place() -> None:
-    """For a subprocess: the fake is the pass from here on."""
+    """Put the fake in place of the pass for the rest of a subprocess."""
     import overlap_inductor.passes
 
     module = substitute()
@@ -95,7 +96,7 @@ def put_in_place() -> None:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """The fake as the pass, everything switched off before and after, no cache, nothing known yet."""
+    """Put the fake in place of the pass, with everything switched off, no cache, and no report known."""
     import overlap_inductor.passes
 
     monkeypatch.setitem(sys.modules, MODULE, substitute())
@@ -103,7 +104,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setitem(STATUS, "status", "overlapped")
     for name in [n for n in os.environ if n.startswith("OVERLAP_INDUCTOR")]:
         monkeypatch.delenv(name)
-    # Other threads do not see the caches switched off below: let theirs be empty at least.
+    # Other threads do not see that caches are switched off below, so theirs start empty.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     overlap_inductor.disable()
     start_again()
@@ -114,7 +115,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def start_again() -> None:
-    """As in a new process: nothing compiled, counted or reported (what is switched on stays)."""
+    """Forget what was compiled, counted and reported, as in a new process. What is switched on stays on."""
     torch.compiler.reset()
     counters.clear()
     calls.clear()
@@ -142,5 +143,5 @@ def inference(**options: Any) -> None:
 
 
 def ours_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """Without the lines of other loggers (other tests of a session may have set PyTorch's to be verbose)."""
+    """The package's own log lines. (Other tests of a session may have made PyTorch's loggers verbose.)"""
     return [r for r in caplog.records if r.name == "overlap_inductor"]

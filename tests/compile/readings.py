@@ -1,4 +1,5 @@
-"""What the tests of recognition read from a report."""
+# SPDX-License-Identifier: Apache-2.0
+"""Short forms of a report for tests that check what is found."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Any
 import torch
 
 from overlap_inductor.report.report import OverlapReport
-from tests.fake_group import fake_group
-from tests.fake_group import report_of
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import report_of
 
 
 def summary(report: OverlapReport) -> list[tuple[str, int | None, list[str], str]]:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hand-written graphs with fp8 matmuls (``_scaled_mm``) beside a collective. Scales are tensor-wise or row-wise."""
 
 from __future__ import annotations
@@ -5,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from tests.hand_graph import HandGraph
-from tests.hand_graph import aten
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
 
 FP8, FP8_WIDE, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 convert = torch.ops.prims.convert_element_type.default
@@ -19,7 +20,7 @@ def fp8(
 
 
 def weight(made: HandGraph, inner: int = 32, columns: int = 48, name: str = "w") -> fx.Node:
-    """``[inner, columns]`` in columns, as a module's weight is transposed."""
+    """``[inner, columns]``, stored by columns, as a module's transposed weight is."""
     return made.call(aten.permute.default, fp8(made, columns, inner, name=name), [1, 0])
 
 
@@ -74,13 +75,13 @@ def reduce_site(row_wise: bool = False) -> HandGraph:
 
 
 def quantised(made: HandGraph, x: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """``x`` in fp8, and its scale a row."""
+    """``x`` in fp8, and a scale for each row."""
     scale = made.call(convert, made.call(aten.amax.default, made.call(aten.abs.default, x), [1], True), torch.float32)
     return made.call(convert, made.call(aten.div.Tensor, x, scale), FP8), scale
 
 
 def gathered_scales(tokens: int = 32, dynamic: tuple[int, ...] = ()) -> HandGraph:
-    """Quantised before the gather; the scales are gathered behind it."""
+    """``x`` is quantised before the gather; its scales are gathered after it."""
     made = HandGraph()
     x, scale = quantised(made, made.input(tokens, 4096, name="x", dtype=BF16, dynamic=dynamic))
     gathered, scales = made.gather(x), made.gather(scale)

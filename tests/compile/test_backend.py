@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torch.compile(model, backend="overlap_inductor")``: options, modes, lazy backward, and where it has to refuse."""
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from tests.compile.fake_pass import calls
 from tests.compile.fake_pass import chain
 from tests.compile.fake_pass import fake as fake
 from tests.compile.fake_pass import refusals
-from tests.unit.test_autoload import ENTRY_POINTS
+from tests.support.installed import pretend_installed
 
 pytestmark = pytest.mark.usefixtures("fake")
 SLOT = pass_slot.SLOT
 
 
 class Noting(custom_graph_pass.CustomGraphPass):
-    """A pass of the user that notes an Inductor option as it is during the compile."""
+    """A user's pass that records the value of an Inductor option during the compile."""
 
     def __init__(self, option: str) -> None:
         self.option = option
@@ -89,10 +90,40 @@ def test_unknown_option_names_near_ones() -> None:
     assert "Did you mean schedule" in chain(error.value)
 
 
-def test_bad_value_is_the_same_error_as_elsewhere() -> None:
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_bad_value_in_the_options_names_the_option(enabled: bool) -> None:
+    """The environment is not to blame, and neither is enable()."""
+    if enabled:
+        overlap_inductor.enable()
     with pytest.raises(Exception) as error:
         inference(options={"schedule": "rings"})
-    assert "ConfigError: OVERLAP_INDUCTOR_SCHEDULE='rings' is not a known value" in chain(error.value)
+    assert "ConfigError: options['schedule']='rings' is not a known value; expected one of: auto" in chain(error.value)
+    assert "OVERLAP_INDUCTOR" not in chain(error.value)
+
+
+def test_a_bad_variable_is_blamed_on_the_environment_beside_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERLAP_INDUCTOR_SCHEDULE", "rings")
+    with pytest.raises(Exception) as error:
+        inference(options={"sub_chunks": 2})
+    assert "ConfigError: OVERLAP_INDUCTOR_SCHEDULE='rings'" in chain(error.value)
+
+
+def test_inductors_mode_among_the_options_is_an_error_that_says_what_works() -> None:
+    with pytest.raises(Exception) as error:
+        inference(options={"mode": "max-autotune"})
+    text = chain(error.value)
+    assert "ConfigError: options['mode']='max-autotune' is not a known value; expected one of: off" in text
+    assert "pass mode='max-autotune' to torch.compile" in text
+    assert "options={**torch._inductor.list_mode_options('max-autotune'), 'schedule': 'auto'}" in text
+
+
+def test_a_modes_settings_are_taken_as_options() -> None:
+    """What the error above says works."""
+    note = Noting("coordinate_descent_tuning")
+    settings = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
+    inference(options={**settings, "schedule": "ring", SLOT: note})
+    assert calls[0][0].schedule == "ring"
+    assert note.seen == [(True, 0)]
 
 
 def test_backward_is_compiled_later_with_the_same_options() -> None:
@@ -161,10 +192,7 @@ def test_unsupported_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_name_is_found_by_its_entry_point(tmp_path: Path) -> None:
-    info = tmp_path / "overlap_inductor-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: overlap-inductor\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    pretend_installed(tmp_path)
     code = (
         "from tests.compile import fake_pass; fake_pass.put_in_place(); import torch\n"
         "torch.compile(lambda x: x @ x, backend='overlap_inductor', options={'schedule': 'ring'})(torch.ones(2, 2))\n"
@@ -186,7 +214,7 @@ def test_export_is_untouched_by_enable() -> None:
 
 
 def test_aot_inductor_is_refused_site_by_site(tmp_path: Path) -> None:
-    """The library that AOTInductor writes runs without Python: the pass is told, and compiling works on."""
+    """AOTInductor's library runs without Python, so every site is refused and compiling goes on."""
     overlap_inductor.enable()
     program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
     torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))

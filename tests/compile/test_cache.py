@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caches: a hit is as good as a compile (report, counters, dump, strict), and whatever changes the code is a miss.
 
 A hit in one process is a load from the same files as a hit in the next; one test uses two processes all the same.
@@ -76,7 +77,9 @@ def was_hit() -> bool:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    """The dump's files, without those that name the run: the page over all graphs, and ``run.json`` of each."""
+    found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {name: data for name, data in found.items() if name != "index.html" and not name.endswith("/run.json")}
 
 
 def test_hit_gives_the_same_report_and_counts(layer: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -104,7 +107,8 @@ def test_hit_in_the_backend_and_by_enable_share_one_entry(cache: Path) -> None:
 
 
 def test_hit_writes_the_dump_to_the_folder_of_now(cache: Path, tmp_path: Path) -> None:
-    """The folder is no part of the key: another one is a hit, and gets its files from the stored report."""
+    """The dump folder is not part of the key: with another folder the cache hits, and the stored report is written
+    there."""
     overlap_inductor.enable(dump=str(tmp_path / "a"))
     train()
     start_again()
@@ -116,7 +120,7 @@ def test_hit_writes_the_dump_to_the_folder_of_now(cache: Path, tmp_path: Path) -
 
 
 def test_hit_is_as_strict(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AOTAutograd takes an error of a load for a reason to compile anew; nothing may be counted twice by that."""
+    """AOTAutograd compiles anew if a load raises; sites must not be counted twice then."""
     monkeypatch.setitem(fake_pass.STATUS, "status", "refused")
     overlap_inductor.enable(mode="strict")
     outcomes = []
@@ -136,7 +140,7 @@ def test_load_that_is_strict_about_the_backward_counts_each_graph_once(
     overlap_inductor.enable(mode="on")
     train()
     start_again()
-    # The entry is of mode "on"; make its reports strict as they are loaded.
+    # The entry was stored in mode "on"; make its reports strict when they are loaded.
     original = reporting.activate
 
     def activate(report: Any, **keywords: Any) -> None:
@@ -169,7 +173,7 @@ def test_another_switch_is_a_miss(cache: Path, change: str) -> None:
 
 
 def test_off_after_on_is_a_miss_and_on_again_a_hit(cache: Path) -> None:
-    """The code of one must never be given to the other."""
+    """Code compiled with overlap must not be loaded without it, nor the other way round."""
     overlap_inductor.enable()
     train()
     overlap_inductor.disable()

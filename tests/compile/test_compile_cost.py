@@ -1,4 +1,5 @@
-"""What the pass costs a compile, counted and not timed: evaluations of fake tensors, questions about padding.
+# SPDX-License-Identifier: Apache-2.0
+"""The cost of the pass in a compile, counted instead of timed: evaluations of fake tensors, checks about padding.
 
 ``bench.compile_cost`` measures the seconds.
 """
@@ -17,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from overlap_inductor.inductor import hooks
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat import step_values
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
 from overlap_inductor.torch_compat.step_values import StepValues
-from tests.fake_group import all_reduce
-from tests.fake_group import fake_group
-from tests.fake_group import reports_of
-from tests.hand_graph import HandGraph
-from tests.hand_graph import aten
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import reports_of
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
 
 LARGE = 10**6
 """A node budget within which every ring is unrolled."""
@@ -54,7 +55,8 @@ def counted(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Counter[
 
 
 def test_steps_of_every_layer_are_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Views apart, which have to share memory with their own base. (Each step evaluated, 64 sites took two seconds.)"""
+    """Except views, which have to share memory with their own base. (With every step evaluated, 64 sites took two
+    seconds.)"""
     found = []
     for layers in (4, 8, 16):
         with fake_group(2):
@@ -68,7 +70,7 @@ def test_steps_of_every_layer_are_evaluated_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_steps_are_not_evaluated_again_behind_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor evaluates what passes have added."""
+    """Inductor evaluates the nodes that passes added, unless they have a value."""
 
     def run(layers: int) -> Counter[str]:
         def model(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -88,7 +90,7 @@ def test_steps_are_not_evaluated_again_behind_the_pass(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_every_step_has_a_value_of_its_own(dynamic: bool) -> None:
-    """As its own fake function says, and in memory that no other step's has but those of its views."""
+    """The value that its fake function gives, in memory that only its views share."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(16, 16, dynamic=(0,) if dynamic else ())
@@ -135,7 +137,7 @@ def test_a_value_belongs_to_its_arguments() -> None:
 
 
 def test_a_reader_of_a_replaced_tensor_keeps_its_value_where_that_is_right() -> None:
-    """Not where its strides would be others, and never a view."""
+    """But not if its strides would change, and never a view."""
     with fake_group(2):
         made = HandGraph()
     x, alike, y = made.input(4, 6), made.input(4, 6, name="alike"), made.input(6, 4, name="y")
@@ -153,7 +155,8 @@ def test_a_reader_of_a_replaced_tensor_keeps_its_value_where_that_is_right() -> 
 
 
 def test_collectives_are_not_looked_for_where_inductor_pads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU it never does. From each matmul the residual stream was walked: two seconds for 32 layers."""
+    """Inductor pads nothing on a CPU. The search walked the residual stream from each matmul, two seconds for 32
+    layers."""
     asked: list[fx.Node] = []
     monkeypatch.setattr(hooks, "beside_collective", asked.append)
 

@@ -1,4 +1,5 @@
-"""Epilogues beside other sites that might take the same nodes, move what they read, or read their ends."""
+# SPDX-License-Identifier: Apache-2.0
+"""Epilogues beside sites that could take the same nodes, move their inputs, or read their results."""
 
 from __future__ import annotations
 
@@ -16,23 +17,19 @@ from overlap_inductor.passes import plan as planner
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.sites import sizes as site_sizes
 from overlap_inductor.sites.nodes import OverlapSite
-from overlap_inductor.torch_compat import symmetric
-from tests.fake_group import all_gather
-from tests.fake_group import all_reduce
-from tests.fake_group import fake_group
-from tests.fake_group import report_of
-from tests.fake_group import reports_of
-from tests.hand_graph import HandGraph
-from tests.hand_graph import aten
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import report_of
+from tests.support.fake_group import reports_of
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
 
 BF16 = torch.bfloat16
 ROWS, K, N = 24, 16, 40
 
 
-@pytest.fixture(autouse=True)
-def _reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs of one machine."""
-    monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
+pytestmark = pytest.mark.usefixtures("reachable")
 
 
 def planned(report: OverlapReport) -> list[tuple[str, str, Any]]:
@@ -45,7 +42,7 @@ def planned(report: OverlapReport) -> list[tuple[str, str, Any]]:
 
 
 def test_a_small_messages_norm_is_no_gathers_epilogue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both would end in the same sum: the gather's kernel comes before the all-reduce whose result that reads."""
+    """Both would end in the same sum. The gather's kernel runs before the all-reduce whose result the sum reads."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
     def f(
@@ -73,8 +70,8 @@ def test_a_small_messages_norm_is_no_gathers_epilogue(monkeypatch: pytest.Monkey
 
 
 def test_what_becomes_readable_when_the_op_is_placed_was_not_planned(two: None) -> None:
-    """A cast moves before the gather, since a matmul's epilogue in the ring would read it: the second weight stays
-    without one."""
+    """A cast moves before the gather because an epilogue in the ring reads it; the second weight, planned without an
+    epilogue, stays without one."""
 
     def f(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = all_gather(x, 0, torch.distributed.group.WORLD)
@@ -108,7 +105,7 @@ def test_a_ring_behind_reads_what_an_epilogue_ends_in(kind: str, two: None, monk
 
 
 def test_ranks_need_not_agree_on_numbers_of_their_own() -> None:
-    """What a rank computes on its own results is nobody else's."""
+    """A rank's epilogue is computed on its own results, so ranks may differ in it."""
     hashes = []
     for rank in range(2):
         with fake_group(2, rank) as group:

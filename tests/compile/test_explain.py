@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``explain``: the reports that compiling would give, without kernels, counters, files or traces left behind."""
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 
 
 def test_config() -> None:
-    """The argument, else what is in force; off is explained as report, for there is nothing to see otherwise."""
+    """The configuration is the argument, or else the one in force. Mode off is explained as mode report, since off
+    finds no site."""
     overlap_inductor.explain(lambda x: x @ x, torch.ones(2, 2), config=OverlapConfig(schedule="ring"))
     overlap_inductor.explain(lambda x: x @ x, torch.ones(2, 2), config=OverlapConfig(mode="off"))
     overlap_inductor.enable(sub_chunks=2)
@@ -120,4 +122,4 @@ def test_twice_gives_the_same() -> None:
 
 def test_text() -> None:
     assert "matmul_all_reduce" in str(overlap_inductor.explain(lambda x: x @ x, torch.ones(2, 2)))
-    assert str(overlap_inductor.explain(lambda: 1)) == "No graph was compiled.\n"
+    assert str(overlap_inductor.explain(lambda: 1)).startswith("No graph was compiled: ")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pointwise ops behind fused sites: what becomes an epilogue, what is left alone and why, and that no kernel is left
 for it in the generated code."""
 
@@ -10,35 +11,31 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import TestCase
 from torch import fx
 
 import overlap_inductor
 from overlap_inductor.inductor import compared_call
 from overlap_inductor.lowerings import group_ops
 from overlap_inductor.lowerings.fused import ops as fused_ops
-from overlap_inductor.lowerings.fused import schedule as fused_site
+from overlap_inductor.lowerings.fused import tails
 from overlap_inductor.lowerings.one_op import ops as site_ops
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.report.text import render_text
 from overlap_inductor.runtime import agreement
-from overlap_inductor.torch_compat import symmetric
-from tests.fake_group import all_gather
-from tests.fake_group import all_reduce
-from tests.fake_group import fake_group
-from tests.fake_group import reduce_scatter
-from tests.fake_group import report_of
-from tests.hand_graph import HandGraph
-from tests.hand_graph import aten
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import report_of
+from tests.support.golden import check_golden
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
 
 BF16 = torch.bfloat16
 ROWS, K, N = 24, 16, 40
 
 
-@pytest.fixture(autouse=True)
-def _reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs of one machine."""
-    monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
+pytestmark = pytest.mark.usefixtures("reachable")
 
 
 def planned(report: OverlapReport) -> list[list[str] | None]:
@@ -60,7 +57,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_of_a_model(name: str, two: None) -> None:
-    """In the spelling that tracing gives them, behind a linear layer of a batch of sequences."""
+    """As tracing spells them, after a linear layer of a batch of sequences."""
     function, expected = ACTIVATIONS[name]
     group = torch.distributed.group.WORLD
     ((found,),) = planned(
@@ -91,8 +88,7 @@ def test_what_takes_longer_on_tiles_is_left_behind(approximate: str, two: None) 
 
 
 def test_silu_alone_and_a_gated_product(two: None) -> None:
-    """A product of two results is read by no one before both are there: Inductor computes it, and the activation in it
-    for nothing."""
+    """A product of two results needs both, so Inductor computes it, and the activation with it at no extra cost."""
     group = torch.distributed.group.WORLD
     x, gate, up = half(ROWS, K), half(N, K), half(N, K)
     (alone,) = planned(
@@ -108,7 +104,7 @@ def test_silu_alone_and_a_gated_product(two: None) -> None:
 
 
 def test_residuals_of_layers(two: None) -> None:
-    """A residual stream: each sum is read by the next layer's norm and by the next sum, so it is in memory."""
+    """Each sum of a residual stream is read by the next norm and by the next sum, so it is stored."""
     group = torch.distributed.group.WORLD
     weights = [half(K, N), half(N, K)]
 
@@ -196,7 +192,7 @@ def test_near_misses(name: str) -> None:
 
 
 def test_of_a_longer_chain_the_part_that_is_known() -> None:
-    """And stored: the sum is read by a matmul and by an op that no kernel here computes."""
+    """The result is stored, since a matmul and an op that no kernel here computes read it."""
     with fake_group(2):
         h = Hand()
         added = h.call(aten.add.Tensor, h.relu(), h.full)
@@ -206,7 +202,8 @@ def test_of_a_longer_chain_the_part_that_is_known() -> None:
 
 
 def test_one_node_falls_to_one_site() -> None:
-    """A sum of two reductions is the later one's, if the earlier one's part is there before it; else it is no one's."""
+    """A sum of two reductions is the epilogue of the later one, if the earlier one's result is there by then; else it
+    is nobody's."""
     for early in (True, False):
         with fake_group(2):
             h = Hand("scatter")
@@ -233,7 +230,7 @@ def test_extra_tensors_of_all_weights_share_the_room() -> None:
         results = [g.mm(gathered, g.input(K, N, name=f"w{i}", dtype=BF16)) for i in range(3)]
         made = [g.call(aten.mul.Tensor, result, row) for result, row in zip(results, rows)]
         g.graph.output(tuple(made))
-        # (Inputs stand in front of a graph: what an epilogue reads is there before the gather.)
+        # Inputs come first in a graph, so an epilogue's operands are there before the gather.
         first = next(iter(g.graph.nodes))
         for node in reversed([n for n in g.graph.nodes if n.op == "placeholder"][1:]):
             first.append(node)
@@ -259,8 +256,8 @@ def test_the_report_says_it() -> None:
 
 @pytest.mark.parametrize("epilogue", [True, False], ids=["as planned", "without epilogues"])
 def test_kernels_behind_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Inductor's templates: matmul, bias, activation and residual are one kernel. What is planned without epilogues
-    is one more for each result."""
+    """Matmul, bias, activation and residual are one kernel, as with Inductor's templates. Without epilogues each result
+    has one kernel more."""
     from torch._inductor.utils import run_and_get_code
 
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
@@ -270,7 +267,7 @@ def test_kernels_behind_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) 
     for module in (fused_ops, site_ops):
         monkeypatch.setattr(module, "ready", lambda *arguments: None)
     if not epilogue:
-        monkeypatch.setattr(fused_site, "find_tail", lambda *arguments, **keywords: None)
+        monkeypatch.setattr(tails, "find_tail", lambda *arguments, **keywords: None)
     with fake_group(2) as group, torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
 
         def mlp(x: torch.Tensor, a: torch.Tensor, bias: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -283,77 +280,24 @@ def test_kernels_behind_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) 
     assert len(re.findall(r"cpp_fused\w*\(", call)) == (0 if epilogue else 2), call
 
 
-class TestGolden(TestCase):
-    """The graph afterwards, word for word; run with EXPECTTEST_ACCEPT=1 after an intended change and read the
-    difference."""
+def after(h: Hand, *outputs: fx.Node) -> str:
+    return h.g.output(*outputs).run(schedule="fused", mode="strict").after
 
-    maxDiff = None
 
-    @staticmethod
-    def after(h: Hand, *outputs: fx.Node) -> str:
-        return re.sub(r"plan [0-9a-f]{16}", "plan ...", h.g.output(*outputs).run(schedule="fused", mode="strict").after)
+def test_gather_golden() -> None:
+    """The activation is gone, and the result is a view of the op's."""
+    with fake_group(2):
+        h = Hand()
+        check_golden(after(h, h.relu(h.g.view(h.result, 2, ROWS, N))), "fused_epilogue/gather.txt")
 
-    def test_gather(self) -> None:
-        """The activation is gone, and the result is a view of the op's."""
-        with fake_group(2):
-            h = Hand()
-            self.assertExpectedInline(
-                self.after(h, h.relu(h.g.view(h.result, 2, ROWS, N))),
-                """\
-x: bfloat16[24, 16] = input
-w: bfloat16[16, 40] = input
-full: bfloat16[48, 40] = input
-row: bfloat16[40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, \
-'[["all_gather_matmul-6b87b511", 1536, 4]]', 4096)
-fused_all_gather_matmul_epilogue_default = overlap_inductor.fused_all_gather_matmul_epilogue.default(agree_default, x, \
-[w], [None], False, [], '[{"extras": [], "ops": [["relu", "x"]]}]', \
-'{"column_tiles": 1, "copies_from": 4194304, "halves": true, "parts": 4, "parts_from": 4096, "pushers": 12, \
-"slices": 4, "slices_tiles": 132, "stages": 4}', '0', 'all_gather_matmul-6b87b511')
-getitem = <built-in function getitem>(fused_all_gather_matmul_epilogue_default, 0)
-getitem_2: bfloat16[48, 40] = <built-in function getitem>(getitem, 0)
-reshape_default_1: bfloat16[2, 24, 40] = aten.reshape.default(getitem_2, [2, 24, 40])
-return [reshape_default_1]
-""",
-            )
 
-    def test_scatter(self) -> None:
-        with fake_group(2):
-            h = Hand("scatter")
-            self.assertExpectedInline(
-                self.after(h, h.call(aten.add.Tensor, h.full, h.result)),
-                """\
-x: bfloat16[48, 16] = input
-w: bfloat16[16, 40] = input
-full: bfloat16[24, 40] = input
-row: bfloat16[40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, \
-'[["matmul_reduce_scatter-fec50841", 20480, 1]]', 4096)
-fused_matmul_reduce_scatter_epilogue_default = \
-overlap_inductor.fused_matmul_reduce_scatter_epilogue.default(agree_default, x, w, None, [full], \
-'[{"extras": ["full"], "ops": [["add", "e0", "x"]]}]', '{"halves": true, "stages": 4, "stagger_ns": 150}', 'sum', '0', \
-'matmul_reduce_scatter-fec50841')
-getitem: bfloat16[24, 40] = <built-in function getitem>(fused_matmul_reduce_scatter_epilogue_default, 0)
-return [getitem]
-""",
-            )
+def test_scatter_golden() -> None:
+    with fake_group(2):
+        h = Hand("scatter")
+        check_golden(after(h, h.call(aten.add.Tensor, h.full, h.result)), "fused_epilogue/scatter.txt")
 
-    def test_reduce(self) -> None:
-        with fake_group(2):
-            h = Hand("reduce")
-            self.assertExpectedInline(
-                self.after(h, h.call(aten.mul.Tensor, h.relu(), h.row)),
-                """\
-x: bfloat16[48, 16] = input
-w: bfloat16[16, 40] = input
-full: bfloat16[48, 40] = input
-row: bfloat16[40] = input
-agree_default: uint8[1] = overlap_inductor.agree.default('0', plan ..., x, \
-'[["matmul_all_reduce-2c2f6384", 40960, 2]]', 4096)
-fused_matmul_all_reduce_epilogue_default = overlap_inductor.fused_matmul_all_reduce_epilogue.default(agree_default, x, \
-w, None, [row], '[{"extras": ["row"], "ops": [["relu", "x"], ["mul", "t0", "e0"]]}]', \
-'{"halves": true, "parts": 0, "pushers": 0, "stages": 4}', 'sum', '0', 'matmul_all_reduce-2c2f6384')
-getitem: bfloat16[48, 40] = <built-in function getitem>(fused_matmul_all_reduce_epilogue_default, 0)
-return [getitem]
-""",
-            )
+
+def test_reduce_golden() -> None:
+    with fake_group(2):
+        h = Hand("reduce")
+        check_golden(after(h, h.call(aten.mul.Tensor, h.relu(), h.row)), "fused_epilogue/reduce.txt")

@@ -1,5 +1,6 @@
-"""Sums of two matmuls that Inductor makes one kernel of where it autotunes: found as sums, and its kernel again where
-nothing is overlapped."""
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of two matmuls that Inductor fuses into one kernel when it autotunes: they are found as sums, and fused again if
+not overlapped."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from overlap_inductor.passes import fused_sums
 from overlap_inductor.passes import overlap_pass
 from overlap_inductor.report import publish as reporting
 from overlap_inductor.report.report import OverlapReport
-from tests.compile.spellings import world
-from tests.fake_group import all_gather
-from tests.fake_group import all_reduce
-from tests.fake_group import fake_group
-from tests.fake_group import reduce_scatter
-from tests.fake_group import reports_of
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import reports_of
+from tests.support.spellings import world
 
 Function = Callable[..., torch.Tensor]
 FUNCTIONS: dict[str, tuple[Function, int]] = {
@@ -60,7 +61,7 @@ def test_what_is_kept_stays_one_kernel(fields: dict[str, object]) -> None:
 
 
 def test_a_rewrite_that_fails_leaves_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph is put back from a copy, whose nodes are others."""
+    """The graph is restored from a copy, which has other nodes."""
 
     def fail(self: object, chosen: object) -> None:
         raise RuntimeError("on purpose")
@@ -96,7 +97,7 @@ def test_gathered_operands_are_found(schedule: str) -> None:
 
 
 def test_it_compiles_and_runs_as_kept() -> None:
-    """Inductor lowers the node that was put back."""
+    """Inductor lowers the restored node."""
     x, w, y, v = torch.randn(16, 24), torch.randn(24, 8), torch.randn(16, 12), torch.randn(12, 8)
     with torch._inductor.config.patch(max_autotune=True):
         out = torch.compile(FUNCTIONS["scatter"][0], backend="overlap_inductor", options={"schedule": "keep"})(
@@ -106,7 +107,7 @@ def test_it_compiles_and_runs_as_kept() -> None:
 
 
 def test_a_sum_that_cannot_be_taken_apart_leaves_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one of two: the first one is one kernel again."""
+    """Of two sums the second cannot be split; the first is fused into one kernel again."""
     computed: list[object] = []
     plain = fused_sums._computed
 

@@ -1,4 +1,5 @@
-"""What Inductor writes for the steps: their order, what is fused into a chunk, and that nothing in flight is freed or
+# SPDX-License-Identifier: Apache-2.0
+"""Inductor's code for the steps: their order, what is fused into a chunk, and that nothing in flight is freed or
 reused."""
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import torch.nn.functional as F
 
 import overlap_inductor
 from overlap_inductor.runtime import agreement
-from tests.fake_group import all_gather
-from tests.fake_group import all_reduce
-from tests.fake_group import fake_group
-from tests.fake_group import reduce_scatter
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support.fake_group import fake_group
 
 WORLD_SIZE = 8
 EVENTS = {
@@ -28,14 +29,14 @@ EVENTS = {
     "exchange_wait.default(": "wait",
     "extern_kernels.mm(": "mm",
     "extern_kernels.addmm(": "mm",
-    "extern_kernels.bias_addmm(": "mm",  # (autotuning takes it where it was faster just then)
+    "extern_kernels.bias_addmm(": "mm",  # autotuning chooses it if it was faster in that run
     "cpp_fused": "pointwise",
 }
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process is all ranks: nobody else publishes a plan."""
+    """Skip the comparison of plans: one process plays all ranks, and nobody else publishes one."""
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
 
 
@@ -97,7 +98,7 @@ def test_what_is_fused_elsewhere_stays_there() -> None:
 
 
 def test_order_of_a_reduction() -> None:
-    """Each partial leaves before the next is computed, the own one comes last, and only the sum is exposed after it."""
+    """Each partial is sent before the next is computed, the own one comes last, and only the sum remains after it."""
     lines = lines_of(lambda x, w: reduce_scatter(x @ w, "sum", 0, world()), (128, 32), (32, 24))
     assert events(lines) == ["start", *["mm", "send"] * (WORLD_SIZE - 1), "mm", "wait", "pointwise"]
 
@@ -185,7 +186,7 @@ def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Te
         if match := re.search(r"(\w+) = torch\.ops\.overlap_inductor\.(?:gather|exchange)_start", line):
             in_flight[match[1]] = {}
         elif (match := re.match(r"(buf\d+) = (buf\d+)$", line)) and match[2] in in_flight:
-            # The op's result under the name that all later lines use; the first name goes away at once.
+            # The name that later lines use for the op's result; the first name is deleted at once.
             in_flight[match[1]] = in_flight.pop(match[2])
         elif match := re.search(r"exchange_send\.default\(buf\d+, (buf\d+), (.*?), \[[\d, ]*\], (\d+), '(\w+)'", line):
             # A broadcast copies the piece into its place in the buffer, and sends from there.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several groups, the collectives that stay, and the order all ranks must keep."""
 
 from __future__ import annotations
@@ -7,17 +8,17 @@ import re
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 from tests.compile.readings import codes
 from tests.compile.readings import facts
 from tests.compile.readings import traced
-from tests.compile.spellings import world
-from tests.fake_group import all_gather
-from tests.fake_group import all_reduce
-from tests.fake_group import fake_group
-from tests.fake_group import reduce_scatter
-from tests.fake_group import report_of
-from tests.hand_graph import HandGraph
-from tests.hand_graph import c10d
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import report_of
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import c10d
+from tests.support.spellings import world
 
 
 def test_other_groups_are_left_alone_and_in_order() -> None:
@@ -91,7 +92,8 @@ def test_a_kept_collective_after_a_looping_op() -> None:
 
 
 def test_every_group_agrees_before_any_data_moves() -> None:
-    """Two groups in one graph: the second group's ranks must not find out that they differ when the first has begun."""
+    """Two groups in one graph: the second group's ranks must not find that they differ after the first group has begun
+    to move data."""
     with fake_group(8, 3), torch.no_grad():
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         tp, dp = mesh.get_group("tp"), mesh.get_group("dp")

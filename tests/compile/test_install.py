@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Switching on and off: the pass runs in every graph it should, in no other, once, beside what others put there."""
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def empty_slot() -> Any:
 
 
 class UserPass(custom_graph_pass.CustomGraphPass):
-    """Somebody else's pass; notes how many runs of ours there have been before it."""
+    """Another author's pass; records how often ours has run before it."""
 
     def __init__(self) -> None:
         self.ours_before: list[int] = []
@@ -58,7 +59,7 @@ class UserPass(custom_graph_pass.CustomGraphPass):
 
 
 def training() -> torch.Tensor:
-    """A forward; its backward is compiled by ``.backward()`` of what this returns."""
+    """Run a forward. ``.backward()`` of its result compiles the backward."""
     weight = torch.ones(2, 2, requires_grad=True)
     return torch.compile(lambda x: x @ weight @ weight)(torch.ones(2, 2)).sum()
 
@@ -232,7 +233,7 @@ def test_no_warning_where_the_pass_ran(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_installed_twice_runs_once_a_graph() -> None:
-    """By enable() and by the backend; and in the slot itself, and inside somebody's chain."""
+    """Installed by enable() and by the backend, or in the slot and inside another pass's chain."""
     overlap_inductor.enable()
     torch.compile(lambda x: x @ x, backend=backend)(torch.ones(2, 2))
     assert len(calls) == 1

@@ -1,5 +1,6 @@
-"""int8 matmuls on a GPU take more than 16 rows, and multiples of 8 of the other sizes: pieces of other sizes fail where
-the whole matmul runs."""
+# SPDX-License-Identifier: Apache-2.0
+"""int8 matmuls on a GPU need more than 16 rows and multiples of 8 in the other sizes: a piece may be too small although
+the whole matmul is not."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 from torch import fx
 
-from tests.fake_group import fake_group
-from tests.hand_graph import HandGraph
-from tests.hand_graph import aten
+from tests.support.fake_group import fake_group
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
 
 
 def _int8(made: HandGraph, rows: int, columns: int, name: str) -> fx.Node:
@@ -48,8 +49,8 @@ def _columns_gathered(rows: int) -> Callable[[HandGraph], fx.Node]:
     ids=["rows", "a row left over", "few rows", "rows scattered", "few scattered", "sub-chunks of rows", "of few rows"],
 )
 def test_pieces_are_large_enough(program: Callable[[HandGraph], fx.Node], status: str) -> None:
-    """Two sub-chunks a rank. A row that two ranks do not divide was multiplied alone, and sub-chunks of the rows of a
-    matmul whose columns are gathered had 16."""
+    """With two sub-chunks a rank, a row that two ranks do not divide was multiplied alone, and sub-chunks of a matmul
+    with gathered columns had 16 rows."""
     with fake_group(2):
         made = HandGraph()
         (site,) = made.output(program(made)).run(sub_chunks=2).sites

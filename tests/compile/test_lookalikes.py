@@ -1,4 +1,5 @@
-"""What only looks like a gather or a scatter is none; bits that travel under another dtype are seen through."""
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs that only look like a gather or a scatter, and gathers of bits under another dtype."""
 
 from __future__ import annotations
 
@@ -8,18 +9,18 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 from tests.compile.readings import misses
 from tests.compile.readings import summary
-from tests.compile.spellings import GATHER
-from tests.compile.spellings import SCATTER
-from tests.compile.spellings import world
-from tests.fake_group import all_gather
-from tests.fake_group import fake_group
-from tests.fake_group import reduce_scatter
-from tests.fake_group import report_of
-from tests.fake_group import reports_of
-from tests.hand_graph import HandGraph
-from tests.hand_graph import aten
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import report_of
+from tests.support.fake_group import reports_of
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
+from tests.support.spellings import GATHER
+from tests.support.spellings import SCATTER
+from tests.support.spellings import world
 
 # fp8
 
@@ -43,8 +44,9 @@ def scales(row_wise: bool, rows: int, columns: int) -> tuple[torch.Tensor, torch
 @pytest.mark.usefixtures("two")
 @pytest.mark.parametrize("row_wise", [False, True])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_row_f_fp8_gathered_as_bytes(row_wise: bool, dim: int) -> None:
-    """fp8 travels as uint8: the views of the bits, and scales of rows that must be cut with the rows, hid the site."""
+def test_spelling_f_fp8_gathered_as_bytes(row_wise: bool, dim: int) -> None:
+    """fp8 is gathered as uint8. The views of the bits, and the row-wise scales, which must be cut with the rows, hid
+    the site."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return scaled(as_bytes(x, dim).flatten(0, 1), w, a, b)
@@ -81,8 +83,8 @@ def sliced(spans: Sequence[tuple[int, int]], dim: int = 1) -> HandGraph:
 
 
 @pytest.mark.parametrize("end", ["exact", "open"])
-def test_row_d_slices_are_a_gather(end: str) -> None:
-    """The spelling for sizes only known at run time; the last slice may be open ended."""
+def test_spelling_d_slices_are_a_gather(end: str) -> None:
+    """The spelling for sizes that are known at run time only; the last slice may be open-ended."""
     with fake_group(3):
         report = sliced([(0, 2), (2, 4), (4, 6 if end == "exact" else 2**63 - 1)]).run()
     assert summary(report) == [(GATHER, 1, ["mm M"], "overlapped")]
@@ -146,7 +148,7 @@ def test_scatter_by_slices(starts: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("steps", [(2, 1), (1, 1)])
 def test_scatter_by_slices_with_gaps(steps: tuple[int, int]) -> None:
-    """Every other row is as many rows as the first half, and begins at the same one."""
+    """Every other row: as many rows as the first half, with the same first row."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(8, 16), made.input(16, 8, name="w"))
@@ -167,7 +169,7 @@ def test_scatter_by_slices_with_gaps(steps: tuple[int, int]) -> None:
     ],
 )
 def test_scatter_of_padded_pieces(value: int, short: int, bias: bool, found: list[str]) -> None:
-    """Uneven shards: only zeros behind all rows, of a result that is zero where its operands are."""
+    """Uneven shards: only zeros after all rows may be dropped, of a result that is zero where its operands are."""
     with fake_group(2):
         made = HandGraph()
         x, w = made.input(7, 16), made.input(16, 8, name="w")
@@ -186,7 +188,7 @@ def test_scatter_of_padded_pieces(value: int, short: int, bias: bool, found: lis
     ids=["in each of two", "one row in each of two", "columns beside the rows"],
 )
 def test_scatter_of_padded_rows_of_a_batch(shape: tuple[int, ...], code: str | None) -> None:
-    """Rows appended to the middle dim stand between rows of the matmul, each batch's behind its own."""
+    """Rows appended to the middle dim come between the matmul's rows: each batch's after its own."""
     with fake_group(2):
         made = HandGraph()
         x, w = made.call(aten.reshape.default, made.input(*shape), [-1, 16]), made.input(16, 8, name="w")
@@ -202,7 +204,7 @@ def test_scatter_of_padded_rows_of_a_batch(shape: tuple[int, ...], code: str | N
 
 
 def test_rows_appended_to_an_unknown_number() -> None:
-    """Which ranks are short cannot be told, so it is left alone."""
+    """It is unknown which ranks are short, so the graph is left unchanged."""
     with fake_group(2) as group:
         (report,) = reports_of(
             lambda x, w: reduce_scatter(torch.nn.functional.pad(x @ w, (0, 0, 0, 1)), "sum", 0, group),
@@ -215,7 +217,7 @@ def test_rows_appended_to_an_unknown_number() -> None:
 
 
 def test_rows_cut_from_an_unknown_number() -> None:
-    """Pieces of known size of a tensor whose size is not: no question is asked that would become a guard."""
+    """Pieces of known size of a tensor of unknown size: the pass adds no guard."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(9, 16, dynamic=[0]), made.input(16, 8, name="w"))
@@ -230,7 +232,7 @@ def test_rows_cut_from_an_unknown_number() -> None:
 
 @pytest.mark.parametrize("scatters", [True, False])
 def test_padded_factor(scatters: bool) -> None:
-    """A factor that was padded for itself is data like any other."""
+    """Padding of one factor of a product is data."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(8, 16), made.input(16, 8, name="w"))
@@ -242,7 +244,8 @@ def test_padded_factor(scatters: bool) -> None:
 
 
 def test_trim_of_uneven_shards() -> None:
-    """Row E by hand: rows cut off the gathered tensor's end are cut off the result, not computed from other rows."""
+    """Spelling E by hand: rows cut off the gathered tensor's end are cut off the result, not computed from other
+    rows."""
     with fake_group(3):
         made = HandGraph()
         gathered = made.gather(made.input(4, 16))

@@ -1,5 +1,5 @@
-"""Inductor's passes that move nodes behind ours: rings are one op each there, and a step that somebody has moved is an
-error."""
+# SPDX-License-Identifier: Apache-2.0
+"""Inductor's passes that move nodes after ours: rings become one op each, and a step that was moved is an error."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from overlap_inductor.errors import OverlapError
 from overlap_inductor.inductor import lowerings as lowering
 from overlap_inductor.runtime import agreement
 from overlap_inductor.torch_compat import ordering
-from tests.fake_group import all_gather
-from tests.fake_group import fake_group
-from tests.hand_graph import HandGraph
-from tests.hand_graph import aten
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from tests.support.fake_group import fake_group
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
 
 SETTINGS: list[dict[str, Any]] = [
     {"bucket_all_gathers_fx": "all"},
@@ -50,7 +50,7 @@ def test_no_ring_is_unrolled_where_nodes_are_moved(setting: dict[str, Any]) -> N
 
 
 def test_a_step_that_was_moved_is_found() -> None:
-    """In front of the wait for what it reads; and the other way, behind a write that it has to be before."""
+    """Moved before the wait for what it reads, or after a write that it must precede."""
     with fake_group(2):
         made = sites()
         made.run()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The residual add and RMSNorm behind an all-reduce: found where graphs of models have them, refused wherever something
 else is computed."""
 
@@ -12,13 +13,13 @@ import torch
 from torch import fx
 
 from overlap_inductor.passes.find import SiteFinder
-from overlap_inductor.sites.nodes import ReduceNodes
 from overlap_inductor.sites.norm_epilogue import NormEpilogue
 from overlap_inductor.sites.norm_epilogue import find_norm
-from tests.fake_group import all_reduce
-from tests.fake_group import fake_group
-from tests.fake_group import report_of
-from tests.hand_graph import HandGraph
+from overlap_inductor.sites.reduce_nodes import ReduceNodes
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import report_of
+from tests.support.hand_graph import HandGraph
 
 aten, prims = torch.ops.aten, torch.ops.prims
 ROWS, COLUMNS, EPS = 6, 32, 1e-5
@@ -32,7 +33,7 @@ def group() -> Iterator[Any]:
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[NormEpilogue | None]]:
-    """What stands behind each all-reduce of a function's post-grad graph, as the overlap pass is given it."""
+    """The norm found after each all-reduce of a function, in the graph that the overlap pass gets."""
     results: list[NormEpilogue | None] = []
     find = SiteFinder.run
 
@@ -52,7 +53,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[NormEpilogue | 
 
 
 def llama_norm() -> Any:
-    """Hugging Face's class, where it is installed (environments of other torch versions have none)."""
+    """Hugging Face's norm, if transformers is installed (environments of other torch versions have none)."""
     return pytest.importorskip(
         "transformers.models.llama.modeling_llama", reason="transformers is not installed here; it is for make test"
     ).LlamaRMSNorm(COLUMNS, EPS)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inductor pads a matmul where a timing on that rank says so. What is found beside a collective does not rest on it."""
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ import pytest
 import torch
 
 from overlap_inductor.report.report import OverlapReport
-from tests.fake_group import all_gather
-from tests.fake_group import all_reduce
-from tests.fake_group import fake_group
-from tests.fake_group import reduce_scatter
-from tests.fake_group import reports_of
-from tests.numerics.test_agreement import _cases
-from tests.padded_matmuls import padded_matmuls
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import reports_of
+from tests.support.padded_matmuls import padded_matmuls
+from tests.support.ring_cases import cases
 
 
 def _reports(
@@ -33,8 +34,8 @@ def _paddings(reports: list[OverlapReport]) -> int:
 def test_padding_changes_neither_sites_nor_plan() -> None:
     """Row and column counts of which none is aligned."""
     with fake_group(3):
-        for name in _cases(3, 4):
-            function, shapes, expected = _cases(3, 7)[name]
+        for name in cases(3, 4):
+            function, shapes, expected = cases(3, 7)[name]
             plain, padded = ([r] for pads in (False, True) for r in _reports(function, shapes, pads))
             assert padded[0].before == plain[0].before, name
             assert padded[0].plan_hash == plain[0].plan_hash, name

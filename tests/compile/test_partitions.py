@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Inductor's partitions for CUDA graphs are given, and that a ring's transfer is never captured in halves. Kernels
 of the CPU stand for those of a GPU here."""
 
@@ -19,9 +20,9 @@ from overlap_inductor.inductor import partitions
 from overlap_inductor.inductor import rank_symbol
 from overlap_inductor.inductor.rank_symbol import GroupRank
 from overlap_inductor.runtime import agreement
-from tests.fake_group import all_gather
-from tests.fake_group import fake_group
-from tests.fake_group import reduce_scatter
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support.fake_group import fake_group
 
 
 @torch.library.custom_op("overlap_test::beside_graphs", mutates_args=())

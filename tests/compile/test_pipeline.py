@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pass on the joint graph is one entry of the pipeline: its slot is filled and emptied with the switches, and it is
 part of the cache key."""
 
@@ -18,7 +19,7 @@ from overlap_inductor.passes import pipeline
 from overlap_inductor.passes.pipeline import JOINT
 from overlap_inductor.passes.pipeline import POST_GRAD
 from overlap_inductor.passes.pipeline import GraphContext
-from tests.fake_group import fake_group
+from tests.support.fake_group import fake_group
 
 aten = torch.ops.aten
 
@@ -131,7 +132,7 @@ def test_it_is_part_of_the_cache_key(added: CosForSin) -> None:
 
 
 def test_it_runs_before_the_overlap_pass(added: CosForSin) -> None:
-    from tests.fake_group import all_gather
+    from overlap_inductor.torch_compat.functional_collectives import all_gather
 
     with fresh_cache(), fake_group(2) as group, overlap_inductor.overlap(schedule="ring"):
         torch.compile(lambda x, w: all_gather(x.sin(), 0, group) @ w, dynamic=False)(

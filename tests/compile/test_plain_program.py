@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plain program of a graph: kept as bytes, compiled later, in the place of what was overlapped."""
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ from torch import fx
 
 import overlap_inductor
 from overlap_inductor.inductor import compared_call
-from overlap_inductor.inductor import hooks
 from overlap_inductor.inductor import plain_program
 from overlap_inductor.report import publish as reporting
 from overlap_inductor.runtime import agreement
-from tests.fake_group import all_gather
-from tests.fake_group import all_reduce
-from tests.fake_group import fake_group
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from tests.support.fake_group import fake_group
 
 
 @contextmanager
@@ -169,7 +169,6 @@ def test_a_call_whose_plan_is_settled_is_only_counted(monkeypatch: pytest.Monkey
     from overlap_inductor.facts.exchange import ExchangePlan
     from overlap_inductor.report.report import OverlapReport
 
-    assert hooks.ATTRIBUTE
     with fake_group(2) as group:
         monkeypatch.setattr(agreement, "moves_nothing", lambda group: False)
         plan = ExchangePlan("1", "on", ("g0: all_reduce float32 [4]",), True)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What becomes of a graph's report: strict errors, log lines, trace artifacts, and the report of a failed compile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fp8 sites (``_scaled_mm``) of schedule ``chunked`` in the graph: which are planned, where their scales go, what
 workspace they ask for, and why others are not."""
 
@@ -14,7 +15,6 @@ from torch import fx
 from overlap_inductor.facts.machine import machine_for
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
 from overlap_inductor.sites import sizes as site_sizes
-from overlap_inductor.torch_compat import symmetric
 from tests.compile.scaled_graphs import BF16
 from tests.compile.scaled_graphs import FP8
 from tests.compile.scaled_graphs import FP8_WIDE
@@ -27,15 +27,11 @@ from tests.compile.scaled_graphs import reduce_site
 from tests.compile.scaled_graphs import scatter_site
 from tests.compile.scaled_graphs import two_weights
 from tests.compile.scaled_graphs import weight
-from tests.fake_group import fake_group
-from tests.hand_graph import HandGraph
-from tests.hand_graph import aten
+from tests.support.fake_group import fake_group
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
 
-
-@pytest.fixture(autouse=True)
-def _reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs of one machine."""
-    monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
+pytestmark = pytest.mark.usefixtures("reachable")
 
 
 SITES: dict[str, Callable[[], HandGraph]] = {
@@ -234,7 +230,7 @@ def refused_sites() -> Iterator[tuple[str, Callable[[], HandGraph], str]]:
     yield (
         "bf16 is gathered",
         made_fp8_behind_the_gather,
-        "torch.bfloat16 is gathered and made torch.float8_e4m3fn behind the gather",
+        "the collective gathers torch.bfloat16, which is cast to torch.float8_e4m3fn after it",
     )
     yield "weight in rows", weight_in_rows, "strides [48, 1]; expected columns of whole 16-byte words"
     yield "weight with gaps", weight_with_gaps, "strides [1, 40]; expected columns of whole 16-byte words"
@@ -244,12 +240,12 @@ def refused_sites() -> Iterator[tuple[str, Callable[[], HandGraph], str]]:
     yield (
         "two dtypes, transposed",
         of_two_dtypes_transposed,
-        "transposed product would be one of torch.float8_e4m3fn and torch.float8_e5m2",
+        "transposed product of torch.float8_e4m3fn and torch.float8_e5m2",
     )
     yield "odd rows that are columns", of_odd_rows_transposed, "rows of 32 and of 40 elements"
-    yield "activation", with_something_between, "not plain ones"
-    yield "two matmuls", of_two_matmuls, "2 matmuls are summed into one reduction"
-    yield "dynamic columns", of_dynamic_width, "only known when it runs"
+    yield "activation", with_something_between, "a matmul has an unsupported kind"
+    yield "two matmuls", of_two_matmuls, "2 matmuls are added into one reduction"
+    yield "dynamic columns", of_dynamic_width, "only known at run time"
 
 
 @pytest.mark.parametrize(("site", "text"), [pytest.param(f, t, id=n) for n, f, t in refused_sites()])

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sites of schedules ``small_message``, ``chunked`` and ``wave_groups`` in the graph: when they are chosen, what is
 written, what is left alone."""
 
@@ -14,9 +15,9 @@ from overlap_inductor.facts.machine import machine_for
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.sites import sizes as site_sizes
 from overlap_inductor.torch_compat import symmetric
-from tests.fake_group import fake_group
-from tests.hand_graph import HandGraph
-from tests.hand_graph import aten
+from tests.support.fake_group import fake_group
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
 
 BF16 = torch.bfloat16
 prims = torch.ops.prims
@@ -78,7 +79,7 @@ def test_a_norm_is_written_with_its_all_reduce() -> None:
 
 
 def test_a_matmul_does_not_move_behind_a_write_to_its_operand() -> None:
-    """The op with the norm stands before the add; the matmul would see what is written between."""
+    """The op with the norm is placed before the add; the matmul would read what is written in between."""
 
     def overwritten(made: HandGraph) -> None:
         x, other = next(n for n in made.graph.nodes if n.name == "x"), made.input(6, 16, name="y", dtype=BF16)
@@ -94,7 +95,7 @@ def test_a_matmul_does_not_move_behind_a_write_to_its_operand() -> None:
 
 
 def test_two_all_reduces_before_one_norm_are_both_overlapped_and_neither_takes_it() -> None:
-    """Of two groups, so that they are no one sum."""
+    """They are of two groups, so they are not one sum."""
     with fake_group(2) as first:
         second = dist.new_group([0, 1])
         made = HandGraph()
@@ -162,11 +163,11 @@ def test_what_a_schedule_does_not_compute_is_refused_with_its_reason(
 def test_auto_takes_groups_of_waves_where_peers_are_out_of_reach(
     monkeypatch: pytest.MonkeyPatch, pattern: str, schedule: str
 ) -> None:
-    """And no ring, which was slower than the plain graph there."""
+    """It does not take the ring, which was slower than the plain graph there."""
     monkeypatch.setattr(
         symmetric, "why_no_symmetric_memory", lambda ranks, device: "this GPU cannot reach the memory of GPUs (1,)"
     )
-    monkeypatch.setattr(symmetric, "reach", lambda: ((9, 0), 2, 2, (1,)))
+    monkeypatch.setattr(symmetric, "reach", lambda: symmetric.Reach((9, 0), 2, 2, (1,)))
     monkeypatch.setattr(symmetric, "_all_cut_off", lambda gpus: gpus == (0, 1))
     with fake_group(2):
         made = HandGraph()
@@ -180,8 +181,8 @@ def test_auto_takes_groups_of_waves_where_peers_are_out_of_reach(
 
 
 def test_peers_are_out_of_reach_in_one_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several machines have a link of their own, of which nothing is known; and of two pairs that are joined by NVLink
-    each is a group that reaches its peer."""
+    """Nothing is known of the link between machines; and of two pairs joined by NVLink, each pair is a group that
+    reaches its peer."""
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a // 2 == b // 2)
     symmetric._all_cut_off.cache_clear()
@@ -191,9 +192,9 @@ def test_peers_are_out_of_reach_in_one_machine_only(monkeypatch: pytest.MonkeyPa
         (((9, 0), 4, 4, (2, 3)), (0, 1, 2, 3), False),
         (((9, 0), 4, 4, (2, 3)), (0, 6), False),
         (((9, 0), 1, 4, ()), (0, 2), False),
-        ((), (0, 2), False),
+        (None, (0, 2), False),
     ):
-        monkeypatch.setattr(symmetric, "reach", lambda facts=facts: facts)
+        monkeypatch.setattr(symmetric, "reach", lambda facts=facts: facts and symmetric.Reach(*facts))
         assert symmetric.without_peers(ranks, device) is expected, (facts, ranks)
     symmetric._all_cut_off.cache_clear()
 

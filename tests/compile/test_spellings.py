@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every spelling of a gather or a scatter that frameworks give is one site."""
 
 from __future__ import annotations
@@ -8,27 +9,27 @@ import torch.distributed._functional_collectives as funcol
 
 from tests.compile.readings import misses
 from tests.compile.readings import summary
-from tests.compile.spellings import GATHER
-from tests.compile.spellings import SCATTER
-from tests.compile.spellings import SPELLINGS
-from tests.compile.spellings import Function
-from tests.compile.spellings import GatherTokens
-from tests.compile.spellings import ScatterTokens
-from tests.compile.spellings import weight
-from tests.compile.spellings import world
-from tests.compile.spellings import x2
-from tests.fake_group import fake_group
-from tests.fake_group import report_of
-from tests.fake_group import reports_of
-from tests.hand_graph import HandGraph
-from tests.hand_graph import c10d
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import report_of
+from tests.support.fake_group import reports_of
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import c10d
+from tests.support.spellings import GATHER
+from tests.support.spellings import SCATTER
+from tests.support.spellings import SPELLINGS
+from tests.support.spellings import Function
+from tests.support.spellings import weight
+from tests.support.spellings import world
+from tests.support.spellings import x2
+from tests.support.structures import GatherTokens
+from tests.support.structures import ScatterTokens
 
 
-@pytest.mark.parametrize("row", SPELLINGS)
+@pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.usefixtures("two")
-def test_spelling(row: str) -> None:
+def test_spelling(spelling: str) -> None:
     """A spelling that is no longer seen through, or is taken for another dim, pattern or role."""
-    fn, arguments, expected = SPELLINGS[row]
+    fn, arguments, expected = SPELLINGS[spelling]
     report = report_of(fn, *[a() for a in arguments])
     assert summary(report) == [(*expected, "overlapped")]
     assert report.near_misses == [] and report.notices == []
@@ -44,14 +45,14 @@ def test_spelling(row: str) -> None:
     ],
     ids=["before", "after"],
 )
-def test_row_l_all_to_all_is_a_near_miss(fn: Function) -> None:
+def test_spelling_l_all_to_all_is_a_near_miss(fn: Function) -> None:
     """An all-to-all dropped from the report without a word, or taken for a gather."""
     report = report_of(fn, x2(), weight())
     assert summary(report) == [] and misses(report) == [("all_to_all", "pattern_not_available")]
 
 
 @pytest.mark.usefixtures("two")
-def test_row_k_change_of_shards_is_a_near_miss() -> None:
+def test_spelling_k_change_of_shards_is_a_near_miss() -> None:
     """``Shard(i) -> Shard(j)`` is an operator of its own and was not reported at all."""
     report = report_of(
         lambda x, w: torch.ops._dtensor.shard_dim_alltoall(x @ w, 0, 1, world().group_name), x2(), weight()
@@ -59,7 +60,7 @@ def test_row_k_change_of_shards_is_a_near_miss() -> None:
     assert summary(report) == [] and misses(report) == [("all_to_all", "pattern_not_available")]
 
 
-def test_row_o_backward_of_a_row_wise_layer() -> None:
+def test_spelling_o_backward_of_a_row_wise_layer() -> None:
     """One gathered gradient feeds dgrad (gathered on M) and wgrad (gathered on the contraction): both belong to the one
     site."""
     with fake_group(2):
@@ -91,7 +92,7 @@ def test_unbacked_token_count_is_found_and_refused() -> None:
     assert report.before == report.after
 
 
-def test_row_i_scattered_result_saved_for_backward() -> None:
+def test_spelling_i_scattered_result_saved_for_backward() -> None:
     """The collective itself, not only its wait, is an output: other passes silently drop the site."""
     with fake_group(2):
         made = HandGraph()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a site's collective feeds and what feeds it: kinds, sums, heads, and what stands between."""
 
 from __future__ import annotations
@@ -7,25 +8,25 @@ import re
 import pytest
 import torch
 
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
 from tests.compile.readings import codes
 from tests.compile.readings import facts
 from tests.compile.readings import traced
-from tests.compile.spellings import GatheredWeight
-from tests.compile.spellings import GatherTokens
-from tests.compile.spellings import world
-from tests.fake_group import all_gather
-from tests.fake_group import all_reduce
-from tests.fake_group import fake_group
-from tests.fake_group import reports_of
-from tests.hand_graph import HandGraph
-from tests.hand_graph import aten
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import reports_of
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
+from tests.support.spellings import world
+from tests.support.structures import GatheredWeight
+from tests.support.structures import GatherTokens
 
 # What the gathered tensor feeds
 
 
 def test_one_gather_feeds_matmuls_of_every_kind() -> None:
-    """Consumers of other kinds and roles dropped from the site: their operand would be gathered twice, or after the
-    ring."""
+    """A consumer of another kind or role that is dropped from the site would have its operand gathered twice, or after
+    the ring."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 16)
@@ -99,7 +100,7 @@ def test_gathered_tensor_saved_for_backward() -> None:
 
 
 def test_input_of_the_collective_is_an_output() -> None:
-    """The local tensor is wanted too: after a gather that is no obstacle, before a reduction it is one."""
+    """The local tensor is read elsewhere, too. A gather may still be overlapped, a reduction may not."""
     gather = traced(lambda x, w: ((y := x.relu()), all_gather(y, 0, world()) @ w), (4, 16), (16, 8))
     assert facts(gather) == [("all_gather_matmul", ["mm M"], "overlapped")]
     reduction = traced(lambda x, w: ((y := x @ w), all_reduce(y, "sum", world())), (4, 16), (16, 8))
@@ -204,8 +205,8 @@ def test_what_commutes_is_taken_before_a_reduction() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_softmax_between_is_refused(dim: int) -> None:
-    """A softmax over rows of other ranks, computed piece by piece, is wrong; in the report it must not be 'no matmul'.
-    Over columns it is each row's own."""
+    """A softmax over rows of all ranks cannot be computed piece by piece; the report must not say 'no matmul'. Over
+    columns it is independent for each row."""
     after = traced(lambda x, w: torch.softmax(all_gather(x, 0, world()), dim) @ w, (4, 16), (16, 8))
     before = traced(lambda x, w: all_reduce(torch.softmax(x @ w, dim), "sum", world()), (4, 16), (16, 8))
     for report in (after, before)[dim:]:
@@ -241,8 +242,8 @@ def test_parameters_are_told_from_activations(trained: bool) -> None:
 
 
 def test_operand_behind_another_collective() -> None:
-    """Full activation checkpointing: the gathered gradient comes first, what the weight's gradient needs is recomputed,
-    and only then are both results used. Refusing it loses a third of the backward sites."""
+    """Full activation checkpointing gathers the gradient, then recomputes what the weight's gradient needs, then uses
+    both results. Refusing it loses a third of the backward sites."""
     with fake_group(2):
         made = HandGraph()
         gradient = made.gather(made.input(4, 16, name="g"))
@@ -259,8 +260,8 @@ def test_operand_behind_another_collective() -> None:
 
 
 def test_what_sinks_with_a_gather_and_stays() -> None:
-    """An op between a gather that sinks and its matmuls, which something else reads, too, stood before the steps whose
-    buffer it reads: the rewrite failed."""
+    """A gather moves down to its matmuls. An op between them that something else reads stayed above the steps whose
+    buffer it reads, and the rewrite failed."""
     with fake_group(2):
         made = HandGraph()
         gradient = made.call(aten.relu.default, made.gather(made.input(4, 16, name="g")))

@@ -1,4 +1,5 @@
-"""Dims that are symbols: nothing may tie the graph to the example it was traced with."""
+# SPDX-License-Identifier: Apache-2.0
+"""Symbolic dims: nothing may tie the graph to the example it was traced with."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from overlap_inductor import OverlapConfig
 from overlap_inductor.passes.overlap_pass import run_overlap_pass
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.sites.step_emitter import StepEmitter
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
 from tests.compile.readings import facts
-from tests.compile.spellings import world
-from tests.fake_group import all_gather
-from tests.fake_group import all_reduce
-from tests.fake_group import fake_group
-from tests.fake_group import report_of
-from tests.hand_graph import HandGraph
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import report_of
+from tests.support.hand_graph import HandGraph
+from tests.support.spellings import world
 
 
 @pytest.mark.parametrize("kind", ["gather", "gather inner dim", "reduce", "scatter", "head"])
@@ -95,8 +96,8 @@ def test_dynamic_shapes_compile_once() -> None:
 
 
 def test_columns_do_not_tell_how_many_tokens_there_are() -> None:
-    """A looping op that scatters columns sees their number where others see tokens: its run-time threshold would
-    compare the wrong size."""
+    """A looping op that scatters columns counts columns where others count tokens: its run-time threshold would compare
+    the wrong size."""
     with fake_group(2):
         for schedule, status, reasons in (("auto", "kept", ["dynamic_shape"]), ("ring", "overlapped", [])):
             made = HandGraph()
@@ -109,14 +110,14 @@ def test_columns_do_not_tell_how_many_tokens_there_are() -> None:
 
 
 def packed(made: HandGraph, node: Any) -> bool:
-    """Whether a reshape of ``node`` brings it together first."""
+    """Whether a reshape of ``node`` copies it to contiguous memory first."""
     emit = StepEmitter(made.graph, "0", 2, "site", made.graph.call_function(torch.ops.aten.zeros.default), {})
     first = emit.reshape(node(emit), [-1]).args[0]
     return first.target is torch.ops.overlap_inductor.packed.default
 
 
 def test_a_slice_with_gaps_is_brought_together_before_a_reshape() -> None:
-    """Also a slice of a slice, whichever of the two has the gaps; never one without, nor one whose sizes are known."""
+    """Also a slice of a slice, if either has gaps; but not a slice without gaps, nor one of known sizes."""
     with fake_group(2):
         made = HandGraph()
         x, fixed = made.input(4, 6, 16, dynamic=(1,)), made.input(4, 6, 16, name="fixed")

@@ -1,5 +1,6 @@
-"""Ranks of one group whose graphs differ rightly (uneven shards, a bias on one rank): each finds the same sites, by the
-same ids, and moves the same in the same order."""
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks whose graphs may differ (uneven shards, a bias on one rank) find the same sites with the same ids, and move the
+same data in the same order."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from overlap_inductor.lowerings.fused import parameters as fused_plan
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.sites.sizes import rounded
 from overlap_inductor.torch_compat import symmetric
-from tests.fake_group import fake_group
-from tests.fake_group import report_of
-from tests.hand_graph import HandGraph
-from tests.hand_graph import aten
-from tests.numerics.test_uneven import _cases
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import report_of
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
+from tests.support.uneven_cases import cases
 
 MOVES = re.compile(
     r"(overlap_inductor\.(?:gather_|exchange_|matmul_|all_gather_|reduce_tail)\w*|_c10d_functional\.\w+)"
@@ -27,8 +28,8 @@ MOVES = re.compile(
 
 
 def exchange(report: OverlapReport) -> list[Any]:
-    """What a rank moves: every op that does so in order, with its sizes and words but without its operands' names; and
-    the sites, as planned."""
+    """What a rank moves: the ops that move data in order, with sizes and texts but without operands' names; and the
+    sites' plans."""
     moved = []
     for name, arguments in (m.groups() for m in map(MOVES.search, report.after.splitlines()) if m):
         moved.append((name, re.findall(r"'[^']*'|\[[\d, ]*\]|(?<![\w.])\d+|torch\.\w+", arguments)))
@@ -48,13 +49,13 @@ def exchange(report: OverlapReport) -> list[Any]:
     "fields", [{}, {"step_node_budget": 1}, {"step_node_budget": 60}], ids=["unrolled", "looping", "some of each"]
 )
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", _cases(0, 2))
+@pytest.mark.parametrize("name", cases(0, 2))
 def test_ranks_exchange_alike(name: str, world_size: int, fields: dict[str, Any]) -> None:
-    """Catches bands, budgets or ids that rest on what one rank has for itself."""
+    """Catches bands, budgets or ids that depend on what only one rank has."""
     found = []
     for rank in range(world_size):
         with fake_group(world_size, rank):
-            function, shapes, _ = _cases(rank, world_size)[name]
+            function, shapes, _ = cases(rank, world_size)[name]
             found.append(exchange(report_of(function, *(torch.randn(s) for s in shapes), **fields)))
     assert found[0][2] and all(f == found[0] for f in found), found
 
@@ -87,7 +88,7 @@ def test_estimates_are_the_same_on_every_rank() -> None:
 @pytest.mark.parametrize("total", [11008, 14336, 28672, 101, 32001, 50257, 128256, 151936])
 @pytest.mark.parametrize("world_size", [2, 3, 5, 6, 8])
 def test_sizes_of_uneven_shards_count_the_same(total: int, world_size: int) -> None:
-    """What the usual sizes of models come to in groups that do not divide them."""
+    """The usual sizes of models, in groups that do not divide them."""
     shards = {len(c) for c in torch.arange(total).chunk(world_size)}
     assert len({rounded(s) for s in shards}) == 1 or total == 101
     assert all(abs(s - rounded(s)) <= s / 32 for s in shards)
@@ -95,7 +96,8 @@ def test_sizes_of_uneven_shards_count_the_same(total: int, world_size: int) -> N
 
 @pytest.mark.parametrize("budget", range(20, 90, 10))
 def test_a_bias_of_one_rank_changes_nothing_that_is_unrolled(budget: int) -> None:
-    """The budget of steps is spent alike: a bias that is added behind the matmul is a node more in every piece."""
+    """The budget is spent alike on all ranks, although a bias that is added after the matmul is one node more in every
+    piece."""
     with fake_group(2):
         reports = [
             layer(2048, bias, adds).run(step_node_budget=budget) for bias, adds in ((False, 0), (True, 0), (False, 1))
@@ -105,7 +107,7 @@ def test_a_bias_of_one_rank_changes_nothing_that_is_unrolled(budget: int) -> Non
 
 
 def test_a_fused_gather_is_sliced_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices are pushed and waited for one by one: a rank whose weight has a tile more than its peers' waited for flags
+    """Slices are pushed and awaited one by one. A rank whose weight has one tile more than its peers' waited for flags
     that nobody sets."""
     monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
     found = []

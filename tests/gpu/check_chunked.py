@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops of schedule ``chunked`` on GPUs, called as a rewritten graph calls them: both transports, several chunks and
 bands, eager and in CUDA graphs.
 
@@ -21,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 import overlap_inductor.lowerings.chunked.ops  # noqa: F401  (defines the ops)
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
 from overlap_inductor.runtime import workspace
 from overlap_inductor.torch_compat import symmetric
-from tests.gpu.ranks import finish_rank
-from tests.gpu.ranks import start_rank
 from tests.gpu.repeated import host_us
 
 HIDDEN, WIDE = 2048, 1024

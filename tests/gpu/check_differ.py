@@ -1,9 +1,10 @@
-"""Ranks on GPUs that do not exchange the same: all of them must run the plain program, with right results and one
-warning, by every schedule.
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks on GPUs whose exchanges differ, by every schedule: all must run the plain program, with right results and one
+warning.
 
     torchrun --nproc-per-node 3 -m tests.gpu.check_differ [--ranks-share-gpus] [--schedules fused chunked ...]
 
-``--ranks-share-gpus``: several ranks a GPU (``tests.gpu.ranks``); gloo ends with a fault in its all-gather and
+``--ranks-share-gpus``: several ranks a GPU (``bench.support.gpu_ranks``); gloo ends with a fault in its all-gather and
 reduce-scatter of GPU tensors, so the block has all-reduces only. Each schedule runs one block three times: ``alike``,
 with the same switches on every rank; ``differ``, with a pattern switched off on the last one; and ``alone``, where the
 last rank compiles it again alone, with that pattern off, after all have run it alike, and then goes back. One JSON row
@@ -23,13 +24,13 @@ import torch
 import torch.distributed as dist
 
 import overlap_inductor
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
 from overlap_inductor.report import publish as reporting
 from overlap_inductor.torch_compat import symmetric
-from tests.fake_group import all_gather
-from tests.fake_group import all_reduce
-from tests.fake_group import reduce_scatter
-from tests.gpu.ranks import finish_rank
-from tests.gpu.ranks import start_rank
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 
 SECONDS = 60
 """For a case; where one hangs, every rank's stacks are printed then."""
@@ -56,7 +57,7 @@ def block(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
 
 
 def shared_block(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
-    """All-reduces, which gloo has for GPU tensors."""
+    """A block of all-reduces, which gloo has for GPU tensors."""
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         return all_reduce(torch.relu(all_reduce(torch.relu(x @ a) @ b, "sum", group) / 8) @ c, "sum", group)
@@ -87,7 +88,7 @@ def main() -> int:
             off = ("matmul_all_reduce",) if arguments.ranks_share_gpus else (PATTERNS[schedule],)
             last, everything = rank == world_size - 1, overlap_inductor.OverlapConfig().patterns
             fewer = tuple(p for p in everything if p not in off)
-            function = (shared_block if arguments.ranks_share_gpus else block)(dist.group.WORLD)  # type: ignore[arg-type]
+            function = (shared_block if arguments.ranks_share_gpus else block)(dist.group.WORLD)
             errors: list[float] = []
             turns = {"alike": [everything], "differ": [fewer if last else everything]}.get(
                 how, [everything, fewer if last else everything, everything]
@@ -108,7 +109,7 @@ def main() -> int:
                         failed += not errors[-1] <= max(bound, 1e-2)
             counts = torch._dynamo.utils.counters["overlap_inductor"]
             fell_back = counts["reason.ranks_differ"] > 0
-            # (Where ranks share GPUs the last one has nothing left to overlap.)
+            # If ranks share GPUs, the last rank has nothing left to overlap.
             expected = how != "alike" and not (last and arguments.ranks_share_gpus)
             failed += fell_back is not expected or (how != "differ" and counts["sites_overlapped"] == 0)
             row = {

@@ -1,6 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults on GPUs: peers that are killed, skip a call or are late, and the watchdog's part. One command that starts its
-own ranks, each scenario's anew (a launcher would end all ranks when one dies); one JSON row a scenario. ``found``: what
-rank 0 was told.
+own ranks, each scenario's anew (a launcher would end all ranks when one dies); one JSON row a scenario. ``found``: rank
+0's error.
 
     python -m tests.gpu.check_faults [--ranks 2] [--late 15] [--only killed skipped]
     python -m tests.gpu.check_faults --late 60 --only late
@@ -43,9 +44,9 @@ PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 @dataclass(frozen=True)
 class Expected:
-    """How a scenario must go: exit status of the last rank and of the others, what rank 0 is told (in its log where
-    ``logged``) after how many seconds at least, which other ranks are told the same of rank 0 (with its name), and
-    whether each GPU must be free for a bare process afterwards."""
+    """What a scenario must lead to: exit statuses of the last rank and of the others; rank 0's error (in its log if
+    ``logged``) and after how many seconds at least; the ranks whose errors name rank 0; and whether each GPU must be
+    free for a new process afterwards."""
 
     last: int
     others: int
@@ -57,7 +58,7 @@ class Expected:
 
 
 def expected(late: float) -> dict[str, Expected]:
-    """(Of ranks of equal patience any may be the first to give up.)"""
+    """Among ranks of equal patience any may be the first to give up."""
     return {
         "well": Expected(0, 0, None, 0.0),
         "killed": Expected(KILLED, 1, WAITED, probed=True),
@@ -68,7 +69,7 @@ def expected(late: float) -> dict[str, Expected]:
         "replays": Expected(
             KILLED,
             ABORTED,
-            WAITED + r".*?the process is ended\.",
+            WAITED + r".*?The process ends now\.",
             TIMEOUT_SECONDS + GRACE_SECONDS,
             logged=True,
             probed=True,
@@ -81,7 +82,8 @@ def expected(late: float) -> dict[str, Expected]:
 
 
 class Job:
-    """The processes of one scenario. They pass ``prepare`` and ``go`` once files of these names are in its folder."""
+    """The processes of one scenario. They wait at ``prepare`` and ``go`` until files of these names are in its
+    folder."""
 
     def __init__(self, scenario: str, arguments: argparse.Namespace, folder: Path, ranks: int | None = None) -> None:
         self.folder = folder / scenario
@@ -115,7 +117,7 @@ class Job:
         return False
 
     def wait_end(self, seconds: float) -> list[int | None]:
-        """Exit statuses; ``None`` where a rank had to be stopped."""
+        """Exit statuses; ``None`` for a rank that had to be stopped."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and any(p.poll() is None for p in self.processes):
             time.sleep(0.02)
@@ -137,7 +139,7 @@ class Job:
 
 
 def judge(job: Job, want: Expected, statuses: list[int | None], seconds: float) -> tuple[str, list[str]]:
-    """``(what rank 0 was told, problems)``."""
+    """``(rank 0's error, problems)``."""
     last, problems = job.ranks - 1, []
     wanted = [want.others] * last + [want.last]
     if statuses != wanted:
@@ -159,7 +161,7 @@ def judge(job: Job, want: Expected, statuses: list[int | None], seconds: float) 
 
 
 def play(name: str, job: Job, probe: Job | None, want: Expected) -> dict[str, object]:
-    """One scenario whose ranks are ready; its row."""
+    """Run one scenario whose ranks are ready; returns its row."""
     start = time.monotonic()
     job.begin("go")
     statuses = job.wait_end(want.after + 30)
@@ -216,7 +218,7 @@ def main() -> int:
                 if want.probed
             }
             jobs |= {f"probe {name}": probe for name, probe in probes.items()}
-            # The first one alone: the others find its code in the caches, so that no rank is long behind the other.
+            # The first rank prepares alone. The others then find its code in the caches, so that no rank is far behind.
             jobs["well"].begin("prepare")
             for name, want in scenarios.items():
                 if jobs[name].wait_ready():

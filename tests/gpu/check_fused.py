@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedule ``fused``, or another that is one op a site, on GPUs: every pattern compiled, calls under stress, CUDA
 graphs. One torchrun, one GPU a rank; one JSON row a check.
 
@@ -23,18 +24,18 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 import overlap_inductor
-from tests.fake_group import all_gather
-from tests.fake_group import reduce_scatter
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 from tests.gpu import fused_epilogues
-from tests.gpu.ranks import finish_rank
-from tests.gpu.ranks import start_rank
 from tests.gpu.repeated import host_us
 from tests.gpu.repeated import late_calls
 from tests.gpu.repeated import replays
-from tests.kernels import scaled_sites
-from tests.kernels.test_fused_sites import cases
-from tests.kernels.test_fused_sites import sums
-from tests.numerics.test_agreement import _tuple
+from tests.support import scaled_sites
+from tests.support.fused_cases import cases
+from tests.support.fused_cases import sums
+from tests.support.ring_cases import as_tuple
 
 FACTOR = 17
 """Sizes of the patterns: 24 * 17 rows a shard and so on, multiples of eight that are no multiples of a tile."""
@@ -66,7 +67,8 @@ def patterns(schedule: str, rank: int, world_size: int) -> list[str]:
 
 
 def fp8(schedule: str, rank: int, world_size: int, calls: int, count: int) -> list[str]:
-    """Patterns; then calls under stress, and graphs, of some: results that are not bit for bit the first one."""
+    """Problems of all patterns; of some, also calls under stress and graphs whose results differ from the first one in
+    a bit."""
     sites = scaled_sites.cases(world_size, FACTOR)
     problems = against_fp64(schedule, rank, sites, scaled_sites.made)
     torch._dynamo.reset()
@@ -86,10 +88,9 @@ def against_fp64(
     sites: dict[str, tuple[Any, Any, int]],
     make: Callable[[Any, torch.Generator], list[torch.Tensor]],
 ) -> list[str]:
-    """What is wrong with ``sites``, each compiled and called three times with the inputs that ``make`` makes: what is
-    further off than 2 % of the largest number and than twice the uncompiled function (an activation where its inputs'
-    rounding shows magnifies it in both).
-    """
+    """Problems of ``sites``, each compiled and called three times with inputs from ``make``: results further off than 2
+    % of the largest number and than twice the uncompiled function's error. (An activation magnifies its inputs'
+    rounding in both.)"""
     problems = []
     for name, (function, shapes, expected) in sites.items():
         torch._dynamo.reset()
@@ -97,8 +98,8 @@ def against_fp64(
         for call in range(3):
             generator = torch.Generator().manual_seed(7 + rank + 100 * call)
             inputs = [tensor.cuda() for tensor in make(shapes, generator)]
-            exact = _tuple(function(*(i.double() for i in inputs)))
-            for e, f, plain in zip(exact, _tuple(compiled(*inputs)), _tuple(function(*inputs)), strict=True):
+            exact = as_tuple(function(*(i.double() for i in inputs)))
+            for e, f, plain in zip(exact, as_tuple(compiled(*inputs)), as_tuple(function(*inputs)), strict=True):
                 bound = max(2e-2 * e.abs().max(), 2 * (plain.double() - e).abs().max())
                 if f.shape != e.shape or not (f.double() - e).abs().max() <= bound:
                     problems.append(
@@ -120,7 +121,7 @@ PATTERNS_OF = {"wave_groups": ALL_PATTERNS[1:], "small_message": ALL_PATTERNS[2:
 def patterns_of(
     schedule: str, world_size: int, tokens: int
 ) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
-    """An MLP of hidden 2048 as those of its parts that a schedule serves: functions and inputs."""
+    """Functions and inputs of those parts of an MLP of hidden size 2048 that a schedule serves."""
     g, rows = dist.group.WORLD, tokens // world_size
     up, down = (torch.randn(1024, 2048, device="cuda").bfloat16() / 32 for _ in range(2))
     x, y = torch.randn(rows, 2048, device="cuda").bfloat16(), torch.randn(tokens, 1024, device="cuda").bfloat16()
@@ -172,8 +173,8 @@ def reduce_overhead(schedule: str, world_size: int) -> dict[str, int]:
 
 
 def host_cost(schedule: str, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of the host beside the queue of a GPU that is busy: the op alone, the compiled function with it and
-    as it stood; and an allocation, of which an op has two and more, for how fast the host is."""
+    """Microseconds of the host while the GPU is busy: the op alone, the compiled function with it and without; and one
+    allocation, of which an op makes two or more, to tell how fast the host is."""
     return {
         name: _host_cost(schedule, name, function, inputs)
         for name, (function, inputs) in patterns_of(schedule, world_size, 512).items()
@@ -217,7 +218,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="names of checks; all of them without")
     arguments = parser.parse_args()
     rank, world_size = start_rank()
-    # Else a function beyond the limit runs as it stands, and what is checked is not the kernels.
+    # Beyond the limit Dynamo runs a function uncompiled, and the kernels would not be checked.
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     failed, schedule = 0, arguments.schedule
     checks: list[tuple[str, Callable[[], Any]]] = [

@@ -1,5 +1,6 @@
-"""Litmus tests of the orderings that the kernels rest on, between two GPUs at a time; every ordering has a twin without
-it that may fail.
+# SPDX-License-Identifier: Apache-2.0
+"""Litmus tests of the memory orderings that the kernels rely on, between two GPUs at a time. Each ordering has a
+variant without it, which may fail.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus [--rounds 20000] [--only "two blocks, bulk"]
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus --ranks-share-gpus
@@ -28,6 +29,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
 from overlap_inductor.kernels.group_signals import signal_ranks
 from overlap_inductor.kernels.group_signals import wait_for_all
 from overlap_inductor.kernels.signals import add_flag
@@ -37,8 +40,6 @@ from overlap_inductor.kernels.signals import set_flag
 from overlap_inductor.kernels.signals import store_fence
 from overlap_inductor.kernels.signals import wait_at_least
 from overlap_inductor.runtime.faults import FaultRecord
-from tests.gpu.ranks import finish_rank
-from tests.gpu.ranks import start_rank
 from tests.gpu.signal_kernels import give
 from tests.gpu.signal_kernels import wait_for
 
@@ -345,7 +346,7 @@ class Litmus:
         read_rounds[(BLOCKS,)](*arguments, way, ROWS, COLUMNS, num_warps=4)
 
     def run(self, writer: str, reader: str, rounds: int) -> dict[str, Any]:
-        # Everything is loaded before anything waits: a first load waits for the device.
+        # Load everything before anything waits, since a first load waits for the device.
         for amount in (0, rounds):
             dist.barrier()
             torch.cuda.synchronize()
@@ -377,7 +378,7 @@ def of_all_ranks(counts: list[int]) -> list[int]:
 
 
 def inside_one_gpu(litmus: Litmus, fence: bool, rounds: int) -> dict[str, Any]:
-    """Rows as ``Litmus.run``'s, of blocks of one GPU, on every rank by itself."""
+    """Rows as from ``Litmus.run``, for blocks of one GPU; each rank runs them alone."""
     flags = torch.zeros(BLOCKS * WORDS, dtype=torch.int32, device="cuda")
     for amount in (0, rounds):
         send_inside[(2 * BLOCKS,)](
@@ -407,7 +408,7 @@ def inside_one_gpu(litmus: Litmus, fence: bool, rounds: int) -> dict[str, Any]:
 
 
 def fault_is_recorded(litmus: Litmus) -> dict[str, Any]:
-    """A signal that never comes: the wait ends when its patience does, and says which it was."""
+    """A signal that never comes: the wait ends with its patience, and records which signal it was."""
     faults = FaultRecord.of("litmus", range(2), litmus.data.device)
     wait_for[(8,)](litmus.flags, 0, faults.stop, 50_000_000, num_warps=4)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

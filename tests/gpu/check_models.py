@@ -1,5 +1,5 @@
-"""The model tests on NCCL, the kernels that Inductor makes of a chunk, and a trace of what runs under what. One GPU a
-rank.
+# SPDX-License-Identifier: Apache-2.0
+"""The model tests on NCCL, Inductor's kernels for a chunk, and a trace of transfers under matmuls. One GPU a rank.
 
 torchrun --nproc-per-node 4 -m tests.gpu.check_models
 """
@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 import overlap_inductor
-from tests.fake_group import all_gather
-from tests.fake_group import reduce_scatter
-from tests.gpu.ranks import finish_rank
-from tests.gpu.ranks import start_rank
-from tests.models import test_blocks
-from tests.models import test_hugging_face
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support import block_problems
+from tests.support import hugging_face_problems
 
 
 def kernels(rank: int, world_size: int) -> list[str]:
@@ -38,7 +38,7 @@ def kernels(rank: int, world_size: int) -> list[str]:
         torch.randn(256, device="cuda", dtype=torch.bfloat16),
     )
     fn = lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, group), w))  # noqa: E731
-    # (Else each rank measures whether the fusion pays, and ranks may differ.)
+    # Without this each rank measures whether the fusion pays, and ranks may differ.
     options = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON", "benchmark_epilogue_fusion": False}
     with overlap_inductor.overlap(schedule="ring", sub_chunks=1):
         result, (code,) = run_and_get_code(torch.compile(fn, options=options), x, w, b)
@@ -113,18 +113,18 @@ def main() -> int:
     start = time.monotonic()
     report("fused templates", kernels(rank, world_size), start)
     for by_hand in (False, True):
-        for checkpointing in test_blocks.EXPECTED:
+        for checkpointing in block_problems.EXPECTED:
             start = time.monotonic()
             report(
                 f"block by_hand={by_hand} {checkpointing}",
-                test_blocks.problems(rank, world_size, by_hand, checkpointing, "cuda"),
+                block_problems.problems(rank, world_size, by_hand, checkpointing, "cuda"),
                 start,
             )
-    for family in test_hugging_face.FORWARD:
+    for family in hugging_face_problems.FORWARD:
         start = time.monotonic()
         torch._dynamo.reset()
-        trains = family in test_hugging_face.BACKWARD
-        problems = test_hugging_face.problems(rank, world_size, family, folder[0], trains, True, "cuda")
+        trains = family in hugging_face_problems.BACKWARD
+        problems = hugging_face_problems.problems(rank, world_size, family, folder[0], trains, True, "cuda")
         report(f"{family} trains={trains}", problems, start)
     for row in trace(rank, world_size):
         if rank == 0:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of calls on GPUs: beside receives that are queued behind them, in graphs beside calls on another stream,
 and from two threads; and workspace that no GPU has room for. One JSON row a scenario.
 
@@ -22,6 +23,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from bench.support.gpu_ranks import device
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.runtime.driver import Graph
 from overlap_inductor.runtime.driver import own_stream
@@ -30,9 +34,6 @@ from overlap_inductor.runtime.workspace import prepare
 from overlap_inductor.runtime.workspace import workspace_of
 from overlap_inductor.torch_compat import symmetric
 from tests.gpu import stress_sites
-from tests.gpu.ranks import device
-from tests.gpu.ranks import finish_rank
-from tests.gpu.ranks import start_rank
 from tests.gpu.repeated import Repeated
 from tests.gpu.signal_kernels import give
 from tests.gpu.signal_kernels import wait_for
@@ -45,7 +46,7 @@ CHOSEN = (("fused", "sm_push"), ("chunked", "copy_engine"), ("small_message", "o
 
 
 class Place:
-    """One variant's sites, three in two slots: the first and the third share one. Streams of nobody else, and a flag
+    """Three sites of one variant in two slots (the first and the third share one), streams of their own, and a flag
     between ranks 0 and 1."""
 
     def __init__(self, variant: stress_sites.Variant, rank: int) -> None:
@@ -62,7 +63,7 @@ class Place:
         self.flag = symmetric.allocate(1, torch.int32, device(), dist.group.WORLD)
         self.faults = FaultRecord.of("check_order", range(dist.get_world_size()), device())
         self.chance, self.counts = random.Random(rank), list[torch.Tensor]()
-        # Everything is loaded before anything waits.
+        # Load everything before anything waits.
         wait_for[(1,)](self.flag.local, 0, self.faults.stop, PATIENCE_NS, num_warps=1)
         give[(1,)](self.flag.local, 0, num_warps=1)
         torch.cuda.synchronize()
@@ -162,7 +163,7 @@ def refused(place: Place, rounds: int) -> int:
 
 
 def too_much(place: Place, rounds: int) -> int:
-    """Workspace of a TiB: every rank is told the same, and that which there was serves on."""
+    """Asks for a TiB of workspace: every rank gets the same error, and the existing workspace still serves."""
     place.begin()
     reason = prepare(dist.group.WORLD, device(), json.dumps([["too much", 2**40, 1]]), 2**42)
     reasons: list[str | None] = [None] * dist.get_world_size()

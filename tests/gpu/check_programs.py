@@ -1,4 +1,5 @@
-"""Programs drawn at random (``tests.numerics.random_programs``) on GPUs, compiled by Inductor, by every schedule. One
+# SPDX-License-Identifier: Apache-2.0
+"""Programs drawn at random (``tests.support.random_programs``) on GPUs, compiled by Inductor, by every schedule. One
 torchrun, one GPU a rank; one JSON row a schedule.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_programs [--schedules chunked fused ring auto] [--seeds 0 30]
@@ -22,11 +23,11 @@ import torch
 import torch.distributed as dist
 
 import overlap_inductor
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
 from overlap_inductor.report import publish as reporting
-from tests.gpu.ranks import finish_rank
-from tests.gpu.ranks import start_rank
-from tests.numerics.random_programs import Program
-from tests.numerics.random_programs import outcome
+from tests.support.random_programs import Program
+from tests.support.random_programs import outcome
 
 SCHEDULES = ("chunked", "fused", "wave_groups", "ring", "auto")
 CALLS = 3
@@ -37,8 +38,7 @@ UNIT = 64
 def wrong(
     program: Program, schedule: str, mode: str | None, dynamic: bool, rank: int, overlapped: Counter[str]
 ) -> list[str]:
-    """What is wrong with the program as ``torch.compile`` makes it; ``dynamic``: the rows of its first two tensors are
-    symbols."""
+    """Problems of the compiled program; ``dynamic``: the rows of its first two tensors are symbols."""
     torch._dynamo.reset()
     reporting.forget_reports()
     function = program.function()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ring on NCCL: every pattern against fp64, then llama3-70b MLP shapes against the plain graph. One torchrun, one GPU a
 rank.
 
@@ -24,15 +25,15 @@ import torch
 import torch.distributed as dist
 
 import overlap_inductor
-from tests.fake_group import all_gather
-from tests.fake_group import reduce_scatter
-from tests.gpu.ranks import finish_rank
-from tests.gpu.ranks import start_rank
-from tests.numerics.test_agreement import STATIC_ONLY
-from tests.numerics.test_agreement import WITHOUT_LOOPING_OP
-from tests.numerics.test_agreement import _cases
-from tests.numerics.test_agreement import _tuple
-from tests.numerics.test_agreement import all_reduce
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support.ring_cases import STATIC_ONLY
+from tests.support.ring_cases import WITHOUT_LOOPING_OP
+from tests.support.ring_cases import as_tuple
+from tests.support.ring_cases import cases
 
 MLP_TOKENS, HEAD_TOKENS = (2048, 8192, 16384), (512, 1024, 2048, 4096)
 
@@ -55,17 +56,17 @@ def check(
             torch._dynamo.reset()
             compiled: Any = None
             for size in (48, 72, 24) if dynamic else (48,):
-                function, shapes, expected = _cases(world_size, size)[name]
+                function, shapes, expected = cases(world_size, size)[name]
                 generator = torch.Generator().manual_seed(7 + rank)
                 inputs = [torch.randn(s, generator=generator, dtype=torch.float64).cuda().to(dtype) for s in shapes]
-                exact = _tuple(function(*(i.double() for i in inputs)))
+                exact = as_tuple(function(*(i.double() for i in inputs)))
                 if compiled is None:
-                    compiled = torch.compile(_cases(world_size, 4)[name][0], dynamic=dynamic or None, mode=mode)
+                    compiled = torch.compile(cases(world_size, 4)[name][0], dynamic=dynamic or None, mode=mode)
                 tolerance = 1e-3 if dtype == torch.float32 else 6e-2
                 # (A CUDA graph is captured at the second call, and replayed from the third on.)
                 for call in range(4 if mode else 1):
                     torch.compiler.cudagraph_mark_step_begin()
-                    for e, f in zip(exact, _tuple(compiled(*inputs)), strict=True):
+                    for e, f in zip(exact, as_tuple(compiled(*inputs)), strict=True):
                         if f.shape != e.shape or not torch.allclose(f.double(), e, rtol=tolerance, atol=tolerance * 4):
                             problems.append(
                                 f"{name} size {size} call {call}: off by {(f.double() - e).abs().max():.3g}"
@@ -170,7 +171,7 @@ def main() -> int:
     options = parsed()
     first, step = map(int, options.share.split("/"))
     rank, world_size = start_rank()
-    names = list(_cases(world_size, 4))[first::step]
+    names = list(cases(world_size, 4))[first::step]
     variants: list[tuple[dict[str, Any], torch.dtype, bool, str | None]] = [
         ({}, torch.float32, False, None),
         (

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedule ``small_message`` on GPUs under stress: both kernels and several token counts in one slot, ranks late at
 random, eager calls between graph replays.
 
@@ -18,6 +19,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
 from overlap_inductor.lowerings.small_message import launch as small_message
 from overlap_inductor.lowerings.small_message import parameters as small_plan
 from overlap_inductor.lowerings.small_message.parameters import SmallParameters
@@ -25,8 +28,6 @@ from overlap_inductor.runtime.arena import HALVES
 from overlap_inductor.runtime.arena import Request
 from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.runtime.workspace import workspace_of
-from tests.gpu.ranks import finish_rank
-from tests.gpu.ranks import start_rank
 
 EPS = 1e-5
 PATIENCE_NS = 5_000_000_000

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every schedule and pattern under stress on GPUs. One JSON row a scenario and variant; status 1 where a result was
 wrong.
 
@@ -33,10 +34,10 @@ import time
 
 import torch.distributed as dist
 
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
 from tests.gpu import stress_scenarios
 from tests.gpu import stress_sites
-from tests.gpu.ranks import finish_rank
-from tests.gpu.ranks import start_rank
 from tests.gpu.stress_scenarios import SCENARIOS
 from tests.gpu.stress_scenarios import Stress
 

@@ -1,4 +1,5 @@
-"""Blocks that train, forward and backward, by every schedule: gradients against fp32, and call for call the same bits.
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that train, forward and backward, by every schedule: gradients against fp32, and the same bits in every call.
 One GPU a rank.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_training [--schedules fused chunked wave_groups ring auto] [--modes
@@ -32,10 +33,10 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.distributed.tensor.parallel import parallelize_module
 
 import overlap_inductor
+from bench.support import dtensor_block
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
 from overlap_inductor.report import publish as reporting
-from tests.gpu.ranks import finish_rank
-from tests.gpu.ranks import start_rank
-from tests.models import dtensor_block
 
 BLOCKS, TOKENS, HIDDEN, HEAD = 3, 2048, 2048, 64
 STEPS = 10
@@ -73,7 +74,8 @@ def sharded(name: str, mesh: DeviceMesh) -> nn.Module:
 
 
 def step(model: nn.Module, compiled: Any, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Output, and gradients by name, in the whole parameter's shape; of this rank's tokens where the input is."""
+    """Run a step: the output, and gradients by name in the whole parameter's shape; the input's gradient is of this
+    rank's tokens."""
     model.zero_grad(set_to_none=True)
     x = x.detach().clone().requires_grad_()
     torch.compiler.cudagraph_mark_step_begin()
@@ -160,7 +162,7 @@ def main() -> int:
         torch.backends.cuda.enable_mem_efficient_sdp,
         torch.backends.cuda.enable_cudnn_sdp,
     ):
-        # (Their backward adds in no fixed order.)
+        # Their backward adds in no fixed order.
         allowed(False)
     linear = nn.Linear(HIDDEN, HIDDEN, device="cuda", dtype=torch.bfloat16)
     beside = torch.randn(512, HIDDEN, device="cuda", dtype=torch.bfloat16)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedule ``wave_groups`` on GPUs: numbers, calls under stress, CUDA graphs. One torchrun, one GPU a rank; one JSON
 row a check.
 
@@ -20,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import overlap_inductor.lowerings.wave_groups.ops  # noqa: F401
-from tests.gpu.ranks import finish_rank
-from tests.gpu.ranks import start_rank
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
 from tests.gpu.repeated import Repeated
 from tests.gpu.repeated import host_us
 from tests.gpu.repeated import late_calls
@@ -92,8 +93,8 @@ def numbers(rank: int, world_size: int) -> list[str]:
 
 
 def sites(rank: int, world_size: int) -> list[Repeated]:
-    """Sites that have run once: small ones, in which waiting kernels and matmuls meet most often, with many groups; and
-    the result of a second call."""
+    """Sites that have run once, with the result of a second call. They are small and have many groups, so that waiting
+    kernels and matmuls meet often."""
     made: list[Repeated] = []
     for rows in (2048, 3000 // world_size * world_size):
         for pattern in PATTERNS:
@@ -107,8 +108,7 @@ def sites(rank: int, world_size: int) -> list[Repeated]:
 
 
 def host_cost(rank: int, world_size: int) -> dict[str, float]:
-    """Microseconds of the host for one call, beside the queue of a GPU that is busy; with the number of groups in the
-    name."""
+    """Microseconds of the host for one call while the GPU is busy; the name holds the number of groups."""
     found = {}
     for groups in (2, 8):
         function, (a, b, _) = site(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank does in a scenario of ``tests.gpu.check_faults``, which starts it: ``<scenario> <ranks> <folder> <late>
 <schedule> <pattern> <way> <share> <rank>``."""
 
@@ -17,11 +18,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bench.support.gpu_ranks import allow_sharing
+from bench.support.gpu_ranks import device
 from overlap_inductor.errors import TransferError
 from overlap_inductor.runtime import watchdog
 from overlap_inductor.runtime.workspace import workspace_of
-from tests.gpu.ranks import allow_sharing
-from tests.gpu.ranks import device
 from tests.gpu.stress_sites import Shape
 from tests.gpu.stress_sites import Variant
 from tests.gpu.stress_sites import sites
@@ -66,13 +67,13 @@ class Site:
         self.calls(1)
 
     def call(self) -> torch.Tensor:
-        """One call, to its end on the GPU."""
+        """Make one call and wait for its end on the GPU."""
         result = self.of.run()
         torch.cuda.synchronize()
         return result
 
     def calls(self, count: int) -> None:
-        """Calls with every peer, whose results must be right."""
+        """Make calls with every peer and check their results."""
         for _ in range(count):
             self.check(self.call())
 
@@ -83,7 +84,7 @@ class Site:
         assert self.is_right(result)
 
     def check_unless_told(self, result: torch.Tensor) -> None:
-        """No rank is handed a wrong result without being told; and told or not, no number is wrong."""
+        """Check that no rank gets a wrong result without an error, and that no number is wrong even with one."""
         told = self.faults.error()
         assert told is not None or self.is_right(result), "a wrong result, and no error"
         assert self.is_right(torch.where(result.isnan(), self.exact, result.float())), f"a wrong number: {told}"
@@ -106,12 +107,12 @@ class Rank:
         return self.rank == self.world_size - 1
 
     def say(self, error: object, start: float) -> None:
-        """Leave for ``check_faults`` what the program was told, and how long after ``start``."""
+        """Write the program's error, and the seconds since ``start``, for ``check_faults``."""
         found = {"error": str(error), "seconds": time.monotonic() - start}
         (self.folder / f"said_{self.rank}.json").write_text(json.dumps(found))
 
     def part(self) -> None:
-        """Here the last rank is killed."""
+        """Kill the last rank here."""
         dist.barrier()
         if self.fails:
             # (Its part of the barrier may still be on its way to the others.)
@@ -119,8 +120,8 @@ class Rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def await_error(self) -> TransferError:
-        """Call once without the peer, and again: the error of the second call. (The first result is what the kernel
-        left behind that gave up.)"""
+        """Call twice without the peer; returns the error of the second call. (The first call's result is left by the
+        kernel that gave up.)"""
         start = time.monotonic()
         self.site.call()
         try:
@@ -131,7 +132,8 @@ class Rank:
         raise AssertionError("a call whose peer was not there was followed by one that raised nothing")
 
     def await_told(self) -> None:
-        """This rank calls nothing that its peers wait for, and is told none the less; its next call runs nothing."""
+        """This rank makes no call that its peers wait for. It gets the error all the same, and its next call runs
+        nothing."""
         start = time.monotonic()
         while self.site.faults.error() is None and time.monotonic() < start + PATIENT_SECONDS:
             time.sleep(0.02)
@@ -163,8 +165,8 @@ class Rank:
             self.await_error()
 
     def uneven(self) -> None:
-        """The last rank is later than rank 0's patience, and within the others': nobody is handed what rank 0 gave up
-        for a result, and all are told at once."""
+        """The last rank comes after rank 0's patience and within the others'. Nobody gets what rank 0 gave up as a
+        result, and all get the error at once."""
         self.site.calls(CALLS - 1)
         dist.barrier()
         start = time.monotonic()
@@ -175,7 +177,7 @@ class Rank:
         self.raises(start)
 
     def uneven_replays(self) -> None:
-        """As ``uneven``, of a CUDA graph, whose replays no host looks at: they go on behind the abort."""
+        """As ``uneven``, with a CUDA graph: no host checks its replays, which go on after the abort."""
         result = torch.empty(0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -222,13 +224,13 @@ class Rank:
             torch.cuda.synchronize()
 
     def ended(self) -> None:
-        """The program ends behind the call that found no peer, and destroys its groups as one that is well would."""
+        """The program ends after the call that found no peer, and destroys its groups as a healthy program would."""
         self.site.calls(CALLS - 1)
         if not self.fails:
             self.site.call()
 
     def behind(self) -> None:
-        """The group is destroyed while its last call is in flight, and what that returns is read behind it."""
+        """The group is destroyed while its last call is in flight, and the call's result is read afterwards."""
         self.site.calls(CALLS - 1)
         if not self.fails:
             result = self.site.of.run()
@@ -245,8 +247,7 @@ class Rank:
         time.sleep(GRACE_SECONDS + 1)
 
     def aborted(self) -> None:
-        """Rank 0 aborts its group while its kernel and those of others wait: all end long before their patience
-        does."""
+        """Rank 0 aborts its group while its kernel and others' wait: all end long before their patience."""
         self.site.calls(CALLS - 1)
         if self.rank == 0:
             threading.Timer(1.0, self.site.faults.abort).start()
@@ -257,7 +258,7 @@ class Rank:
 
 
 def probe(folder: Path) -> None:
-    """Multiply on every GPU: whether what ended before has left them free. Says how many seconds the slowest took."""
+    """Multiply on every GPU, to tell whether the ended processes left them free. Prints the seconds of the slowest."""
     slowest = 0.0
     for index in range(torch.cuda.device_count()):
         start = time.monotonic()
@@ -268,7 +269,7 @@ def probe(folder: Path) -> None:
 
 
 def start_rank(rank: int, world_size: int, folder: Path, share: bool) -> None:
-    """``share``: ranks go round the GPUs (``tests.gpu.ranks``)."""
+    """``share``: ranks go round the GPUs (``bench.support.gpu_ranks``)."""
     store = dist.FileStore(str(folder / "store"), world_size)
     torch.cuda.set_device(rank % torch.cuda.device_count())
     if share:
@@ -279,7 +280,7 @@ def start_rank(rank: int, world_size: int, folder: Path, share: bool) -> None:
 
 
 def wait_for(path: Path) -> None:
-    """Until the file is there. (Who starts a rank ends it where that never comes.)"""
+    """Wait until the file is there. (The starter of a rank ends it if the file never comes.)"""
     while not path.exists():
         time.sleep(0.02)
 

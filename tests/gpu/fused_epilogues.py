@@ -1,5 +1,6 @@
-"""What ``check_fused`` asks of epilogues and of several weights in one launch: numbers, kernels of a call against
-max-autotune's templates, microseconds."""
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of ``check_fused`` on epilogues and on several weights in one launch: numbers, kernels of a call compared
+with max-autotune's templates, microseconds."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ import torch.nn.functional as F
 import overlap_inductor
 from bench.timing import timed
 from overlap_inductor.lowerings.fused import parameters as fused_plan
-from overlap_inductor.lowerings.fused import schedule as fused_site
-from tests.fake_group import all_gather
-from tests.fake_group import reduce_scatter
+from overlap_inductor.lowerings.fused import tails
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 
 Compile = Callable[..., Callable[..., Any]]
 Function = Callable[..., torch.Tensor]
@@ -62,7 +63,7 @@ def _sites(
 
 
 def epilogues(compiled_as: Compile, rank: int, world_size: int) -> list[str]:
-    """Problems: a result that fp64 does not have, an epilogue that was not planned, a kernel beside the fused one."""
+    """Problems: a result that differs from fp64, an epilogue that was not planned, a kernel beside the fused one."""
     problems = []
     for name, (function, _, inputs, kernel) in _sites(world_size, 120 * world_size, 520, 1000).items():
         torch._dynamo.reset()
@@ -130,14 +131,14 @@ def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str,
             torch._dynamo.reset()
             calls = {"fused": compiled_as("fused", function)}
             calls["fused"](*inputs)
-            find, fused_site.find_tail = fused_site.find_tail, lambda *arguments, **keywords: None
+            find, tails.find_tail = tails.find_tail, lambda *arguments, **keywords: None
             try:
-                # (The graph is the same, so a cache would know it.)
+                # The graph is the same, so a cache would have it.
                 with torch._inductor.config.patch(force_disable_caches=True):
                     calls["behind"] = compiled_as("fused", lambda *arguments, f=function: f(*arguments))
                     calls["behind"](*inputs)
             finally:
-                fused_site.find_tail = find
+                tails.find_tail = find
             found[f"{name} {tokens}"] = _medians({n: functools.partial(c, *inputs) for n, c in calls.items()})
     return found
 

@@ -1,5 +1,6 @@
-"""What every schedule's GPU check does with its sites again and again: late calls, drawn calls, replays of CUDA graphs,
-and the host's time for a call."""
+# SPDX-License-Identifier: Apache-2.0
+"""Repeats calls of sites for the GPU checks of every schedule: late calls, random orders, replays of CUDA graphs, and
+the host's time for a call."""
 
 from __future__ import annotations
 
@@ -37,10 +38,10 @@ def drawn_calls(
     streams: Sequence[torch.cuda.Stream] = (),
     before: Callable[[int], None] = lambda i: None,
 ) -> dict[str, int]:
-    """Calls of sites in an order that is drawn, alike on all ranks, each rank late at random: wrong results by name.
+    """Call sites in a random order, the same on all ranks, each rank late at random; returns the number of wrong
+    results by name.
 
-    A drawn order: whatever a call wrongly reads of the one before it, or of the one before that, comes from other
-        inputs most times, and shows.
+    In a random order, what a call wrongly reads of an earlier call comes mostly from other inputs, and shows.
 
     Args:
         streams: ``streams[i]`` is that of ``sites[i]``, the current one for all without; none is joined with another. A
@@ -104,8 +105,8 @@ def replays(sites: Sequence[Repeated], count: int, others: Sequence[Repeated] = 
 
 def host_us(call: Callable[[], Any], calls: int = 20) -> float:
     """Microseconds of the host for one call, beside the queue of a GPU that is busy: the median of ``ROUNDS`` rounds of
-    ``calls``. (Few: a full queue would stop the host. The first of a round finds a host that has slept, and takes 200
-    us, of which a mean would say ten a call.)"""
+    ``calls``. The rounds are short, since a full queue would stop the host. The median leaves out a round's first call,
+    which wakes the host and takes 200 us."""
     took = []
     for _ in range(ROUNDS):
         dist.barrier()

@@ -1,5 +1,6 @@
-"""A few calls of every schedule and pattern, small enough for a tool that makes kernels fifty times slower. Status 1
-where a result was wrong.
+# SPDX-License-Identifier: Apache-2.0
+"""A few calls of every schedule and pattern, small enough for a tool that makes kernels fifty times slower. Status 1 if
+a result was wrong.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --target-processes all \\
         torchrun --nproc-per-node 2 -m tests.gpu.sanitize_case [--schedules fused] [--ranks-share-gpus]
@@ -18,11 +19,11 @@ import time
 
 import torch.distributed as dist
 
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
 from tests.gpu import stress_scenarios
 from tests.gpu import stress_sites
 from tests.gpu.check_stress import SCHEDULES
-from tests.gpu.ranks import finish_rank
-from tests.gpu.ranks import start_rank
 from tests.gpu.repeated import drawn_calls
 from tests.gpu.stress_scenarios import Stress
 from tests.gpu.stress_sites import Shape

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A wait and a signal as kernels of their own."""
 
 from __future__ import annotations

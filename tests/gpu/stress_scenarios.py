@@ -1,5 +1,6 @@
-"""What goes on around the calls of ``tests.gpu.check_stress``: one function a scenario, for so many calls of one
-variant of a schedule and pattern.
+# SPDX-License-Identifier: Apache-2.0
+"""The scenarios of ``tests.gpu.check_stress``: each function makes a number of calls of one variant of a schedule and
+pattern.
 
 A scenario returns wrong results by name. On every rank all of it happens in one order; only delays and foreign work are
 each rank's own.
@@ -18,8 +19,8 @@ from dataclasses import field
 import torch
 import torch.distributed as dist
 
+from bench.support import gpu_ranks
 from overlap_inductor.runtime.workspace import workspace_of
-from tests.gpu import ranks
 from tests.gpu import stress_sites
 from tests.gpu.repeated import Repeated
 from tests.gpu.repeated import drawn_calls
@@ -92,17 +93,16 @@ class Stress:
         return self._sites[key]
 
     def check_faults(self) -> None:
-        """Raises ``TransferError`` where a wait was given up."""
+        """Raises ``TransferError`` if a wait was given up."""
         for group in self.groups.values():
-            workspace_of(group, ranks.device()).faults.check()
+            workspace_of(group, gpu_ranks.device()).faults.check()
 
 
 def lazy(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """First calls of all shapes of two sites, one behind the other: the odd ranks come late, so that the even ones'
-    kernels wait for them while their hosts load the next calls' kernels, and the odd ones' while peers wait. (The first
-    scenario of a process, or there is nothing left to load; and not its first run on a machine, where all ranks compile
-    for longer than that.)"""
-    # (Its inputs and workspace are there, so that nothing keeps the ranks together from here on.)
+    """First calls of all shapes of two sites. Odd ranks come late: even ranks' kernels wait for them while the hosts
+    load the next calls' kernels, and odd ranks load while peers wait. (Must be a process's first scenario, or nothing
+    is left to load; and not the first run on a machine, where compiling takes longer than the delay.)"""
+    # Inputs and workspace exist, so that nothing synchronises the ranks from here on.
     stress.made(variant, "world")
     torch.cuda.synchronize()
     dist.barrier()
@@ -117,7 +117,7 @@ def delays(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def poison(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Two sites, whose workspace, and whatever the next calls allocate, is NaN every few calls."""
+    """Two sites. Every few calls their workspace, and the memory that the next calls allocate, is filled with NaN."""
     a, b = stress.sites(variant)
     known = a + b
     like = [first for *_, first in known[::INPUTS]]
@@ -159,9 +159,9 @@ def stream(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def given_back(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Two sites, while the program gives memory back to the GPU again and again, and takes some of other sizes, each
-    rank its own: what comes to lie at an address that a site's tensor had belongs to another allocation, where CUDA
-    launches no graph whose copies read or wrote the one before."""
+    """Two sites, while each rank gives memory back to the GPU and takes other sizes, again and again. A tensor may then
+    get the address of an earlier one in another allocation, and CUDA refuses to launch a graph whose copies used the
+    earlier one."""
     a, b = stress.sites(variant)
     chance, held = random.Random(2000 + stress.rank), []
 
@@ -170,7 +170,7 @@ def given_back(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
             held.clear()
             torch.cuda.empty_cache()
             held.extend(
-                torch.empty(chance.randrange(1, 24) << 20, dtype=torch.uint8, device=ranks.device())
+                torch.empty(chance.randrange(1, 24) << 20, dtype=torch.uint8, device=gpu_ranks.device())
                 for _ in range(chance.randrange(4))
             )
 
@@ -185,7 +185,7 @@ def subgroup(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 def beside_nccl(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
     """Collectives of tens of megabytes in a group of the same ranks go on on another stream."""
     other, beside = stress.groups["second"], torch.cuda.Stream()
-    mine = torch.full((BESIDE_ELEMENTS,), float(stress.rank), device=ranks.device())
+    mine = torch.full((BESIDE_ELEMENTS,), float(stress.rank), device=gpu_ranks.device())
     largest, everyone = mine.clone(), mine.new_empty(stress.world_size * BESIDE_ELEMENTS)
     torch.cuda.synchronize()
 
@@ -207,10 +207,10 @@ def beside_nccl(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def foreign(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Work of somebody else on some ranks' GPUs, on a stream that goes first: matmuls that fill the chip, and a kernel
-    that does nothing for long."""
+    """Foreign work on some ranks' GPUs, on a stream of higher priority: matmuls that fill the chip, and a kernel that
+    sleeps."""
     chance, theirs = random.Random(1000 + stress.rank), torch.cuda.Stream(priority=-1)
-    x = torch.zeros(FOREIGN_SIZE, FOREIGN_SIZE, device=ranks.device(), dtype=stress_sites.dtype)
+    x = torch.zeros(FOREIGN_SIZE, FOREIGN_SIZE, device=gpu_ranks.device(), dtype=stress_sites.dtype)
     y = torch.empty_like(x)
 
     def before(i: int) -> None:
@@ -255,8 +255,8 @@ SCENARIOS: dict[str, tuple[Scenario, int]] = {
 
 
 def applies(scenario: str, variant: Variant, share_gpus: bool) -> bool:
-    """Whether a scenario can say anything about a variant: NCCL has no two ranks on one GPU, and the sums of
-    ``wave_groups`` are those of each group's collective."""
+    """Whether a scenario applies to a variant: NCCL refuses two ranks on one GPU, and ``wave_groups`` sums in the order
+    of each group's collective."""
     if share_gpus and (scenario == "beside_nccl" or variant.schedule == "wave_groups"):
         return False
     return scenario != "determinism" or variant.schedule != "wave_groups"

@@ -1,4 +1,5 @@
-"""Sites for stress: one op of a schedule on a group, with a few inputs, whose results every rank can compute by itself.
+# SPDX-License-Identifier: Apache-2.0
+"""Sites for stress: one op of a schedule on a group, with a few inputs; every rank can compute the right results alone.
 
 Inputs are drawn from seeds that all ranks know, so the expected values need no collective, whatever the group's
 backend. A call's result is checked once against fp64, later ones bit for bit against the first; so a later check costs
@@ -19,13 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.support import gpu_ranks
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
 from overlap_inductor.lowerings.fused import parameters as fused_plan
 from overlap_inductor.lowerings.registry import define_ops
 from overlap_inductor.lowerings.small_message import parameters as small_plan
 from overlap_inductor.runtime import workspace
 from overlap_inductor.torch_compat import symmetric
-from tests.gpu import ranks
 from tests.gpu.repeated import Repeated
 
 define_ops()
@@ -55,7 +56,7 @@ class Variant:
         """For a call of ``rows`` rows of a shard (of all rows where an all-reduce has no shards)."""
         if self.schedule != "wave_groups":
             return json.dumps(self.fixed, sort_keys=True)
-        # A given partition, so that nothing rests on what was measured: the first band, and all others.
+        # A fixed partition, independent of measurements: the first band, and all others.
         bands = -(-rows // self.fixed.get("block_m", 128))
         return json.dumps({**self.fixed, "partition": [0, 1, bands] if bands > 1 else [0, 1]}, sort_keys=True)
 
@@ -66,7 +67,7 @@ def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
     banded = {"parts": 2, "parts_from": 0}
     found = [Variant("fused", GATHER, "sm_push", {**fused_plan.TUNED[GATHER], **banded, "slices": 1})]
     found += [Variant("fused", p, "", {**fused_plan.TUNED[p], **banded}) for p in (SCATTER, REDUCE)]
-    # (By their K, half of the blocks of these small sites push.)
+    # With their K, half of the blocks of these small sites push.
     found.append(Variant("fused", REDUCE, "few push", {**fused_plan.TUNED[REDUCE], "parts": 0, "pushers": 4}))
     found.append(Variant("fused", GATHER, "slices", {**fused_plan.TUNED[GATHER], "slices_tiles": fused_plan.NEVER}))
     found.append(Variant("fused", GATHER, "copy_engine", {**fused_plan.TUNED[GATHER], "copies_from": 0}))
@@ -120,8 +121,8 @@ class Call:
 
 
 def _drawn(*seed: object, size: tuple[int, int]) -> torch.Tensor:
-    generator = torch.Generator(ranks.device()).manual_seed(zlib.crc32(repr(seed).encode()))
-    return torch.randn(size, generator=generator, device=ranks.device()).to(dtype)
+    generator = torch.Generator(gpu_ranks.device()).manual_seed(zlib.crc32(repr(seed).encode()))
+    return torch.randn(size, generator=generator, device=gpu_ranks.device()).to(dtype)
 
 
 class _Site:
@@ -131,7 +132,7 @@ class _Site:
         self.variant, self.group, self.name, self.seed = variant, group, name, seed
         self.rank, self.world_size = group.rank(), group.size()
         self.op = getattr(torch.ops.overlap_inductor, f"{variant.schedule}_{variant.pattern}").default
-        self.chain = torch.zeros(1, dtype=torch.uint8, device=ranks.device())
+        self.chain = torch.zeros(1, dtype=torch.uint8, device=gpu_ranks.device())
         self.gathers = variant.pattern == GATHER
 
     def tokens(self, shape: Shape) -> int:
@@ -147,7 +148,7 @@ class _Site:
                 needs.append(small_plan.needed_up_to(settings, self.world_size, tokens, shape.columns, 2))
             else:
                 plan: Any = fused_plan if v.schedule == "fused" else chunked_plan
-                parameters = plan.parameters_of(settings, symmetric.multiprocessors(ranks.device()))
+                parameters = plan.parameters_of(settings, symmetric.multiprocessors(gpu_ranks.device()))
                 needs.append(plan.needed(v.pattern, self.world_size, rows, *sizes, parameters))
         return [self.name, max(n[0] for n in needs), max(n[1] for n in needs), *needs[0][2:]]
 
@@ -203,10 +204,12 @@ def sites(
         for i, name in enumerate(names)
     ]
     if variant.schedule != "wave_groups":
-        reason = workspace.prepare(group, ranks.device(), json.dumps([site.request(shapes) for site in made]), LIMIT)
+        reason = workspace.prepare(
+            group, gpu_ranks.device(), json.dumps([site.request(shapes) for site in made]), LIMIT
+        )
         assert reason is None, reason
-        # (Without room the ops would run the plain collective.)
-        assert not workspace.workspace_of(group, ranks.device()).without_room
+        # Without room the ops would run the plain collective.
+        assert not workspace.workspace_of(group, gpu_ranks.device()).without_room
     found = []
     for site in made:
         rights = [site.right(site.rank, shape) for shape in shapes]
@@ -217,12 +220,12 @@ def sites(
 
 
 def first_results(calls: Sequence[Call]) -> list[Repeated]:
-    """Every call, one behind the other; nothing is waited for."""
+    """The results of every call, one after the other, without waiting."""
     return [(call.name, call.run, call.run()) for call in calls]
 
 
 def off(result: torch.Tensor, call: Call) -> float:
-    """The largest error, of the largest element."""
+    """The largest error, relative to the largest element."""
     exact = call.exact()
     if result.shape != exact.shape:
         return float("inf")
@@ -231,7 +234,7 @@ def off(result: torch.Tensor, call: Call) -> float:
 
 
 def digest(results: Sequence[torch.Tensor]) -> int:
-    """A number of the results' bits and their places."""
+    """A checksum of the results' bits and positions."""
     found = 0
     for result in results:
         bits = result.contiguous().view(torch.int16).flatten().long()
@@ -241,17 +244,17 @@ def digest(results: Sequence[torch.Tensor]) -> int:
 
 
 def poison(group: dist.ProcessGroup, like: Sequence[torch.Tensor]) -> None:
-    """Make NaN of every byte that peers write into in the group's workspace, and of what the allocator will hand out
-    for tensors as ``like``. All ranks together.
+    """Fill with NaN the part of the group's workspace that peers write to, and the memory that the allocator will
+    return for tensors like ``like``. All ranks call it together.
 
     Only between two barriers may a rank do this to its own workspace, with nothing in flight on any rank: a peer's next
     call may write there as soon as this rank's last one has ended. Flags and counters stay.
     """
     torch.cuda.synchronize()
     dist.barrier(group)
-    for slot in workspace.workspace_of(group, ranks.device()).arena.slots:
+    for slot in workspace.workspace_of(group, gpu_ranks.device()).arena.slots:
         slot.data.local.fill_(POISON)
-    # All of them at one time, so that each is another piece of memory.
+    # All at the same time, so that each gets its own memory.
     _ = [torch.full_like(tensor, float("nan")) for tensor in like for _ in range(2)]
     torch.cuda.synchronize()
     dist.barrier(group)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """These tests run kernels in Triton's interpreter, which must be chosen before a kernel is defined:
 ``TRITON_INTERPRET=1 pytest tests/kernels``."""
 

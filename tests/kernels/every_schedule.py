@@ -1,5 +1,6 @@
-"""A call of every schedule whose own kernels wait for peers, of which each rank knows the right result: for tests of
-what all of them have in common."""
+# SPDX-License-Identifier: Apache-2.0
+"""A call of every schedule whose own kernels wait for peers, for tests of what they have in common. Each rank knows the
+right result."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from overlap_inductor.lowerings.small_message.parameters import SmallParameters
 from overlap_inductor.runtime.arena import HALVES
 from overlap_inductor.runtime.workspace import Launch
 from tests.kernels.ranks import SharedWorkspace
-from tests.kernels.shared_memory import SMALL_TILES
+from tests.support.shared_memory import SMALL_TILES
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 ROWS = 16
@@ -31,8 +32,8 @@ CHUNKED = ChunkedParameters(2, "sm_push", 1, grain=8, pushers=2)
 
 @dataclass(frozen=True)
 class Call:
-    """``run(launch, value)``: a call of operands that are all ``value``, on every rank; its result is ``16 * value``
-    everywhere where it ``gathers``, else so much of every rank together."""
+    """``run(launch, value)``: a call on operands that are all ``value``. Every element of its result is ``16 * value``
+    if it ``gathers``, else ``16`` times the sum of all ranks' values."""
 
     run: Callable[[Launch, float], torch.Tensor]
     gathers: bool = False
@@ -57,7 +58,7 @@ def _fused(pattern: str, parameters: FusedParameters = FUSED) -> Call:
 
 
 def _with_gathered(run: Callable[[torch.Tensor, torch.Tensor, Launch], Sequence[torch.Tensor]]) -> Call:
-    """A gather of which the program uses the gathered tensor, too: here as often as there are terms in a product."""
+    """A gather whose gathered tensor is returned, too; here multiplied by the number of terms of a product."""
 
     def both(launch: Launch, value: float) -> torch.Tensor:
         product, gathered = run(*_operands(GATHER, launch, value), launch)
@@ -94,7 +95,7 @@ def _small(two_shot: bool, norm: bool) -> Call:
             return small_message.all_reduce(product, launch, parameters)
         residual, weight = torch.zeros(4, 32).half(), torch.ones(32).half()
         normed, residual_out = small_message.all_reduce_norm(product, residual, weight, 0.0, launch, parameters)
-        # (Rows of one number have norm one.)
+        # RMSNorm makes rows of equal numbers one.
         return torch.where((normed == 1).all(), residual_out, normed)
 
     return Call(run)
@@ -117,5 +118,5 @@ NBYTES, SIGNALS = 40_000, 64
 
 
 def workspace(world_size: int) -> SharedWorkspace:
-    """Room for a call of any of them."""
+    """A workspace with room for a call of any of them."""
     return SharedWorkspace.of(world_size, NBYTES, SIGNALS)

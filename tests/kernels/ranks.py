@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as processes over shared memory, each running its kernels in Triton's interpreter."""
 
 from __future__ import annotations
@@ -25,13 +26,12 @@ from overlap_inductor.runtime.workspace import Launch
 def run_ranks(
     world_size: int, function: Callable[..., None], *args: Any, seconds: float = 200, ends: Sequence[int] = ()
 ) -> None:
-    """``function(rank, *args)`` in a process a rank (forked: no import is paid again, and no device is held).
+    """Run ``function(rank, *args)`` in one forked process for each rank. (Forked processes need no new imports and hold
+    no device.)
 
-    Fails where a rank does not end in time, or with another exit status than the one in ``ends`` (0 for all without;
-    ``-n`` for signal ``n``).
-    """
-    # A forked process has no threads but its own: a matmul there that counted on the parent's pool would wait for it
-    # for ever.
+    Fails if a rank does not end in time, or ends with another exit status than ``ends`` says (by default 0 for all;
+    ``-n`` for signal ``n``)."""
+    # A forked process has none of its parent's threads: a matmul that used the parent's pool would wait for ever.
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=function, args=(r, *args)) for r in range(world_size)]
@@ -73,7 +73,7 @@ class SharedBuffer:
 
 @dataclass(frozen=True)
 class SharedWorkspace:
-    """What the slots of all ranks share; poisoned with bytes that are NaN in fp16."""
+    """The shared memory of all ranks' slots, filled with bytes that are NaN in fp16."""
 
     data: torch.Tensor
     flags: torch.Tensor
@@ -114,8 +114,8 @@ class SharedWorkspace:
 
 
 def exact(pattern: str, a: torch.Tensor, b: torch.Tensor, bias: bool, average: bool, rows: int) -> list[torch.Tensor]:
-    """What each rank must have, in fp64: ``a [W, rows or all rows, K]`` and ``b [W, N, K]`` of all ranks, a bias that
-    is ``b``'s first column; ``rows`` of a shard."""
+    """The result of each rank in fp64: ``a [W, rows or all rows, K]`` and ``b [W, N, K]`` of all ranks, a bias that is
+    ``b``'s first column; ``rows`` of a shard."""
     world_size = len(a)
     products = [
         (a.flatten(0, 1) if pattern == "all_gather_matmul" else a[r]).double() @ b[r].double().t()
@@ -131,7 +131,7 @@ def exact(pattern: str, a: torch.Tensor, b: torch.Tensor, bias: bool, average: b
 
 
 def at_rest(slot: Slot) -> bool:
-    """Whether what kernels count is zero again, as it must be between calls."""
+    """Whether the kernels' counters are zero, as they must be between calls."""
     counted = slot.queues.clone()
     counted[ANNOUNCED] = 0
     return not counted.any() and not slot.tiles.any()

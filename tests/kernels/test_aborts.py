@@ -1,6 +1,7 @@
-"""Three ranks, one of which gives up: no rank is handed a wrong number without being told, every rank is told at once
-who gave up on what, and nothing is stored or signalled by who gave up, in replays either. Of every schedule with
-kernels of its own."""
+# SPDX-License-Identifier: Apache-2.0
+"""Three ranks, one of which gives up, for every schedule with kernels of its own. No rank gets a wrong number without
+an error, every rank learns at once who gave up on what, and the rank that gave up stores and signals nothing more, also
+in replays."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ FIRST = "rank 0 gave up first: "
 
 
 def _meet(steps: torch.Tensor, rank: int, step: int) -> None:
-    """Go on when every rank has come to ``step``."""
+    """Wait until every rank has reached ``step``."""
     steps[rank] = step
     _await(steps, step)
 
@@ -42,13 +43,13 @@ def _await(steps: torch.Tensor, step: int) -> None:
 
 
 def _as_a_graph(launch: Launch, patience_ns: int) -> Launch:
-    """Its kernels again and again, as in a CUDA graph: the host's part, which would raise, never."""
+    """Run its kernels again and again as in a CUDA graph, without the host's part, which would raise."""
     launch.faults.check = lambda: None  # type: ignore[method-assign]
     return replace(launch, patience_ns=patience_ns, prepared={})
 
 
 def _flags_from(space: SharedWorkspace, source: int) -> torch.Tensor:
-    """What ``source`` has told its peers: credits and signals."""
+    """The credits and signals that ``source`` has set at its peers."""
     flags = space.flags.view(WORLD, -1, FLAG_WORDS)[:, :, 0]
     first = WORLD + source * SIGNALS
     return torch.cat([flags[:, source : source + 1], flags[:, first : first + SIGNALS]], 1)
@@ -64,7 +65,7 @@ def _right_or_told(name: str, launch: Launch, call: int) -> None:
 
 
 def _last_is_late(rank: int, space: SharedWorkspace, name: str, steps: torch.Tensor) -> None:
-    """Later than rank 0's patience, and within rank 1's."""
+    """The last rank comes after rank 0's patience and within rank 1's."""
     launch = space.launch(rank)
     assert EVERY[name].is_right(EVERY[name].run(launch, 1), 1, WORLD)
     _meet(steps, rank, 1)
@@ -79,7 +80,7 @@ def _last_is_late(rank: int, space: SharedWorkspace, name: str, steps: torch.Ten
         assert launch.faults.error() is not None, "nothing in this call could be had without rank 2, or rank 0 told it"
     _meet(steps, rank, 2)
     if rank == 0:
-        # Peers rest.
+        # Peers make no call meanwhile.
         stored = space.data[1:].clone()
         _right_or_told(name, launch, 3)
         # (Copy engines look at no abort word: ``transports.copy_engine``.)
@@ -90,7 +91,7 @@ def _last_is_late(rank: int, space: SharedWorkspace, name: str, steps: torch.Ten
     _meet(steps, rank, 4)
     if rank == 0:
         now = _flags_from(space, 0)[1:]
-        # (Copies go on, with a number that nobody waits for.)
+        # Copies go on, with a number that nobody waits for.
         assert (now[now != signalled[1:]] < 0).all(), "a rank that has given up told a peer something"
     del launch.faults.check
     with pytest.raises(TransferError, match=IN_VAIN if rank == 0 else FIRST + IN_VAIN):
@@ -103,7 +104,7 @@ def test_no_rank_takes_what_a_peer_gave_up_for_a_result(name: str) -> None:
 
 
 def _host_aborts(rank: int, space: SharedWorkspace, name: str, steps: torch.Tensor) -> None:
-    """Rank 2's host, while the kernels of the others wait for its call."""
+    """Rank 2's host aborts while the kernels of the others wait for its call."""
     launch = space.launch(rank, PATIENT_NS)
     assert EVERY[name].is_right(EVERY[name].run(launch, 1), 1, WORLD)
     _meet(steps, rank, 1)

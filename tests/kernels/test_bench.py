@@ -1,5 +1,5 @@
-"""The operator bench with schedules that are one op a site: built, checked, timed, in Triton's interpreter; a wrong
-result ends it."""
+# SPDX-License-Identifier: Apache-2.0
+"""The operator bench in Triton's interpreter, with schedules that are one op a site; a wrong result ends it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tests.kernels.shared_memory import use_shared_memory
-from tests.numerics.ranks import run_ranks
+from tests.support.gloo_ranks import run_ranks
+from tests.support.shared_memory import use_shared_memory
 
 ARGUMENTS = ["--device", "cpu", "--dtype", "float16", "--shapes", "tiny", "--repeats", "2", "--case-seconds", "0"]
 
@@ -56,7 +56,7 @@ def test_schedules_of_one_op_as_ops_and_as_graphs(tmp_path: Path) -> None:
     )
     assert found["hidden", "chunked/copy_engine"]["parameters"]["transport"] == "copy_engine"
     assert all(0 < row["error"] < 2e-2 or row["provider"] == "keep" for row in first)
-    # (What ranks have found is the same on all of them.)
+    # All ranks decide on the same figures.
     assert [row["median_us"] for row in first] == [row["median_us"] for row in second]
 
 
@@ -109,7 +109,7 @@ def _wrong(rank: int, world_size: int, folder: str) -> str:
     from overlap_inductor.lowerings.fused import calls as fused
 
     right = fused.all_gather_matmuls
-    fused.all_gather_matmuls = lambda *arguments: [result + rank for result in right(*arguments)]  # type: ignore[assignment]
+    fused.all_gather_matmuls = lambda *arguments: [result + rank for result in right(*arguments)]
     try:
         _run(
             rank,

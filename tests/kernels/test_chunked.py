@@ -1,5 +1,6 @@
-"""Schedule ``chunked`` between processes over shared memory, its kernels in Triton's interpreter. There are no streams:
-whatever waits has to stand behind all that peers wait for."""
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``chunked`` between processes over shared memory, its kernels in Triton's interpreter. There are no streams,
+so a wait must come after everything that peers wait for."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from overlap_inductor.lowerings.chunked.parameters import needed
 from overlap_inductor.lowerings.chunked.parameters import result_signals
 from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
 from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports.copy_engine import CopyEngine
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import at_rest
 from tests.kernels.ranks import exact
@@ -31,8 +33,8 @@ SMALL = ChunkedParameters(2, "copy_engine", 1, grain=8, pushers=2)
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` of a shard, and ``missing`` ones at the end of an all-reduce. Each call has one chunk more than the one
-    before (where their number is given), in the same slot: what flags count must not rest on the site."""
+    """``rows`` of a shard; ``missing`` rows at the end of an all-reduce. If the number of chunks is given, each call
+    has one more than the call before, in the same slot: the meaning of flags must not depend on the site."""
 
     pattern: str
     world_size: int
@@ -171,7 +173,7 @@ def _round_once(rank: int, workspace: SharedWorkspace, out: torch.Tensor) -> Non
     ("pattern", "what", "peer"), [(GATHER, "rows", 1), (SCATTER, "partial sums", 2), (REDUCE, "partial sums", 2)]
 )
 def test_a_peer_that_never_comes(pattern: str, what: str, peer: int) -> None:
-    """Everything ends; the next call says which site waited for whom, and runs nothing."""
+    """The call ends. The next call raises an error that names the site and the peer, and runs nothing."""
     launch = SharedWorkspace.of(3, 20_000, 8).launch(0, patience_ns=20_000)
     a, b = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t()
 
@@ -191,7 +193,7 @@ def test_a_peer_that_never_comes(pattern: str, what: str, peer: int) -> None:
 
 
 class _Side:
-    """A side stream that says when it is the current one."""
+    """A side stream that records when it is the current one."""
 
     inside = False
 
@@ -209,11 +211,11 @@ class _Side:
 def test_leave_is_awaited_on_the_stream_of_the_matmuls(
     monkeypatch: pytest.MonkeyPatch, pattern: str, before: int
 ) -> None:
-    """Once a call: before a gather's first matmul, behind a reduction's, and before anything is sent. (Beside a
-    vendor's matmul it would wait for an SM until that ends.)"""
+    """Once in a call: before a gather's first matmul, after a reduction's, and before anything is sent. (Beside a
+    vendor matmul the wait would get no SM until the matmul ends.)"""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
     a, b = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t()
-    plain = chunked._transport(SMALL)
+    plain = CopyEngine()
 
     class Matmul(VendorMatmul):
         def __call__(self, *arguments: object) -> None:
@@ -229,7 +231,7 @@ def test_leave_is_awaited_on_the_stream_of_the_matmuls(
             )
 
     monkeypatch.setattr(chunked, "side_stream", lambda device: side)
-    monkeypatch.setattr(chunked, "_transport", lambda parameters: Transport())
+    monkeypatch.setattr(chunked, "transport_named", lambda protocol, name: Transport())
     monkeypatch.setattr(
         chunked, "credit_kernel", lambda launch: lambda: events.append("beside the matmuls" if side.inside else "leave")
     )
@@ -239,8 +241,7 @@ def test_leave_is_awaited_on_the_stream_of_the_matmuls(
 
 
 def test_what_was_gathered_is_handed_out_beside_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When all of it has come, and before the last matmuls, whose time hides it; behind the own shard's way to the
-    peers."""
+    """After all rows have arrived and the own shard was sent, and before the last matmuls, which hide the copy."""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
     plain_hand_out, plain_wait = chunked._hand_out, chunked.wait_kernel
 
@@ -274,8 +275,8 @@ def test_what_was_gathered_is_handed_out_beside_the_last_chunk(monkeypatch: pyte
     ("queues", "what"), [("", "another receiver to get its rows from rank 2"), ("2", "rows from rank 1")]
 )
 def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, what: str) -> None:
-    """The second receiver's rows wait for those that it gets first, from rank 2; not where the device has too few
-    queues for what waits."""
+    """The second receiver's rows wait for those that it gets first, from rank 2; but not on a device with too few
+    queues for waits."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     monkeypatch.setattr(symmetric, "hardware_queues", symmetric.hardware_queues.__wrapped__)
     workspace = SharedWorkspace.of(3, 20_000, 8)
@@ -289,9 +290,9 @@ def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, w
 
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 def test_a_sum_of_what_never_came_is_not_announced(transport: str) -> None:
-    """Bands of an all-reduce whose peers never come: their own partial sums are sent, finished rows are not told of.
-    Nor is anything in a call that was queued by then (a graph of the user's asks nobody between its calls): its number
-    is the one that a peer waits for."""
+    """An all-reduce whose peers never come sends its partial sums but announces no finished rows. A call that was
+    queued by then announces nothing either, since a peer waits for its number. (A user's graph checks nothing between
+    calls.)"""
     workspace = SharedWorkspace.of(3, 20_000, 8)
     launch, p = workspace.launch(0, patience_ns=20_000), replace(SMALL, transport=transport, chunks=2, bands=3)
     a, matmul, out = torch.ones(72, 32).half(), VendorMatmul(torch.ones(32, 16).half()), torch.empty(72, 16).half()
@@ -309,8 +310,8 @@ def test_a_sum_of_what_never_came_is_not_announced(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 def test_nothing_is_written_before_the_peer_has_read(transport: str) -> None:
-    """A second call whose peers have not ended the first waits for their credit, and gives up in vain. (A copy engine's
-    copy nothing holds back then; its signal is not given.)"""
+    """A second call waits for the credit of peers that have not ended the first, and gives up. (Nothing stops a copy
+    engine's copy then, but its signal is not given.)"""
     workspace = SharedWorkspace.of(2, 20_000, 4)
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)
@@ -326,13 +327,13 @@ def test_nothing_is_written_before_the_peer_has_read(transport: str) -> None:
     )
     with pytest.raises(
         TransferError,
-        match="waited in vain for leave to write into the workspace of rank 1: call 1 was wanted, 0 had come",
+        match="waited in vain for permission to write into the workspace of rank 1: call 1 was wanted, 0 had come",
     ):
         launch.faults.check()
 
 
 def test_a_matmul_that_fails_aborts_the_group() -> None:
-    """Peers wait for what was not sent: nothing of the group is valid from here on."""
+    """Peers wait for what was not sent, so no later result of the group is valid."""
     launch = SharedWorkspace.of(2, 20_000, 4).launch(0, patience_ns=20_000)
     with pytest.raises(RuntimeError):
         chunked.all_gather_matmul(
@@ -354,10 +355,10 @@ def test_what_the_schedule_is_not_made_for_is_said() -> None:
         chunked.all_gather_matmul(a, [VendorMatmul(b[:, :12])], launch, SMALL)
     with pytest.raises(UnsupportedError, match="not contiguous at 16 bytes"):
         chunked.all_gather_matmul(a.t(), [VendorMatmul(b)], launch, SMALL)
-    with pytest.raises(UnsupportedError, match="needs 8192 bytes and 1 signals, its slot has 4096 and 2"):
+    with pytest.raises(UnsupportedError, match="needs 8192 bytes and 1 signals in credits, its slot has 4096 and 2"):
         chunked.all_gather_matmul(torch.zeros(64, 32).half(), [VendorMatmul(b)], launch, SMALL)
     for other, right in ((a[:16], b), (a.float(), b.float()), (a[:, :16], b), (a, b[:, :8])):
         with pytest.raises(UnsupportedError, match="adds products like the first of a sum|fp16 or bf16"):
             chunked.matmul_reduce_scatter(a, VendorMatmul(b, added=((other, right),)), launch, SMALL)
-    with pytest.raises(UnsupportedError, match="3 rows do not fall"):
+    with pytest.raises(UnsupportedError, match="3 rows cannot be cut"):
         chunked.matmul_reduce_scatter(a[:3], VendorMatmul(b), launch, SMALL)

@@ -1,5 +1,6 @@
-"""The ops of schedule ``chunked`` as a rewritten graph calls them: between processes, with the group's own workspace,
-and what they do where there is none."""
+# SPDX-License-Identifier: Apache-2.0
+"""The ops of schedule ``chunked`` as a rewritten graph calls them: between processes, with the group's own workspace
+and without one."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ import overlap_inductor.lowerings.chunked.scaled_ops
 import overlap_inductor.lowerings.chunked.sum_ops  # noqa: F401  (these define the ops)
 from overlap_inductor.lowerings.chunked import parameters as chunked_plan
 from overlap_inductor.runtime import workspace
-from tests.kernels.shared_memory import use_shared_memory
-from tests.numerics.ranks import run_ranks
+from tests.support.gloo_ranks import run_ranks
+from tests.support.shared_memory import use_shared_memory
 
 ops = torch.ops.overlap_inductor
 ROWS, K, N = 24, 16, 24
@@ -106,7 +107,7 @@ def _check_scaled(rank: int, world_size: int, folder: str) -> list[str]:
             a = torch.randn(rows if gathers else all_rows, inner, generator=generator).to(FP8)
             b = torch.randn(columns, inner, generator=generator).to(FP8).t()
             bias = torch.randn(columns, generator=generator).to(BF16)
-            # A column of scales that lies as a row may.
+            # A column of scales with the strides of a row.
             scale_a, scale_b = scales((1, all_rows)).t(), scales((1, columns))
             name = f"{pattern} {transport} {row_wise}"
             need = chunked_plan.needed(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Epilogues: each op against torch's, and the fused kernels with epilogues between processes over shared memory, in
 Triton's interpreter."""
 
@@ -24,7 +25,7 @@ from overlap_inductor.sites.epilogue_program import to_text
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared
-from tests.kernels.shared_memory import SMALL_TILES
+from tests.support.shared_memory import SMALL_TILES
 
 SILU = (("neg", "x"), ("exp", "t0"), ("add", "t1", 1.0), ("div", "x", "t2"))
 ONE_ARGUMENT = ("abs", "exp", "neg", "relu", "sigmoid")
@@ -78,13 +79,12 @@ def test_each_op_is_torchs(name: str) -> None:
 
 def test_every_op_is_known_to_all() -> None:
     assert set(TORCH_OPS) == set(kernels.TRITON_OPS) == {*tail._OPS.values(), "to"}
-    assert kernels.MOST_EXTRAS == tail.MOST_EXTRAS
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("full", (13, 24)), ("row", (24,)), ("column", (13,)), ("scalar", (1,))])
 def test_extra_tensors_of_each_kind(kind: str, shape: tuple[int, ...]) -> None:
-    """Two of them, of two dtypes; what lies behind them is no number. (Rounded to fp16: the interpreter rounds to bf16
-    in its own way.)"""
+    """Two extra tensors of different dtypes, with NaN in the memory after them. (Rounded to fp16, since the interpreter
+    rounds to bf16 in its own way.)"""
     x = torch.randn(13, 24)
     first, second = (torch.full((1000,), float("nan")) for _ in range(2))
     extras = [e[: torch.Size(shape).numel()].normal_().view(shape) for e in (first, second.bfloat16())]
@@ -141,7 +141,7 @@ def test_text_that_is_no_program_becomes_no_code(program: Any) -> None:
     ],
 )  # fmt: skip
 def test_what_is_written_is_read_again(line: str) -> None:
-    """Should a template ever let through what it is given."""
+    """Guards against a template that lets other code through."""
     own = kernels.source_of((((), (("neg", "x"),)),))
     kernels.check_source(own)
     with pytest.raises(ValueError, match="which no epilogue needs"):
@@ -229,7 +229,7 @@ def _rank(
 
 
 def _exact(case: Case, rank: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """In fp64 but for the rounding that the result has before its epilogue."""
+    """In fp64, except that the result is rounded before its epilogue."""
     if case.pattern == "all_gather_matmul":
         result = a.flatten(0, 1).double() @ b[rank].double().t()
     else:
@@ -268,5 +268,5 @@ def test_extra_tensors_that_do_not_fit_are_refused() -> None:
         UnsupportedError, match=r"extra tensors \[\[32, 16\]\]; at most 2 are read, expected \[\[16, 16\]\]"
     ):
         fused.matmul_reduce_scatter(a, b, launch, p, tail=fused.Tail((RESIDUAL,), [torch.zeros(32, 16).half()]))
-    with pytest.raises(UnsupportedError, match="not contiguous, or not of floating point"):
+    with pytest.raises(UnsupportedError, match="not contiguous, or not floating point"):
         fused.matmul_reduce_scatter(a, b, launch, p, tail=fused.Tail((RESIDUAL,), [torch.zeros(16, 16).half().t()]))

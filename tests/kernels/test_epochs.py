@@ -1,5 +1,6 @@
-"""Calls are counted modulo 2**32: schedules go on where the count wraps around, and take no flag for come that was last
-touched 2**31 calls ago."""
+# SPDX-License-Identifier: Apache-2.0
+"""Calls are counted modulo 2**32: schedules go on when the count wraps around, and a flag that was last set 2**31 calls
+ago counts as not set."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def _at(call: int) -> int:
 
 
 def _count_from(launch: Launch, space: SharedWorkspace, calls: int, touched: int) -> None:
-    """As after ``calls`` calls, of which each touched the credits, and the ``touched``-th was the last to touch the
-    signals. (Every rank writes the flags of all alike.)"""
+    """Set counters as after ``calls`` calls that all set the credits, and of which number ``touched`` was the last to
+    set the signals. (Every rank writes the same flags for all.)"""
     launch.slot.calls.fill_(_at(calls))
     flags = space.flags.view(WORLD, -1, FLAG_WORDS)[:, :, 0]
     flags[:, :WORLD] = _at(calls)

@@ -1,5 +1,6 @@
-"""Peers that are late, skip a call or are killed, between processes over shared memory: patience, or an error that
-names site, group and peer; and the watchdog's part where no overlap op follows."""
+# SPDX-License-Identifier: Apache-2.0
+"""Peers that are late, skip a call or are killed, between processes over shared memory: a wait, or an error that names
+site, group and peer; and the watchdog, if no overlap op follows."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from overlap_inductor.runtime.workspace import Launch
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared
-from tests.kernels.shared_memory import SMALL_TILES
+from tests.support.shared_memory import SMALL_TILES
 
 PARAMETERS = FusedParameters(1, pieces=1, pushers=1, **SMALL_TILES)
 IMPATIENT_NS = 300_000
@@ -48,7 +49,7 @@ def _run(rank: Callable[..., None], *arguments: object, ends: tuple[int, int] = 
 
 
 def _loses_its_peer(pattern: str, launch: Launch) -> None:
-    """A call without a peer ends, and the one behind it raises."""
+    """A call without a peer ends, and the next one raises."""
     impatient = replace(launch, patience_ns=IMPATIENT_NS, prepared={})
     _call(pattern, impatient)
     with pytest.raises(
@@ -70,7 +71,7 @@ def _peer_skips(rank: int, workspace: SharedWorkspace, pattern: str, finished: t
         return
     while not int(finished[0]):
         time.sleep(0.01)
-    # It was not there for the call, and is told so before its next one: the others have left.
+    # It missed the call, and its next call raises, since the others have given up.
     missed = f"site some site of group 'tp' waited in vain for {PATTERNS[pattern][0]} from rank 1"
     with pytest.raises(TransferError, match=f"rank 0 gave up first: {missed}: call 2 was wanted, 1 had come"):
         _call(pattern, launch)
@@ -118,7 +119,7 @@ def _replays_without_its_peer(rank: int, workspace: SharedWorkspace) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     watchdog.GRACE_SECONDS = 0.3
     watchdog.watch(launch.faults, lambda: True)
-    # As in a CUDA graph: the kernel again and again, the host's part of the op never.
+    # As in a CUDA graph: the kernel runs again and again, without the host's part of the op.
     launch.faults.check = lambda: None  # type: ignore[method-assign]
     while True:
         _call("matmul_reduce_scatter", replace(launch, patience_ns=IMPATIENT_NS, prepared={}))
@@ -129,6 +130,6 @@ def test_replays_without_a_peer_end(capfd: pytest.CaptureFixture[str]) -> None:
     said = capfd.readouterr().err
     assert (
         "site some site of group 'tp' waited in vain for partial sums from rank 1" in said
-        and "the process is ended" in said
+        and "The process ends now" in said
     )
     assert "_replays_without_its_peer" in said, "where the program was"

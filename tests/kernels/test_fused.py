@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused kernels between processes over shared memory, block after block in Triton's interpreter."""
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.kernels.ranks import at_rest
 from tests.kernels.ranks import exact
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared
-from tests.kernels.shared_memory import SMALL_TILES
+from tests.support.shared_memory import SMALL_TILES
 
 CALLS = 3
 
@@ -28,8 +29,8 @@ CALLS = 3
 @dataclass(frozen=True)
 class Case:
     """``rows`` of a shard; ``in_rows``: the right operand lies in rows, not transposed; ``keep``: the gathered tensor
-    is read behind the kernel. Each call has one band more than the one before, in the same slot: what flags count must
-    not rest on the site."""
+    is read after the kernel. Each call has one band more than the call before, in the same slot: the meaning of flags
+    must not depend on the site."""
 
     pattern: str
     world_size: int
@@ -158,7 +159,8 @@ def test_agrees_with_fp64(name: str) -> None:
     ],
 )
 def test_a_peer_that_never_comes(pattern: str, what: str, slices: int, pushers: int) -> None:
-    """The kernel ends, all its blocks with it; the next call says which site waited for whom, and runs nothing."""
+    """The kernel ends with all its blocks. The next call raises an error that names the site and the peer, and runs
+    nothing."""
     launch = SharedWorkspace.of(3, 20_000, 4).launch(0, patience_ns=20_000)
     a, b, p = (
         torch.zeros(48, 32).half(),
@@ -177,8 +179,8 @@ def test_a_peer_that_never_comes(pattern: str, what: str, slices: int, pushers: 
 
 @pytest.mark.parametrize("pattern", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_nothing_is_written_without_leave(pattern: str) -> None:
-    """A peer that is still in the call before, whose rows have come all the same (from a faster one, say): its
-    workspace stays as it is."""
+    """The workspace of a peer that is still in the call before is not written, although its rows have arrived (from a
+    faster rank, say)."""
     workspace = SharedWorkspace.of(2, 20_000, 4)
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)
@@ -192,7 +194,7 @@ def test_nothing_is_written_without_leave(pattern: str) -> None:
     function(a, b, launch, p)
     with pytest.raises(
         TransferError,
-        match="waited in vain for leave to write into the workspace of rank 1: call 1 was wanted, 0 had come",
+        match="waited in vain for permission to write into the workspace of rank 1: call 1 was wanted, 0 had come",
     ):
         function(a, b, launch, p)
     assert (workspace.data[1] == 0x7E).all() and not workspace.flags[1, 2 * FLAG_WORDS :].any(), (
@@ -214,17 +216,17 @@ def test_what_a_kernel_is_not_made_for_is_said() -> None:
     a, b, p = torch.zeros(32, 32).half(), torch.zeros(16, 32).half().t(), CASES["gather, one block"].parameters(0)
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):
         fused.all_gather_matmul(a.float(), b.float(), launch, p)
-    with pytest.raises(UnsupportedError, match="whole 16-byte rows or columns"):
+    with pytest.raises(UnsupportedError, match="rows or columns of whole 16-byte words"):
         fused.all_gather_matmul(a, torch.zeros(16, 64).half().t()[::2], launch, p)
     with pytest.raises(UnsupportedError, match="of 32 and of 12 elements"):
         fused.all_gather_matmul(a, b[:, :12], launch, p)
-    with pytest.raises(UnsupportedError, match="is no row of 16 elements"):
+    with pytest.raises(UnsupportedError, match="expected a contiguous row of 16 elements"):
         fused.all_gather_matmul(a, b, launch, p, torch.zeros(4).half())
     with pytest.raises(UnsupportedError, match="not contiguous at 16 bytes"):
         fused.all_gather_matmul(a.t(), b, launch, p)
     with pytest.raises(UnsupportedError, match="its slot has 4096 and 2"):
         fused.all_gather_matmul(torch.zeros(64, 32).half(), b, launch, replace(p, parts=4))
-    with pytest.raises(UnsupportedError, match="3 rows do not fall"):
+    with pytest.raises(UnsupportedError, match="3 rows cannot be cut"):
         fused.matmul_reduce_scatter(a[:3], b, launch, p)
     with pytest.raises(UnsupportedError, match="2 tiles are multiplied, and the slot has words for 1"):
         fused.matmul_all_reduce(a, b, replace(launch, slot=replace(launch.slot, tiles=launch.slot.tiles[:1])), p)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One launch for several weights of a gathered tensor: processes with shared memory, in Triton's interpreter."""
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from overlap_inductor.lowerings.fused.parameters import in_one_launch
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import run_ranks
 from tests.kernels.ranks import shared
-from tests.kernels.shared_memory import SMALL_TILES
+from tests.support.shared_memory import SMALL_TILES
 
 CALLS = 2
 
@@ -78,7 +79,7 @@ def test_weights_that_lie_otherwise_are_refused() -> None:
     launch = SharedWorkspace.of(2, 4096, 2).launch(0)
     a, b, p = torch.zeros(32, 32).half(), torch.zeros(16, 32).half().t(), FusedParameters(1, **SMALL_TILES)
     for weights in ([b, b.contiguous()], [b] * 5, []):
-        with pytest.raises(UnsupportedError, match="1 to 4 weights that lie alike"):
+        with pytest.raises(UnsupportedError, match="1 to 4 weights of one layout"):
             fused.all_gather_matmuls(a, weights, launch, p, [None] * len(weights))
 
 

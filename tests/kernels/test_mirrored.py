@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``bench.mirrored`` on one process: two buffers are two GPUs, each of which plays one rank and, to the other, all its
 peers."""
 
@@ -20,6 +21,7 @@ from overlap_inductor.transports.copy_engine import CopyEngine
 from overlap_inductor.transports.credits import announced
 from overlap_inductor.transports.credits import end_kernel
 from overlap_inductor.transports.transfer import Transfer
+from overlap_inductor.transports.transport import Share
 
 ROWS, WIDTH, PARTS = 4, 8, 2
 
@@ -51,10 +53,10 @@ class OneOfMany:
         source = torch.arange(rows * WIDTH).reshape(rows, WIDTH).half()
         transfer = Transfer(ROWS, WIDTH, ROWS // PARTS, scattered=not self.gathers)
         announced(self.launch).fill_(1)
-        CopyEngine(0).prepare(self.launch, transfer, range((self.world_size - 1) * PARTS), source)(source)
+        CopyEngine().prepare(self.launch, transfer, range((self.world_size - 1) * PARTS), source, Share(0, 0))(source)
 
     def signalled(self) -> list[list[int]]:
-        """What the other GPU has been told: of each source but itself, of each part."""
+        """The signals at the other GPU: of each source but itself, and of each part."""
         flags = self.flags[1][self.margin :: FLAG_WORDS].tolist()
         first = [self.world_size + source * mirrored.SIGNALS for source in range(self.world_size)]
         return [flags[at : at + PARTS] for at in first[1:]]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fp8 sites (``_scaled_mm``) from the model to the kernels by schedule ``chunked``: the rewritten graph between
 processes, against fp64 of the dequantised operands."""
 
@@ -9,18 +10,18 @@ import torch
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
-from tests.kernels.scaled_sites import cases
-from tests.kernels.scaled_sites import made
-from tests.kernels.shared_memory import use_shared_memory
-from tests.numerics.interpreted import interpreted
-from tests.numerics.ranks import run_ranks
-from tests.numerics.test_agreement import _tuple
+from tests.support.gloo_ranks import run_ranks
+from tests.support.interpreted import interpreted
+from tests.support.ring_cases import as_tuple
+from tests.support.scaled_sites import cases
+from tests.support.scaled_sites import made
+from tests.support.shared_memory import use_shared_memory
 
 CALLS = 2
 
 
 def off(found: torch.Tensor, exact: torch.Tensor) -> str | None:
-    """How far ``found`` is from what it should be, where that is further than fp8 and bf16 make it."""
+    """The error of ``found``, if it is larger than the rounding of fp8 and bf16."""
     if found.shape != exact.shape:
         return f"{tuple(found.shape)} is not {tuple(exact.shape)}"
     error = (found.double() - exact).abs().max()
@@ -40,8 +41,8 @@ def _check(rank: int, world_size: int, folder: str, names: list[str] | None) -> 
         )
         for call in range(CALLS):
             tensors = made(inputs, torch.Generator().manual_seed(7 + rank + 100 * call))
-            exact = _tuple(function(*(t.double() for t in tensors)))
-            for e, f in zip(exact, _tuple(compiled(*tensors)), strict=True):
+            exact = as_tuple(function(*(t.double() for t in tensors)))
+            for e, f in zip(exact, as_tuple(compiled(*tensors)), strict=True):
                 if problem := off(f, e):
                     problems.append(f"{name} call {call}: {problem}")
         schedules = [p.schedule for r in reports for s in r.sites for p in s.decision.plan]
@@ -66,7 +67,7 @@ def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
             function, backend=interpreted(OverlapConfig(schedule="chunked", mode="strict", max_tokens=100), reports)
         )
         tokens = inputs[0][1][0]
-        # Fewer rows than a chunk's, and more than were planned for, which run as they stood.
+        # Fewer rows than a chunk, and more than planned, which run without overlap.
         for rows in (24, 7, 2, 60):
             rows *= 1 if name.startswith("gather") else world_size
             now = [
@@ -77,7 +78,7 @@ def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
             for tensor, (_, shape) in zip(tensors, now, strict=True):
                 if shape[:1] == (rows,) and (tensor is tensors[0] or shape[1:] == (1,)):
                     torch._dynamo.mark_dynamic(tensor, 0)
-            (exact,), (found,) = _tuple(function(*(t.double() for t in tensors))), _tuple(compiled(*tensors))
+            (exact,), (found,) = as_tuple(function(*(t.double() for t in tensors))), as_tuple(compiled(*tensors))
             if problem := off(found, exact):
                 problems.append(f"{name} of {rows} rows: {problem}")
         plans = [s.decision.moving for r in reports for s in r.sites]

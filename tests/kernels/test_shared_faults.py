@@ -1,5 +1,6 @@
-"""Groups of gloo processes that tell each other of faults: the board in the host's memory, and schedule
-``wave_groups``, whose collectives are not its own."""
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of gloo processes that report faults to each other, by the board in host memory; also with schedule
+``wave_groups``, which runs another library's collectives."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ import torch.distributed as dist
 from overlap_inductor.errors import TransferError
 from overlap_inductor.lowerings.wave_groups import launch as wave_groups
 from overlap_inductor.lowerings.wave_groups.parameters import WaveParameters
-from overlap_inductor.runtime import board
 from overlap_inductor.runtime import faults
+from overlap_inductor.runtime import shared_file
 from overlap_inductor.runtime.all_or_none import NotOnAllRanks
 from overlap_inductor.runtime.workspace import workspace_of
-from tests.kernels.shared_memory import use_shared_memory
-from tests.numerics.ranks import run_ranks
+from tests.support.gloo_ranks import run_ranks
+from tests.support.shared_memory import use_shared_memory
 
 WORLD = 3
 CPU = torch.device("cpu")
@@ -27,7 +28,8 @@ PARAMETERS = WaveParameters(2, (1,), (0, 1, 2), 16, 16, 16, 2, 4, 1, False)
 
 
 def _tiles_come_late(rank: int, world_size: int, folder: str, reached: bool, scatters: bool) -> None:
-    """Something else holds rank 0's GPU for longer than its patience: its tiles are stored behind the collectives."""
+    """Something else occupies rank 0's GPU for longer than its patience, so its tiles are stored after the
+    collectives."""
     if reached:
         use_shared_memory(folder)
     group = dist.group.WORLD
@@ -41,7 +43,7 @@ def _tiles_come_late(rank: int, world_size: int, folder: str, reached: bool, sca
         return run(torch.full((rows, 16), value).half(), right, group, PARAMETERS, "some site")
 
     assert (call(1) == 16 * world_size).all()
-    # As in a CUDA graph, where no host looks.
+    # As in a CUDA graph, without a check by the host.
     faults.check = lambda: None  # type: ignore[method-assign]
     multiply = wave_groups.Call.multiply
     if rank == 0:
@@ -72,9 +74,11 @@ def test_what_was_never_written_is_no_number_on_any_rank(reached: bool, scatters
     run_ranks(WORLD, _tiles_come_late, str(tmp_path), reached, scatters, timeout=100)
 
 
-def _aborts(rank: int, world_size: int, folder: str) -> tuple[str, bool]:
+def _aborts(rank: int, world_size: int, folder: str, files: str) -> tuple[str, bool]:
     use_shared_memory(folder)
+    shared_file.SHARED_FOLDER = Path(files)
     faults = workspace_of(dist.group.WORLD, CPU).faults
+    assert files in Path("/proc/self/maps").read_text(), "the board is not in that folder"
     before = faults.error()
     dist.barrier()
     if rank == 1:
@@ -83,17 +87,13 @@ def _aborts(rank: int, world_size: int, folder: str) -> tuple[str, bool]:
     return f"{before}; {faults.error()}", bool(faults.stop[0])
 
 
-def _shared_files() -> set[str]:
-    """Files of boards and pages, those of a killed process among them, which has not unlinked its own."""
-    return {path.name for path in board.SHARED_FOLDER.glob("overlap_inductor_*")}
-
-
 def test_a_board_is_seen_by_all_ranks_and_leaves_no_file(tmp_path: Path) -> None:
-    before = _shared_files()
-    said = run_ranks(WORLD, _aborts, str(tmp_path), timeout=100)
+    files = tmp_path / "shared"
+    files.mkdir()
+    said = run_ranks(WORLD, _aborts, str(tmp_path), str(files), timeout=100)
     assert all(stopped and "was aborted by rank 1;" in text for text, stopped in (said[0], said[2])), said
     assert said[1][1] and "None; group" in said[1][0] and "was aborted;" in said[1][0]
-    assert _shared_files() <= before
+    assert not list(files.iterdir())
 
 
 def _cannot_tell(rank: int, world_size: int, folder: str) -> str:
@@ -111,8 +111,9 @@ def test_a_rank_that_cannot_tell_its_kernels_is_the_error_of_all(tmp_path: Path)
     assert set(said) == {said[0]} and said[0].startswith(text)
 
 
-def _sees_no_board(rank: int, world_size: int, folder: str, blind: int, full: bool) -> str:
+def _sees_no_board(rank: int, world_size: int, folder: str, files: str, blind: int, full: bool) -> str:
     use_shared_memory(folder)
+    shared_file.SHARED_FOLDER = Path(files)
     if rank == blind and full:
 
         def fails(file: int, offset: int, size: int) -> None:
@@ -120,7 +121,7 @@ def _sees_no_board(rank: int, world_size: int, folder: str, blind: int, full: bo
 
         os.posix_fallocate = fails
     elif rank == blind:
-        board.SHARED_FOLDER = Path(folder) / "nowhere"
+        shared_file.SHARED_FOLDER = Path(folder) / "nowhere"
     with pytest.raises(NotOnAllRanks) as found:
         workspace_of(dist.group.WORLD, CPU)
     return str(found.value)
@@ -129,17 +130,18 @@ def _sees_no_board(rank: int, world_size: int, folder: str, blind: int, full: bo
 @pytest.mark.parametrize(
     ("blind", "full", "why"),
     [
-        (2, False, "map the first rank's file of /dev/shm (OverlapError: [Errno 2] No such file"),
+        (2, False, "map the first rank's file of {} (OverlapError: [Errno 2] No such file"),
         (0, False, "make a file of"),
         # (Written to without room, its page would end the process by SIGBUS.)
-        (0, True, "make a file of /dev/shm for all ranks (OverlapError: [Errno 28] No space left"),
+        (0, True, "make a file of {} for all ranks (OverlapError: [Errno 28] No space left"),
     ],
     ids=["one cannot map it", "the first cannot make it", "no memory is left for it"],
 )
 def test_a_rank_that_sees_no_board_is_the_error_of_all(blind: int, full: bool, why: str, tmp_path: Path) -> None:
-    """And nobody waits for it."""
-    before = _shared_files()
-    said = run_ranks(WORLD, _sees_no_board, str(tmp_path), blind, full, timeout=60)
-    assert set(said) == {said[0]} and said[0].startswith(f"rank {blind} cannot {why}")
+    """The others raise it, too, and nobody waits."""
+    files = tmp_path / "shared"
+    files.mkdir()
+    said = run_ranks(WORLD, _sees_no_board, str(tmp_path), str(files), blind, full, timeout=60)
+    assert set(said) == {said[0]} and said[0].startswith(f"rank {blind} cannot {why.format(files)}")
     assert "OVERLAP_INDUCTOR_SCHEDULE=ring" in said[0]
-    assert _shared_files() <= before
+    assert not list(files.iterdir())

@@ -1,4 +1,5 @@
-"""Signals between processes over shared memory: the interpreter's twins, with the same calls as on GPUs."""
+# SPDX-License-Identifier: Apache-2.0
+"""Signals between processes over shared memory: the interpreter's versions, with the calls of the GPU's."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_data_is_there_when_its_signal_is() -> None:
 
 
 def test_flags_may_wrap_around() -> None:
-    """A counter that passes 2**31 goes on: what is compared is the difference."""
+    """A counter may pass 2**31, since differences are compared."""
     assert _two_ranks(2**31 - 20).tolist() == [0, 0]
 
 
@@ -81,8 +82,8 @@ def _signed(numbers: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("call", [0, 1, 2**20, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1])
 def test_a_flag_has_come_that_is_there_or_a_little_ahead(call: int) -> None:
-    """However many calls there have been; not one that was last touched 2**31 calls ago, nor the one of a copy engine
-    that is to signal to nobody."""
+    """At any call count. A flag that was last set 2**31 calls ago has not arrived, nor has the number with which a copy
+    engine signals to nobody."""
     ahead = [0, 1, WINDOW - 1, -1, -(2**31), -(2**31) - 5, NOBODY.value, WINDOW]
     found = torch.zeros(16, dtype=torch.int32)
     compare[(8,)](_signed([call + n for n in ahead]), _signed([call] * 8), found)
@@ -99,7 +100,7 @@ def give_up_alike(flag, stop, who):
 
 
 def _one_of_two(block: int, space: SharedWorkspace, steps: torch.Tensor) -> None:
-    """A block of rank 0: it gives up when the other one does."""
+    """A block of rank 0 that gives up together with the other one."""
     for attempt in range(TRIES):
         steps[block] = 3 * attempt + 1
         while int(steps.min()) < 3 * attempt + 1:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The small-message kernels between processes over shared memory, block after block in Triton's interpreter."""
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _rank(
 
 
 def _late_rank(rank: int, *args: Any) -> None:
-    """As ``_rank``, where rank 1 looks at what has come some time after its flags have."""
+    """As ``_rank``, but rank 1 reads arrived rows some time after it saw their flags."""
     if rank == 1:
         wait = kernels.wait_for_all
 
@@ -160,14 +161,14 @@ LATE = {
 
 @pytest.mark.parametrize("name", LATE)
 def test_a_rank_that_is_late_between_two_steps(name: str) -> None:
-    """Its peers are in their next call by then, whose data go to the other half; in two-shot they wait for all segments
+    """By then its peers are in their next call, which writes to the other half. In two-shot they wait for all segments
     of its rows."""
     _check(LATE[name], _late_rank)
 
 
 def test_it_rounds_where_a_model_rounds() -> None:
-    """Bit for bit what the ops one by one give, from the sum on: a graph's numbers stay what they were. (The
-    interpreter cuts bf16 off instead of rounding it.)"""
+    """From the sum on, bit for bit the results of the separate ops, so that a graph's numbers do not change. (In fp16,
+    since the interpreter truncates bf16.)"""
     case = replace(CASES["one-shot"], dtype=torch.float16)
     generator = torch.Generator().manual_seed(2)
     product, residual, weight = (
@@ -185,7 +186,8 @@ def test_it_rounds_where_a_model_rounds() -> None:
 @pytest.mark.parametrize("two_shot", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_peer_that_never_comes(two_shot: bool, norm: bool) -> None:
-    """The kernel ends, all its blocks with it; the next call says which site waited for whom, and runs nothing."""
+    """The kernel ends with all its blocks. The next call raises an error that names the site and the peer, and runs
+    nothing."""
     launch = _launch(SharedWorkspace.of(3, 20_000, 32), 0, patience_ns=20_000)
     x, p = torch.zeros(4, 32).bfloat16(), SmallParameters(two_shot, 16, 4)
 
@@ -216,11 +218,11 @@ def test_what_a_kernel_is_not_made_for_is_said() -> None:
         small_message.all_reduce(torch.zeros(2**20, 8).half(), launch, p)
     with pytest.raises(UnsupportedError, match="empty, or not contiguous"):
         small_message.all_reduce(torch.zeros(64, 8).half().t()[:, ::8].t(), launch, p)
-    with pytest.raises(UnsupportedError, match="its slot has 4096 and 8"):
+    with pytest.raises(UnsupportedError, match="its slot has 4096 and 8 in halves"):
         small_message.all_reduce(torch.zeros(16, 64).half(), launch, p)
-    with pytest.raises(UnsupportedError, match="is used with credits"):
+    with pytest.raises(UnsupportedError, match="its slot has 4096 and 8 in credits"):
         small_message.all_reduce(x, replace(launch, slot=replace(launch.slot, protocol="credits")), p)
-    with pytest.raises(UnsupportedError, match="take wider segments"):
+    with pytest.raises(UnsupportedError, match="use wider segments"):
         small_message.all_reduce(torch.zeros(1, 4096).half(), launch, replace(p, segment=16))
     with pytest.raises(UnsupportedError, match="weight of the norm is torch.float32"):
         small_message.all_reduce_norm(x, x, x[0].float(), EPS, launch, p)

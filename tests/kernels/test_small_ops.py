@@ -1,5 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops of schedule ``small_message`` between processes: workspace from the plan, kernels in Triton's interpreter,
-and the plain computation where they do not run."""
+and the plain computation if they cannot run."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from overlap_inductor.lowerings.small_message import ops as small_ops  # noqa: F
 from overlap_inductor.lowerings.small_message import parameters as small_plan
 from overlap_inductor.runtime.workspace import prepare
 from overlap_inductor.runtime.workspace import workspace_of
-from tests.kernels.shared_memory import use_shared_memory
-from tests.numerics.ranks import run_ranks
+from tests.support.gloo_ranks import run_ranks
+from tests.support.shared_memory import use_shared_memory
 
 ops = torch.ops.overlap_inductor
 INNER, COLUMNS, EPS = 24, 40, 1e-3
@@ -26,7 +27,7 @@ SETTINGS = {
 
 
 def _call(name: str, site: str, rows: int, seed: int, bias: bool, norm: bool, average: bool = False) -> list[str]:
-    """Problems of one call, and of what its fake function says."""
+    """Problems of one call and of its fake function."""
     group, rank = dist.group.WORLD, dist.get_rank()
     generator = torch.Generator().manual_seed(seed)
     lhs, rhs, bias_row, residual, weight = (
@@ -92,7 +93,7 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
     counts = {s.protocol: sorted(int(t.calls) for t in slots if t.protocol == s.protocol) for s in slots}
     if counts != {"credits": [0], "halves": [8, 16]}:
         problems.append(f"calls of the slots: {counts}")
-    # More rows than were planned for.
+    # More rows than planned.
     problems += _call("one", "one 0", 60, 9, bias=False, norm=True)
     problems += _call("one", "no room", 3, 7, bias=True, norm=True)
     problems += _call("one", "no room", 3, 7, bias=True, norm=False)

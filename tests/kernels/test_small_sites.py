@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedule ``small_message`` from the model to the kernels: the rewritten graph between processes, its kernels in
 Triton's interpreter."""
 
@@ -12,9 +13,9 @@ import torch.distributed._functional_collectives as funcol
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
-from tests.kernels.shared_memory import use_shared_memory
-from tests.numerics.interpreted import interpreted
-from tests.numerics.ranks import run_ranks
+from tests.support.gloo_ranks import run_ranks
+from tests.support.interpreted import interpreted
+from tests.support.shared_memory import use_shared_memory
 
 
 def _norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
@@ -25,8 +26,7 @@ def _norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
 def two_layers(
     x: torch.Tensor, residual: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gain: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """A layer's end twice, as Llama has it, the second one behind the first one's norm; and an all-reduce without a
-    norm."""
+    """The end of a Llama layer twice, the second after the first one's norm; and an all-reduce without a norm."""
     group = dist.group.WORLD
     first = residual + funcol.all_reduce(x @ a, "sum", group)
     second = first + funcol.all_reduce(_norm(first, gain) @ b, "sum", group)

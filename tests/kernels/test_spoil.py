@@ -1,5 +1,6 @@
-"""Copies that run without leave: a rank that gave up copies its next rows over those that a paused peer still reads.
-What the peer hands out is right, or NaN.
+# SPDX-License-Identifier: Apache-2.0
+"""Copies without leave: a rank that gave up copies its next rows over those that a paused peer still reads. The peer's
+result is right or NaN.
 
 One process plays both ranks, in Triton's interpreter: rank 0 reads, and just behind its last wait rank 1 goes on to its
 next call, for which it gets no leave.
@@ -25,8 +26,9 @@ from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.transports import credits
 from overlap_inductor.transports.copy_engine import CopyEngine
 from overlap_inductor.transports.transfer import Transfer
+from overlap_inductor.transports.transport import Share
 from tests.kernels.ranks import SharedWorkspace
-from tests.kernels.shared_memory import SMALL_TILES
+from tests.support.shared_memory import SMALL_TILES
 
 ROWS, INNER, COLUMNS = 16, 16, 16
 IMPATIENT_NS = 20_000
@@ -37,7 +39,7 @@ class Sender:
 
     def __init__(self, launch: Launch, transfer: Transfer, source: torch.Tensor) -> None:
         self.launch, self.source = launch, source
-        self.send = CopyEngine(None).prepare(launch, transfer, range(transfer.parts), source)
+        self.send = CopyEngine().prepare(launch, transfer, range(transfer.parts), source, Share())
 
     def call(self, value: float) -> None:
         self.source.fill_(value)
@@ -50,7 +52,7 @@ Read = Callable[[Launch, Sender | None], Sequence[torch.Tensor]]
 
 
 def _behind(wait: Callable[..., Any], sender: Sender | None) -> Callable[..., Any]:
-    """``wait``, a kernel that is made; when it has waited the sender begins its next call."""
+    """Replace the kernel ``wait`` by one after which the sender begins its next call."""
 
     def made(*arguments: Any) -> Callable[[], None]:
         kernel = wait(*arguments)
@@ -87,11 +89,11 @@ def _chunked(pattern: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, i
 
 def _fused(keep: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, int, Read]:
     p = FusedParameters(1, pieces=1, pushers=1, copies_from=0, **SMALL_TILES)
-    prepared = fused.copies_with_flags
+    prepare = CopyEngine.prepare
 
     def read(launch: Launch, sender: Sender | None) -> Sequence[torch.Tensor]:
         def copies(*arguments: Any) -> Callable[[torch.Tensor], None]:
-            send = prepared(*arguments)
+            send = prepare(*arguments)
 
             def sent(source: torch.Tensor) -> None:
                 send(source)
@@ -103,7 +105,7 @@ def _fused(keep: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, int, 
 
         a, b = torch.ones(ROWS, INNER).half(), torch.ones(COLUMNS, INNER).half().t()
         with monkeypatch.context() as patched:
-            patched.setattr(fused, "copies_with_flags", copies)
+            patched.setattr(CopyEngine, "prepare", copies)
             outs = fused.all_gather_matmuls(a, [b], launch, p, [None], keep)
             if keep:
                 outs.append(fused.gathered(a, launch).clone())

@@ -1,5 +1,6 @@
-"""The stress checks for GPUs between gloo processes, their kernels in Triton's interpreter: that they run, and that
-they find what is wrong."""
+# SPDX-License-Identifier: Apache-2.0
+"""The stress checks for GPUs, run between gloo processes with interpreted kernels: they run, and they find wrong
+results."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ from typing import Any
 
 import torch
 
+from bench.support import gpu_ranks
 from overlap_inductor.transports.copy_engine import CopyEngine
 from tests.gpu import check_stress
-from tests.gpu import ranks
 from tests.gpu import stress_scenarios
 from tests.gpu import stress_sites
 from tests.gpu.repeated import Repeated
 from tests.gpu.stress_sites import Shape
-from tests.kernels.shared_memory import SMALL
-from tests.kernels.shared_memory import SMALL_TILES
-from tests.kernels.shared_memory import use_shared_memory
-from tests.numerics.ranks import run_ranks
+from tests.support.gloo_ranks import run_ranks
+from tests.support.shared_memory import SMALL
+from tests.support.shared_memory import SMALL_TILES
+from tests.support.shared_memory import use_shared_memory
 
 SHAPES = (Shape(32, 4, 16, 16), Shape(24, 2, 16, 24))
 QUICK = {"chunked": ("copy_engine", "matmul_reduce_scatter"), "small_message": ("one_shot", "matmul_all_reduce")}
@@ -48,7 +49,7 @@ def _quick_variants(schedules: Sequence[str], replays: bool) -> list[stress_site
 
 
 class _NoStream:
-    """One thing after the other, as everything is on a CPU."""
+    """A stream on a CPU, where everything runs in order."""
 
     def __init__(self, priority: int = 0) -> None:
         pass
@@ -85,14 +86,14 @@ def _capturable(calls: Sequence[stress_sites.Call]) -> list[Repeated]:
 
 
 def _run(rank: int, world_size: int, folder: str, options: list[str], quick: bool, broken: bool = False) -> int:
-    """Rows with wrong results, of what these options run on this process's CPU."""
+    """The rows with wrong results when these options run on this process's CPU."""
     use_shared_memory(folder)
     for name in ("synchronize", "_sleep"):
         setattr(torch.cuda, name, lambda *a: None)
     torch.cuda.Stream = torch.cuda.current_stream = _NoStream
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.cuda.CUDAGraph, torch.cuda.graph, stress_sites.first_results = _Graph, _capture, _capturable
-    ranks.device = lambda: torch.device("cpu")
+    gpu_ranks.device = lambda: torch.device("cpu")
     stress_sites.dtype, stress_sites.SHAPES = torch.float16, SHAPES
     stress_sites.variants = _quick_variants if quick else _small_variants
     stress_scenarios.FOREIGN_SIZE, stress_scenarios.BESIDE_ELEMENTS, stress_scenarios.POISON_EVERY = 8, 64, 2
@@ -102,21 +103,23 @@ def _run(rank: int, world_size: int, folder: str, options: list[str], quick: boo
 
 
 def _break_copies() -> None:
-    """From the first scenario that repeats its calls on, every third transfer's copies are left out, but signalled."""
+    """From the first scenario that repeats its calls on, leave out the copies of every third transfer, but not their
+    signals."""
     plain_prepare, plain_calls, sent = CopyEngine.prepare, stress_scenarios.drawn_calls, itertools.count()
     repeated: list[bool] = []
 
     def prepare(
-        self: CopyEngine, launch: Any, transfer: Any, numbers: range, source: torch.Tensor, guarded: bool = False
+        self: CopyEngine, launch: Any, transfer: Any, numbers: Any, source: Any, share: Any, guarded: bool = False
     ) -> Any:
-        send = plain_prepare(self, launch, transfer, numbers, source, guarded)
-        # (Copies to themselves.)
+        send = plain_prepare(self, launch, transfer, numbers, source, share, guarded)
+        # Copies to the rank itself.
         signals = plain_prepare(
             self,
             replace(launch, slot=replace(launch.slot, data=_Elsewhere(launch.slot.data))),
             transfer,
             numbers,
             source,
+            share,
             guarded,
         )
         return lambda source: (signals if repeated and next(sent) % 3 == 0 else send)(source)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order in which tiles are claimed: every tile once, and nothing before what it waits for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sequence-parallel block, forward and backward, by schedules of one op a site: between processes, whose kernels are
 interpreted, against fp64."""
 
@@ -10,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.support import dtensor_block
+from bench.support.dtensor_block import Variant
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
-from tests.kernels.shared_memory import use_shared_memory
-from tests.models import dtensor_block
-from tests.models.dtensor_block import Variant
-from tests.numerics.interpreted import interpreted
-from tests.numerics.ranks import run_ranks
+from tests.support.gloo_ranks import run_ranks
+from tests.support.interpreted import interpreted
+from tests.support.shared_memory import use_shared_memory
 
 # Backward's scatters are of sums of three and of two matmuls, which a fused kernel does not compute.
 EXPECTED = {
@@ -57,7 +58,7 @@ def _check(rank: int, world_size: int, folder: str, schedule: str, variant: Vari
     ],
 )
 def test_a_block_that_trains(schedule: str, variant: Variant, tmp_path: Path) -> None:
-    """A weight's gradient of what was gathered before all of it had come; a product of a sum that is left out, or of
-    another chunk's rows."""
+    """Catches a weight's gradient that reads the gathered tensor before all of it has arrived, and a product that is
+    left out of a sum or has another chunk's rows."""
     for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), schedule, variant, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"

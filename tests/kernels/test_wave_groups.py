@@ -1,4 +1,5 @@
-"""Schedule ``wave_groups`` between gloo processes: the ops, measured partitions and all, with their kernels in Triton's
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``wave_groups`` between gloo processes: the ops with measured partitions, and their kernels in Triton's
 interpreter."""
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from overlap_inductor.kernels.layout import FLAG_WORDS
 from overlap_inductor.kernels.wave_groups import wait_for_group
 from overlap_inductor.lowerings.wave_groups import launch as wave_groups
 from overlap_inductor.lowerings.wave_groups.parameters import WaveParameters
+from overlap_inductor.runtime.group_state import held_by
 from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.transports import nccl
-from tests.fake_group import fake_group
-from tests.numerics.ranks import run_ranks
+from overlap_inductor.transports import collective_times
+from overlap_inductor.transports.nccl import Nccl
+from tests.support.fake_group import fake_group
+from tests.support.gloo_ranks import run_ranks
 
 SMALL = {
     "block_m": 16,
@@ -90,7 +93,7 @@ def _inputs(case: Case, rank: int, world_size: int, call: int) -> tuple[torch.Te
 
 def _rank(rank: int, world_size: int, names: list[str]) -> list[str]:
     """Problems found on this rank. All cases run in one process and share the group's counters."""
-    nccl.SIZES, nccl.REPEATS = (2**9, 2**11, 2**13), 1
+    collective_times.SIZES, collective_times.REPEATS = (2**9, 2**11, 2**13), 1
     group, problems = dist.group.WORLD, []
     for name in names:
         case = CASES[name]
@@ -148,7 +151,7 @@ def test_agrees_with_fp64(world_size: int, names: list[str]) -> None:
 
 def _own(rank: int, world_size: int) -> list[Any]:
     """The sites at which all-reduces of one size were measured, and the partitions chosen."""
-    nccl.SIZES, nccl.REPEATS = (2**9, 2**11), 1
+    collective_times.SIZES, collective_times.REPEATS = (2**9, 2**11), 1
     measured, choose = [], wave_groups.Call._choose
 
     def counted(self: wave_groups.Call) -> wave_groups.WavePlan:
@@ -183,8 +186,8 @@ OWN = [
 
 
 def test_ranks_decide_together_whatever_is_their_own() -> None:
-    """Rank 0 alone would measure at a site that is new for it alone, and wait for peers that run the collective.
-    A site's plan serves whatever inner size its ranks have later."""
+    """If rank 0 alone measured at a site that is new to it alone, it would wait for peers that run the collective. A
+    site's plan serves any inner size that its ranks have later."""
     first, second = run_ranks(2, _own, timeout=120)
     assert first == second and first[0] == ["bias of rank 0", "no bias", "inner of rank 0"]
 
@@ -204,7 +207,7 @@ def _call(waves: wave_groups.GroupWaves, parameters: WaveParameters = PARAMETERS
 
 
 def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
-    """The waiting kernel ends when its patience does; the next call says what happened and runs nothing."""
+    """The waiting kernel ends with its patience. The next call raises an error and runs nothing."""
     place = waves.place
     waves.counters[2 * FLAG_WORDS] = 3
     c = torch.zeros(64, 16).half()
@@ -234,13 +237,13 @@ def test_a_group_that_lies_across_2_to_31_elements_is_no_number(waves: wave_grou
 def test_after_a_collective_that_failed_nothing_runs(
     waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counters of groups that nobody has waited for are not zero: a later call's collectives would start too early."""
+    """Counters of groups that nobody waited for are not zero, so a later call's collectives would start too early."""
     _call(waves)
 
     def fails(*args: object) -> None:
         raise RuntimeError("no route to a peer")
 
-    monkeypatch.setattr(nccl, "reduce_rows", fails)
+    monkeypatch.setattr(Nccl, "reduce_rows", fails)
     with pytest.raises(RuntimeError, match="no route to a peer"):
         _call(waves)
     assert waves.counters.any()
@@ -254,7 +257,7 @@ def test_a_capture_that_failed_leaves_the_group_as_it_was(
 ) -> None:
     _call(waves)
     monkeypatch.setattr(symmetric, "capturing", lambda: True)
-    monkeypatch.setattr(nccl, "forked", lambda device: 1 / 0)
+    monkeypatch.setattr(Nccl, "forked", lambda self, device: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         _call(waves)
     monkeypatch.undo()
@@ -279,15 +282,16 @@ def test_nothing_is_measured_in_a_capture(waves: wave_groups.GroupWaves, monkeyp
 
 
 def test_a_group_that_is_destroyed_leaves_no_counters(waves: wave_groups.GroupWaves) -> None:
+    destroyed = waves.place.group
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     made = wave_groups.waves_of(dist.group.WORLD, torch.device("cpu"))
-    assert made is not waves and list(wave_groups._WAVES.values()) == [made]
+    assert made is not waves and made in held_by(dist.group.WORLD).values() and not held_by(destroyed)
 
 
 def test_what_it_is_not_made_for_is_said(waves: wave_groups.GroupWaves) -> None:
     group = waves.place.group
-    with pytest.raises(UnsupportedError, match="63 rows do not fall into 2 equal shards"):
+    with pytest.raises(UnsupportedError, match="63 rows cannot be cut into 2 equal shards"):
         wave_groups.matmul_reduce_scatter(A[:63], B, group, PARAMETERS, "some site")
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):
         wave_groups.matmul_all_reduce(A.float(), B.float(), group, PARAMETERS, "some site")

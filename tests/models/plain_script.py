@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A user's script: a Hugging Face Llama, sharded by its plan, under ``torch.compile``. It knows nothing of this
 project."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sequence-parallel model with an odd vocabulary and a parallel loss, on one dim of a mesh of two: torchtitan's plan
 on a small model."""
 
@@ -19,8 +20,8 @@ from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.numerics import with_and_without
-from tests.numerics.ranks import run_ranks
+from tests.support import with_and_without
+from tests.support.gloo_ranks import run_ranks
 
 VOCABULARY, HIDDEN, TOKENS = 101, 16, 12
 

@@ -1,5 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
 """DTensor layers of sizes that the group does not divide, forward and backward: one plan on all ranks, and the results
-of the sharded layers run eagerly."""
+of the same layers run eagerly."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
-from tests.graph_text import waste
-from tests.numerics.interpreted import interpreted
-from tests.numerics.ranks import compile_anew
-from tests.numerics.ranks import run_ranks
+from tests.support.gloo_ranks import compile_anew
+from tests.support.gloo_ranks import run_ranks
+from tests.support.graph_text import waste
+from tests.support.interpreted import interpreted
 
 HIDDEN, TOKENS = 24, 7
 GATHER, SCATTER, REDUCE, HEAD = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_gather"
@@ -44,7 +45,8 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Rows of a sequence of ``TOKENS`` that no two or three ranks divide; input and output are this rank's."""
+    """A block on a sequence of ``TOKENS``, which two or three ranks do not divide; input and output are this rank's
+    rows."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class Block(nn.Module):
 
 
 class RowWise(nn.Module):
-    """Megatron's and vLLM's: the bias is added on rank 0 alone."""
+    """A row-wise layer as in Megatron and vLLM: rank 0 alone adds the bias."""
 
     def __init__(self, inner: int, rank: int) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class RowWise(nn.Module):
 
 
 class _Reduced(torch.autograd.Function):
-    """The sum over ranks, whose gradient every rank has."""
+    """The sum over ranks; its gradient is the same on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -152,7 +154,7 @@ def _run(
 def problems(
     rank: int, world_size: int, names: list[str], generated: bool, device: str = "cpu"
 ) -> tuple[list[str], list[Any]]:
-    """What is wrong on this rank, and what every rank must have alike; ``generated`` runs Inductor's code, else the
+    """Problems on this rank, and what must be equal on all ranks; ``generated`` runs Inductor's code, else the
     rewritten graphs are interpreted."""
     import overlap_inductor
     from overlap_inductor.report import publish as reporting

@@ -1,4 +1,5 @@
-"""Every schedule against the plain computation in fp64, by gloo in several processes."""
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``ring`` against the plain computation in fp64, over gloo in several processes."""
 
 from __future__ import annotations
 
@@ -10,214 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
-from tests.fake_group import all_gather
-from tests.fake_group import reduce_scatter
-from tests.numerics.interpreted import interpreted
-from tests.numerics.ranks import compile_anew
-from tests.numerics.ranks import run_ranks
-
-all_reduce = funcol.all_reduce
-
-
-def _evened(x: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
-    """Zeros appended to make ``world_size`` chunks of ``dim``, as DTensor does: each short chunk is padded alone."""
-    chunk = -(-x.shape[dim] // world_size)
-    if x.shape[dim] == world_size * chunk:
-        return x
-    pieces = list(x.split(chunk, dim))
-    pieces += [x.narrow(dim, 0, 0)] * (world_size - len(pieces))
-    behind = [0, 0] * (x.dim() - 1 - dim)
-    return torch.cat(
-        [torch.nn.functional.pad(p, [*behind, 0, chunk - p.shape[dim]]) if p.shape[dim] < chunk else p for p in pieces],
-        dim,
-    )
-
-
-def _cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """``name: (function, input shapes, sites that must be overlapped)``; ``size`` is a shard's row count."""
-    g = dist.group.WORLD
-    w, s = world_size, size
-    return {
-        "gather rows": (lambda x, a: torch.relu(all_gather(x, 0, g) @ a), [(s, 16), (16, 12)], 1),
-        "gather rows, two matmuls, one with bias, gathered used": (
-            lambda x, a, b, c: (lambda y: (y @ a, torch.addmm(c, y, b), y + 1))(all_gather(x, 0, g)),
-            [(s, 16), (16, 12), (16, 6), (6,)],
-            1,
-        ),
-        "gather sequence, batch 1": (lambda x, a: all_gather(x, 1, g) @ a, [(1, s, 16), (16, 12)], 1),
-        "gather sequence, batch 2": (lambda x, a: all_gather(x, 1, g) @ a, [(2, s, 16), (16, 12)], 1),
-        "gather the contracted dim": (lambda x, a: all_gather(x, 1, g) @ a, [(s, 8), (8 * w, 12)], 1),
-        "dgrad and wgrad on one gather": (
-            lambda x, y, a: (lambda z: (z @ a, z.t() @ y))(all_gather(x, 0, g)),
-            [(s, 8), (s * w, 9), (8, 4)],
-            1,
-        ),
-        "dgrad and wgrads of either side, batch 2": (
-            lambda x, y, a: (lambda z: (z @ a, z.t() @ y, y.t() @ z))(all_gather(x, 1, g).reshape(-1, 8)),
-            [(2, s, 8), (2 * s * w, 9), (8, 4)],
-            1,
-        ),
-        "the contracted dim of either side, with bias": (
-            lambda x, a, b, c: (lambda z: (torch.addmm(c, z, a), b @ z.t()))(all_gather(x * 3, 1, g)),
-            [(s, 8), (8 * w, 12), (5, 8 * w), (12,)],
-            1,
-        ),
-        "gathered columns as rows, and contracted": (
-            lambda x, y, a: (lambda z: (z.t() @ y, z @ a))(all_gather(x, 1, g)),
-            [(s, 8), (s, 9), (8 * w, 5)],
-            1,
-        ),
-        "a gathered column on the left, and contracted": (
-            lambda x, a, b: (lambda z: (a @ z, z @ b))(all_gather(x * 3, 0, g)),
-            [(s, 1), (5, s * w), (1, 40)],
-            1,
-        ),
-        "a gather of what is gathered, and of its shards beside each other": (
-            lambda x, a, b: (lambda p, c: (p, c @ b, c.relu()))(
-                *(lambda z: (a @ all_gather(z, 0, g), torch.cat(z.chunk(w), 1)))(all_gather(x, 0, g))
-            ),
-            [(s, 3), (5, s * w * w), (3 * w, 6)],
-            2,
-        ),
-        "gather columns on the right": (lambda x, a: (a * 2) @ all_gather(x * 3, 0, g).t(), [(s, 8), (5, 8)], 1),
-        "cast and activation behind the gather": (
-            lambda x, a: torch.nn.functional.silu(all_gather(x, 0, g) * 2) @ a,
-            [(s, 8), (8, 5)],
-            1,
-        ),
-        "bmm": (lambda x, a: torch.bmm(all_gather(x, 1, g), a), [(3, s, 8), (3, 8, 5)], 1),
-        "baddbmm of gathered rows": (
-            lambda x, a, c: torch.baddbmm(c, all_gather(x, 1, g), a),
-            [(3, s, 8), (3, 8, 5), (3, 1, 5)],
-            1,
-        ),
-        "baddbmm of a gathered contracted dim": (
-            lambda x, a, c: torch.baddbmm(c, all_gather(x, 2, g), a),
-            [(3, s, 8), (3, 8 * w, 5), (3, s, 5)],
-            1,
-        ),
-        "gated MLP, piece by piece": (
-            lambda x, a, b, c: (lambda z: torch.nn.functional.silu(torch.addmm(c, z, a)) * (z @ b))(
-                all_gather(x, 0, g)
-            ),
-            [(s, 8), (8, 5), (8, 5), (5,)],
-            1,
-        ),
-        "gated MLP of a sequence, its halves kept": (
-            lambda x, a, b: (lambda p, q: (p, q.double(), torch.nn.functional.gelu(p) * q))(
-                *(lambda z: (z @ a, z @ b))(all_gather(x, 1, g))
-            ),
-            [(2, s, 8), (8, 5), (8, 5)],
-            1,
-        ),
-        "scatter rows": (lambda x, a: reduce_scatter(x @ a, "sum", 0, g), [(s * w, 8), (8, 5)], 1),
-        "scatter sequence, batch 2": (lambda x, a: reduce_scatter(x @ a, "sum", 1, g), [(2, s * w, 8), (8, 5)], 1),
-        "scatter a sum of matmuls with bias": (
-            lambda x, a, b, c: reduce_scatter(torch.addmm(c, x, a) + x @ b, "sum", 0, g),
-            [(s * w, 8), (8, 5), (8, 5), (5,)],
-            1,
-        ),
-        "scatter a sum of matmuls over a sequence, in fp64": (
-            lambda x, a, b: reduce_scatter((x @ a + x @ b).double(), "sum", 1, g),
-            [(2, s * w, 8), (8, 5), (8, 5)],
-            1,
-        ),
-        "all-reduce in fp64 of rows that are no multiple of the ranks": (
-            lambda x, a: all_reduce((x @ a).double(), "avg", g),
-            [(s * w + 1, 8), (8, 5)],
-            1,
-        ),
-        "all-reduce a sum of three matmuls, rows no multiple of the ranks": (
-            lambda x, a, b, c: all_reduce(torch.addmm(c, x, a) + (x * 2) @ b + x.relu() @ a, "avg", g),
-            [(s * w + 1, 8), (8, 5), (8, 5), (5,)],
-            1,
-        ),
-        "scatter columns of a sum of matmuls": (
-            lambda x, a, b: reduce_scatter(x @ a + x.relu() @ b, "sum", 1, g),
-            [(7, 8), (8, s * w), (8, s * w)],
-            1,
-        ),
-        "scatter the last dim": (lambda x, a: reduce_scatter(x @ a, "sum", 1, g), [(7, 8), (8, s * w)], 1),
-        "all-reduce": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(s * w, 8), (8, 5)], 1),
-        "all-reduce of a result plus one": (lambda x, a: all_reduce(x @ a + 1, "sum", g), [(s * w, 8), (8, 5)], 1),
-        "scatter a baddbmm's rows": (
-            lambda x, a, c: reduce_scatter(torch.baddbmm(c, x, a), "sum", 1, g),
-            [(3, s * w, 8), (3, 8, 5), (3, s * w, 5)],
-            1,
-        ),
-        "all-reduce of a baddbmm": (
-            lambda x, a, c: all_reduce(torch.baddbmm(c, x, a), "sum", g),
-            [(3, s * w, 8), (3, 8, 5), (3, 1, 5)],
-            1,
-        ),
-        "scatter an average over a sequence": (
-            lambda x, a: reduce_scatter(x @ a, "avg", 1, g),
-            [(2, s * w, 8), (8, 5)],
-            1,
-        ),
-        "all-reduce, rows no multiple of the ranks": (
-            lambda x, a: all_reduce(x @ a, "sum", g) + 1,
-            [(1, s * w + 1, 8), (8, 5)],
-            1,
-        ),
-        "two all-reduces added": (
-            lambda x, a, b: all_reduce(x @ a, "sum", g) + all_reduce(x @ b, "sum", g),
-            [(s, 8), (8, 5), (8, 5)],
-            1,
-        ),
-        "three all-reduces added": (
-            lambda x, a, b: (
-                all_reduce(x @ a, "sum", g) + all_reduce(x @ b, "sum", g) + all_reduce(x @ (a * b), "sum", g)
-            ),
-            [(s, 8), (8, 5), (8, 5)],
-            1,
-        ),
-        "scatter uneven rows": (
-            lambda x, a: reduce_scatter(_evened(x @ a, 0, w), "sum", 0, g),
-            [(max(s * w - 1, 2), 8), (8, 5)],
-            1,
-        ),
-        "scatter an uneven sequence, batch 2, shards empty": (
-            lambda x, a: reduce_scatter(_evened(x @ a, 1, w), "avg", 1, g),
-            [(2, w + 1, 8), (8, 5)],
-            1,
-        ),
-        "scatter uneven columns": (
-            lambda x, a: reduce_scatter(_evened(x @ a, 1, w), "sum", 1, g),
-            [(7, 8), (8, max(s * w - 1, 2))],
-            1,
-        ),
-        "scatter uneven blocks of rows": (
-            lambda x, a: reduce_scatter(_evened((x @ a).view(-1, 3, 5), 0, w), "sum", 0, g),
-            [(3 * max(s * w - 1, 2), 8), (8, 5)],
-            1,
-        ),
-        "gathered output": (lambda x, a: all_gather(x @ a, 1, g), [(s, 8), (8, 5)], 1),
-    }
-
-
-STATIC_ONLY = {
-    "scatter uneven rows",
-    "scatter an uneven sequence, batch 2, shards empty",
-    "scatter uneven columns",
-    "scatter uneven blocks of rows",
-}
-WITHOUT_LOOPING_OP = {
-    "bmm",
-    "baddbmm of gathered rows",
-    "baddbmm of a gathered contracted dim",
-    "scatter a baddbmm's rows",
-    "all-reduce of a baddbmm",
-    "all-reduce of a result plus one",
-}
-
-
-def _tuple(value: Any) -> tuple[torch.Tensor, ...]:
-    return value if isinstance(value, tuple) else (value,)
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support.gloo_ranks import compile_anew
+from tests.support.gloo_ranks import run_ranks
+from tests.support.interpreted import interpreted
+from tests.support.padded_matmuls import padded_matmuls
+from tests.support.ring_cases import WITHOUT_LOOPING_OP
+from tests.support.ring_cases import as_tuple
+from tests.support.ring_cases import cases
 
 
 def _check(
@@ -229,22 +35,22 @@ def _check(
     problems = []
     config = OverlapConfig(schedule="ring", **fields)
     compile_anew()
-    for name in names or _cases(world_size, 4):
+    for name in names or cases(world_size, 4):
         reports: list[OverlapReport] = []
-        # (Shards of one row cost as much time as any; one of the settings sees them.)
+        # Shards of one row take as much time as larger ones, so only one setting has them.
         for size in (6, 1) if not fields and world_size == 2 else (6,):
             torch._dynamo.reset()
-            function, shapes, expected = _cases(world_size, size)[name]
+            function, shapes, expected = cases(world_size, size)[name]
             generator = torch.Generator().manual_seed(7 + rank)
             inputs = [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
-            exact = _tuple(function(*(i.double() for i in inputs)))
+            exact = as_tuple(function(*(i.double() for i in inputs)))
             if generated:
                 with overlap_inductor.overlap(schedule="ring", **fields):
-                    found = _tuple(torch.compile(function)(*inputs))
+                    found = as_tuple(torch.compile(function)(*inputs))
                 reports = [r for r in [overlap_inductor.last_report()] if r is not None]
             else:
                 reports.clear()
-                found = _tuple(torch.compile(function, backend=interpreted(config, reports), dynamic=False)(*inputs))
+                found = as_tuple(torch.compile(function, backend=interpreted(config, reports), dynamic=False)(*inputs))
             tolerance = 1e-4 if dtype == torch.float32 else 6e-2
             for e, f in zip(exact, found, strict=True):
                 if (
@@ -295,7 +101,7 @@ LOOPING_GATHERS = [
 ]
 
 
-EVEN_RING = [
+SAMPLE = [
     "gather rows, two matmuls, one with bias, gathered used",
     "gather sequence, batch 2",
     "gather the contracted dim",
@@ -312,7 +118,8 @@ EVEN_RING = [
     "all-reduce, rows no multiple of the ranks",
     "gathered output",
 ]
-"""What four ranks may do otherwise than three: in a ring of even length, both directions meet at one rank."""
+"""Of every pattern and role one or two, for settings that treat them alike: a ring of even length, in which both
+directions meet at one rank, and padding."""
 
 
 @pytest.mark.parametrize(
@@ -331,7 +138,7 @@ EVEN_RING = [
         (3, {"step_node_budget": 1}, torch.float32, None, False),
         (2, {"step_node_budget": 1}, torch.bfloat16, LOOPING_GATHERS, True),
         (4, {"step_node_budget": 1, "ring_direction": "bidirectional"}, torch.bfloat16, LOOPING_GATHERS, False),
-        (4, {"ring_direction": "bidirectional", "sub_chunks": 3}, torch.bfloat16, EVEN_RING, False),
+        (4, {"ring_direction": "bidirectional", "sub_chunks": 3}, torch.bfloat16, SAMPLE, False),
     ],
     ids=[
         "2 ranks",
@@ -412,4 +219,16 @@ def _dynamic(rank: int, world_size: int, fields: dict[str, Any], generated: bool
 def test_dynamic_token_counts_share_one_compile(world_size: int, fields: dict[str, Any], generated: bool) -> None:
     """Catches a guard added by the pass, and a remainder lost where the token count is no multiple of the ranks."""
     for rank, problems in enumerate(run_ranks(world_size, _dynamic, fields, generated, timeout=500)):
+        assert not problems, f"rank {rank}: {problems}"
+
+
+def _first_rank_pads(rank: int, world_size: int) -> list[str]:
+    with padded_matmuls(rank == 0):
+        return _check(rank, world_size, {"sub_chunks": 2}, torch.float32, SAMPLE, False)
+
+
+def test_one_rank_pads_its_matmuls() -> None:
+    """Catches a plan or a site that depends on a timing of one rank: an agreement error, or a rank that waits for the
+    others."""
+    for rank, problems in enumerate(run_ranks(3, _first_rank_pads, timeout=300)):
         assert not problems, f"rank {rank}: {problems}"

@@ -1,4 +1,5 @@
-"""What all ranks of a group must manage, or none: memory that one rank alone has not left."""
+# SPDX-License-Identifier: Apache-2.0
+"""Workspace that all ranks of a group must have, or none: one rank is out of memory."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from overlap_inductor.runtime import workspace
 from overlap_inductor.runtime.all_or_none import NotOnAllRanks
 from overlap_inductor.runtime.all_or_none import all_or_none
 from overlap_inductor.torch_compat import symmetric
-from tests.fake_group import fake_group
-from tests.kernels.shared_memory import use_shared_memory
-from tests.numerics.ranks import run_ranks
+from tests.support.fake_group import fake_group
+from tests.support.gloo_ranks import run_ranks
+from tests.support.shared_memory import use_shared_memory
 
 CPU = torch.device("cpu")
 
@@ -45,7 +46,7 @@ def _attempts(rank: int, world_size: int) -> list[Any]:
     group = dist.new_group([1, 2])
     if rank:
         attempt((2,))
-    # Another group of that name knows nothing of what was said in the first.
+    # Another group of that name starts anew.
     group = dist.new_group()
     attempt((1,))
     dist.destroy_process_group(group)
@@ -116,7 +117,7 @@ def _workspace(rank: int, world_size: int, folder: str) -> list[Any]:
     symmetric.allocate = allocate
     group, requests = dist.group.WORLD, json.dumps([["a", 3000, 2], ["b", 500, 1]])
     for failing in (1, 1, 2, 3, 4):
-        # Of what the group tells its ranks of faults by; and, when that is there, of two slots: data and flags of each.
+        # First of the memory for faults; then of two slots, data and flags of each.
         left[0] = failing
         said.append(workspace.prepare(group, CPU, requests, 2**30))
         assert not workspace.workspace_of(group, CPU).arena.slots
@@ -128,7 +129,7 @@ def _workspace(rank: int, world_size: int, folder: str) -> list[Any]:
     said.append(workspace.prepare(group, CPU, requests, 2**30))
     place = workspace.workspace_of(group, CPU)
     assert len(place.arena.slots) == 2 and place.launch("a", 3000, 2) is not None
-    # (Every rank writes where the others look.)
+    # Every rank writes where the others read.
     flags = place.arena.slot("a").flags
     flags.peers[(rank + 1) % world_size][0] = 100 + rank
     dist.barrier()
@@ -151,7 +152,7 @@ def test_a_rank_without_memory_leaves_all_without_workspace_and_none_waiting(tmp
 
 
 def _limits(rank: int, world_size: int, folder: str) -> list[Any]:
-    """What each rank is given, and told, where rank 1 has a smaller limit than the others."""
+    """Each rank's workspace and message if rank 1 has a smaller limit than the others."""
     use_shared_memory(folder)
     told: list[str] = []
     heard = logging.Handler()
@@ -167,11 +168,11 @@ def _limits(rank: int, world_size: int, folder: str) -> list[Any]:
 
 
 def test_a_rank_with_a_smaller_limit_leaves_all_without_room(tmp_path: Path) -> None:
-    """Else the others' kernels would wait for one that runs the collective."""
+    """Otherwise the others' kernels would wait for a rank that runs the collective."""
     found = run_ranks(3, _limits, str(tmp_path), timeout=60)
     assert found[0] == found[1] == found[2]
     given, told, _, kept = found[0]
     assert given == [[True], [False, False], [True]] and kept, "what fits has its slot, before and behind"
     (text,) = told
-    assert text.startswith("overlap_inductor: 2 sites of group '0' run as they stood: rank 1 cannot hold ")
+    assert text.startswith("overlap_inductor: 2 sites of group '0' run without overlap: rank 1 cannot hold ")
     assert "OVERLAP_INDUCTOR_WORKSPACE_LIMIT is 1 MiB" in text and "rank 0" not in text and "rank 2" not in text

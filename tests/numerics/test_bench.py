@@ -1,4 +1,5 @@
-"""The operator bench as it is called, on two processes over gloo; then tables and plots of its rows."""
+# SPDX-License-Identifier: Apache-2.0
+"""The operator bench as a command, on two processes over gloo; then tables and plots of its rows."""
 
 from __future__ import annotations
 

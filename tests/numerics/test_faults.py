@@ -1,5 +1,5 @@
-"""Ranks that disagree, die, or start anew, and inputs at the edge: an error that says what is wrong, or the right
-result; never a hang."""
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that disagree, die or restart, and inputs at the edge: a clear error or the right result, and never a hang."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
-from tests.fake_group import all_gather
-from tests.fake_group import all_reduce
-from tests.fake_group import reduce_scatter
-from tests.numerics.interpreted import interpreted
-from tests.numerics.ranks import run_ranks
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support.gloo_ranks import run_ranks
+from tests.support.interpreted import interpreted
 
 SECONDS = 20
 
@@ -67,8 +67,8 @@ def _disagree(rank: int, world_size: int, fields: list[dict[str, Any]]) -> tuple
     ids=["sub-chunks", "direction"],
 )
 def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
-    """A rewritten graph that runs outside of Inductor's callable has no plain program: every rank must hear who
-    differs, and in what."""
+    """A rewritten graph that runs outside Inductor's callable has no plain program: every rank must raise an error that
+    names the rank and the difference."""
     odd = next(i for i, f in enumerate(fields) if f)
     for rank, (kind, text, _) in enumerate(run_ranks(3, _disagree, fields)):
         assert kind == "AgreementError" and words in text, f"rank {rank}: {kind} {text}"
@@ -135,7 +135,7 @@ def _switched_off_on_one(rank: int, world_size: int) -> tuple[str, str, float]:
 
 
 def test_switched_off_on_one_rank() -> None:
-    """The rank that is off publishes no plan: the other must say so at its deadline, and not move data to a peer that
+    """The rank that is off publishes no plan. The other must raise at its deadline, and send nothing to a peer that
     waits elsewhere."""
     on, off = run_ranks(2, _switched_off_on_one)
     assert on[0] == "AgreementError" and "rank 1 published no plan" in on[1] and on[2] < 60
@@ -155,12 +155,12 @@ def _one_compiles_again(rank: int, world_size: int) -> list[tuple[str, str, floa
 
 
 def test_one_rank_alone_compiles_again() -> None:
-    """Where plans are compared at first runs only, the other goes on with the plan agreed upon and finds no partner:
-    its error must say why."""
+    """If plans are compared at first runs only, the other rank goes on with the agreed plan and finds no partner; its
+    error must say why."""
     (first, kept), (second, changed) = run_ranks(2, _one_compiles_again, expect_failure=True)
     assert first[0] == second[0] == "ok", (first, second)
     assert (
-        changed[0] == "AgreementError" and "rank 0 published no plan" in changed[1] and "compiled again" in changed[1]
+        changed[0] == "AgreementError" and "rank 0 published no plan" in changed[1] and "recompiled alone" in changed[1]
     )
     assert kept[0] == "TransferError" and kept[2] < SECONDS + 15
     assert "another plan was compiled by rank 1" in kept[1] and "sub_chunks is 4 here and 2 there" in kept[1], kept
@@ -279,7 +279,8 @@ def _edges(rank: int, world_size: int) -> list[str]:
 
 
 def test_inputs_at_the_edge() -> None:
-    """Strides of the example baked in, a piece of no rows waited for, a lost remainder."""
+    """Catches strides of the example that are fixed in the graph, a wait for a piece of no rows, and a lost
+    remainder."""
     for rank, found in enumerate(run_ranks(2, _edges, timeout=400)):
         assert found == [], f"rank {rank}: {found}"
 
@@ -295,7 +296,7 @@ def _alone(rank: int, world_size: int) -> tuple[bool, list[tuple[str, list[str]]
 
 
 def test_world_size_one() -> None:
-    """One rank: nothing to hide, said so, and the result right."""
+    """With one rank nothing can be hidden; the report says so, and the result is right."""
     assert run_ranks(1, _alone) == [(True, [("kept", ["world_size_one"])])]
 
 
@@ -311,7 +312,8 @@ def test_uninitialised_process_group() -> None:
 
 
 def test_a_plan_of_another_form_is_named_by_its_version() -> None:
-    """Another version of the package may write its plan otherwise: the error must say which, and not fail over it."""
+    """Another version of the package may write plans in another form: the error must name that version, and not fail to
+    read the plan."""
     from overlap_inductor.facts.exchange import ExchangePlan
     from overlap_inductor.facts.exchange import difference
 

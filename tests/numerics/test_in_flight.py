@@ -1,4 +1,5 @@
-"""From a trace of generated code: transfers span the matmuls that they are to be hidden behind."""
+# SPDX-License-Identifier: Apache-2.0
+"""In a trace of generated code, transfers span the matmuls that should hide them."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.fake_group import all_gather
-from tests.fake_group import reduce_scatter
-from tests.numerics.ranks import compile_anew
-from tests.numerics.ranks import run_ranks
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support.gloo_ranks import compile_anew
+from tests.support.gloo_ranks import run_ranks
 
 Span = tuple[float, float]
 
@@ -48,16 +49,16 @@ def _trace(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
 
 
 def _under(matmul: Span, transfers: list[Span]) -> int:
-    """Transfers that had begun before the matmul did and were waited for after it."""
+    """Transfers that began before the matmul and were awaited after it."""
     return sum(start < matmul[0] and matmul[1] < end for start, end in transfers)
 
 
 def test_transfers_are_in_flight_while_matmuls_run() -> None:
-    """Steps in the right order in the graph, but run one after the other: nothing would be hidden. Three ranks, two
+    """Steps could have the right order in the graph and still run one after the other, hiding nothing. Three ranks, two
     parts a shard."""
     for trace in run_ranks(3, _trace):
         gather, scatter = trace["gather ring"], trace["scatter ring"]
-        # The report, the graph and a trace join on the site's id.
+        # The report, the graph and a trace are joined by the site's id.
         for name, found, ops in (
             ("gather", gather, ("gather_start", "gather_step")),
             ("scatter", scatter, ("exchange_start", "exchange_send", "exchange_wait")),

@@ -1,5 +1,6 @@
-"""A rank that alone compiles again to another exchange, where plans are compared on the page of a group's calls: graphs
-on GPUs compare so, which these CPU graphs do without their comparison through the store at every call."""
+# SPDX-License-Identifier: Apache-2.0
+"""One rank alone recompiles to another exchange, while plans are compared on the page of a group's calls. Graphs on
+GPUs compare so; here CPU graphs do, without their own comparison through the store."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from overlap_inductor.facts.exchange import ExchangePlan
 from overlap_inductor.runtime import agreement
 from overlap_inductor.runtime import call_board
 from overlap_inductor.runtime import call_page
+from overlap_inductor.runtime import shared_file
 from overlap_inductor.runtime.call_board import state_of
 from overlap_inductor.torch_compat.distributed import group_store
-from tests.fake_group import all_gather
-from tests.fake_group import all_reduce
-from tests.numerics.heard import Heard
-from tests.numerics.ranks import compile_anew
-from tests.numerics.ranks import run_ranks
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from tests.support.gloo_ranks import compile_anew
+from tests.support.gloo_ranks import run_ranks
+from tests.support.heard import Heard
 
 TIMEOUT = 60
 SHAPES = ((8, 16), (16, 12), (12, 16))
@@ -31,11 +33,11 @@ SHAPES = ((8, 16), (16, 12), (12, 16))
 
 def _compare_as_on_gpus() -> None:
     made = agreement.Comparison.__init__
-    agreement.Comparison.__init__ = lambda self, plan, groups, every_call: made(self, plan, groups, False)  # type: ignore[method-assign]
+    agreement.Comparison.__init__ = lambda self, plan, groups, every_call: made(self, plan, groups, False)
 
 
 def _groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Two groups of a rank: twice the whole world of 2, or the rows and columns of a 2 x 2 mesh."""
+    """A rank's two groups: both of all 2 ranks, or the rows and columns of a 2 x 2 mesh."""
     if world_size == 2:
         return dist.group.WORLD, dist.group.WORLD  # type: ignore[return-value]
     from torch.distributed.device_mesh import init_device_mesh
@@ -52,7 +54,7 @@ def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, fol
     if folder:
         own = Path(folder) / str(rank)
         own.mkdir()
-        call_page.SHARED_FOLDER = own
+        shared_file.SHARED_FOLDER = own
     rows, columns = _groups(world_size)
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -104,8 +106,8 @@ def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, fol
     ids=["other pieces", "trained", "no site", "trained, a site less", "mesh", "mesh, no site"],
 )
 def test_all_ranks_run_the_plain_program(world_size: int, change: dict[str, Any], trains: bool, words: str) -> None:
-    """The rank that compiled again ended with an error at its deadline; one without a site never asked, and its peers
-    waited for the group's timeout."""
+    """Before, the recompiling rank ended with an error at its deadline; a rank without a site never asked, and its
+    peers waited until the group's timeout."""
     results = run_ranks(world_size, _alone, change, trains, "")
     assert all(r["problems"] == [] and all(r["pages"]) and r["agreed"] == 0 for r in results), results
     warnings = [w for r in results for w in r["warnings"]]
@@ -120,7 +122,7 @@ def test_the_same_exchange_is_overlapped() -> None:
 
 
 def test_ranks_without_memory_in_common_compare_at_first_runs(tmp_path: Path) -> None:
-    """As on several machines: the same exchange needs no comparison."""
+    """As on several machines; an exchange that was agreed on needs no comparison."""
     for result in run_ranks(2, _alone, {"step_node_budget": 1}, False, str(tmp_path)):
         assert result["problems"] == [] and result["warnings"] == [] and not any(result["pages"]), result
     assert [list(own.iterdir()) for own in tmp_path.iterdir()] == [[], []]
@@ -136,6 +138,7 @@ def _ahead(rank: int, world_size: int, calls: int) -> dict[str, Any]:
     same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [group], False)
     kept = agreement.Comparison(_plan("g0: all_reduce float32 [4] kept", False), [group], False)
     found = [same.call().overlapped, same.call().overlapped, same.count()]
+    dist.barrier()
     if rank:
         # (As ``ComparedCall`` asks.)
         found += [kept.count() or kept.call().overlapped for _ in range(calls)]
@@ -155,12 +158,12 @@ def test_a_rank_that_has_long_left_a_call_behind_ran_it_without_overlap(calls: i
 
 
 def _compiled_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Without a page. Rank 1 alone compiles a graph again that nobody overlaps, and whose collectives another graph
-    overlaps."""
+    """Without a page, rank 1 alone recompiles a graph that nobody overlaps; another graph overlaps the same
+    collectives."""
     compile_anew()
     _compare_as_on_gpus()
-    call_page.SHARED_FOLDER = Path(folder) / str(rank)
-    call_page.SHARED_FOLDER.mkdir()
+    shared_file.SHARED_FOLDER = Path(folder) / str(rank)
+    shared_file.SHARED_FOLDER.mkdir()
     heard, x, w = Heard(), torch.ones(8, 16), torch.ones(16, 12)
     begun = 0.0
 
@@ -181,7 +184,7 @@ def _compiled_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_a_kept_plan_that_ran_before_needs_no_answer(tmp_path: Path) -> None:
-    """The rank ended with an error at its deadline: it might have left an exchange, and nobody answers."""
+    """Before, the rank ended with an error at its deadline, since it might have left an exchange and nobody answers."""
     for result in run_ranks(2, _compiled_again, str(tmp_path)):
         assert result["wrong"] == result["warnings"] == [] and result["page"] is None and result["seconds"] < 8, result
 
@@ -202,7 +205,7 @@ def test_a_late_rank_of_an_agreed_plan_is_waited_for() -> None:
 
 
 def _disabled(rank: int, world_size: int) -> bool:
-    """Rank 0 disables overlap behind a call that both ran alike, before rank 1 has seen that it did."""
+    """Rank 0 disables overlap after a call that both ran overlapped, before rank 1 has seen it."""
     group = dist.group.WORLD
     assert group is not None
     same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [group], False)
@@ -235,7 +238,7 @@ def _disabled(rank: int, world_size: int) -> bool:
 
 
 def test_a_slow_rank_does_as_the_others_though_overlap_is_disabled_behind_the_call() -> None:
-    """It ran the plain program, and the others were in the overlapped one."""
+    """Before, it ran the plain program while the others were in the overlapped one."""
     assert run_ranks(2, _disabled) == [True, True]
 
 
@@ -258,7 +261,7 @@ def _differs_for_long(rank: int, world_size: int) -> list[int]:
 
 
 def test_what_was_said_of_old_calls_does_not_stay_in_the_store() -> None:
-    """Reasons of verdicts, which have no room on the page, stayed for ever."""
+    """Reasons of verdicts, which do not fit on the page, stayed in the store for ever."""
     for _, first, second in run_ranks(2, _differs_for_long, timeout=120):
         assert second - first < call_board.KEPT_CALLS, (first, second)
 
@@ -311,5 +314,5 @@ def _reason_comes_late(rank: int, world_size: int) -> str | None:
 
 
 def test_a_reason_that_comes_behind_its_verdict_is_waited_for() -> None:
-    """A store is told without an answer, so the page may be ahead of it; the rank was taken for a dead one."""
+    """Writes to a store are not acknowledged, so the page may be ahead of it. Before, the rank was taken for dead."""
     assert run_ranks(2, _reason_comes_late) == ["0they differ", None]

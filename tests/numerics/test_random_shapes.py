@@ -1,4 +1,5 @@
-"""Forward and gradients of layers of drawn shapes, dtypes and switches against fp64, by gloo in several processes."""
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of random shapes, dtypes and switches, forward and gradients, against fp64 over gloo."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from bench.support.hand_written import GatherTokens
+from bench.support.hand_written import ScatterTokens
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
-from tests.fake_group import all_reduce
-from tests.graph_text import waste
-from tests.models.hand_written import GatherTokens
-from tests.models.hand_written import ScatterTokens
-from tests.numerics.interpreted import interpreted
-from tests.numerics.ranks import run_ranks
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from tests.support.gloo_ranks import run_ranks
+from tests.support.graph_text import waste
+from tests.support.interpreted import interpreted
 
 
 class ReduceForward(torch.autograd.Function):
@@ -53,8 +54,8 @@ LAYERS: dict[str, tuple[Callable[..., torch.Tensor], int, int]] = {
 
 
 def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
-    """``(examples run, problems)`` of this rank. Draws are derandomised, and no example fails in hypothesis' eyes: all
-    ranks draw alike."""
+    """``(examples run, problems)`` of this rank. All ranks draw alike: draws are derandomised, and no example fails for
+    hypothesis."""
     problems: list[str] = []
     count = 0
 

@@ -1,4 +1,5 @@
-"""Ranks whose exchanges differ: all of them run what they would run without overlap, and one of them says why."""
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks whose exchanges differ: all run the plain program, and one of them warns why."""
 
 from __future__ import annotations
 
@@ -13,19 +14,19 @@ import torch
 import torch.distributed as dist
 
 import overlap_inductor
-from tests.fake_group import all_gather
-from tests.fake_group import all_reduce
-from tests.fake_group import reduce_scatter
-from tests.numerics.heard import Heard
-from tests.numerics.ranks import compile_anew
-from tests.numerics.ranks import run_ranks
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support.gloo_ranks import compile_anew
+from tests.support.gloo_ranks import run_ranks
+from tests.support.heard import Heard
 
 TIMEOUT = 60
 
 
 def _inputs(rank: int, grad: bool = False) -> list[torch.Tensor]:
-    """A shard of rows, a weight to gather for, and one whose columns are this rank's; the weights' shapes are the same
-    on all ranks."""
+    """A shard of rows, and two weights, the second of which holds this rank's columns. Shapes are the same on all
+    ranks."""
     generator = torch.Generator().manual_seed(rank)
     return [
         torch.randn(s, generator=generator, dtype=torch.float64).float().requires_grad_(grad)
@@ -73,7 +74,7 @@ def _compare_as_on_gpus() -> None:
 
 
 def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """As graphs on GPUs do, compare at first runs only."""
+    """Compare at first runs only, as graphs on GPUs do."""
     _compare_as_on_gpus()
     return _once(rank, world_size, fields)
 
@@ -107,7 +108,7 @@ def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str 
             problems += _wrong(compiled(*inputs), _block, inputs)
     except Exception as error:  # noqa: BLE001  (the outcome is what is tested)
         seconds = time.monotonic() - begun
-        # (The store lives in rank 0's process, and the others still read it.)
+        # The store lives in rank 0's process, and the others still read it.
         time.sleep(5 if rank == 0 else 0)
         return {"error": type(error).__name__, "text": str(error), "seconds": seconds}
     counters = torch._dynamo.utils.counters
@@ -136,7 +137,7 @@ def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str 
     ids=["sub-chunks", "direction", "no site there", "report mode there"],
 )
 def test_all_ranks_run_the_plain_program(fields: list[dict[str, Any]], words: str) -> None:
-    """Ranks that send pieces of different sizes to each other: a hang, or a wrong number."""
+    """Catches ranks that send pieces of different sizes to each other: a hang or a wrong number."""
     results = run_ranks(3, _once, fields)
     warnings = [w for r in results for w in r.get("warnings", [str(r)])]
     assert all(r.get("problems") == [] for r in results), results
@@ -161,7 +162,7 @@ def test_strict_raises_on_every_rank_that_overlaps() -> None:
 
 
 def test_other_budgets_exchange_the_same() -> None:
-    """Unrolled steps on one rank, looping ops on the other: how a rank multiplies is its own."""
+    """Unrolled steps on one rank and looping ops on the other may meet: how a rank multiplies is not compared."""
     for result in run_ranks(2, _once, [{"step_node_budget": 1}, {}]):
         assert result["problems"] == [] and result["warnings"] == [] and result["counts"]["sites_overlapped"] == 2, (
             result
@@ -202,7 +203,7 @@ def test_pieces_that_are_cut_otherwise_are_not_exchanged() -> None:
 
 
 def test_warm_cache_on_one_rank(tmp_path: Path) -> None:
-    """A graph out of a cache brings its plan and its plain program along."""
+    """A graph from a cache comes with its plan and its plain program."""
     for result in run_ranks(2, _once, [{}, {}], str(tmp_path)):
         assert result["problems"] == [] and result["warnings"] == [] and result["hits"] == 0, result
     warm, cold = run_ranks(2, _once, [{}, {"sub_chunks": 2}], str(tmp_path))
@@ -231,9 +232,9 @@ def _one_is_off(rank: int, world_size: int, how: str) -> dict[str, Any]:
     ("how", "words"), [("told", "OVERLAP_INDUCTOR is on here and off there"), ("silent", "rank 1 published no plan")]
 )
 def test_switched_off_on_one_rank(how: str, words: str) -> None:
-    """A rank that is off runs the plain program, so the others do; they know at once, or after a while in which that
-    rank compiles nothing."""
-    on, off = run_ranks(2, _one_is_off, how)
+    """A rank that is off runs the plain program, so the others do, too. They learn it at once, or after a while in
+    which that rank compiles nothing."""
+    on, off = run_ranks(2, _one_is_off, how, warm=how != "silent")
     assert on["problems"] == off["problems"] == [] and on["seconds"] < TIMEOUT, (on, off)
     assert off["warnings"] == [] and len(on["warnings"]) == 1 and words in on["warnings"][0], on
 
@@ -314,7 +315,7 @@ def test_training_where_ranks_differ() -> None:
 
 
 def _late(rank: int, world_size: int) -> dict[str, Any]:
-    """A mesh in which rank 3 is one call ahead: it has switched to another plan, which all have at the next call."""
+    """A mesh in which rank 3 is one call ahead: it uses a plan that the others use from the next call on."""
     compile_anew()
     function = _on_a_mesh()
     heard, inputs, problems = Heard(), _inputs(rank), []
@@ -331,7 +332,7 @@ def _late(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_plan_that_one_rank_of_a_mesh_had_too_early() -> None:
-    """Ranks that never saw it early must not wait for those that have refused it since."""
+    """Ranks that did not see it early must not wait for those that have refused it since."""
     results = run_ranks(4, _late)
     assert all(r["problems"] == [] for r in results), results
 
@@ -398,7 +399,7 @@ def test_kept_graphs_that_are_broken_on_one_rank_only(as_on_gpus: bool) -> None:
     results = run_ranks(2, _kept_graphs_are_broken, as_on_gpus, timeout=120)
     assert all(r["problems"] == [] for r in results), results
     warnings = [w for r in results for w in r["warnings"]]
-    assert len(warnings) == 1 and "broken its graphs at other places" in warnings[0], results
+    assert len(warnings) == 1 and "graphs are broken at different places" in warnings[0], results
 
 
 def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
@@ -417,7 +418,8 @@ def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_group_of_one_rank_where_others_have_more() -> None:
-    """Equal plans of ranks with other numbers of groups: one waited for rounds that the other did not make."""
+    """Ranks with equal plans and different numbers of groups: one waited for rounds that the other did not take part
+    in."""
     results = run_ranks(3, _alone_in_a_group, timeout=120)
     assert all(r["problems"] == [] for r in results) and sum(len(r["warnings"]) for r in results) == 1, results
 
@@ -445,8 +447,8 @@ def test_a_difference_reaches_all_ranks_of_a_mesh(differs: bool) -> None:
 
 
 def test_a_dry_run_on_the_fake_backend_runs() -> None:
-    """As frameworks plan: one process plays a rank of a world that does not exist."""
-    from tests.fake_group import fake_group
+    """Frameworks plan so: one process plays a rank of a group that does not exist."""
+    from tests.support.fake_group import fake_group
 
     compile_anew()
     inputs = _inputs(0)

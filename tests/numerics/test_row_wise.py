@@ -1,5 +1,6 @@
-"""What commutes with cutting rows computes, in pieces, what it computed: norms, scales and masks behind a gather, sums
-over experts and ``cat`` before a reduction, batches."""
+# SPDX-License-Identifier: Apache-2.0
+"""Ops that commute with cutting rows give the same results in pieces: norms, scales and masks after a gather, sums over
+experts and ``cat`` before a reduction, batches."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ import torch
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
-from tests.compile.row_wise_programs import LOOPING
-from tests.compile.row_wise_programs import OWN
-from tests.compile.row_wise_programs import PROGRAMS
-from tests.compile.row_wise_programs import TRAINED
-from tests.compile.row_wise_programs import arguments
-from tests.graph_text import waste
-from tests.numerics.interpreted import interpreted
-from tests.numerics.random_programs import outcome
-from tests.numerics.ranks import compile_anew
-from tests.numerics.ranks import run_ranks
+from tests.support.gloo_ranks import compile_anew
+from tests.support.gloo_ranks import run_ranks
+from tests.support.graph_text import waste
+from tests.support.interpreted import interpreted
+from tests.support.random_programs import outcome
+from tests.support.row_wise_programs import LOOPING
+from tests.support.row_wise_programs import OWN
+from tests.support.row_wise_programs import PROGRAMS
+from tests.support.row_wise_programs import TRAINED
+from tests.support.row_wise_programs import arguments
 
 FIELDS: dict[int, dict[str, Any]] = {
     2: {},
@@ -75,6 +76,6 @@ def check(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_programs_compute_what_they_computed(world_size: int) -> None:
-    """A tensor from elsewhere that is cut in other rows, a part of what must be whole, a term that is added twice."""
+    """Catches an operand cut in other rows, a part of what must be whole, and a term that is added twice."""
     for rank, problems in enumerate(run_ranks(world_size, check, timeout=400)):
         assert not problems, f"rank {rank}: " + "\n".join(problems)

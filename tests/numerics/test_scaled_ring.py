@@ -1,5 +1,5 @@
-"""fp8 sites (``_scaled_mm``) by schedule ``ring``, by gloo in several processes, against fp64 of the dequantised
-operands."""
+# SPDX-License-Identifier: Apache-2.0
+"""fp8 sites (``_scaled_mm``) by schedule ``ring`` over gloo, against fp64 of the dequantised operands."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch.distributed as dist
 import overlap_inductor
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.report import OverlapReport
-from tests.fake_group import reduce_scatter
-from tests.kernels import scaled_sites
-from tests.kernels.scaled_sites import Input
-from tests.kernels.scaled_sites import gather_bytes
-from tests.kernels.scaled_sites import multiply
-from tests.numerics.interpreted import interpreted
-from tests.numerics.ranks import compile_anew
-from tests.numerics.ranks import run_ranks
-from tests.numerics.test_agreement import _tuple
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support import scaled_sites
+from tests.support.gloo_ranks import compile_anew
+from tests.support.gloo_ranks import run_ranks
+from tests.support.interpreted import interpreted
+from tests.support.ring_cases import as_tuple
+from tests.support.scaled_sites import Input
+from tests.support.scaled_sites import gather_bytes
+from tests.support.scaled_sites import multiply
 
 Case = tuple[Callable[..., Any], list[Input], int]
 
@@ -82,20 +82,20 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
         torch._dynamo.reset()
         function, inputs, expected = _cases(world_size)[name]
         tensors = scaled_sites.made(inputs, torch.Generator().manual_seed(7 + rank))
-        exact = _tuple(function(*(t.double() for t in tensors)))
+        exact = as_tuple(function(*(t.double() for t in tensors)))
         reports: list[OverlapReport] = []
         if generated:
             with overlap_inductor.overlap(schedule="ring", **fields):
-                found = _tuple(torch.compile(function)(*tensors))
+                found = as_tuple(torch.compile(function)(*tensors))
             reports = [r for r in [overlap_inductor.last_report()] if r is not None]
         else:
-            found = _tuple(
+            found = as_tuple(
                 torch.compile(
                     function, backend=interpreted(OverlapConfig(schedule="ring", **fields), reports), dynamic=False
                 )(*tensors)
             )
         for e, f in zip(exact, found, strict=True):
-            # fp8 and bf16 make less; scales differ from one another by more.
+            # Rounding of fp8 and bf16 is smaller than this, and scales differ by more.
             if f.shape != e.shape or not (f.double() - e).abs().max() <= 2e-2 * e.abs().max():
                 problems.append(f"{name}: off by {(f.double() - e).abs().max():.3g} of {e.abs().max():.3g}")
         schedules = [p.schedule for r in reports for site in r.sites for p in site.decision.plan]
@@ -121,6 +121,6 @@ GENERATED = ["gather rows, two matmuls, row-wise", "scatter a sum of matmuls, on
 def test_every_pattern_agrees_with_fp64(
     world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool
 ) -> None:
-    """A scale of rows that is not cut with them, or a matmul that takes another one's scale."""
+    """Catches row-wise scales that are not cut with the rows, and a matmul that takes another one's scale."""
     for rank, problems in enumerate(run_ranks(world_size, _check, fields, names, generated, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"

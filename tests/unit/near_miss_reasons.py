@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A graph for every reason why a collective leads to no site."""
 
 from __future__ import annotations
@@ -6,10 +7,10 @@ import torch
 from torch import fx
 
 from overlap_inductor.report.report import OverlapReport
-from tests.hand_graph import HandGraph
-from tests.hand_graph import aten
-from tests.hand_graph import c10d
-from tests.hand_graph import getitem
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
+from tests.support.hand_graph import c10d
+from tests.support.hand_graph import getitem
 from tests.unit.reasons import case
 from tests.unit.reasons import weight
 
@@ -129,24 +130,24 @@ def _() -> OverlapReport:
 def _() -> OverlapReport:
     made = HandGraph()
     report = made.output(made.mm(made.reduce(made.input(4, 16)), weight(made))).run()
-    assert "reads its result" in report.near_misses[0].reason.text
+    assert "reads the collective's result" in report.near_misses[0].reason.text
     return report
 
 
 @case("weight_depends_on_collective", "near_miss", "what is no row-wise op")
 def _() -> OverlapReport:
-    """The largest of each row."""
+    """Keep the largest of each row."""
     made = HandGraph()
     gathered = made.gather(made.input(4, 16))
     largest = made.call(getitem, made.call(aten.max.dim, gathered, 1, True), 0)
     report = made.output(made.mm(made.call(aten.sub.Tensor, gathered, largest), weight(made))).run()
-    assert "reads, is computed from the gathered tensor and not in pieces" in report.near_misses[0].reason.text
+    assert "which needs the whole gathered tensor" in report.near_misses[0].reason.text
     return report
 
 
 @case("op_between", "near_miss", "a part of what is summed")
 def _() -> OverlapReport:
-    """The first expert's rows, which would be multiplied once more beside the pieces."""
+    """The first expert's rows are read elsewhere and would be multiplied twice."""
     made = HandGraph()
     y = made.call(aten.bmm.default, made.input(3, 8, 16), made.input(3, 16, 4, name="w"))
     first = made.call(aten.squeeze.dim, made.call(aten.slice.Tensor, y, 0, 0, 1), 0)
@@ -167,7 +168,7 @@ def grouped(made: HandGraph, x: fx.Node, rows: int) -> fx.Node:
 
 @case("grouped_matmul", "near_miss", "experts, reduced")
 def _() -> OverlapReport:
-    """Weighted, brought back to their tokens' order and summed."""
+    """Results are weighted, brought back to their tokens' order and summed."""
     made = HandGraph()
     y = grouped(made, made.input(8, 16, dtype=torch.bfloat16), 8)
     weighted = made.call(aten.mul.Tensor, y, made.input(8, 1, dtype=torch.bfloat16, name="share"))

@@ -1,4 +1,5 @@
-"""Where graphs for reason codes are registered, and the sites that several of them use."""
+# SPDX-License-Identifier: Apache-2.0
+"""Registers graphs for reason codes, and builds the sites that several of them use."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from overlap_inductor.report.report import OverlapReport
-from tests.hand_graph import HandGraph
+from tests.support.hand_graph import HandGraph
 
 Case = Callable[[], OverlapReport]
 CASES: dict[str, tuple[str, str, Case]] = {}

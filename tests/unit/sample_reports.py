@@ -1,4 +1,5 @@
-"""Reports built by hand for the tests of everything that shows one: small, large, and awkward."""
+# SPDX-License-Identifier: Apache-2.0
+"""Reports built by hand for tests of what shows a report: small, large, and hostile ones."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from overlap_inductor.facts.decision import Reason
 from overlap_inductor.facts.site import Collective
 from overlap_inductor.facts.site import Matmul
 from overlap_inductor.facts.site import SiteFacts
+from overlap_inductor.report.failure import Failure
 from overlap_inductor.report.report import NearMiss
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.report.report import SiteReport
@@ -49,13 +51,13 @@ def overlapped() -> Decision:
 
 def refused(module: str) -> Decision:
     text = f"{module}: the matmul's result has 2 users, expected only the collective"
-    return Decision("refused", "analytic", [], [Reason("result_used_elsewhere", text)])
+    return Decision("refused", "analytic", [], [Reason("other_users", text)])
 
 
 def empty(**fields: object) -> OverlapReport:
     values: dict[str, object] = {"graph": "0_0", "phase": "inference", "mode": "on", "world_size": 8}
     config = {name: list(v) if isinstance(v, tuple) else v for name, v in OverlapConfig().cache_key()}
-    return OverlapReport(overlap_inductor="0.1.0", torch="2.13.0", config=config, **{**values, **fields})  # type: ignore[arg-type]
+    return OverlapReport(overlap_inductor="0.1.0", torch="2.13.0", config=config, **{**values, **fields})
 
 
 def llama(layers: int) -> OverlapReport:
@@ -83,10 +85,74 @@ def block() -> OverlapReport:
     return report
 
 
+def planned(pattern: str, kind: str, piece: PlanPiece, module: str, status: str = "overlapped") -> SiteReport:
+    """A site of 8 ranks with one piece for all token counts."""
+    reduce_op = "sum" if kind in ("all_reduce", "reduce_scatter") else None
+    collective = Collective(kind, tuple(range(8)), "0", "bfloat16", "tp", 0, "M", reduce_op, 64 << 20)
+    facts = SiteFacts(f"{pattern}-{module}", pattern, module, collective, (Matmul("mm", 4096, 8192, 3584, "bfloat16"),))
+    return SiteReport(facts, Decision(status, "analytic", [piece]))
+
+
+def _piece(schedule: str, transport: str, us: float, overlaps: bool = True, **parameters: object) -> PlanPiece:
+    estimate = {"keep": 1342.0, "matmul": 644.0, "collective": 698.0, schedule: us}
+    return PlanPiece(schedule, transport, (0, None), parameters, estimate, overlaps)
+
+
+PIECES = {
+    "ring gather": ("all_gather_matmul", "all_gather", _piece("ring", "p2p", 905.5, route="ring", sub_chunks=4)),
+    "ring both ways": (
+        "all_gather_matmul",
+        "all_gather",
+        _piece("ring", "p2p", 850.0, route="bidirectional", sub_chunks=2),
+    ),
+    "ring scatter": (
+        "matmul_reduce_scatter",
+        "reduce_scatter",
+        _piece("ring", "p2p", 902.0, route="owner", sub_chunks=4),
+    ),
+    "ring travelling": (
+        "matmul_reduce_scatter",
+        "reduce_scatter",
+        _piece("ring", "p2p", 940.0, route="travel", sub_chunks=1),
+    ),
+    "ring reduce": ("matmul_all_reduce", "all_reduce", _piece("ring", "p2p", 1010.0, route="owner", sub_chunks=4)),
+    "ring head": ("matmul_all_gather", "all_gather", _piece("ring", "p2p", 880.0, route="broadcast", sub_chunks=4)),
+    "ring slower": ("matmul_all_reduce", "all_reduce", _piece("ring", "p2p", 1610.0, route="owner", sub_chunks=4)),
+    "fused gather": ("all_gather_matmul", "all_gather", _piece("fused", "sm_push", 780.0, settings="{}")),
+    "fused scatter": ("matmul_reduce_scatter", "reduce_scatter", _piece("fused", "sm_push", 760.0, settings="{}")),
+    "chunked reduce": ("matmul_all_reduce", "all_reduce", _piece("chunked", "copy_engine", 990.0, settings="{}")),
+    "wave groups": ("matmul_all_reduce", "all_reduce", _piece("wave_groups", "nccl", 1100.0, settings="{}")),
+    "small message": (
+        "matmul_all_reduce",
+        "all_reduce",
+        _piece("small_message", "sm_push", 655.0, False, settings="{}"),
+    ),
+}
+"""Name -> (pattern, kind of its collective, piece): every schedule, every route, and one that is slower."""
+
+
+def every_schedule() -> OverlapReport:
+    """One site for each of ``PIECES``."""
+    report = empty(before=BEFORE, after=AFTER, plan_hash="5ad3c0de")
+    report.sites = [
+        planned(pattern, kind, piece, name.replace(" ", "_")) for name, (pattern, kind, piece) in PIECES.items()
+    ]
+    return report
+
+
 def hostile() -> OverlapReport:
-    """Every free text holds markup; a page must show it, never run it."""
+    """Every free text holds markup, which a page must show and never run."""
     markup = "</script><script>alert('x')</script><img src=https://example.invalid/a.png>"
     report = empty(graph="2_0", before=BEFORE + f"# {markup}\n", after=AFTER, notices=[markup])
     report.sites.append(site(f"layers.0.{markup}", refused(markup), identity=markup))
     report.near_misses.append(NearMiss(ALL_GATHER, Reason(markup, markup), markup))
     return report
+
+
+def broken() -> OverlapReport:
+    """The pass failed on this graph."""
+    try:
+        raise KeyError("made up")
+    except KeyError as error:
+        failure = Failure.of(error, "pass")
+    return empty(graph="3_0", before=BEFORE, after=BEFORE, failures=[failure])

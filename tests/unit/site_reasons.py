@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A graph for every reason why a site is refused or kept: the checks in their order, then the plan and the rewrite."""
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ import torch
 from overlap_inductor.passes.rewrite import Rewriter
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.torch_compat import symmetric
-from tests.hand_graph import HandGraph
-from tests.hand_graph import aten
-from tests.hand_graph import c10d
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
+from tests.support.hand_graph import c10d
 from tests.unit.reasons import case
 from tests.unit.reasons import gather_site
 from tests.unit.reasons import reduce_site
@@ -117,7 +118,7 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "over a collective")
 def _() -> OverlapReport:
-    """One result is wanted before, another matmul's weight is known only after, the all-reduce."""
+    """One result is read before the all-reduce, while another matmul's weight is known only after it."""
     made = HandGraph()
     gathered = made.gather(made.input(4, 16))
     early = made.call(aten.relu.default, made.mm(gathered, weight(made, name="v")))
@@ -127,7 +128,7 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "over an accepted site")
 def _() -> OverlapReport:
-    """The first site sinks below the second gather, whose matmul needs it. That gather is needed where it stands."""
+    """The first site would move below the second gather, whose matmul reads it; but that gather cannot move."""
     made = HandGraph()
     first = made.gather(made.input(4, 16))
     w = made.reduce(weight(made))
@@ -138,7 +139,8 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "of an accepted site")
 def _() -> OverlapReport:
-    """The first site is written where its first result is wanted. There it needs the second's, which comes later."""
+    """The first site is written where its first result is read. There it needs the second site's result, which comes
+    later."""
     made = HandGraph()
     first = made.gather(made.input(4, 8))
     second = made.gather(made.input(4, 16, name="y"))

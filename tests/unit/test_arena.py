@@ -1,4 +1,5 @@
-"""The arena's bookkeeping, with ordinary memory in the place of symmetric memory."""
+# SPDX-License-Identifier: Apache-2.0
+"""The arena's bookkeeping, with ordinary memory instead of symmetric memory."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def test_every_site_has_room_and_its_neighbour_another_slot(sites: list[Request]
 
 @given(requests, requests)
 def test_a_later_graph_moves_no_slot(first: list[Request], second: list[Request]) -> None:
-    """Captured graphs hold addresses: what a site was given it keeps."""
+    """Captured graphs hold addresses, so a site keeps the slot that it was given."""
     made = arena()
     made.prepare(first)
     before = {r.site: made.slot(r.site).data.local.data_ptr() for r in first}
@@ -115,7 +116,7 @@ def test_a_site_that_was_not_prepared_for() -> None:
 
 
 def test_protocols_share_no_slot() -> None:
-    """A call that gives no credit would leave the next one, which waits for it, waiting."""
+    """A call that gives no credit would leave the next call, which waits for the credit, waiting."""
     made = arena()
     sites = [
         Request("a", 5000, 2),
@@ -138,7 +139,7 @@ def test_protocols_share_no_slot() -> None:
 def test_a_site_that_asks_again_for_less_of_one_and_more_of_the_other_has_room_for_both(
     first: list[Request], second: list[Request]
 ) -> None:
-    """The same site compiled for another token count: the graph before goes on with what it was given."""
+    """The same site compiled for another token count; the older graph keeps what it was given."""
     made = arena()
     made.prepare(first)
     made.prepare(second)

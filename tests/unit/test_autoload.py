@@ -1,4 +1,6 @@
-"""``import torch`` with the package installed: costs nothing, never fails, and switches on what was asked for.
+# SPDX-License-Identifier: Apache-2.0
+"""``import torch`` with the package installed: it costs little, never fails, and switches on what the environment asks
+for.
 
 Each test is a fresh interpreter, where a small ``dist-info`` folder on the path makes the two entry points known.
 """
@@ -14,13 +16,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.installed import pretend_installed
+
 ROOT = Path(__file__).parents[2]
-ENTRY_POINTS = """\
-[torch.backends]
-overlap_inductor = overlap_inductor.switch.autoload:autoload
-[torch_dynamo_backends]
-overlap_inductor = overlap_inductor.switch.backend:overlap_inductor
-"""
 HEAVY = ("torch._inductor", "torch._dynamo", "triton")
 
 
@@ -28,10 +26,7 @@ HEAVY = ("torch._inductor", "torch._dynamo", "triton")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that, on the path, makes the package look installed."""
     folder = tmp_path_factory.mktemp("site")
-    info = folder / "overlap_inductor-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: overlap-inductor\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    pretend_installed(folder)
     return folder
 
 
@@ -48,7 +43,7 @@ def value(code: str, *path: Path, **variables: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# The cost is CPU time of the first call with what it imports, after a torch that did not call it.
+# The cost is the CPU time of the first call with its imports, in a process whose ``import torch`` did not call it.
 COST = """
 import torch, time, json
 start = time.process_time()
@@ -77,7 +72,7 @@ def test_switched_off_it_does_nothing(installed: Path, variables: dict[str, str]
 
 
 def test_switched_on_it_waits_for_the_config_module(installed: Path) -> None:
-    """The pass is in the slot as soon as there is a slot, and nothing heavy was imported for it."""
+    """The pass is in the slot as soon as the slot exists, without a heavy import."""
     got = value(AFTER_IMPORT, installed, OVERLAP_INDUCTOR="1")
     assert got["found"] == ["torch._inductor.config"]
     assert got["left"] == ["torch._inductor.compile_fx"]
@@ -87,7 +82,7 @@ def test_switched_on_it_waits_for_the_config_module(installed: Path) -> None:
 
 @pytest.mark.parametrize(("switch", "bound"), [("0", 0.005), ("1", 0.05)])
 def test_its_cost(switch: str, bound: float) -> None:
-    """Some 2 ms where it is switched on, on a quiet machine; importing Inductor would be two seconds."""
+    """About 2 ms if it is switched on, on a quiet machine; importing Inductor takes two seconds."""
     run(
         "import overlap_inductor.switch.autoload as a; a.autoload()", OVERLAP_INDUCTOR=switch
     )  # byte code, if there is none
@@ -107,7 +102,7 @@ torch.compile(lambda x: x @ x)(torch.ones(2, 2))
 
 @pytest.mark.parametrize("variable", ["OVERLAP_INDUCTOR", "OVERLAP_INDUCTOR_SCHEDULE"])
 def test_a_bad_value_is_an_error_of_the_first_compile(installed: Path, variable: str, tmp_path: Path) -> None:
-    """Not of ``import torch``: that would break programs that never compile."""
+    """``import torch`` does not raise it, since that would break programs that never compile."""
     variables = {"OVERLAP_INDUCTOR": "1", variable: "banana", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = run(COMPILE, installed, **variables)
     assert "imported" in done.stdout
@@ -150,7 +145,7 @@ def test_autoload_never_raises(installed: Path) -> None:
 
 
 def test_importing_the_package_is_light() -> None:
-    """Everything that may be imported from inside ``import torch``; the sub-packages because TORCH_LOGS walks them."""
+    """These may be imported inside ``import torch``; sub-packages, because TORCH_LOGS imports them all."""
     code = f"""
 import sys, json, torch
 before = set(sys.modules)
@@ -184,7 +179,7 @@ def test_the_log_name_is_known(installed: Path) -> None:
     ],
 )
 def test_whatever_module_is_imported_first_the_pass_is_in_the_slot(installed: Path, first: str) -> None:
-    """Also where one of our own is what imports Inductor's configuration, in the middle of its body."""
+    """Also if one of our own modules imports Inductor's configuration in the middle of its body."""
     code = (
         f"import torch, importlib; importlib.import_module({first!r})\nfrom overlap_inductor.inductor import"
         " probe\nprint(int(probe.config_in_slot() is not None))"

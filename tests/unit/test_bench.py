@@ -1,4 +1,5 @@
-"""The operator bench without ranks: what its clock measures, what its rows and tables say, what can be asked of it."""
+# SPDX-License-Identifier: Apache-2.0
+"""The operator bench without ranks: its clock, its rows and tables, and its command line."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ from bench import rows
 from bench import tables
 from bench.operators import cases
 from bench.operators import parsed
-from bench.providers import NAMES
 from bench.providers import Provider
 from bench.providers import Variant
 from bench.providers import chosen
+from bench.providers import provider_names
 from bench.providers import request
 from bench.providers import why_not
-from bench.shapes import PATTERNS
 from bench.shapes import SHAPES
 from bench.shapes import Case
 from bench.timing import CYCLES_A_MS
 from bench.timing import Clock
 from bench.timing import Timing
+from overlap_inductor.passes.patterns import PATTERNS
 from overlap_inductor.torch_compat import symmetric
 
 CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ WHERE = {"gpu": "NVIDIA H200", "torch": "2.11.0"}
 
 
 class Gpu:
-    """A host and a device with a queue, in seconds of their own: stands in for CUDA."""
+    """A host and a device with a queue, with simulated time, in place of CUDA."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host = self.device = 0.0
@@ -75,8 +76,7 @@ def test_the_clock_hides_the_host_behind_a_sleep_and_else_does_not(
     hidden = clock.sample(lambda: gpu.call(host, device), 1, 3.0)
     assert hidden == pytest.approx((device * 1e6, host * 1e6))
     in_loop = clock.sample(lambda: gpu.call(host, device), 4, 0.0)
-    # (The call before them fills the pipeline: neither its launch nor the last call's work on the device is over and
-    # above.)
+    # The call before them fills the pipeline, so neither its launch nor the last call's work adds time.
     assert in_loop == pytest.approx((max(host, device) * 1e6, host * 1e6))
 
 
@@ -200,7 +200,8 @@ def test_other_parameters_are_read_and_refused_by_name() -> None:
 
 
 def test_what_cannot_run_is_left_out_with_its_reason() -> None:
-    arguments = parsed(["--tokens", "4", "1", "--set", "fused.parts=2"])
+    patterns = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+    arguments = parsed(["--tokens", "4", "1", "--set", "fused.parts=2", "--patterns", *patterns])
     everything = cases(arguments, 4)
     assert [c.tokens for c in everything] == [4, 4, 4, 1, 1, 1]
     assert [c.why_not() is None for c in everything] == [True, True, True, False, False, True]
@@ -209,7 +210,7 @@ def test_what_cannot_run_is_left_out_with_its_reason() -> None:
     assert "async TP has no op" in str(why_not("async_tp", case("matmul_all_reduce"), CPU))
     assert "no small message" in str(why_not("small_message/sm_push", case("matmul_all_reduce"), CPU))
     assert "no signalling matmul computes all_gather_matmul" in str(why_not("wave_groups/nccl", case(), CPU))
-    assert "not torch.float32" in str(why_not("fused parts=2", case(operands="float32"), CPU))
+    assert "the matrices are torch.float32" in str(why_not("fused parts=2", case(operands="float32"), CPU))
 
 
 def test_fp8_is_multiplied_by_the_plain_graph_the_ring_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +224,7 @@ def test_fp8_is_multiplied_by_the_plain_graph_the_ring_and_chunks(monkeypatch: p
         torch.float8_e4m3fn,
     )
     assert made.scale_shapes == ((16384, 1), (1, 7168))
-    for pattern in PATTERNS:
+    for pattern in [p.name for p in PATTERNS][:3]:
         made = case(pattern, operands="fp8")
         assert made.scale_shapes == ((), ())
         assert chosen(arguments.schedules, [], made, CPU) == [
@@ -233,7 +234,7 @@ def test_fp8_is_multiplied_by_the_plain_graph_the_ring_and_chunks(monkeypatch: p
             "chunked/sm_push",
             "auto",
         ]
-        left_out = {name: str(why_not(name, made, CPU)) for name in NAMES if why_not(name, made, CPU)}
+        left_out = {name: str(why_not(name, made, CPU)) for name in provider_names() if why_not(name, made, CPU)}
         assert set(left_out) == {
             "async_tp",
             "fused/sm_push",
@@ -243,12 +244,14 @@ def test_fp8_is_multiplied_by_the_plain_graph_the_ring_and_chunks(monkeypatch: p
         }
         assert left_out["fused/sm_push"] == "no fused kernel multiplies fp8 with scales"
     # A gather carries fp8, a reduction bf16.
-    needs = [request(case(pattern, operands="fp8"), "chunked", "{}", "site") for pattern in PATTERNS[:2]]
+    needs = [
+        request(case(pattern, operands="fp8"), "chunked", "{}", "site") for pattern in (p.name for p in PATTERNS[:2])
+    ]
     assert [n and n.nbytes for n in needs] == [4096 * 8192, 2 * 4096 * 8192]
 
 
 def test_every_named_layer_falls_into_shards_that_kernels_take() -> None:
-    assert NAMES[0] == "keep" and len(set(NAMES)) == len(NAMES)
+    assert provider_names()[0] == "keep" and len(set(provider_names())) == len(provider_names())
     for shape in SHAPES:
         for world_size in (2, 4, 8):
             for pattern in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):

@@ -1,5 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of a device run in the order in which the host makes them: on any streams, from any threads, in captures and
-replays. With streams that are noted and played."""
+replays. Streams are simulated (``tests.support.fake_streams``)."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from overlap_inductor.runtime import call_order
 from overlap_inductor.runtime.call_order import CallOrder
 from overlap_inductor.runtime.call_order import CapturedGraphs
 from overlap_inductor.torch_compat import cuda_graphs
-from tests.fake_streams import CUDA
-from tests.fake_streams import Event
-from tests.fake_streams import Gpu
-from tests.fake_streams import run
+from tests.support.fake_streams import CUDA
+from tests.support.fake_streams import Event
+from tests.support.fake_streams import Gpu
+from tests.support.fake_streams import run
 
 
 class Rank:
@@ -64,7 +65,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
 
 
 def played(monkeypatch: pytest.MonkeyPatch, *programs: Callable[[Rank], None]) -> list[Any]:
-    """What is left when each rank has queued its program."""
+    """What is left in the queues after each rank's program was played."""
     ranks: list[Rank] = []
     for program in programs:
         ranks.append(Rank(monkeypatch))
@@ -73,7 +74,7 @@ def played(monkeypatch: pytest.MonkeyPatch, *programs: Callable[[Rank], None]) -
 
 
 def test_what_is_queued_behind_a_call_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else rank 0's B waits for a receive, whose send stands behind rank 1's B."""
+    """Otherwise rank 0's B waits for a receive whose send is queued behind rank 1's B."""
 
     def receives(rank: Rank) -> None:
         rank.call("A", rank.first)
@@ -101,7 +102,7 @@ def test_calls_on_two_streams_begin_in_one_order_on_all_ranks(monkeypatch: pytes
 
         return program
 
-    # (Each rank's other stream could begin first.)
+    # Each rank's other stream could begin first.
     assert played(monkeypatch, delayed("first"), delayed("second")) == [[], []]
 
 
@@ -284,7 +285,7 @@ def test_a_capture_that_the_driver_does_not_number_is_the_programs_still(
     monkeypatch.setattr(call_order.driver, "capture_number", fail)
     graph = rank.captured(rank.second, lambda: rank.second.put("call", "foreign"))
     rank.replay(graph, rank.second)
-    assert rank.kinds(rank.second) == ["foreign"] and "may be captured in it (cuStreamGetCaptureInfo_v2" in caplog.text
+    assert rank.kinds(rank.second) == ["foreign"] and "can be captured in it (cuStreamGetCaptureInfo_v2" in caplog.text
 
 
 def test_whether_calls_are_in_flight_is_asked_of_the_last_ones_end(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,20 +311,19 @@ def test_whether_calls_are_in_flight_is_asked_of_the_last_ones_end(rank: Rank, m
 
 def test_memory_of_a_destroyed_group_is_given_back_when_its_calls_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     from overlap_inductor.runtime import workspace
-    from tests.fake_group import fake_group
+    from overlap_inductor.runtime.group_state import held_by
+    from tests.support.fake_group import fake_group
 
-    said: list[int] = []
+    cpu, held = torch.device("cpu"), list[bool]()
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(CallOrder, "finish", lambda self: said.append(len(workspace._WORKSPACES)))
     monkeypatch.setattr(call_order, "_ORDERS", {CUDA: CallOrder(CUDA, CapturedGraphs())})
-    monkeypatch.setattr(workspace, "_WORKSPACES", {})
+    with fake_group(2) as destroyed:
+        place = workspace.workspace_of(destroyed, cpu)
+        place.arena.device = CUDA
+    monkeypatch.setattr(CallOrder, "finish", lambda self: held.append(place in held_by(destroyed).values()))
     with fake_group(2) as group:
-        place = workspace.workspace_of(group, torch.device("cpu"))
-        workspace._WORKSPACES[group, CUDA] = workspace._WORKSPACES.pop((group, torch.device("cpu")))
-    assert place in workspace._WORKSPACES.values() and not said
-    with fake_group(2) as group:
-        workspace.workspace_of(group, torch.device("cpu"))
-    assert said == [1] and place not in workspace._WORKSPACES.values()
+        workspace.workspace_of(group, cpu)
+        assert held == [True] and not held_by(destroyed)
 
 
 def test_graphs_are_as_before_to_the_program() -> None:
@@ -379,7 +379,7 @@ def test_one_order_a_device_and_none_without_streams(monkeypatch: pytest.MonkeyP
 
 
 class Inside:
-    """Notes whether a launch was made inside of the order."""
+    """Records whether a launch was made within the order of calls."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -416,7 +416,7 @@ def test_every_op_launches_inside_of_the_order(monkeypatch: pytest.MonkeyPatch) 
     from overlap_inductor.lowerings.small_message import launch as small_message
     from overlap_inductor.lowerings.small_message import ops as small_ops
     from overlap_inductor.lowerings.wave_groups import launch as wave_groups
-    from tests.fake_group import fake_group
+    from tests.support.fake_group import fake_group
 
     inside = Inside()
     x, w, chain = torch.zeros(4, 8), torch.zeros(8, 8), torch.zeros(1)
@@ -457,5 +457,5 @@ def test_every_op_launches_inside_of_the_order(monkeypatch: pytest.MonkeyPatch) 
             chain, x, [w], [None], [one], [one], ["float32"], [False], False, "{}", *end
         )
         wave_groups.matmul_all_reduce(x, w, group, None, "site")  # type: ignore[arg-type]
-    # (What ``wave_groups`` shares is made there, too: of two threads one makes it.)
+    # ``wave_groups`` makes its shared state there, too: one of two threads makes it.
     assert inside.seen == [1] * 11 and inside.depth == 0

@@ -1,4 +1,5 @@
-"""Entries of a page: what is half written is not there, and what was overwritten is told."""
+# SPDX-License-Identifier: Apache-2.0
+"""Entries of a page: a half-written entry counts as absent, and an overwritten one is reported."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def test_a_text_that_has_no_room_is_an_error() -> None:
 
 
 def test_an_entry_that_is_half_written_is_not_there() -> None:
-    """Whatever part of it has come: over an earlier call's entry, or over zeros."""
+    """Whichever words of it have arrived, over an earlier call's entry or over zeros."""
     memory, (mine, theirs) = _pages(2)
     call = 5 + CALLS
     start = theirs._offset(call, 0, 1)

@@ -1,4 +1,5 @@
-"""What ``tests.gpu.check_faults`` expects ranks to be told is what they are told."""
+# SPDX-License-Identifier: Apache-2.0
+"""The messages that ``tests.gpu.check_faults`` expects are those that ranks raise."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class Ended:
 
 
 def told(first: int, call: int = 4, peer: int = 2) -> list[str]:
-    """What each rank is told where rank ``first`` has waited for the last one's ``call``."""
+    """Each rank's error after rank ``first`` waited in vain for the last rank's ``call``."""
     texts = []
     for rank in range(3):
         faults = FaultRecord.of("1", [0, 1, 2], torch.device("cpu"), rank)

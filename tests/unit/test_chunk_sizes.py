@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes of ``chunked``'s chunks: transfers stay hidden, with the fewest matmuls."""
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def test_scattered_chunks_hide_all_transfers_but_the_last_matmuls(peers: int) ->
 
 @pytest.mark.parametrize("peers", [1, 2, 3, 5, 7])
 def test_no_fewer_scattered_chunks_would_do(peers: int) -> None:
-    """But two, the smaller first, where one would end at the last moment."""
+    """Except two, the smaller first, if one would end at the last moment."""
     for ratio in SHORT:
         fewest = min(
             len(sizes) for sizes in _compositions(peers) if chunk_sizes.last_transfer(sizes, ratio) <= peers + 1 + 1e-9
@@ -52,7 +53,7 @@ def test_gathered_chunks_are_what_has_come(peers: int) -> None:
         for number, size in enumerate(sizes):
             before = sum(sizes[:number])
             last = before + size == peers
-            # Nothing waits for more than the shard that is on its way, and what has come is not left for later.
+            # No chunk waits for more than the shard in transit, and rows that have arrived are multiplied at once.
             begins = 1 + before - chunk_sizes.LATE
             assert size == 1 or (before + size) * ratio <= begins + 1e-9
             assert last or size == 1 or (before + size + 1) * ratio > begins - 1e-9

@@ -1,5 +1,6 @@
-"""The kernels of schedule ``chunked`` are assembled for Hopper on a machine without a GPU: rows move in wide words,
-signals stand behind barriers, waits are small."""
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of schedule ``chunked``, assembled for Hopper on a machine without a GPU: rows move in wide words,
+signals come after barriers, waits are small."""
 
 from __future__ import annotations
 
@@ -104,8 +105,8 @@ def test_rows_move_in_wide_words_and_signals_stand_behind_them(
     ],
 )
 def test_what_waits_is_small(kernel: Any, constants: dict[str, Any]) -> None:
-    """A block that waits beside a matmul takes no shared memory, and what one warp may find left of an SM's registers;
-    a flag is read at system scope."""
+    """A block that waits beside a matmul uses no shared memory and few enough registers for one warp to fit; it reads
+    flags at system scope."""
     text, shared = _compiled(kernel, constants, 1)
     assert shared == 0 and "ld.volatile" not in text
     assert ("ld.acquire.sys" in text) == (kernel is not announce)

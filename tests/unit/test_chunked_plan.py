@@ -1,5 +1,5 @@
-"""What schedule ``chunked`` plans: rows fall to chunks, parts to peers, and what one rank sends is where another one
-reads it."""
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of schedule ``chunked``: rows of each chunk, parts for each peer; each rank reads where its peers write."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_chunks_cover_all_other_rows_once_and_go_round_once(world_size: int, row
 @pytest.mark.parametrize(("world_size", "rows", "chunks"), SIZES)
 @pytest.mark.parametrize("scattered", [False, True])
 def test_what_a_chunk_waits_for_is_what_it_reads(world_size: int, rows: int, chunks: int, scattered: bool) -> None:
-    """Row by row: sent to a receiver's workspace once, in the part whose number says how far away the sender is."""
+    """Each row is sent to a receiver's workspace once, in the part whose number is the distance to the sender."""
     made, bounds = transfer_of(world_size, rows, chunks, scattered)
     landed: dict[tuple[int, int], tuple[int, int, int]] = {}
     for rank in range(world_size):
@@ -60,7 +60,7 @@ def test_what_a_chunk_waits_for_is_what_it_reads(world_size: int, rows: int, chu
             rows_of = chunked_plan.chunk_rows(first, last, rank, world_size, rows, made.part_rows)
             for row in (row for start, stop in rows_of for row in range(start, stop)):
                 if scattered:
-                    # What this rank multiplies here leaves with this chunk.
+                    # What this rank multiplies here is sent with this chunk.
                     owner = row // rows
                     sender, source, number = landed[owner, rank * rows + row % rows]
                     assert (sender, source) == (rank, row) and first <= number < last
@@ -81,7 +81,7 @@ def test_bands_have_signals_of_their_own() -> None:
 @pytest.mark.parametrize("pattern", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_what_is_planned_for_the_most_rows_serves_fewer(pattern: str, world_size: int) -> None:
-    """Each size decides for itself in how many parts and bands it goes."""
+    """Each number of rows has its own number of parts and bands."""
     p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for(pattern, "auto")), 132)
     nbytes, signals = chunked_plan.needed(pattern, world_size, 5000, 4096, 8192, 2, p)
     for rows in (1, 100, 129, 300, 1000, 2000, 5000):
@@ -132,7 +132,7 @@ def test_an_all_reduce_sends_before_its_matmul_ends_and_the_next_band_begins_sma
 
 
 def test_sizes_are_of_all_peers_shards() -> None:
-    with pytest.raises(UnsupportedError, match=r"chunks of \[2, 2\] shards are not the shards of 3 peers"):
+    with pytest.raises(UnsupportedError, match=r"chunks of \[2, 2\] shards do not add up to the shards of 3 peers"):
         chunked_plan.fitted("all_gather_matmul", 4, 512, 4096, 4096, 2, 2, ChunkedParameters(132, sizes=(2, 2)))
 
 
@@ -143,7 +143,7 @@ def test_a_bad_parameter_is_named() -> None:
         ChunkedParameters(132, turns_from=-1)
     with pytest.raises(ValueError, match=r"unit=0 \(at least 1\)"):
         fused_plan.FusedParameters(132, unit=0)
-    with pytest.raises(ValueError, match=r"chunks=2 beside sizes=\[1, 2\]"):
+    with pytest.raises(ValueError, match=r"chunks=2 and sizes=\[1, 2\]"):
         ChunkedParameters(132, chunks=2, sizes=(1, 2))
     with pytest.raises(ValueError, match="transport='nccl'"):
         ChunkedParameters(132, "nccl")

@@ -1,4 +1,5 @@
-"""The command line: light, clear about what is missing, and honest about the demo's outcome."""
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: it imports little, names what is missing, and reports the demo's real outcome."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from overlap_inductor.cli import demo
 from overlap_inductor.cli import main as cli
@@ -58,7 +60,7 @@ def test_commands_are_those_that_exist(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     text = capsys.readouterr().out
-    assert all(command in text for command in ("demo", "doctor", "explain", "report"))
+    assert all(command in text for command in ("demo", "doctor", "explain", "report", "bugreport"))
     with pytest.raises(SystemExit) as ending:
         cli.main(["profile"])
     assert ending.value.code == 2
@@ -72,6 +74,31 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "OVERLAP_INDUCTOR_DUMP" in capsys.readouterr().err
 
 
+def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path: Path) -> None:
+    """``overlap-inductor report FOLDER | head``: neither a traceback nor Python's complaint at exit."""
+    for graph in range(40):
+        report = samples.llama(3)
+        report.graph = f"{graph}_0"
+        write_dump(report, tmp_path, 0)
+    command = [sys.executable, "-m", "overlap_inductor", "report", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith(b"0_0_inference")
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == cli.READER_GONE
+
+
+def test_another_broken_pipe_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(as_json: bool) -> int:
+        raise BrokenPipeError("of something else")
+
+    monkeypatch.setattr("overlap_inductor.cli.doctor.run_doctor", broken)
+    with pytest.raises(BrokenPipeError, match="of something else"):
+        cli.main(["doctor"])
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def missing(as_json: bool) -> int:
         raise ModuleNotFoundError("No module named 'torch.x'", name="torch.x")
@@ -82,7 +109,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_a_missing_module_of_our_own_is_no_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a broken installation told away as a package to install."""
+    """Catches a broken installation that is reported as a package to install."""
 
     def missing(as_json: bool) -> int:
         raise ModuleNotFoundError("No module named 'overlap_inductor.x'", name="overlap_inductor.x")
@@ -134,7 +161,7 @@ def test_explain_of_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_explain_of_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", str(tmp_path / "none.py")]) == 2
-    assert "none.py is no file" in capsys.readouterr().err
+    assert "none.py is not a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -154,6 +181,35 @@ def test_demo_options_that_cannot_be(options: dict[str, Any], names: str) -> Non
     """Catches options that would fail minutes later, inside a rank."""
     with pytest.raises(ConfigError, match=names):
         demo.run_demo(DemoOptions(**{"device": "cpu", "parts": ("block",), **options}))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "why"),
+    [(0, True, "has 0 usable GPUs"), (1, True, "has 1 usable GPUs"), (8, False, "without NCCL")],
+)
+def test_demo_on_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch, gpus: int, nccl: bool, why: str) -> None:
+    """Catches the number of ranks blamed, which nobody asked for."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
+    with pytest.raises(ConfigError, match=f"--device cuda: the demo needs 2 GPUs, and this machine .*{why}.*cpu"):
+        demo.run_demo(DemoOptions(device="cuda", parts=("block",)))
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(2, 2), (3, 2), (7, 4), (9, 8)])
+def test_demo_takes_as_many_gpus_as_its_model_divides_among(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert demo._resolve(DemoOptions(parts=("block",))) == ("cuda", ranks)
+
+
+@pytest.mark.parametrize("below", ["", "x/y"])
+def test_demo_folder_that_cannot_be_written(tmp_path: Path, below: str) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    with pytest.raises(ConfigError, match=f"--keep-dir {blocked / below}: cannot be written"):
+        demo.run_demo(DemoOptions(device="cpu", parts=("block",), keep_dir=str(blocked / below)))
 
 
 def test_demo_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,25 @@
-"""Every switch: what it accepts; everything else is an error that names variable, value and what is allowed."""
+# SPDX-License-Identifier: Apache-2.0
+"""Every switch: the values it accepts, and an error with variable, value and allowed values for all others."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from overlap_inductor.config import MODES
 from overlap_inductor.config import NUMERICS
-from overlap_inductor.config import PATTERNS
-from overlap_inductor.config import SCHEDULES
-from overlap_inductor.config import TRANSPORTS
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.errors import ConfigError
+from overlap_inductor.facts import names
 
+SCHEDULES = ("auto", "keep", "ring", "chunked", "fused", "wave_groups", "small_message")
+TRANSPORTS = ("auto", "p2p", "copy_engine", "sm_push", "nccl")
+PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_gather")
 BAD = [
     ("OVERLAP_INDUCTOR", "yes", MODES),
     ("OVERLAP_INDUCTOR", "ON", MODES),
@@ -53,7 +58,7 @@ def test_bad_variable_is_an_error_that_names_it(variable: str, value: str, allow
     + [("sub_chunks", None), ("sub_chunks", [4]), ("numerics", ["preserve"])],
 )
 def test_bad_keyword_is_the_same_error(field: str, value: object) -> None:
-    """A wrong type must not come out as a TypeError from somewhere inside."""
+    """A wrong type must not show as a TypeError."""
     with pytest.raises(ConfigError, match="OVERLAP_INDUCTOR"):
         OverlapConfig.from_environment({}, **{field: value})
 
@@ -114,3 +119,31 @@ def test_cache_key_has_every_field_but_the_dump() -> None:
 def test_dump_takes_a_path() -> None:
     assert OverlapConfig(dump=Path("a") / "b").dump == str(Path("a") / "b")  # type: ignore[arg-type]
     assert OverlapConfig(dump="").dump is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "kind"), [("SCHEDULE", names.SCHEDULES), ("TRANSPORT", names.TRANSPORTS), ("PATTERNS", names.PATTERNS)]
+)
+def test_a_name_that_is_added_is_accepted_until_it_is_removed(variable: str, kind: names.Names) -> None:
+    environment = {f"OVERLAP_INDUCTOR_{variable}": "pigeon"}
+    kind.add("pigeon")
+    try:
+        OverlapConfig.from_environment(environment)
+        with pytest.raises(ValueError, match="'pigeon' cannot be the name of a"):
+            kind.add("pigeon")
+    finally:
+        kind.remove("pigeon")
+    with pytest.raises(ConfigError, match="pigeon"):
+        OverlapConfig.from_environment(environment)
+
+
+def test_a_switch_is_validated_before_anything_else_is_imported() -> None:
+    """A fresh process that has imported the configuration alone knows every name."""
+    code = (
+        "from overlap_inductor.config import OverlapConfig\n"
+        "config = OverlapConfig.from_environment()\n"
+        "print(config.schedule, config.transport)\n"
+    )
+    environment = {**os.environ, "OVERLAP_INDUCTOR_SCHEDULE": "chunked", "OVERLAP_INDUCTOR_TRANSPORT": "sm_push"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "chunked sm_push\n", done.stderr

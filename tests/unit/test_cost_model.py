@@ -1,4 +1,5 @@
-"""The analytic gate: limits in which the answer is known, and directions in which it must move."""
+# SPDX-License-Identifier: Apache-2.0
+"""The cost model: limits with a known answer, monotonic behaviour, and agreement with measurements."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def test_unknown_item_size_takes_the_slowest_rate() -> None:
 
 
 def test_balanced_site_pays() -> None:
-    """Where both take as long and steps cost nothing, nearly half is hidden."""
+    """If matmul and collective take equally long and steps cost nothing, nearly half is hidden."""
     assert ring_cost.pays(BALANCED, FREE, 4)
     keep = cost_model.matmul_seconds(BALANCED, FREE) + cost_model.collective_seconds(BALANCED, FREE)
     assert keep == pytest.approx(2.0) and 1.0 <= ring_cost.seconds(BALANCED, FREE, 4) <= 1.35
@@ -65,7 +66,7 @@ def test_small_site_does_not_pay() -> None:
 @pytest.mark.parametrize("world_size", [2, 8])
 @pytest.mark.parametrize("legs", [1, 2])
 def test_pays_from_some_size_on(name: str, world_size: int, legs: int) -> None:
-    """The break-even search takes the first size that pays for a threshold: above it the answer must not turn again."""
+    """The break-even search takes the first size that pays as threshold, so every larger size must pay, too."""
     machine = machine_for(name)
     flops = machine.matmul_flops[2] * 1e-6
     bytes_sent = machine.link_bytes * 1e-6
@@ -180,7 +181,7 @@ MEASURED_AT_8 = {  # the same on 8 H200s (bench/results/operators.jsonl): tokens
 
 @pytest.mark.parametrize("pattern", MEASURED_AT_8)
 def test_chunks_of_eight_ranks_are_taken_where_they_gained(pattern: str) -> None:
-    """A leg costs more with more peers: at 1024 tokens chunks lost."""
+    """A leg costs more with more peers; at 1024 tokens chunks were slower."""
     machine = machine_for("cuda")
     for tokens, (keep, chunked) in MEASURED_AT_8[pattern].items():
         sizes = dataclasses.replace(mlp(pattern, tokens, 8), replays=True)
@@ -310,7 +311,7 @@ WITHOUT_PEERS_MEASURED = {  # 2 H200s, NCCL_P2P_DISABLE=1: tokens: (keep, groups
 
 @pytest.mark.parametrize("pattern", WITHOUT_PEERS_MEASURED)
 def test_groups_of_waves_pay_where_peers_are_out_of_reach(pattern: str) -> None:
-    """(Of two legs each goes faster: 29 GB/s where one has 25.) The ring lost there, and is not taken."""
+    """Each of two legs is faster (29 GB/s) than a single one (25 GB/s). The ring lost there and is not taken."""
     machine = machine_for(WITHOUT_PEERS)
     for tokens, (keep, groups) in WITHOUT_PEERS_MEASURED[pattern].items():
         sizes = mlp(pattern, tokens, 2)

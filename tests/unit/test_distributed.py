@@ -1,4 +1,5 @@
-"""What a process group can do, as schedules ask it."""
+# SPDX-License-Identifier: Apache-2.0
+"""What schedules ask of a process group."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from overlap_inductor.torch_compat.distributed import why_no_send
 
 
 def test_gloo_does_not_send_from_gpus() -> None:
-    """A ring over gloo whose tensors lie on a GPU ends the process; plain collectives of such groups run."""
+    """Sending a GPU's tensors over gloo ends the process, while plain collectives of such groups run."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         name = dist.group.WORLD.group_name  # type: ignore[union-attr]

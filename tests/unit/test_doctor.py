@@ -1,4 +1,5 @@
-"""The doctor: says what is there, and fails exactly where something needed or asked for cannot take effect."""
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor: reports what is there, and fails exactly if something needed or requested cannot take effect."""
 
 from __future__ import annotations
 
@@ -246,7 +247,7 @@ def test_json_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_this_machine_in_a_process_of_its_own() -> None:
-    """The whole command, nothing replaced: whatever this machine is, the doctor comes to an end and gives JSON."""
+    """The whole command with nothing mocked: on any machine the doctor ends and prints JSON."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OVERLAP_INDUCTOR")}
     environment.update(
         OVERLAP_INDUCTOR="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONPATH=str(Path(__file__).parents[2])
@@ -256,4 +257,5 @@ def test_this_machine_in_a_process_of_its_own() -> None:
     assert done.returncode == 1, done.stderr
     value = json.loads(done.stdout)
     assert "by environment" in [check["name"] for check in value["checks"] if check["state"] == BAD]
-    assert {check["section"] for check in value["checks"]} == {"Software", "Distributed", "GPUs", "Switched on"}
+    sections = {"Software", "Distributed", "GPUs", "Patterns", "Schedules", "Transports", "Switched on"}
+    assert {check["section"] for check in value["checks"]} == sections

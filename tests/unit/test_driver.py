@@ -1,4 +1,5 @@
-"""Calls of CUDA's driver, in their order. The library of the test records them, and fails where it is told to."""
+# SPDX-License-Identifier: Apache-2.0
+"""The order of calls to CUDA's driver. A fake library records them and fails where a test asks for it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from overlap_inductor.runtime import driver
 
 
 class Library:
-    """Notes calls; ``fails``: name of the one that returns an error."""
+    """Records calls; ``fails``: the name of the call that returns an error."""
 
     def __init__(self, fails: str = "") -> None:
         self.fails = fails

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dump folder: its layout, the same bytes twice, no half-written file, never a failed compile."""
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from overlap_inductor.report import dump
 from overlap_inductor.report.dump import FILES
 from overlap_inductor.report.dump import write_dump
 from overlap_inductor.report.read_folder import read_reports
+from overlap_inductor.report.runs import MARK
 from overlap_inductor.report.text import render_text
 from tests.unit import sample_reports as samples
 
@@ -26,14 +28,18 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """The graphs' files, without those that name the run."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MARK]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.parent != folder}
 
 
 def test_layout_and_contents(tmp_path: Path) -> None:
     report = samples.llama(2)
     place = write_dump(report, str(tmp_path), 3)
     assert place == tmp_path / "rank_3" / "0_0_inference"
-    assert sorted(p.name for p in place.iterdir()) == sorted(FILES), "the five files, and no temporary one"
+    assert sorted(p.name for p in place.iterdir()) == sorted([*FILES, MARK]), (
+        "the five files, who wrote them, and no temporary one"
+    )
     assert (place / "report.txt").read_text() == render_text(report)
     assert json.loads((place / "sites.json").read_text()) == report.to_dict()
     assert (place / "graph.before.txt").read_text() == report.before

@@ -1,4 +1,5 @@
-"""What ranks compare: which plans are equal, and what is said of those that are not."""
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison of ranks' plans: which are equal, and how differences are reported."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a graph exchanges is written alike on all ranks, whatever else their graphs hold and in which order they look
-at it."""
+# SPDX-License-Identifier: Apache-2.0
+"""The text of what a graph exchanges is the same on all ranks, whatever else their graphs hold."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_inductor.passes import agreed_plan as exchange_steps
-from tests.fake_group import all_gather
-from tests.fake_group import fake_group
-from tests.fake_group import reports_of
-from tests.hand_graph import HandGraph
-from tests.hand_graph import aten
+from overlap_inductor.sites.gather_nodes import GatherNodes
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import reports_of
+from tests.support.hand_graph import HandGraph
+from tests.support.hand_graph import aten
 
 
 def _steps(function: Callable[..., Any]) -> list[str]:
-    """Of a gather with pointwise ops before its matmul, by a looping op, which computes them on shards."""
+    """The steps of a gather with pointwise ops before its matmul, by a looping op that computes them on shards."""
     with fake_group(3):
         (report,) = reports_of(function, torch.randn(6, 4), torch.randn(12, 8), step_node_budget=1)
     steps: list[str] = json.loads(report.exchange)["steps"]
@@ -34,10 +34,10 @@ def _gathered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def test_what_is_computed_before_sending_is_named_in_graph_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set of nodes has another order in every process."""
-    between, texts = exchange_steps.between, []
+    between, texts = GatherNodes.between, []
     for reverse in (False, True):
         monkeypatch.setattr(
-            exchange_steps, "between", lambda nodes, reverse=reverse: sorted(between(nodes), reverse=reverse)
+            GatherNodes, "between", lambda nodes, reverse=reverse: sorted(between(nodes), reverse=reverse)
         )
         texts.append(_steps(_gathered))
     assert texts[0] == texts[1]

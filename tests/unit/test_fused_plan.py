@@ -1,4 +1,5 @@
-"""What is planned of a fused kernel: numbers of bands and of blocks that push."""
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a fused kernel: the numbers of bands and of pushing blocks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Kernels are assembled for the GPU they are written for, on a machine without one: a slip in inline assembly is found
-here."""
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels, assembled for their GPU on a machine without one: finds errors in inline assembly."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _unspecialised(kernel: Any) -> set[int]:
 
 
 def _weights(count: int, block_n: int, halves: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
-    """Types of ``count`` transposed weights of a gather, and the constants that the others are."""
+    """Types of ``count`` transposed weights of a gather; the other weights are constants."""
     types, constants = {}, {"COUNT": count}
     for i in range(4):
         names = (f"b{i}_desc", f"c{i}_desc", f"c{i}", f"bias{i}")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts against numpy: an index map that says where an element lies must agree with what reshape, transpose and cat
 do to it."""
 

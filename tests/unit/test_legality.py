@@ -1,7 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every reason code: one graph that gives exactly it, and no code without such a graph."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -9,11 +11,14 @@ import pytest
 import torch
 
 import overlap_inductor
+from overlap_inductor.errors import StrictError
 from overlap_inductor.passes import check as legality
-from overlap_inductor.passes import rewrite as rewriter
 from overlap_inductor.passes.rewrite import Rewriter
-from tests.fake_group import fake_group
-from tests.hand_graph import HandGraph
+from overlap_inductor.report import publish
+from overlap_inductor.report.failure import BUG_REPORT
+from overlap_inductor.sites.placement import Placement
+from tests.support.fake_group import fake_group
+from tests.support.hand_graph import HandGraph
 from tests.unit import near_miss_reasons  # noqa: F401  (registers its graphs)
 from tests.unit import site_reasons  # noqa: F401
 from tests.unit.reasons import CASES
@@ -68,7 +73,7 @@ def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.Monke
         if point == "apply":
             monkeypatch.setattr(Rewriter, "apply", lambda self, sites: 1 / 0)
         elif point == "placing":
-            monkeypatch.setattr(rewriter, "place", lambda nodes: 1 / 0)
+            monkeypatch.setattr(Placement, "apply", lambda self: 1 / 0)
         elif point == "half way":
             original = Rewriter._site
             monkeypatch.setattr(Rewriter, "_site", lambda self, s, a: 1 / 0 if self.emitted else original(self, s, a))
@@ -83,6 +88,11 @@ def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.Monke
         report = made.run()
         monkeypatch.undo()
         assert report.before == before
+        assert report.notices[-1] == BUG_REPORT and report.counters()["failed"] == len(report.failures) >= 1
+        assert all(f.stage == "rewrite" and "ZeroDivisionError" in f.traceback for f in report.failures)
+        assert {i for f in report.failures for i in f.sites} == {
+            s.facts.id for s in report.sites if s.decision.status == "failed"
+        }
         failed = [
             (s.decision.status, s.decision.reasons[0].code) for s in report.sites if s.decision.status == "failed"
         ]
@@ -103,12 +113,25 @@ def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.Monke
         assert [s.decision.status for s in made.run().sites] == ["overlapped"] * 2
 
 
-def test_not_a_failure() -> None:
-    """Strict mode raises for refused sites: what the user switched off, or what moves nothing, must not be one."""
-    statuses = {code: status for code, status, _ in CASES.values()}
-    assert {c for c, s in statuses.items() if s == "kept"} >= {
-        "switched_off",
-        "world_size_one",
-        "too_small",
-        "report_mode",
-    }
+@pytest.mark.parametrize(
+    ("name", "raises"),
+    [
+        ("switched_off pattern", False),
+        ("switched_off schedule", False),
+        ("world_size_one", False),
+        ("too_small", False),
+        ("report_mode", False),
+        ("op_between gather", False),
+        ("reduce_op", True),
+        ("too_many_steps", True),
+        ("rewrite_failed", True),
+    ],
+)
+def test_strict_mode_raises_for_refused_and_failed_sites_alone(name: str, raises: bool) -> None:
+    """A site that is switched off, that moves nothing or that does not pay is no error, and neither is a near miss."""
+    code, _, function = CASES[name]
+    with fake_group(WORLD_SIZES.get(code, 2)):
+        report = function()
+    report.mode = "strict"
+    with pytest.raises(StrictError, match=code) if raises else contextlib.nullcontext():
+        publish.activate(report, from_cache=False, dump=None)

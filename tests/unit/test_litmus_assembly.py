@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The litmus kernels, which only two GPUs can run, are assembled for Hopper: a changed signature is found here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The looping op of gathers without a group: slices one by one against the whole matmul, in every form."""
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from overlap_inductor.lowerings.ring.looped_gather_ops import _all_gather_matmul
 from overlap_inductor.lowerings.ring.looped_gather_ops import _as_it_stood
 from overlap_inductor.lowerings.ring.looped_gather_ops import _Matmul
 from overlap_inductor.lowerings.ring.looped_gather_ops import texts
-from tests.fake_group import fake_group
+from tests.support.fake_group import fake_group
 
 FORMS = [
     Form(operand, role, turned)

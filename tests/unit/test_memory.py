@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where an op's results and tokens are allocated: on a GPU by one call of the generated code's own allocator, anywhere
 else as ever."""
 

@@ -1,4 +1,5 @@
-"""The page: stands alone, runs nothing that a graph brought along, marks what changed, stays usable when large."""
+# SPDX-License-Identifier: Apache-2.0
+"""The page: it is self-contained, runs no text of a graph, marks what changed, and stays usable when large."""
 
 from __future__ import annotations
 
@@ -10,22 +11,17 @@ import pytest
 
 from overlap_inductor.facts.decision import Decision
 from overlap_inductor.facts.decision import PlanPiece
-from overlap_inductor.facts.site import Collective
-from overlap_inductor.facts.site import Matmul
-from overlap_inductor.facts.site import SiteFacts
+from overlap_inductor.facts.decision import Reason
 from overlap_inductor.report.html.diff import CONTEXT
+from overlap_inductor.report.html.diff import diff
 from overlap_inductor.report.html.diff import merge
-from overlap_inductor.report.html.diff import render_diff
+from overlap_inductor.report.html.figure import MOST_FIGURES
 from overlap_inductor.report.html.page import render_html
-from overlap_inductor.report.html.timeline import MOST_STEPS
-from overlap_inductor.report.html.timeline import Bar
-from overlap_inductor.report.html.timeline import sketch
 from overlap_inductor.report.report import OverlapReport
-from overlap_inductor.report.report import SiteReport
 from tests.unit import sample_reports as samples
 
 VOID = {"meta", "input", "br", "link", "img"}
-ALL = [samples.llama(3), samples.block(), samples.empty(), samples.hostile()]
+ALL = [samples.llama(3), samples.block(), samples.empty(), samples.hostile(), samples.every_schedule()]
 
 
 class Page(HTMLParser):
@@ -103,7 +99,8 @@ def test_page_shows_what_the_report_says() -> None:
     assert "micro_pipeline_tp is on" in words
     assert re.search(r"161\s*sites found", words)
     assert re.search(r"160\s*overlapped", words)
-    assert "Sketch, from estimates" in words
+    assert "each row ends at its estimate" in words
+    assert "What you can do: Read the result behind the collective" in " ".join(words.split())
 
 
 def test_links_into_the_graph_lead_to_a_line() -> None:
@@ -130,7 +127,7 @@ def test_changed_lines_are_marked() -> None:
         ("same", "c", 3, 3),
         ("ins", "d", None, 4),
     ]
-    page = Page(render_diff("a\nb\nc\n", "a\nx\nc\nd\n", {}))
+    page = Page(render_html(samples.empty(), before="a\nb\nc\n", after="a\nx\nc\nd\n"))
     assert (len(page.named("del")), len(page.named("ins"))) == (1, 2)
     assert sum("data-change" in attributes for _, attributes in page.elements) == 2, (
         "two runs of changes to step through"
@@ -140,7 +137,7 @@ def test_changed_lines_are_marked() -> None:
 def test_unchanged_runs_are_folded_and_lose_no_line() -> None:
     before = [f"line {i}" for i in range(100)]
     after = [*before[:50], "new", *before[50:]]
-    page = Page(render_diff("\n".join(before), "\n".join(after), {}))
+    page = Page(render_html(samples.empty(), before="\n".join(before), after="\n".join(after)))
     assert len(page.named("details")) == 2
     assert f"{50 - CONTEXT} unchanged lines" in page.words
     for line in after:
@@ -163,44 +160,76 @@ def test_five_thousand_lines_render_in_seconds() -> None:
     assert html.count('<ins class="l"') == 800
 
 
-def _site(pattern: str, world_size: int, piece: PlanPiece) -> SiteReport:
-    collective = Collective("x", tuple(range(world_size)), "0", "bfloat16")
-    facts = SiteFacts("id", pattern, "m", collective, (Matmul("mm", 8, 8, 8, "bfloat16"),))
-    return SiteReport(facts, Decision("overlapped", "forced", [piece]))
+def test_a_line_of_two_sites_has_both_anchors() -> None:
+    found = diff("", "one two\none\n", {"one": "line-0", "two": "line-1"})
+    assert [line.anchors for _, lines in found.blocks for line in lines] == [("line-0", "line-1"), ()]
 
 
-PATTERNS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_gather"]
+@pytest.mark.parametrize("report", [samples.llama(2), samples.every_schedule()])
+def test_a_page_has_a_dark_and_a_narrow_form(report: OverlapReport) -> None:
+    """Catches a colour that only light pages define: each of the light ones has a dark value."""
+    html = render_html(report)
+    light, dark = re.findall(r":root \{(.*?)\}", html, re.S)
+    assert "@media (prefers-color-scheme: dark)" in html and "color-scheme: light dark" in light
+    assert re.findall(r"(--\w+):", light) == re.findall(r"(--\w+):", dark)
+    assert set(re.findall(r"var\((--\w+)", html)) <= {*re.findall(r"(--\w+):", light), "--tone"}
+    assert "@media (max-width: 760px)" in html and "width=device-width" in html
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("world_size", [2, 3, 8, 1024])
-@pytest.mark.parametrize(
-    "estimate", [{"matmul": 600.0, "collective": 380.0}, {"matmul": 10.0, "collective": 500.0}, {}]
-)
-def test_sketch_does_the_same_work_in_less_time(pattern: str, world_size: int, estimate: dict[str, float]) -> None:
-    """Catches a sketch that drops or invents work, runs two things on one lane at once, or promises the impossible."""
-    piece = PlanPiece("ring", "p2p", parameters={"sub_chunks": 4}, estimate_us=estimate)
-    drawing = sketch(_site(pattern, world_size, piece), piece)
-    matmul, collective = estimate.get("matmul", 1.0), estimate.get("collective", 1.0)
-    for bars in (drawing.serial, drawing.overlapped):
-        assert _work(bars, "matmul") == pytest.approx(matmul)
-        assert _work(bars, "transfer") == pytest.approx(collective)
-        for lane in ("matmul", "transfer"):
-            ordered = sorted((b for b in bars if b.lane == lane), key=lambda b: b.start)
-            assert all(a.end <= b.start + 1e-6 for a, b in zip(ordered, ordered[1:]))
-    end = max(bar.end for bar in drawing.overlapped)
-    assert max(matmul, collective) - 1e-6 <= end < matmul + collective
-    assert drawing.length == pytest.approx(matmul + collective)
-    assert drawing.estimated == bool(estimate)
-    assert len(drawing.overlapped) <= 3 * MOST_STEPS
+def test_total_has_a_ratio() -> None:
+    words = " ".join(Page(render_html(samples.every_schedule())).words.split())
+    assert "16.10 ms \u2192 11.38 ms, 1.41x estimated, overlapped sites together" in words
 
 
-def _work(bars: tuple[Bar, ...], lane: str) -> float:
-    return sum(bar.end - bar.start for bar in bars if bar.lane == lane)
+def test_a_slower_plan_is_said_to_be_slower_and_drawn_red() -> None:
+    """Catches a green box for time that is lost."""
+    report = samples.empty()
+    report.sites = [samples.planned(*samples.PIECES["ring slower"], "m")]
+    page = Page(render_html(report))
+    words = " ".join(page.words.split())
+    assert words.count("1342 us \u2192 1610 us, 1.20x slower") == 2, "in the total and beside the timeline"
+    boxes = [attributes for _, attributes in page.elements if (attributes.get("class") or "").startswith("verdict")]
+    assert [box["class"] for box in boxes] == ["verdict slower"]
+    assert any(attributes.get("title") == "268 us slower" for _, attributes in page.elements)
+    assert "tile wide bad" in render_html(report) and "saved" not in words
 
 
 def test_a_sketch_without_estimates_says_so() -> None:
     report = samples.empty(before="x", after="y")
-    report.sites = [_site("matmul_all_reduce", 2, PlanPiece("ring", "p2p", parameters={"sub_chunks": 2}))]
-    report.sites[0].decision.plan = [PlanPiece("ring", "p2p", parameters={"sub_chunks": 2})]
-    assert "Nothing was estimated for this site" in Page(render_html(report)).words
+    piece = PlanPiece("ring", "p2p", parameters={"sub_chunks": 2, "route": "owner"})
+    report.sites = [samples.planned("matmul_all_reduce", "all_reduce", piece, "m")]
+    page = Page(render_html(report))
+    assert "This site has no estimate" in page.words
+    assert not any(attributes.get("class") == "axis" for _, attributes in page.elements), "lengths without a unit"
+
+
+def test_mode_report_shows_what_mode_on_would_run() -> None:
+    report = samples.empty(mode="report")
+    report.sites = [samples.planned(*samples.PIECES["ring scatter"], "m", status="kept")]
+    report.sites[0].decision.reasons.append(Reason("report_mode", "OVERLAP_INDUCTOR=report leaves the graph alone"))
+    words = " ".join(Page(render_html(report)).words.split())
+    assert "1342 us \u2192 902 us, 1.49x estimated, the plan's sites together" in words
+    assert "Set OVERLAP_INDUCTOR=on to run this plan." in words
+
+
+def test_plans_beyond_the_most_that_are_drawn_are_counted() -> None:
+    report = samples.empty()
+    for number in range(MOST_FIGURES + 3):
+        piece = PlanPiece("ring", "p2p", parameters={"sub_chunks": number + 1, "route": "owner"})
+        report.sites.append(samples.planned("matmul_all_reduce", "all_reduce", piece, "m"))
+    page = Page(render_html(report))
+    assert len(page.named("figure")) == MOST_FIGURES
+    assert "Not drawn: 3 more plans of this graph." in page.words
+
+
+def test_sites_with_one_sketch_share_it() -> None:
+    page = Page(render_html(samples.llama(3)))
+    assert len(page.named("figure")) == 1
+    assert page.words.count("layers.{0..2}.mlp.down_proj") == 2, "in the table, and at the sketch of both"
+
+
+def test_a_kept_site_is_not_drawn() -> None:
+    report = samples.empty()
+    report.sites = [samples.planned("matmul_all_reduce", "all_reduce", samples.CHEAP, "m", status="kept")]
+    report.sites[0].decision = Decision("kept", "analytic", [samples.CHEAP], [Reason("too_small", "140 us")])
+    assert not Page(render_html(report)).named("figure")

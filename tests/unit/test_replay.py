@@ -1,4 +1,5 @@
-"""When a call is launched as it is, and when as a CUDA graph: with a recorder that only notes what it is given."""
+# SPDX-License-Identifier: Apache-2.0
+"""When a call is launched directly, and when as a CUDA graph. A recorder takes the place of the GPU."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def several_queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Noted:
-    """A launch on a GPU, and what was done there: ``start`` by the host, ``graph`` in one launch. ``failing``: numbers
-    of the graph launches that fail."""
+    """A launch, and a record of what was done: ``start`` by the host, ``graph`` in one launch. ``failing``: numbers of
+    the graph launches that fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, graphs: bool = True, device: str = "cuda") -> None:
         self.done: list[str] = []
@@ -76,7 +77,7 @@ class Noted:
         replays: bool = True,
         copied: Sequence[torch.Tensor | None] = (),
     ) -> list[str]:
-        """What was done."""
+        """A record of what was done."""
         before = len(self.done)
         launched(self.launch, what, tensors, lambda: self.done.append("start"), replays, copied)
         return self.done[before:]
@@ -146,7 +147,7 @@ def test_a_users_capture_a_cpu_and_the_switch_launch_as_it_is(monkeypatch: pytes
     noted.inside = False
     assert [noted.call(a, replays=False) for _ in range(3)] == [["start"]] * 3
     assert elsewhere.captures == noted.captures == 0
-    # (What the user's capture launched has not been launched by the host.)
+    # A launch in the user's capture is no launch by the host.
     assert [noted.call(a) for _ in range(2)] == [["start"], ["graph"]]
 
 
@@ -184,7 +185,7 @@ def test_a_graph_that_cannot_be_launched_is_no_call_lost(
 
 
 def test_a_graph_that_fails_later_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has run before would; peers must not wait for this call until their patience ends."""
+    """Earlier calls have run; peers must not wait for this one until their patience ends."""
     noted, a = Noted(monkeypatch), torch.zeros(4)
     noted.failing = {3}
     assert [noted.call(a) for _ in range(3)] == [["start"], ["graph"], ["graph"]]
@@ -246,7 +247,7 @@ def test_a_capture_that_fails_is_said_ends_nothing_and_is_not_tried_for_ever(
 
 
 def test_a_graph_is_captured_on_another_thread_in_the_callers_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as there is one without a GPU: what surrounds the capture, in its order."""
+    """Without a GPU: the steps around the capture, in their order."""
     import threading
     from contextlib import contextmanager
 
@@ -297,7 +298,7 @@ copies: list[list[object]] = []
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """What schedules say of their calls, and the addresses."""
+    """The calls that schedules describe, with their addresses."""
     found: list[Call] = []
 
     def note(launch: object, what: object, tensors: Any, start: object, replays: bool, copied: Any = ()) -> None:

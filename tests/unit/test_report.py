@@ -1,11 +1,11 @@
-"""The report as data and as text: contract schema, round trip, grouping, goldens."""
+# SPDX-License-Identifier: Apache-2.0
+"""The report as data and as text: schema, round trip, grouping, and whole texts."""
 
 from __future__ import annotations
 
 import json
 import re
 
-import expecttest
 import pytest
 
 from overlap_inductor.facts.decision import Decision
@@ -18,10 +18,13 @@ from overlap_inductor.report.groups import group_sites
 from overlap_inductor.report.groups import ranges
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.report.text import render_text
+from tests.support.golden import check_golden
 from tests.unit import sample_reports as samples
 
 
-@pytest.mark.parametrize("report", [samples.llama(3), samples.block(), samples.empty(), samples.hostile()])
+@pytest.mark.parametrize(
+    "report", [samples.llama(3), samples.block(), samples.empty(), samples.hostile(), samples.broken()]
+)
 def test_round_trip_restores_the_whole_report(report: OverlapReport) -> None:
     """Catches a field that is written and not read back (a cached graph would then show another report)."""
     restored = OverlapReport.from_json(report.to_json(graphs=True))
@@ -70,7 +73,7 @@ def test_counters_are_those_of_the_contract() -> None:
     assert counters["sites_found"] == 5
     assert counters["sites_overlapped"] == 4
     assert counters["schedule.ring"] == 4
-    assert counters["reason.result_used_elsewhere"] == 1
+    assert counters["reason.other_users"] == 1
     assert counters["reason.op_between"] == 2
 
 
@@ -143,7 +146,7 @@ def test_report_mode_says_that_the_graph_was_left_alone() -> None:
     report = samples.empty(mode="report")
     report.sites = [samples.site("lm_head", decision)]
     text = render_text(report)
-    assert "the graph was left as it was" in text
+    assert "the graph was not changed" in text
     assert "kept: report_mode, would be ring/p2p S=4" in text
 
 
@@ -169,147 +172,16 @@ def test_units() -> None:
     ]
 
 
-class TestGoldens(expecttest.TestCase):
-    """What a user reads, whole. ``EXPECTTEST_ACCEPT=1`` rewrites them."""
+# The whole text that a user reads
 
-    maxDiff = None
 
-    def test_llama(self) -> None:
-        self.assertExpectedInline(
-            render_text(samples.llama(80)),
-            """\
-overlap_inductor 0.1.0, torch 2.13.0
-graph 0_0, inference, world size 8, mode on
-161 sites found: 160 overlapped, 1 refused; 80 near misses
-plan 5ad3c0de (equal on every rank)
+def test_text_of_llama() -> None:
+    check_golden(render_text(samples.llama(80)), "report/llama.txt")
 
-requested and effective
------------------------
-switch             requested       effective
-mode               on              on
-schedule           auto            keep (1), ring (160)
-transport          auto            p2p
-patterns           all 4           matmul_all_reduce
-numerics           preserve        preserve
-tune               off             off
-ring_direction     unidirectional  straight to the owner
-sub_chunks         4               4
-step_node_budget   3000            3000
-workspace_limit    4096            4096
-max_tokens         16384           16384
-replay             on              on
-agreement_timeout  300             300
 
-sites
------
-module                           sites  pattern            matmul [M x N x K]          outcome
-layers.{0..79}.self_attn.o_proj  80     matmul_all_reduce  mm [s0 x 8192 x 1024] bf16  overlapped: ring/p2p S=4 \
-(tokens >= 512)
-layers.{0..79}.mlp.down_proj     80     matmul_all_reduce  mm [s0 x 8192 x 3584] bf16  overlapped: ring/p2p S=4 \
-(tokens >= 512)
-lm_head                          1      matmul_all_reduce  mm [s0 x 8192 x 3584] bf16  refused: result_used_elsewhere
+def test_text_of_block() -> None:
+    check_golden(render_text(samples.block()), "report/block.txt")
 
-overlapped: its transfers run under the matmuls in pieces, or in a faster kernel behind them (small_message)
-refused: stays as it was: overlapping it is not supported, or was not shown to keep the result
 
-reasons
--------
-lm_head (matmul_all_reduce): refused
-  result_used_elsewhere: lm_head: the matmul's result has 2 users, expected only the collective
-
-plan by token count (rows of the rank's own matmul)
----------------------------------------------------
-layers.{0..79}.self_attn.o_proj
-layers.{0..79}.mlp.down_proj
-  all_reduce(sum) of 16384*s0 B bf16 over 8 ranks (tp); decided by: estimate from the shipped machine profile
-  tokens <= 511  keep
-  tokens >= 512  ring/p2p S=4  min_rows=512 route=owner sub_chunks=4 unrolled=False
-    estimated ring 902 us, keep 1342 us (matmul 644 us, collective 698 us)
-
-near misses: collectives that are no site
------------------------------------------
-layers.{0..79}.norm: all_gather_into_tensor on dim 1 (M) of 4.0 MiB fp32 over 2 ranks, 80 times
-  op_between: aten.relu stands between mm_0 and the collective and does not commute with it
-
-notices
--------
-- micro_pipeline_tp is on and ran first: the sites that it took are not listed here
-""",
-        )
-
-    def test_block(self) -> None:
-        self.assertExpectedInline(
-            render_text(samples.block()),
-            """\
-overlap_inductor 0.1.0, torch 2.13.0
-graph 1_0, forward, world size 2, mode on
-1 site found: 1 kept
-
-requested and effective
------------------------
-switch             requested       effective
-mode               on              on
-schedule           auto            keep
-transport          auto            nothing overlapped
-patterns           all 4           nothing overlapped
-numerics           preserve        preserve
-tune               off             off
-ring_direction     unidirectional  nothing overlapped
-sub_chunks         4               nothing overlapped
-step_node_budget   3000            3000
-workspace_limit    4096            4096
-max_tokens         16384           16384
-replay             on              on
-agreement_timeout  300             300
-
-sites
------
-module           sites  pattern            matmul [M x N x K]                 outcome
-feed_forward.w1  1      all_gather_matmul  mm [2048 x 3584 x 8192] fp32 (x2)  kept: too_small
-
-kept: could be overlapped, and stays as it was: estimated to be no faster, or asked for
-
-No module name holds a layer number. If one block was compiled and is called several times (per-block compilation),
-this one graph serves every call with the same code: count its sites once for each call.
-
-reasons
--------
-feed_forward.w1 (all_gather_matmul): kept
-  too_small: estimated 140 us as a ring against 95 us as it is (matmul 60, collective 35)
-
-plan by token count (rows of the rank's own matmul)
----------------------------------------------------
-feed_forward.w1
-  all_gather_into_tensor on dim 1 (M) of 4.0 MiB fp32 over 2 ranks; decided by: estimate from the shipped machine \
-profile
-  tokens any  keep
-    estimated keep 95.0 us, ring 140 us (matmul 60.0 us, collective 35.0 us)
-""",
-        )
-
-    def test_nothing_found(self) -> None:
-        self.assertExpectedInline(
-            render_text(samples.empty()),
-            """\
-overlap_inductor 0.1.0, torch 2.13.0
-graph 0_0, inference, world size 8, mode on
-no sites found
-
-requested and effective
------------------------
-switch             requested       effective
-mode               on              on
-schedule           auto            nothing overlapped
-transport          auto            nothing overlapped
-patterns           all 4           nothing overlapped
-numerics           preserve        preserve
-tune               off             off
-ring_direction     unidirectional  nothing overlapped
-sub_chunks         4               nothing overlapped
-step_node_budget   3000            3000
-workspace_limit    4096            4096
-max_tokens         16384           16384
-replay             on              on
-agreement_timeout  300             300
-""",
-        )
+def test_text_of_nothing_found() -> None:
+    check_golden(render_text(samples.empty()), "report/nothing_found.txt")

@@ -1,5 +1,6 @@
-"""Routes, simulated for every rank at once: what is sent is there, what is received was sent, and in the end everybody
-has everything."""
+# SPDX-License-Identifier: Apache-2.0
+"""Routes, simulated on all ranks: a rank sends only what it has, receives only what was sent, and in the end has
+everything."""
 
 from __future__ import annotations
 

@@ -1,26 +1,50 @@
-"""Scripts that only GPUs run can at least be imported: a name that has moved is found here."""
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts that run on GPUs only: each can be imported, and what it reads of the package's modules exists."""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(
     str(p.relative_to(ROOT).with_suffix("")).replace("/", ".")
-    for folder in ("tests/gpu", "bench")
+    for folder in ("tests/gpu", "bench", "bench/support")
     for p in (ROOT / folder).glob("[a-z]*.py")
 )
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_can_be_imported(name: str) -> None:
+    """A module or a name has moved."""
     pytest.importorskip(
         "triton",
         reason="Triton comes with the package's test extra; environments of other torch versions may have none",
     )
     pytest.importorskip("matplotlib", reason="the bench extra is for make test")
     pytest.importorskip("transformers", reason="the test extra is for make test")
-    importlib.import_module(name)
+    script = importlib.import_module(name)
+    assert missing(script) == []
+
+
+def missing(script: ModuleType) -> list[str]:
+    """``module.attribute`` for every attribute that a script reads or replaces in a module of the package and that does
+    not exist."""
+    modules = {
+        name: value
+        for name, value in vars(script).items()
+        if isinstance(value, ModuleType) and value.__name__.startswith("overlap_inductor")
+    }
+    return [
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(ast.parse(inspect.getsource(script)))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in modules
+        and not hasattr(modules[node.value.id], node.attr)
+    ]

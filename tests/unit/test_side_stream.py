@@ -1,5 +1,5 @@
-"""The stream beside the current one: who waits for whom. Streams and events are stood in for, as there are none without
-a GPU."""
+# SPDX-License-Identifier: Apache-2.0
+"""The side stream: who waits for whom. Streams and events are fakes, since there is no GPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_streams_part_and_are_one_again(said: list[str]) -> None:
 
 
 def test_a_stream_that_was_not_entered_is_not_waited_for(said: list[str]) -> None:
-    """What failed before it was is said, not that a foreign stream is waited for in a capture."""
+    """An error before entering is raised as it is, and not replaced by one about a foreign stream in a capture."""
     side = SideStream(CUDA)
     side.join()
     assert said == []

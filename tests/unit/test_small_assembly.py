@@ -1,5 +1,6 @@
-"""The small-message kernels are assembled for Hopper on a machine without a GPU: what they store and load is wide, and
-signals stand between barriers."""
+# SPDX-License-Identifier: Apache-2.0
+"""The small-message kernels, assembled for Hopper on a machine without a GPU: accesses are wide, and signals come
+between barriers."""
 
 from __future__ import annotations
 

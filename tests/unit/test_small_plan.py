@@ -1,4 +1,5 @@
-"""What is planned for small messages: one-shot or two-shot, how a call is cut, what it needs."""
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of small messages: one-shot or two-shot, the cut of a call, and its workspace."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The watchdog: what it says, frees and ends after a fault, what it leaves alone, and that it never ends a process that
-is well."""
+# SPDX-License-Identifier: Apache-2.0
+"""The watchdog: what it reports, frees and ends after a fault, and that it never ends a healthy process."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from overlap_inductor.runtime import watchdog
 from overlap_inductor.runtime import workspace
 from overlap_inductor.runtime.faults import FaultRecord
 from overlap_inductor.runtime.watchdog import Watchdog
-from tests.fake_group import fake_group
+from tests.support.fake_group import fake_group
 
 
 @dataclass
 class Scene:
-    """A watchdog with one group, a clock to be set and a list of how it wanted to end the process."""
+    """A watchdog with one group, a clock that tests set, and a list of the ways in which it wanted to end the
+    process."""
 
     now: float = 0.0
     alive: bool = True
@@ -45,7 +46,7 @@ class Scene:
         self.dog.watch(self.faults, lambda: self.alive, lambda: self.in_flight)
 
     def give_up(self, rank: int = 0, stamp: int = 0) -> None:
-        """What a kernel leaves behind that has waited for call 8 of the group's second rank, on the ``rank``-th one."""
+        """Leave the record of a kernel on rank ``rank`` that waited in vain for call 8 of the group's second rank."""
         record = self.faults.board.record(rank)
         record[1:5] = torch.tensor([WAIT_KINDS * self.site + WAIT_PART, 1, 8, 7])
         record[6:] = torch.tensor([stamp]).view(torch.int32)
@@ -75,12 +76,12 @@ def test_a_fault_is_logged_once_and_ends_the_process_after_the_grace_period(capl
     assert "site mlp/up of group 'tp' waited in vain for rows from rank 5: call 8 was wanted, 7 had come" in caplog.text
     scene.look(160.2)
     assert (
-        len(scene.ends) == 1 and "rank 5" in scene.ends[0] and "In 60 s no call has raised this error" in scene.ends[0]
+        len(scene.ends) == 1 and "rank 5" in scene.ends[0] and "Within 60 s no call raised this error" in scene.ends[0]
     )
 
 
 def test_the_rank_that_gave_up_first_is_named_and_waits_here_are_stopped(caplog: pytest.LogCaptureFixture) -> None:
-    """Its kernel may not have reached this GPU: where GPUs reach no other, or where it was a host that gave up."""
+    """The abort of its kernel may not reach this GPU: if GPUs have no peer access, or if a host gave up."""
     scene = Scene()
     scene.give_up(0, stamp=7)
     scene.give_up(2, stamp=6)
@@ -102,7 +103,7 @@ def test_a_call_whose_number_is_past_2_to_31_is_named() -> None:
 
 
 def test_a_site_has_one_number_on_all_ranks() -> None:
-    """Ranks may have met their sites in another order."""
+    """Ranks may have met the sites in different orders."""
     ours, theirs = Scene().faults, FaultRecord.of("tp", [4, 5, 6], torch.device("cpu"))
     assert theirs.number("other") != theirs.number("mlp/up") == ours.number("mlp/up") < 2**28
 
@@ -155,7 +156,7 @@ def test_destroyed_groups_are_forgotten() -> None:
 
 
 def test_a_fault_behind_the_groups_destruction_is_told_at_the_programs_end(caplog: pytest.LogCaptureFixture) -> None:
-    """Its last calls were in flight: what they return is read behind that."""
+    """Its last calls were in flight, and their results are read after the destruction."""
     scene = Scene(in_flight=True)
     scene.look(0)
     scene.alive = False
@@ -165,8 +166,7 @@ def test_a_fault_behind_the_groups_destruction_is_told_at_the_programs_end(caplo
     scene.in_flight = False
     scene.look(4, 1e9)
     assert (
-        scene.ends == []
-        and "so that no call can raise this error: the program will end with exit status 1" in caplog.text
+        scene.ends == [] and "so no call can raise this error. The program will end with exit status 1" in caplog.text
     )
     assert "rank 5" in scene.dog.close()[0]
 
@@ -259,7 +259,7 @@ def _run(rest: str, before: str = "", told: bool = False, grace: float = 60.0) -
 def test_a_program_that_is_stuck_is_ended_as_by_nccl() -> None:
     status, said = _run("time.sleep(50)", grace=0.2)
     assert status == -signal.SIGABRT
-    assert "site a waited in vain for rank 1. In 0.2 s no call has raised" in said
+    assert "site a waited in vain for rank 1. Within 0.2 s no call raised" in said
     assert 'File "<string>", line 14 in <module>' in said, "where it was stuck"
 
 
@@ -292,8 +292,7 @@ def later(do):
 
 
 def test_a_fault_that_is_pending_at_the_programs_end_is_told() -> None:
-    """The group is destroyed, the result is handed out, and the kernel that made it gives up when the program has
-    nothing left to do."""
+    """The group is destroyed and the result returned; then, at the program's end, the kernel that made it gives up."""
     status, said = _run("alive[0] = False; time.sleep(0.1); later(lambda: (given_up.append(1), ends()))", PENDING)
     assert status == 1 and "rank 1. The program ends without having been told" in said
 

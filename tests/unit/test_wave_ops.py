@@ -1,4 +1,5 @@
-"""The ops of ``wave_groups`` stand where those of ``fused`` stand: same arguments, same results."""
+# SPDX-License-Identifier: Apache-2.0
+"""The ops of ``wave_groups`` have the arguments and results of ``fused``'s."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import overlap_inductor.lowerings.fused.ops
 import overlap_inductor.lowerings.wave_groups.ops  # noqa: F401
-from tests.fake_group import fake_group
+from tests.support.fake_group import fake_group
 
 
 @pytest.mark.parametrize(("pattern", "rows"), [("matmul_all_reduce", 48), ("matmul_reduce_scatter", 12)])

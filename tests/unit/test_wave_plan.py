@@ -1,4 +1,5 @@
-"""Which waves share a collective: the curve, the predictor and its search, against brute force."""
+# SPDX-License-Identifier: Apache-2.0
+"""The partition of waves into collectives: the curve, the predictor and its search, against brute force."""
 
 from __future__ import annotations
 

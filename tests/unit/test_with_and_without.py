@@ -1,4 +1,5 @@
-"""What a sweep calls right, and what it calls wrong."""
+# SPDX-License-Identifier: Apache-2.0
+"""The outcomes that a sweep reports."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.numerics import with_and_without
-from tests.numerics.with_and_without import outcome
+from tests.support import with_and_without
+from tests.support.with_and_without import outcome
 
 
 def _row(**fields: Any) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""What a group's fused kernels are given on a rank: slots for the plans that fit, none for those that do not, and an
-end to every call."""
+# SPDX-License-Identifier: Apache-2.0
+"""The workspace of a group on a rank: slots for the plans that fit, none for others, and an end to every call."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from overlap_inductor.lowerings.fused import parameters as fused_plan
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.one_op import ops as site_ops
 from overlap_inductor.lowerings.small_message import ops as small_ops
+from overlap_inductor.runtime import group_state
 from overlap_inductor.runtime import workspace
 from overlap_inductor.torch_compat import symmetric
-from tests.fake_group import fake_group
+from tests.support.fake_group import fake_group
 
 CPU = torch.device("cpu")
 
@@ -51,7 +52,7 @@ def requests(**sizes: int) -> str:
 def test_a_plan_that_failed_in_a_capture_is_prepared_when_it_runs_outside(
     group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the advice that the error gives, to run once before capturing, would not help."""
+    """Otherwise the error's advice, to run once before capturing, would not help."""
     monkeypatch.setattr(symmetric, "capturing", lambda: True)
     with pytest.raises(OverlapError, match="Run the compiled function once before capturing it"):
         workspace.prepare(group, CPU, requests(a=100), 2**20)
@@ -66,7 +67,7 @@ def test_a_plan_without_room_runs_as_it_stood_and_takes_nothing_from_others(
     workspace.prepare(group, CPU, requests(a=1000), 2**20)
     workspace.prepare(group, CPU, requests(a=2**21, b=10), 2**20)
     place = workspace.workspace_of(group, CPU)
-    assert "2 sites of group '0' run as they stood" in caplog.text and "is 1 MiB" in caplog.text
+    assert "2 sites of group '0' run without overlap" in caplog.text and "is 1 MiB" in caplog.text
     assert place.launch("a", 1000, 1) is not None, "the graph before has its slot"
     assert place.launch("a", 2**21, 1) is None and place.launch("b", 10, 1) is None
     workspace.prepare(group, CPU, requests(a=2**21), 2**23)
@@ -74,7 +75,7 @@ def test_a_plan_without_room_runs_as_it_stood_and_takes_nothing_from_others(
 
 
 def test_what_a_call_needs_is_found_once_and_again_behind_a_plan(group: Any) -> None:
-    """A plan may have given its site another slot, or room where there was none."""
+    """A new plan may give the site another slot, or room that it did not have."""
     place, asked = workspace.workspace_of(group, CPU), []
 
     def make() -> Any:
@@ -94,7 +95,7 @@ def test_what_a_call_needs_is_found_once_and_again_behind_a_plan(group: Any) -> 
 
 
 def test_schedules_of_one_site_have_their_own_parameters(group: Any) -> None:
-    """The same model compiled once more by another schedule, with the same settings' text."""
+    """The same model compiled again by another schedule, with equal settings."""
     workspace.prepare(group, CPU, requests(a=2**17), 2**21)
     a, b = torch.zeros(256, 64, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
 
@@ -106,7 +107,7 @@ def test_schedules_of_one_site_have_their_own_parameters(group: Any) -> None:
         ChunkedParameters,
         FusedParameters,
     ]
-    # Whatever else the plan or the call changes has its own answer, too.
+    # Any other change of the plan or the call has its own answer, too.
     assert [ready(fused_plan, settings=s)[1].warps for s in ("{}", '{"warps": 4}', "{}")] == [
         FusedParameters(1).warps,
         4,
@@ -124,18 +125,21 @@ def test_a_site_that_was_not_prepared_for_is_an_error(group: Any) -> None:
         workspace.workspace_of(group, CPU).launch("x", 1, 1)
 
 
-def test_a_destroyed_group_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_destroyed_group_leaves_nothing() -> None:
     for _ in range(2):
         with fake_group(2) as group:
             before = workspace.workspace_of(group, CPU)
             assert workspace.workspace_of(group, CPU) is before
+        destroyed = group
     with fake_group(2) as group:
-        workspace.workspace_of(group, CPU)
-        assert len(workspace._WORKSPACES) == 1
+        assert workspace.workspace_of(group, CPU) is not before
+        assert not group_state.held_by(destroyed)
+        with pytest.raises(OverlapError, match="process group '0' was destroyed, and its workspace with it"):
+            workspace.workspace_of(destroyed, CPU)
 
 
 def test_a_call_ends_also_where_a_later_reader_fails(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without leave to write again the peers would wait, and this rank would take the last call's rows for the next
+    """Otherwise peers would wait for leave to write, and this rank would take the last call's rows for the next
     one's."""
     fused = pytest.importorskip(
         "overlap_inductor.lowerings.fused.calls",

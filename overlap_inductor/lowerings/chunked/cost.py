@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Estimates of schedule ``chunked``: measured on 2, 4 and 8 H200s (bench/results/operators.jsonl, handed_out.jsonl)."""
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ class ChunkedCost:
     """Constants of vendor matmuls on chunks.
 
     Attributes:
-        exposed: part of the shorter of matmul and wire that stays in sight, by ``cost_model.kind_of``.
+        exposed: exposed part of the shorter of matmul and wire, by ``cost_model.kind_of``.
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
-        ranks: largest group in which this was measured.
-        copy_exposed: part of the copy of the gathered tensor that shows beside a matmul (2 H200s, 2048 and 8192 tokens:
-            10 and 46 us, where a fused kernel's copy takes 23 and 67; not measured in larger groups).
+        ranks: largest measured group.
+        copy_exposed: exposed part of the copy of the gathered tensor beside a matmul (2 H200s, 2048 and 8192 tokens: 10
+            and 46 us, where a fused kernel's copy takes 23 and 67; not measured in larger groups).
         host_seconds / peer_seconds: host time of a call's launches, and of each peer of a leg.
         gain_seconds: least gain of a call over ``keep``. A host-bound model gains nothing from a smaller saving.
         replay_seconds: host time of a call that is one CUDA graph.
-        replay_gain_seconds / replay_gain_peer_seconds: least gain of such a call a leg, in all or for each peer,
-            whichever is more: late peers may cost as much.
-        replay_tiles: tiles for each rank from which on such a call is worth a thought. A chunk that leaves most of the
+        replay_gain_seconds / replay_gain_peer_seconds: least gain of such a call for each leg, in all or for each
+            peer, whichever is more: late peers may cost as much.
+        replay_tiles: fewest tiles for each rank for which such a call is considered. A chunk that leaves most of the
             GPU idle takes as long as a larger one.
     """
 
@@ -51,15 +52,15 @@ COST = ChunkedCost()
 
 
 def _copy_beside_seconds(sizes: SiteSizes, machine: Machine, matmul: float) -> float:
-    """The same in sight of chunks, which copy beside the last chunk's matmul (of a quarter of all rows, or of a shard):
-    what that does not hide, and what it is slowed down."""
+    """Exposed seconds of the copy of the gathered tensor, which runs beside the last chunk's matmul (of a quarter of
+    all rows, or of a shard): what that matmul does not hide, or what it is slowed down, whichever is more."""
     copy = copy_seconds(sizes, machine)
     return max(COST.copy_exposed * copy, copy - matmul / max(4, sizes.world_size))
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
     """Seconds of vendor matmuls on chunks beside transfers: the longer of both, a part of the shorter, and a fixed cost
-    a leg."""
+    for each leg."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + _copy_beside_seconds(
@@ -71,9 +72,12 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """As ``fused.cost.pays``; and a call takes the GPU no less time than the host, which would be what a model without
-    CUDA graphs waits for, and gains more than the host, or peers that are late, may lose. Where its launches are one,
-    fewer tiles and a smaller gain are enough."""
+    """Whether chunks are estimated to be at least 5 % faster than ``keep`` (25 % in groups larger than those measured),
+    by more than the host or late peers may lose.
+
+    A call must take the GPU at least as long as the host: a model without CUDA graphs would wait for the host. If the
+    call's launches are replayed as one, fewer tiles and a smaller gain are enough.
+    """
     peers, estimate = sizes.world_size - 1, seconds(sizes, machine)
     if sizes.replays:
         tiles, host = min(machine.least_tiles, COST.replay_tiles * sizes.world_size), COST.replay_seconds

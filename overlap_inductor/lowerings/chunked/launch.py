@@ -1,18 +1,20 @@
-"""Schedule ``chunked``: the vendor's matmul on runs of rows, on the current stream, while a transport moves rows on the
-side stream.
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``chunked`` multiplies runs of rows by the vendor's matmul, on the current stream, while a transport moves
+rows on the side stream.
 
-Each function is the host's part of one call. At a site's first call with operands of some shape it prepares every
-kernel of the call, since loading one while another waits on the device would stop the group; after that it only
-launches. (A vendor's matmul is loaded at its first launch. That waits for what stands before it on this rank, and by
-``kernels.transfer`` nothing of that waits for what comes later anywhere.)
+Each function is the host's part of one call. At a site's first call with operands of a shape it prepares every kernel
+of the call, because loading one while another waits on the device would stop the group. After that it only launches. (A
+vendor's matmul is loaded at its first launch. That waits for the work before it on this rank, and by
+``kernels.transfer`` none of that work waits for anything that comes later on any rank.)
 
-Order of rows. Rows of the other ranks are multiplied from the own shard's end on, going round; what has come, or has to
-leave, first, is first. A chunk is a run of these rows, some shards or parts of one (``chunk_sizes``); one that goes
-round the end of the tensor is two matmuls.
+Order of rows. Rows of the other ranks are multiplied in their order, going round from the end of the own shard. So the
+rows that arrive first, or must leave first, come first. A chunk is a run of these rows: some shards, or parts of one
+(``chunked.sizes``). A chunk that goes round the end of the tensor is two matmuls.
 
-The host launches for W ranks and C chunks (of each of B bands) about ``2 * W + 2 * C + 3`` things for a gather or a
-scatter with copy engines, ``B * (4 * W + C + 5)`` for an all-reduce, ``W`` or ``2 * B * W`` more where copies take
-turns, and without the multiples of W with SMs that push; one CUDA graph where a call comes again (``runtime.replay``).
+For W ranks and C chunks (of each of B bands) the host launches about ``2 * W + 2 * C + 3`` things for a gather or a
+scatter with copy engines and ``B * (4 * W + C + 5)`` for an all-reduce; ``W`` or ``2 * B * W`` more if copies take
+turns; and none of the multiples of W with SMs that push. A call that is replayed is one CUDA graph
+(``runtime.replay``).
 """
 
 from __future__ import annotations
@@ -40,18 +42,18 @@ from overlap_inductor.torch_compat.memory import rows_like
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.arrivals import receive_kernel
 from overlap_inductor.transports.arrivals import wait_kernel
-from overlap_inductor.transports.copy_engine import CopyEngine
+from overlap_inductor.transports.call_arguments import call_arguments
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import spoiling_end
-from overlap_inductor.transports.sm_push import SmPush
-from overlap_inductor.transports.transfer import Send
+from overlap_inductor.transports.registry import transport_named
 from overlap_inductor.transports.transfer import Transfer
-from overlap_inductor.transports.transfer import Transport
+from overlap_inductor.transports.transport import PeerCopies
+from overlap_inductor.transports.transport import Send
 
 BLOCK = 2048
-"""Elements that a block adds up at once."""
+"""Elements that a block of the summing kernel adds up at once."""
 BLOCKS_AN_SM = 4
-"""Of the kernel that adds up: one after a matmul, with nothing beside it."""
+"""Blocks per SM of the summing kernel, which runs behind a matmul with nothing beside it."""
 
 Range = tuple[int, int]
 """``(first row, end)``."""
@@ -93,26 +95,23 @@ def _check(
     nbytes, signals = chunked_plan.needed(
         pattern, launch.world_size, rows, a.shape[1], matmuls[0].b.shape[1], sent.itemsize, parameters
     )
-    if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
-        raise UnsupportedError(
-            f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and"
-            f" {launch.slot.signals}"
-        )
-
-
-def _transport(parameters: ChunkedParameters) -> Transport:
-    return CopyEngine(parameters.turns_from) if parameters.transport == "copy_engine" else SmPush(parameters.pushers)
+    launch.check_room(nbytes, signals)
 
 
 End = Callable[[Sequence[torch.Tensor]], None]
-"""Ends a call, given its results. Where the group has been aborted they are spoilt: a vendor's matmul looks at no abort
-word, nor does a copy."""
+"""Ends a call, given its results. If the group was aborted it sets them to NaN: neither a vendor's matmul nor a copy
+looks at an abort word."""
 
 
 @dataclass(frozen=True)
 class _Gather:
-    """A prepared all-gather: what sends the shard, and each chunk's rows with what waits for them. ``workspace``:
-    ``[world_size * rows, K]``."""
+    """A prepared all-gather.
+
+    Attributes:
+        send: sends the shard.
+        chunks: of each chunk, its ranges of rows and the kernel that waits for them.
+        workspace: ``[world_size * rows, K]``.
+    """
 
     send: Send
     chunks: list[tuple[list[Range], PreparedKernel]]
@@ -127,12 +126,18 @@ def all_gather_matmul(
     parameters: ChunkedParameters,
     gathered_used: bool = False,
 ) -> list[torch.Tensor]:
-    """``[all_gather(shard) @ b + bias]``: ``shard [rows, K]``. Returns ``[world_size * rows, N]`` for each matmul, and
-    the gathered tensor behind them where ``gathered_used``.
+    """``all_gather(shard) @ b + bias`` for each matmul.
+
+    Args:
+        shard: ``[rows, K]``, fp16 or bf16 (fp8 with scales), contiguous at 16 bytes.
+        gathered_used: return the gathered tensor, too.
+
+    Returns:
+        ``[world_size * rows, N]`` for each matmul, then the gathered tensor if it is used.
 
     Raises:
-        UnsupportedError: a dtype, layout or slot that the schedule is not made for.
-        TransferError: a call of the group before this one gave up waiting, or was aborted.
+        UnsupportedError: the schedule does not support a dtype or layout, or the slot is too small.
+        TransferError: an earlier call of the group gave up waiting, or was aborted.
     """
     launch.faults.check()
     if not shard.is_contiguous() or shard.data_ptr() % 16:
@@ -163,7 +168,7 @@ def _gather(
     outs: Sequence[torch.Tensor],
     gathered: torch.Tensor | None,
 ) -> None:
-    """The launches of one call, into ``outs`` (``[world_size * rows, N]`` each) and, where it is used, ``gathered
+    """The launches of one call, into ``outs`` (``[world_size * rows, N]`` each) and, if it is used, ``gathered
     [world_size * rows, K]``. Raises ``UnsupportedError``."""
     rows, rank = shard.shape[0], launch.rank
     results = [*outs] if gathered is None else [*outs, gathered]
@@ -178,7 +183,7 @@ def _gather(
     call = launch.prepared.get(key)
     if call is None:
         _check(shard, matmuls, "all_gather_matmul", rows, launch, parameters)
-        # (Matmuls of one chunk follow each other: as one of all their columns.)
+        # (The matmuls of one chunk follow each other, so they count as one of all their columns.)
         columns, itemsize = sum(m.b.shape[1] for m in matmuls), shard.element_size()
         fitted = chunked_plan.fitted(
             "all_gather_matmul", launch.world_size, rows, shard.shape[1], columns, itemsize, itemsize, parameters
@@ -187,8 +192,8 @@ def _gather(
         launch.remember(key, call)
     credits, side = credit_kernel(launch), side_stream(shard.device)
     with one_call(launch, side):
-        # (Not beside the matmul: a vendor's kernel that has the same SM for all its tiles ends as much later as
-        # something waits on one.)
+        # (Not beside the matmul: a vendor's kernel that keeps an SM for all its tiles ends later by as long as a kernel
+        # waits on that SM.)
         credits()
         with side:
             call.send(shard)
@@ -208,8 +213,9 @@ def _gather(
 
 
 def _hand_out(workspace: torch.Tensor, gathered: torch.Tensor, start: int, stop: int) -> None:
-    """All rows but the own ones, ``start`` to ``stop``. Behind the own shard's way to the peers, beside the last
-    chunk's matmuls, which hide more than half of it (``bench/results/handed_out.jsonl``)."""
+    """Copy all rows but the own ones, ``start`` to ``stop``, out of the workspace. The copy runs behind the sending of
+    the own shard and beside the last chunk's matmuls, which hide more than half of it
+    (``bench/results/handed_out.jsonl``)."""
     gathered[:start].copy_(workspace[:start])
     gathered[stop:].copy_(workspace[stop:])
 
@@ -228,7 +234,7 @@ def _prepare_gather(
         for first, last in pairwise(bounds)
     ]
     workspace = launch.slot.data.local[: world_size * shard.nbytes].view(shard.dtype).view(world_size * rows, width)
-    send = _transport(p).prepare(launch, transfer, range(bounds[-1]), shard)
+    send = transport_named(PeerCopies, p.transport).prepare(launch, transfer, range(bounds[-1]), shard, p.share)
     return _Gather(send, chunks, workspace, spoiling_end(launch, results))
 
 
@@ -237,12 +243,15 @@ class _Band:
     """A prepared band of a reduction.
 
     Attributes:
-        chunks: rows of each matmul, and what sends the part of them that is other ranks'.
-        own: rows of the own shard among all, multiplied last where they are in no chunk (``own_last``).
-        add: sums ``(own rows of the product, their place ``finished`` in the result)``.
-        receive: copies the peers' finished rows into ``everyone``, the result's rows of the band, when they have come
-            (all-reduce).
-        hand_round: sends the result's finished rows where ``add`` has not.
+        chunks: of each chunk, the ranges of rows to multiply, and what sends those of other ranks.
+        own: rows of the own shard among all rows.
+        own_last: the own rows are in no chunk and are multiplied last.
+        finished: rows of the result that ``add`` writes.
+        everyone: rows of the result that belong to the band.
+        wait: waits for the peers' partial sums of the own rows.
+        add: sums them, given the own rows of the product and the finished rows of the result.
+        receive: copies the peers' finished rows into ``everyone`` when they have arrived (all-reduce).
+        hand_round: sends the finished rows of the result, if ``add`` does not (all-reduce).
     """
 
     chunks: list[tuple[list[Range], Send]]
@@ -259,8 +268,14 @@ class _Band:
 def matmul_reduce_scatter(
     a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool = False
 ) -> torch.Tensor:
-    """``reduce_scatter(a @ b + bias)`` of rows (of a sum of such products): ``a [world_size * rows, K]``. Returns
-    ``[rows, N]``, summed over ranks in fp32.
+    """``reduce_scatter(a @ b + bias)`` of rows, or of a sum of such products.
+
+    Args:
+        a: ``[world_size * rows, K]``, fp16 or bf16 (fp8 with scales).
+        average: divide the sum by the number of ranks.
+
+    Returns:
+        ``[rows, N]``, summed over ranks in fp32 and rounded once.
 
     Raises:
         UnsupportedError, TransferError: as ``all_gather_matmul``.
@@ -271,7 +286,8 @@ def matmul_reduce_scatter(
 def matmul_all_reduce(
     a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool = False
 ) -> torch.Tensor:
-    """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, returns ``[world_size * rows, N]``."""
+    """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, but ``a [M, K]`` may have any number of rows. Returns
+    ``[M, N]``."""
     return _reduce("matmul_all_reduce", a, matmul, launch, parameters, average)
 
 
@@ -281,12 +297,12 @@ def _reduce(
     launch.faults.check()
     columns, dtype = matmul.b.shape[1], matmul.dtype(a)
     all_rows, shard_rows = a.shape[0], -(-a.shape[0] // launch.world_size)
-    # Where the rows of an all-reduce do not fall into equal shards, the last ones are of rows that nobody multiplies,
-    # sums of whatever lies there.
+    # If the rows of an all-reduce are not a multiple of the shards, the last shards have rows that no rank multiplies.
+    # They become sums of whatever lies there, and are cut off.
     product = rows_like(a, shard_rows * launch.world_size, columns, dtype)
     reduces_all = pattern == "matmul_all_reduce"
-    # (The rows of an all-reduce lie where they were multiplied: a peer's come back finished when it has got them, and
-    # the own ones are summed in place.)
+    # (The rows of an all-reduce stay where they were multiplied. A peer's rows come back finished only after it has got
+    # them, and the own rows are summed in place.)
     out = product if reduces_all else rows_like(a, shard_rows, columns, dtype)
     what, tensors = (
         ("chunked", pattern, parameters, average, blas.switches(), matmul.fast),
@@ -313,11 +329,11 @@ def _reduce_into(
     product: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """The launches of one call, into ``product [world_size * rows, N]`` and ``out`` (a shard's rows, or as
-    ``product``). Raises ``UnsupportedError``.
+    """The launches of one call, into ``product [world_size * rows, N]`` and ``out`` (a shard's rows, or ``product``).
+    Raises ``UnsupportedError``.
 
-    Bands in turn: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and handed round; then band ``i -
-        2`` is received.
+    Bands in turn: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and handed round. Then band
+    ``i - 2`` is received.
     """
     key = (
         "chunked",
@@ -362,7 +378,7 @@ def _reduce_into(
                 for rows in ranges:
                     multiply(*rows)
                 if i == number == 0:
-                    # (On this stream, as in a gather; by now the peers have come as far, too.)
+                    # (On this stream, as in a gather. By now the peers have come as far, too.)
                     credits()
                 with side:
                     send(product)
@@ -392,7 +408,7 @@ def _prepare_reduce(
     world_size, rows = launch.world_size, len(product) // launch.world_size
     reduces_all = pattern == "matmul_all_reduce"
     if len(a) % world_size and not reduces_all:
-        raise UnsupportedError(f"{len(a)} rows do not fall into {world_size} equal shards")
+        raise UnsupportedError(f"{len(a)} rows cannot be cut into {world_size} equal shards")
     _check(a, [matmul], pattern, rows, launch, p)
     p = chunked_plan.fitted(
         pattern, world_size, rows, matmul.inner, out.shape[1], out.element_size(), a.element_size(), p
@@ -421,10 +437,14 @@ def _prepare_band(
     result_index: int | None,
     last: bool,
 ) -> _Band:
-    """``result_index``: flag of the all-reduce's second leg, whose rows lie behind those of the first in the workspace;
-    ``last``: of its bands."""
+    """Prepare the kernels and transfers of one band.
+
+    Args:
+        result_index: flag of an all-reduce's second leg, whose rows lie behind those of the first in the workspace.
+        last: whether it is the last band of an all-reduce. Its finished rows are handed round by ``add``.
+    """
     world_size, rank, slot, rows, width = launch.world_size, launch.rank, launch.slot, transfer.rows, transfer.width
-    transport, first_row, all_rows = _transport(p), transfer.origin, len(product)
+    transport, first_row, all_rows = transport_named(PeerCopies, p.transport), transfer.origin, len(product)
     vector = 16 // out.element_size()
     row_vectors = width // vector
     workspace = slot.data.local.view(out.dtype)
@@ -436,7 +456,7 @@ def _prepare_band(
             if p.chunks == 0
             else chunked_plan.chunk_rows(first, end, rank, world_size, rows, transfer.part_rows)
         )
-        send = transport.prepare(launch, transfer, range(first, end), product)
+        send = transport.prepare(launch, transfer, range(first, end), product, p.share)
         chunks.append(([(first_row + start, first_row + stop) for start, stop in ranges], send))
     own = first_row + rank * rows, first_row + (rank + 1) * rows
     own_last = p.chunks != 0
@@ -444,16 +464,21 @@ def _prepare_band(
     everyone, behind = (first_row, first_row + world_size * rows), all_rows + first_row
     finished = own if result_index is not None else (0, rows)
     back = Transfer(rows, width, rows, False, own[0], behind, result_index or 0)
-    fixed = (
-        workspace[first_row * width :], slot.data.pointers, slot.flags.pointers, slot.queues, slot.calls,
-        launch.faults.stop, rank, back.index, slot.signals,
-        rows * row_vectors, behind * row_vectors, 1.0 / world_size if average else 1.0, world_size, vector, last, BLOCK,
-    )  # fmt: skip
-    add = PreparedKernel(
-        sum_partials, p.sms * BLOCKS_AN_SM, (product[slice(*own)], out[slice(*finished)]), fixed, num_warps=8
-    )
+    fixed = {
+        **call_arguments(sum_partials, launch),
+        "staging": workspace[first_row * width :],
+        "index": back.index,
+        "vectors": rows * row_vectors,
+        "gathered": behind * row_vectors,
+        "scale": 1.0 / world_size if average else 1.0,
+        "VECTOR": vector,
+        "BROADCAST": last,
+        "BLOCK": BLOCK,
+    }
+    varying = {"own": product[slice(*own)], "out": out[slice(*finished)]}
+    add = PreparedKernel(sum_partials, p.sms * BLOCKS_AN_SM, varying, fixed, num_warps=8)
     if result_index is None:
         return _Band(chunks, own, own_last, finished, everyone, wait, add, None, None)
-    hand_round = None if last else transport.prepare(launch, back, range(world_size - 1), out, guarded=True)
+    hand_round = None if last else transport.prepare(launch, back, range(world_size - 1), out, p.share, guarded=True)
     receive = receive_kernel(launch, out[slice(*everyone)], workspace[behind * width :], back, p.sms)
     return _Band(chunks, own, own_last, finished, everyone, wait, add, receive, hand_round)

@@ -1,4 +1,5 @@
-"""The ops of schedule ``chunked``: a site's chunks, transfers and sums inside one functional op a site."""
+# SPDX-License-Identifier: Apache-2.0
+"""The ops of schedule ``chunked``: one functional op for each site runs its chunks, transfers and sums."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from overlap_inductor.runtime.workspace import Launch
 
 @functools.cache
 def _launches() -> ModuleType:
-    """What starts them. (Triton is imported with it, when the first op runs.)"""
+    """The module that launches them. (It imports Triton, so it is imported when the first op runs.)"""
     from overlap_inductor.lowerings.chunked import launch as chunked
 
     return chunked

@@ -1,5 +1,6 @@
-"""What is planned of schedule ``chunked`` before any GPU is touched: its parameters, which rows are multiplied
-together, what workspace it needs. No Triton here."""
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``chunked`` before any GPU is touched: its parameters, its limits, which rows are multiplied together, and
+the workspace that a call needs. This module does not import Triton."""
 
 from __future__ import annotations
 
@@ -19,40 +20,44 @@ from overlap_inductor.lowerings.chunked.sizes import even_sizes
 from overlap_inductor.lowerings.chunked.sizes import gather_sizes
 from overlap_inductor.lowerings.chunked.sizes import scatter_sizes
 from overlap_inductor.lowerings.chunked.sizes import transfer_ratio
-from overlap_inductor.transports.transfer import TRANSPORTS
+from overlap_inductor.transports.registry import names_of
+from overlap_inductor.transports.registry import of_kind
+from overlap_inductor.transports.transport import PeerCopies
+from overlap_inductor.transports.transport import Share
 
-COPY_ENGINE_BYTES = 2 << 20
-"""Bytes of a piece from which on copy engines are faster than SMs that push, which are missing from the matmul (2
-H200s, also as one of 4 and of 8 ranks)."""
 TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
-"""Bytes of a piece from which on waiting for a turn gains more than it costs: on 8 H200s nothing at 4 MiB, 12 % at 8,
-20 % at 16; in a gather, whose copies all begin at once and which waits for the first, it loses 7 % at 8 MiB and gains
-10 % (the host in the loop) from 16 on."""
+"""Bytes of a piece from which on waiting for a turn gains more than it costs. On 8 H200s it gains nothing at 4 MiB, 12
+% at 8 MiB and 20 % at 16 MiB. In a gather, whose copies all begin at once and which waits for the first, it loses 7 %
+at 8 MiB and gains 10 % (host time included) from 16 MiB on."""
 TILE = 128, 256
-"""Rows and columns that an SM multiplies at once."""
+"""Rows and columns of the vendor's tile, which one SM multiplies at a time."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4
-"""Bytes a peer of the smallest band of an all-reduce of up to 4 ranks, and how many there are at most, where its size
-decides. (8 H200s: of pieces of 4 to 32 MiB, bands of 16 were the fastest.)"""
+"""Smallest band of an all-reduce of up to 4 ranks, in bytes for each peer, and the most bands, if the size of a call
+decides. (8 H200s: of bands of 4 to 32 MiB, those of 16 MiB were the fastest.)"""
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkedParameters:
-    """What may be tuned. (Compared by identity, as ``FusedParameters``.)
+    """The tunable parameters. (Compared by identity, as ``FusedParameters``.)
 
     Attributes:
-        sms: of the device.
-        transport: ``copy_engine`` | ``sm_push`` | ``auto``: by the size of a piece, at each call.
-        chunks: matmuls of other ranks' rows, beside one of the own rows, of one size. 0 in an all-reduce: own and
-            others' rows of a band are one matmul. ``None``: as few as hide the transfers (``chunk_sizes``).
-        sizes: of the chunks, in shards, in place of ``chunks``.
-        bands: of rows of an all-reduce; a band is reduced and handed round under the matmuls of the next. 0: as many as
-            stay large.
-        grain: a chunk or band begins at a multiple of so many rows of its shard: a tile of the vendor's matmul.
-        pushers: blocks that push (``sm_push``).
+        sms: SMs of the device.
+        transport: name of a ``PeerCopies`` transport, or ``auto``: by the size of a piece, at each call.
+        chunks: number of matmuls of other ranks' rows, all of one size, beside one matmul of the own rows. 0 in an
+            all-reduce: own and others' rows of a band are one matmul. ``None``: as few as hide the transfers
+            (``chunked.sizes``).
+        sizes: sizes of the chunks in shards, in place of ``chunks``.
+        bands: bands of rows of an all-reduce. A band is reduced and handed round under the matmuls of the next one. 0:
+            as many as stay large.
+        grain: rows; a chunk or band begins at a multiple of so many rows of its shard, a tile of the vendor's matmul.
+        pushers: SMs that a transport may take.
         turns_from: bytes of a piece from which on it waits until its receiver gets nothing else
             (``transports.copy_engine``). ``None``: by the pattern.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
-        replays: a call that comes again is one launch of a CUDA graph (``runtime.replay``).
+        replays: repeated calls are one launch of a CUDA graph (``runtime.replay``).
+
+    Raises:
+        ValueError: a parameter is out of its range, or the transport is not registered.
     """
 
     sms: int
@@ -75,17 +80,26 @@ class ChunkedParameters:
             if (getattr(self, name) or 0) < limit
         ]
         if self.chunks is not None and self.sizes:
-            wrong.append(f"chunks={self.chunks} beside sizes={list(self.sizes)} (one of both)")
-        if wrong or self.transport not in ("auto", *TRANSPORTS):
-            raise ValueError(
-                "parameters of schedule chunked:"
-                f" {', '.join(wrong) or f'transport={self.transport!r} (auto, or one of {TRANSPORTS})'}"
-            )
+            wrong.append(f"chunks={self.chunks} and sizes={list(self.sizes)} (only one of them)")
+        if self.transport not in ("auto", *names_of(PeerCopies)):
+            wrong.append(f"transport={self.transport!r} (one of auto, {', '.join(names_of(PeerCopies))})")
+        if wrong:
+            raise ValueError(f"parameters of schedule chunked: {', '.join(wrong)}")
+
+    @property
+    def share(self) -> Share:
+        """What is left to the transport."""
+        return Share(self.pushers, self.turns_from)
 
 
 def transports_of(pattern: str) -> tuple[str, ...]:
-    """What may move a pattern's bytes."""
-    return TRANSPORTS
+    """The transports that may be asked for."""
+    return names_of(PeerCopies)
+
+
+def automatic(pattern: str) -> tuple[str, ...]:
+    """The transports that ``auto`` chooses from, by the size of a piece."""
+    return tuple(t.name for t in of_kind(PeerCopies) if t.fastest_from is not None)
 
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
@@ -103,20 +117,22 @@ def fitted(
     itemsize: int,
     p: ChunkedParameters,
 ) -> ChunkedParameters:
-    """``p`` with what was left to the size of a call decided.
+    """``p`` with everything decided that depends on the size of a call.
 
     Args:
-        rows: of a shard; inner, columns: K and N of its matmul; itemsize: bytes of an element of its operands,
-            sent_itemsize: of what is sent.
+        rows: rows of a shard.
+        inner, columns: K and N of its matmul.
+        sent_itemsize: bytes of an element that is sent.
+        itemsize: bytes of an element of the matmul's operands.
 
     Raises:
-        UnsupportedError: given sizes that are not all peers' shards.
+        UnsupportedError: the given ``sizes`` do not add up to the shards of all peers.
     """
     sizes, bands, transport, gathers = tuple(p.sizes), p.bands, p.transport, pattern == "all_gather_matmul"
     sent, other = (inner, columns) if gathers else (columns, inner)
     shard_bytes = rows * sent * sent_itemsize
     if bands == 0:
-        # (A band is a piece for each peer, and a piece has its fixed costs.)
+        # (A band is one piece for each peer, and each piece has a fixed cost.)
         bands = (
             max(1, min(MOST_BANDS, 4 * shard_bytes // (max(world_size, 4) * BAND_BYTES)))
             if pattern == "matmul_all_reduce"
@@ -127,29 +143,33 @@ def fitted(
         tiles = -(-rows // TILE[0]) * -(-columns // TILE[1])
         sizes = gather_sizes(world_size - 1, ratio, tiles / p.sms) if gathers else scatter_sizes(world_size - 1, ratio)
         if pattern == "matmul_all_reduce":
-            # (Its second leg follows the first: whatever leaves early is handed round early.)
+            # (The second leg follows the first, so rows that leave early are handed round early.)
             sizes = tuple(sorted(sizes, reverse=True)) if len(sizes) > 1 else even_sizes(world_size - 1, 2)
-            # The band before is summed behind a band's first matmul; and only the last band's last transfer shows.
+            # The previous band is summed behind a band's first matmul, and only the last band's last transfer is
+            # exposed.
             sizes = sizes if bands == 1 else sizes[::-1]
     if sizes and sum(sizes) != world_size - 1:
-        raise UnsupportedError(f"chunks of {list(sizes)} shards are not the shards of {world_size - 1} peers")
+        raise UnsupportedError(f"chunks of {list(sizes)} shards do not add up to the shards of {world_size - 1} peers")
     if transport == "auto":
-        transport = (
-            "copy_engine" if shard_bytes >= bands * _most_parts(world_size, p) * COPY_ENGINE_BYTES else "sm_push"
-        )
+        transport = _fastest(shard_bytes, bands * _most_parts(world_size, p))
     turns_from = (TURNS_FROM_GATHERED if gathers else TURNS_FROM) if p.turns_from is None else p.turns_from
     return replace(p, sizes=sizes, bands=bands, transport=transport, turns_from=turns_from)
 
 
+def _fastest(nbytes: int, pieces: int) -> str:
+    """The transport that sends ``nbytes`` in ``pieces`` fastest."""
+    limits = {t.name: t.fastest_from for t in of_kind(PeerCopies) if t.fastest_from is not None}
+    return max((name for name, least in limits.items() if nbytes >= pieces * least), key=limits.__getitem__)
+
+
 @functools.cache
 def parameters_of(settings: str, sms: int) -> ChunkedParameters:
-    """The parameters that a plan's ``settings`` (JSON text) and the device's number of SMs make."""
+    """The parameters of a plan's ``settings`` (JSON text) on a device of ``sms`` SMs."""
     return ChunkedParameters(sms, **json.loads(settings))
 
 
 def _cut(rows: int, count: int, grain: int) -> int:
-    """Rows of a piece, a multiple of ``grain`` unless there is one piece only, so that there are at most ``count``
-    pieces."""
+    """Rows of a piece, so that there are at most ``count`` pieces: a multiple of ``grain``, unless ``count`` is 1."""
     return rows if count == 1 else min(rows, -(-rows // (count * grain)) * grain)
 
 
@@ -164,13 +184,13 @@ def _most_parts(world_size: int, p: ChunkedParameters) -> int:
 
 
 def part_rows_of(rows: int, world_size: int, parameters: ChunkedParameters) -> int:
-    """Rows of a part of a shard: all of them, or fewer where there are more chunks than peers."""
+    """Rows of a part of a shard: all of them, or fewer if there are more chunks than peers."""
     return _cut(rows, _most_parts(world_size, parameters), parameters.grain)
 
 
 def chunk_bounds(parts: int, world_size: int, parameters: ChunkedParameters) -> list[int]:
-    """Numbers of parts (``transports.transfer``) at which chunks begin, and the number of all; of ``fitted``
-    parameters."""
+    """Numbers of the parts (``transports.transfer``) at which chunks begin, then the number of all parts.
+    ``parameters``: as ``fitted`` returns them."""
     count = parts * (world_size - 1)
     if parameters.sizes:
         return [0, *(parts * size for size in itertools.accumulate(parameters.sizes))]
@@ -179,8 +199,8 @@ def chunk_bounds(parts: int, world_size: int, parameters: ChunkedParameters) -> 
 
 
 def chunk_rows(first: int, last: int, rank: int, world_size: int, rows: int, part_rows: int) -> list[tuple[int, int]]:
-    """``(first row, end)`` of parts ``first .. last - 1`` among the rows of all ranks: the rows behind ``rank``'s own,
-    going round; one range, or two at the end."""
+    """``(first row, end)`` of parts ``first .. last - 1`` among the rows of all ranks. Parts are numbered from the end
+    of ``rank``'s own rows, going round. One range, or two if they go round the end."""
     parts = -(-rows // part_rows)
 
     def behind(number: int) -> int:
@@ -193,16 +213,17 @@ def chunk_rows(first: int, last: int, rank: int, world_size: int, rows: int, par
 
 
 def result_signals(world_size: int, parameters: ChunkedParameters) -> int:
-    """The first of an all-reduce's flags for finished bands, one each, behind those for the parts of all bands."""
+    """Index of the first flag for an all-reduce's finished bands. There is one for each band, behind the flags for the
+    parts of all bands."""
     return (parameters.bands or MOST_BANDS) * _most_parts(world_size, parameters)
 
 
 def needed(
     pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: ChunkedParameters
 ) -> tuple[int, int]:
-    """``(bytes, signals)`` that a call needs of its slot: ``rows`` of a shard, ``inner`` its K, ``columns`` its N,
-    ``itemsize`` of what is sent."""
-    # (Flags do not rest on the rows: what is planned for the most rows serves any fewer.)
+    """``(bytes, signals)`` that a call needs of its slot. ``rows``: of a shard; ``inner``, ``columns``: K and N;
+    ``itemsize``: bytes of an element that is sent."""
+    # (The number of flags does not depend on the rows, so a plan for the most rows serves any fewer.)
     if pattern == "matmul_all_reduce":
         signals = result_signals(world_size, parameters) + (parameters.bands or MOST_BANDS)
         return 2 * world_size * rows * columns * itemsize, signals
@@ -212,8 +233,8 @@ def needed(
 
 
 def why_not(dtype: torch.dtype, inner: int, columns: int, scaled: bool = False) -> str | None:
-    """What schedule ``chunked`` is not made for: ``a [rows, inner] @ b [inner, columns]``, in any layout that the
-    vendor's matmul takes; ``scaled``: of fp8."""
+    """Why schedule ``chunked`` does not support ``a [rows, inner] @ b [inner, columns]``, in any layout that the
+    vendor's matmul takes; or ``None``. ``scaled``: the operands are fp8."""
     right = (torch.float8_e4m3fn, torch.float8_e5m2) if scaled else (torch.float16, torch.bfloat16)
     if dtype not in right:
         return f"schedule chunked multiplies {'fp8 with scales' if scaled else 'fp16 or bf16'} here, not {dtype}"

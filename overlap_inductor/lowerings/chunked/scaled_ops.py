@@ -1,9 +1,11 @@
-"""The ops of schedule ``chunked`` for fp8 (``_scaled_mm``), tensor-wise and row-wise scales. Otherwise as ``site_ops``.
+# SPDX-License-Identifier: Apache-2.0
+"""The ops of schedule ``chunked`` for fp8 (``_scaled_mm``), with tensor-wise or row-wise scales. Otherwise they are
+like those of ``one_op.ops``.
 
-Shapes (W ranks, this rank's view): ``shard [m, K]``, ``lhs [W*m, K]``, ``rhs [K, N]`` in columns, all fp8. Scales are
-fp32: one element, or ``scale_a [W*m, 1]`` (of all gathered rows, or of the rows of ``lhs``) with ``scale_b [1, N]``.
-``dtypes``: the results', by name (torch 2.11 hands an op a list of dtypes as numbers); ``fast`` as ``_scaled_mm`` takes
-it. fp8 travels in a gather, the result's dtype in a reduction.
+Shapes (W ranks, this rank's view): ``shard [m, K]``, ``lhs [W*m, K]``, ``rhs [K, N]`` column-major, all fp8. Scales are
+fp32: one element each, or ``scale_a [W*m, 1]`` (of all gathered rows, or of the rows of ``lhs``) with
+``scale_b [1, N]``. ``dtypes``: of the results, by name (torch 2.11 hands an op a list of dtypes as numbers). ``fast``:
+as ``use_fast_accum`` of ``_scaled_mm``. A gather sends fp8, a reduction sends the result's dtype.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _scales(a: torch.Tensor, b: torch.Tensor, dtype: str, fast: bool) -> Scales:
-    """Scales as the library takes them: of a column of rows the stride counts, too, which Inductor is free to choose
-    where a dim is of size 1."""
+    """Scales as the library takes them. It checks the strides of row-wise scales, too, which Inductor is free to choose
+    for a dim of size 1."""
     if a.numel() > 1:
         a, b = a.flatten().contiguous().unsqueeze(1), b.flatten().contiguous().unsqueeze(0)
     return Scales(a, b, _dtype(dtype), fast)
 
 
 def _whole(matmul: VendorMatmul, a: torch.Tensor) -> torch.Tensor:
-    """The plain matmul of all rows."""
+    """The plain matmul of all rows: ``a [M, K]``, returns ``[M, N]``."""
     out = a.new_empty(a.shape[0], matmul.b.shape[1], dtype=matmul.dtype(a))
     if len(a):
         matmul(a, 0, len(a), out)
@@ -66,7 +68,7 @@ def _scaled_all_gather_matmul(
     found = ready(chunked_plan, "all_gather_matmul", shard.shape[0], shard, rhs[0], shard.dtype, group, site, settings)
     if found is None:
         gathered = shard.new_empty(group.size() * shard.shape[0], shard.shape[1])
-        # (Bytes: not every backend knows fp8.)
+        # (As bytes: not every backend supports fp8.)
         dist.all_gather_into_tensor(gathered.view(torch.uint8), shard.contiguous().view(torch.uint8), group=group)
         return [*(_whole(m, gathered) for m in matmuls), *([gathered] if gathered_used else [])], token
     from overlap_inductor.lowerings.chunked import launch as chunked

@@ -1,4 +1,5 @@
-"""Schedule ``chunked`` for a site: one op, of plain matmuls or of fp8 with scales, or of a sum of matmuls."""
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``chunked`` for a site: one op for plain matmuls, for fp8 with scales, or for a sum of matmuls."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from overlap_inductor.torch_compat import symmetric
 
 CHUNKED = OneOpSchedule(
     name="chunked",
-    transports=("copy_engine", "sm_push"),
     called="in chunks",
     noun="schedule in chunks",
     patterns=("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
     plan=parameters,
+    parameters=parameters.ChunkedParameters,
     cost=cost.seconds,
     pays=cost.pays,
     reach=lambda ranks, device: symmetric.why_no_symmetric_memory(ranks, device),

@@ -1,16 +1,17 @@
-"""How many shards schedule ``chunked`` multiplies at a time, so that no transfer shows and matmuls are few. No torch
-here.
+# SPDX-License-Identifier: Apache-2.0
+"""How many shards schedule ``chunked`` multiplies at a time, so that transfers are hidden and matmuls are few. This
+module does not import torch.
 
-Time is counted in matmuls of one shard's rows, ``ratio`` is the time of one shard's transfer. Transfers go one after
-the other, matmuls too; each rank multiplies its own shard in one of them: first where shards are gathered, last where
+Time is counted in matmuls of one shard's rows; ``ratio`` is the time of one shard's transfer. Transfers run one after
+the other, and so do matmuls. Each rank multiplies its own shard in one matmul: first if shards are gathered, last if
 sums are scattered. ::
 
-    gather:   a chunk is the shards that have come shortly before the chunk before it is multiplied, at least one
+    gather:   chunk i is the shards that arrive while the chunks before it are multiplied, at least one
     scatter:  from the last chunk to the first, each as large as possible: its transfer must end before that of the
-              next chunk has to begin. Sizes are made even if the last transfer still ends in time. One chunk whose
-              transfer would end with next to no time to spare becomes two.
+              next chunk has to begin. The sizes are made even if the last transfer still ends in time. One chunk whose
+              transfer would end with almost no time to spare becomes two.
 
-Where a transfer takes longer than a matmul (``ratio > 1``) the link decides, and few even chunks keep it busy. Source:
+If a transfer takes longer than a matmul (``ratio > 1``) the link decides, and a few even chunks keep it busy. Source:
 own; measured for 4 and 8 ranks in ``bench/results/mirrored.jsonl``.
 """
 
@@ -19,28 +20,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 FEW_CHUNKS = 3
-"""Chunks where the link decides, the smallest last; or where a shard's matmul is too small, the smallest first."""
+"""Number of chunks if the link decides, the smallest last; or if a shard's matmul is too small, the smallest first."""
 LATE = 0.35
-"""Of a shard's matmul: what comes so late before a chunk begins is not counted on, as a chunk waits for all of its
-shards. What leaves in one chunk has so much time to spare, or goes in two, the smaller first (4 H200s, scatter of 1024
-tokens 206 -> 196 us, of 2048 356 -> 340, of 4096 the same)."""
+"""Safety margin, in matmuls of one shard. A shard that arrives later than this before a chunk begins is not part of the
+chunk, because a chunk waits for all of its shards. A single scattered chunk has this much time to spare; otherwise it
+becomes two, the smaller first (4 H200s, scatter of 1024 tokens 206 -> 196 us, of 2048 356 -> 340, of 4096 the same).
+"""
 FLOPS_A_BYTE = 2300
-"""What an H200 multiplies (bf16) while it sends a byte, its fixed costs for pieces of 4 to 32 MB included: 620 TFLOP/s
-against 379 GB/s and 5 us a piece."""
+"""FLOPs (bf16) of an H200 while it sends a byte, the fixed costs of pieces of 4 to 32 MB included: 620 TFLOP/s against
+379 GB/s and 5 us for each piece."""
 
 
 def transfer_ratio(sent_itemsize: int, operand_itemsize: int, other: int) -> float:
-    """Time of a shard's transfer over that of its matmul. Item sizes in bytes; ``other``: columns of the right operand
-    (gather), or K (scatter): the dimension that is not sent."""
+    """Time of a shard's transfer divided by that of its matmul. Item sizes in bytes. ``other``: the dimension that is
+    not sent, the columns of the right operand (gather) or K (scatter)."""
     return sent_itemsize * FLOPS_A_BYTE * (2 / operand_itemsize) / (2 * other)
 
 
 LEAST_WAVES = 0.4
-"""A matmul of fewer tiles takes as long as one of so many, so that a shard is too little for a chunk."""
+"""Waves of tiles below which a matmul takes as long as with so many. A shard of fewer is too small for a chunk."""
 
 
 def gather_sizes(peers: int, ratio: float, waves: float) -> tuple[int, ...]:
-    """Shards of each chunk of ``peers`` shards that come; ``waves``: of tiles that one shard's matmul has."""
+    """Shards of each chunk of a gather of ``peers`` shards. ``waves``: waves of tiles of one shard's matmul."""
     if ratio > 1:
         return even_sizes(peers, FEW_CHUNKS)
     if waves < LEAST_WAVES:
@@ -53,7 +55,7 @@ def gather_sizes(peers: int, ratio: float, waves: float) -> tuple[int, ...]:
 
 
 def scatter_sizes(peers: int, ratio: float) -> tuple[int, ...]:
-    """Shards of each chunk of ``peers`` shards that leave."""
+    """Shards of each chunk of a scatter of ``peers`` shards."""
     if ratio > 1:
         return even_sizes(peers, FEW_CHUNKS)
     sizes: list[int] = []
@@ -79,6 +81,6 @@ def last_transfer(sizes: Sequence[int], ratio: float) -> float:
 
 
 def even_sizes(shards: int, most: int) -> tuple[int, ...]:
-    """``shards`` in at most so many sizes, larger ones first."""
+    """``shards`` in at most ``most`` sizes that differ by at most one, larger ones first."""
     count = min(shards, most)
     return tuple(shards // count + (i < shards % count) for i in range(count))

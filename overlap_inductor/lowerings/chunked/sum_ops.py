@@ -1,9 +1,11 @@
-"""The ops of schedule ``chunked`` for a sum of matmuls that is reduced at once (backward of layers that read one
-tensor: q, k and v; gate and up). Otherwise as ``site_ops``.
+# SPDX-License-Identifier: Apache-2.0
+"""The ops of schedule ``chunked`` for a sum of matmuls that is reduced once (the backward of layers that read one
+tensor: q, k and v; gate and up). Otherwise they are like those of ``one_op.ops``.
 
-Shapes (W ranks, this rank's view): each ``lhs [W*m, K_i]``, ``rhs [K_i, N]``; the bias is of the first. A chunk's rows
-are multiplied by all right operands, one vendor matmul behind the other, each but the first adding to what stands
-there: rounded in between, as ``addmm`` is by whose bias Inductor writes such a sum.
+Shapes (W ranks, this rank's view): each ``lhs [W*m, K_i]``, ``rhs [K_i, N]``, fp16 or bf16; the bias belongs to the
+first product. A chunk's rows are multiplied by all right operands, one vendor matmul behind the other. Each but the
+first adds to the result so far, which is rounded in between. Inductor's ``addmm`` with the other product as its bias
+rounds alike.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Schedule ``fused``: one persistent kernel a site, launched on the current stream.
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``fused`` launches one persistent kernel for each site, on the current stream.
 
 Each function is the host's part of one kernel. At a site's first call with operands of some shapes and strides it
-checks what the kernel rests on, cuts the work into bands and pieces, and prepares the kernel; after that it launches (a
-CUDA graph where a call comes again, ``runtime.replay``), waits for nothing on the device and allocates nothing there
-but its result, and what an all-reduce's blocks send from where that is another tensor. A group that has been aborted
-launches nothing more.
+checks the kernel's requirements, cuts the work into bands and pieces, and prepares the kernel. After that it only
+launches, as one CUDA graph if the call is replayed (``runtime.replay``). It never waits for the device. There it
+allocates only its result, and in an all-reduce the tensor that blocks send from, if that is another one. A group that
+was aborted launches nothing more.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from collections.abc import Sequence
 import torch
 
 from overlap_inductor.lowerings.fused.gather import gathered
+from overlap_inductor.lowerings.fused.gather import operands
 from overlap_inductor.lowerings.fused.gather import prepare_gather
 from overlap_inductor.lowerings.fused.launch import NO_TAIL
 from overlap_inductor.lowerings.fused.launch import Tail
 from overlap_inductor.lowerings.fused.launch import key_of
-from overlap_inductor.lowerings.fused.parameters import MOST_WEIGHTS
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
+from overlap_inductor.lowerings.fused.parameters import copiers
 from overlap_inductor.lowerings.fused.parameters import slices_of
 from overlap_inductor.lowerings.fused.reduce import prepare_all_reduce
 from overlap_inductor.lowerings.fused.reduce import prepare_reduce_scatter
@@ -30,12 +32,14 @@ from overlap_inductor.runtime.side_stream import one_call
 from overlap_inductor.runtime.side_stream import side_stream
 from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat.memory import rows_like
-from overlap_inductor.transports.copy_engine import copies_with_flags
 from overlap_inductor.transports.credits import credit_kernel
 from overlap_inductor.transports.credits import end_kernel
 from overlap_inductor.transports.credits import spoil_kernel
 from overlap_inductor.transports.credits import spoiling_end
+from overlap_inductor.transports.registry import transport_named
 from overlap_inductor.transports.transfer import Transfer
+from overlap_inductor.transports.transport import PeerCopies
+from overlap_inductor.transports.transport import Share
 
 
 def all_gather_matmul(
@@ -46,7 +50,7 @@ def all_gather_matmul(
     bias: torch.Tensor | None = None,
     keep: bool = False,
 ) -> torch.Tensor:
-    """``all_gather_matmuls`` of one weight."""
+    """``all_gather_matmuls`` with one weight."""
     return all_gather_matmuls(a, [b], launch, parameters, [bias], keep)[0]
 
 
@@ -59,19 +63,24 @@ def all_gather_matmuls(
     keep: bool = False,
     tail: Tail = NO_TAIL,
 ) -> list[torch.Tensor]:
-    """``all_gather(a) @ b + bias`` for each weight, with its epilogue: ``a [rows, K]`` this rank's shard, ``b [K, N]``,
-    ``bias [N]``. Returns each ``[world_size * rows, N]``.
+    """``all_gather(a) @ b + bias`` for each weight, with its epilogue.
 
-    One to ``MOST_WEIGHTS`` weights, all in rows or all transposed (``in_one_launch`` chooses them). ``keep``: the call
-    does not end with the kernel: ``gathered`` may be read on the same stream until ``end``.
+    Args:
+        a: this rank's shard, ``[rows, K]``, fp16 or bf16, contiguous at 16 bytes.
+        rhs: 1 to ``MOST_WEIGHTS`` weights ``[K, N]``, all in rows or all transposed (``in_one_launch`` chooses them).
+        biases: ``[N]`` or ``None`` for each.
+        keep: the call does not end with the kernel; ``gathered`` may be read on the same stream until ``end``.
+
+    Returns:
+        ``[world_size * rows, N]`` for each weight.
 
     Raises:
-        UnsupportedError: a dtype, layout or slot that the kernel is not made for.
-        TransferError: a call of the group before this one gave up waiting, or was aborted.
+        UnsupportedError: the kernel does not support a dtype or layout, or the slot is too small.
+        TransferError: an earlier call of the group gave up waiting, or was aborted.
     """
     launch.faults.check()
     results = [rows_like(a, launch.world_size * a.shape[0], b.shape[1], a.dtype) for b in rhs]
-    # (Results lie in rows, of sizes that the operands have: where they begin is all that may change.)
+    # (Results are contiguous, and the operands determine their sizes: only their addresses may change.)
     what = ("fused", "all_gather_matmul", parameters, keep, tail.epilogues, *[r.data_ptr() for r in results])
     copied = [a] if a.nbytes >= parameters.copies_from else []
     launched(
@@ -105,31 +114,29 @@ def _gather(
         if keep:
             end_kernel(launch)
         launch.remember(key, kernel)
-    operands: list[torch.Tensor | None] = [a, a]
-    for b, result, bias in zip(rhs, results, biases, strict=True):
-        operands += [b, result, result, result if bias is None else bias]
-    operands += [*[None] * (4 * (MOST_WEIGHTS - len(rhs))), *tail.operands]
+    given = operands(a, rhs, results, biases, tail)
     if not copied:
-        kernel(*operands)
+        kernel(*given)
     else:
-        _with_copies(a, launch, lambda: kernel(*operands), keep)
-        # (With ``keep``, ``end`` does, when all of the call's results are there.)
+        _with_copies(a, launch, parameters, lambda: kernel(*given), keep)
+        # (With ``keep``, ``end`` does this, when all of the call's results are there.)
         for result in results if not keep else ():
             spoil_kernel(launch, result)(result)
 
 
-def _with_copies(a: torch.Tensor, launch: Launch, multiply: Callable[[], None], keep: bool) -> None:
-    """Copy engines send the shard while ``multiply`` multiplies what has come.
+def _with_copies(a: torch.Tensor, launch: Launch, p: FusedParameters, multiply: Callable[[], None], keep: bool) -> None:
+    """A transport of copies sends the shard while ``multiply`` multiplies the rows that have arrived.
 
-    Nothing that they wait for needs an SM while the kernel fills all of them: leave to write is awaited before, on the
-    current stream, and flags are copied, too. So a rank's shard leaves whatever its kernel waits for.
+    The kernel of ``multiply`` occupies every SM. Nothing that the copies wait for needs an SM then: leave to write is
+    awaited before, on the current stream, and flags are copied, too. So a rank's shard leaves whatever its kernel waits
+    for.
     """
-    side, key = side_stream(a.device), ("send", a.shape, a.dtype)
+    side, key = side_stream(a.device), ("send", p.copier, a.shape, a.dtype)
     send = launch.prepared.get(key)
     if send is None:
-        send = copies_with_flags(
-            launch, Transfer(a.shape[0], a.shape[1], a.shape[0], scattered=False), range(launch.world_size - 1), a
-        )
+        transport = transport_named(PeerCopies, p.copier or copiers()[0].name)
+        transfer = Transfer(a.shape[0], a.shape[1], a.shape[0], scattered=False)
+        send = transport.prepare(launch, transfer, range(launch.world_size - 1), a, Share())
         launch.remember(key, send)
     credit_kernel(launch)()
     with one_call(launch, side):
@@ -141,8 +148,8 @@ def _with_copies(a: torch.Tensor, launch: Launch, multiply: Callable[[], None], 
 
 
 def end(launch: Launch, results: Sequence[torch.Tensor] = ()) -> None:
-    """End a call that was made with ``keep``: the peers may write into the workspace again. ``results`` of the call,
-    also those that were made of ``gathered``, are spoilt where the group has been aborted."""
+    """End a call that was made with ``keep``: the peers may write into the workspace again. ``results``: of the call,
+    also those computed from ``gathered``. They are set to NaN if the group was aborted."""
     if results:
         spoiling_end(launch, results)(results)
     else:
@@ -158,8 +165,16 @@ def matmul_reduce_scatter(
     average: bool = False,
     tail: Tail = NO_TAIL,
 ) -> torch.Tensor:
-    """``reduce_scatter(a @ b + bias)`` of rows, with its epilogue: ``a [world_size * rows, K]``, ``b [K, N]``, ``bias
-    [N]``. Returns ``[rows, N]``, summed in fp32.
+    """``reduce_scatter(a @ b + bias)`` of rows, with its epilogue.
+
+    Args:
+        a: ``[world_size * rows, K]``, fp16 or bf16, contiguous at 16 bytes.
+        b: ``[K, N]`` in rows or columns of whole 16-byte words.
+        bias: ``[N]``.
+        average: divide the sum by the number of ranks.
+
+    Returns:
+        ``[rows, N]``, summed over ranks in fp32.
 
     Raises:
         UnsupportedError, TransferError: as ``all_gather_matmul``.
@@ -189,14 +204,14 @@ def matmul_all_reduce(
     average: bool = False,
     tail: Tail = NO_TAIL,
 ) -> torch.Tensor:
-    """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, returns all rows ``[M, N]``; ``M`` need not be a
-    multiple of the world size."""
+    """``all_reduce(a @ b + bias)``: as ``matmul_reduce_scatter``, but ``a [M, K]`` may have any number of rows. Returns
+    ``[M, N]``."""
     launch.faults.check()
     rows = a.shape[0]
     out = rows_like(a, rows, b.shape[1], a.dtype)
     sent_from = product_rows(-(-rows // launch.world_size), launch.world_size, parameters)
-    # (Where a shard is whole tiles, finished rows lie where they were multiplied: a peer's come when it has got them,
-    # the own ones are summed in place.)
+    # (If a shard is whole tiles, finished rows stay where they were multiplied. A peer's rows arrive only after it has
+    # got them, and the own rows are summed in place.)
     product = out if sent_from == rows else rows_like(a, sent_from, b.shape[1], a.dtype)
 
     def start() -> None:

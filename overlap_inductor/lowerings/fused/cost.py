@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Estimates of schedule ``fused``: measured on 2, 4 and 8 H200s (bench/results/operators.jsonl, fused.jsonl)."""
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ class FusedCost:
     """Constants of a fused kernel.
 
     Attributes:
-        exposed: part of the shorter of matmul and wire that stays in sight, by ``cost_model.kind_of``: of a gather, a
-            scatter, an all-reduce with a longer matmul, and one with a longer wire (measured as one of 8 ranks on 2
-            GPUs, plus a tenth for contention; not measured on 8).
+        exposed: exposed part of the shorter of matmul and wire, by ``cost_model.kind_of``: of a gather, a scatter, an
+            all-reduce with a longer matmul, and one with a longer wire (measured as one of 8 ranks on 2 GPUs, plus a
+            tenth for contention; not measured on 8).
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
-        ranks: largest group in which this was measured.
+        ranks: largest measured group.
     """
 
     exposed: tuple[float, float, float, float] = (0.05, 0.12, 0.16, 0.15)
@@ -36,8 +37,8 @@ COST = FusedCost()
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of one fused kernel: the longer of matmul and wire, and for each leg a fixed cost and the part of its
-    wire that stays in sight."""
+    """Seconds of one fused kernel: the longer of matmul and wire, an exposed part of the shorter, and a fixed cost for
+    each leg."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + copy_seconds(sizes, machine)
@@ -47,10 +48,10 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether a fused kernel is estimated to be at least 5 % faster than ``keep``: 25 % in groups larger than those
-    that were measured.
+    """Whether a fused kernel is estimated to be at least 5 % faster than ``keep`` (25 % in groups larger than those
+    measured).
 
-    Never with less than a wave and a half of tiles, where most of the GPU would wait for what is coming.
+    With less than a wave and a half of tiles it never pays: most of the GPU would wait for rows to arrive.
     """
     if sizes.tiles < machine.least_tiles:
         return False

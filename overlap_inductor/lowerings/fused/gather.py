@@ -1,4 +1,5 @@
-"""Schedule ``fused``: the kernel of an all-gather, prepared, and the gathered tensor that it leaves."""
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``fused`` prepares the kernel of an all-gather here; ``gathered`` is the gathered tensor that it leaves."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.all_gather_matmul import all_gather_matmul
 from overlap_inductor.kernels.all_gather_matmul_slices import all_gather_matmul_slices
+from overlap_inductor.lowerings.fused.launch import EXTRAS
 from overlap_inductor.lowerings.fused.launch import Tail
 from overlap_inductor.lowerings.fused.launch import check
 from overlap_inductor.lowerings.fused.parameters import MOST_WEIGHTS
@@ -23,9 +25,30 @@ from overlap_inductor.lowerings.one_op.descriptors import right_descriptor
 from overlap_inductor.lowerings.one_op.operands import lies_transposed
 from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+from overlap_inductor.transports.call_arguments import call_arguments
 
 COPY_WORDS = 8192
 """int32 words that a block of the pushing part stores at once."""
+
+
+WEIGHT = ("b{}_desc", "c{}_desc", "c{}", "bias{}")
+"""The kernels' parameters for weight number ``{}``: its descriptor, its result's, the result, the bias."""
+VARYING = ("own_desc", "a", *(name.format(i) for i in range(MOST_WEIGHTS) for name in WEIGHT), *EXTRAS)
+"""The kernels' parameters that differ from launch to launch, in the order of ``operands``."""
+
+
+def operands(
+    a: torch.Tensor,
+    rhs: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    tail: Tail,
+) -> list[torch.Tensor | None]:
+    """What a launch is given, in the order of ``VARYING``. A result stands for a bias that there is not."""
+    found: list[torch.Tensor | None] = [a, a]
+    for b, result, bias in zip(rhs, results, biases, strict=True):
+        found += [b, result, result, result if bias is None else bias]
+    return [*found, *[None] * (len(WEIGHT) * (MOST_WEIGHTS - len(rhs))), *tail.operands]
 
 
 def prepare_gather(
@@ -40,60 +63,95 @@ def prepare_gather(
     copied: bool,
     slices: int,
 ) -> PreparedKernel:
-    """``copied``: copy engines send the shard; ``slices``: in which blocks push it, if more than one."""
-    world_size, slot = launch.world_size, launch.slot
+    """The kernel that launches ``operands``: fp16 or bf16, ``a [rows, K]``, for each weight ``b [K, N]``, ``result
+    [world_size * rows, N]`` and ``bias [N]``.
+
+    Args:
+        keep: the call does not end with the kernel.
+        copied: a transport of copies sends the shard.
+        slices: in how many slices along K the kernel's own blocks push the shard.
+
+    Raises:
+        UnsupportedError: the kernel does not support its operands, or the slot is too small.
+    """
+    world_size = launch.world_size
     rows, inner = a.shape
-    # (A copy more costs more than a shard that comes whole.)
+    # (One more copy costs more than waiting for the whole shard.)
     part_rows = -(-rows // p.block_m) * p.block_m if copied else band_rows(rows, world_size, p)
     transposed = {lies_transposed(b) for b in rhs}
     if len(transposed) > 1 or not 1 <= len(rhs) <= MOST_WEIGHTS:
         raise UnsupportedError(
-            f"one launch multiplies by 1 to {MOST_WEIGHTS} weights that lie alike, not by those of strides"
+            f"one launch multiplies by 1 to {MOST_WEIGHTS} weights of one layout, not by those of strides"
             f" {[list(b.stride()) for b in rhs]}"
         )
     tail.check(results)
-    varying: list[Any] = [TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), a]
-    for b, result, bias in zip(rhs, results, biases, strict=True):
+    varying: dict[str, Any] = dict(zip(VARYING, operands(a, rhs, results, biases, tail), strict=True))
+    varying["own_desc"] = TensorDescriptor.from_tensor(a, [p.block_m, p.block_k])
+    for i, (b, result, bias) in enumerate(zip(rhs, results, biases, strict=True)):
         check(a, b, bias, needed("all_gather_matmul", world_size, rows, inner, b.shape[1], a.element_size(), p), launch)
-        stored = TensorDescriptor.from_tensor(result, [p.block_m, p.block_n // 2 if p.halves else p.block_n])
-        varying += [right_descriptor(b, p.block_n, p.block_k)[0], stored, result, result if bias is None else bias]
-    others = MOST_WEIGHTS - len(rhs)
-    columns = [*[b.shape[1] for b in rhs], *[None] * others]
-    which = (
-        TensorDescriptor.from_tensor(gathered(a, launch), [p.block_m, p.block_k]),
-        slot.data.pointers, slot.flags.pointers, slot.flags.local, slot.queues, slot.calls,
-        launch.faults.stop, launch.patience_ns, launch.site, launch.rank, rows, inner,
-    )  # fmt: skip
-    tiles = (p.block_m, p.block_n, p.block_k, p.group_m)
-    bias_bits = sum(1 << i for i, bias in enumerate(biases) if bias is not None)
-    what = (p.halves, transposed.pop(), bias_bits, tail.function, keep)
-    counts, row_bytes = (len(rhs), world_size, -(-rows // part_rows)), inner * a.element_size()
-    varying += [*[None] * (4 * others), *tail.operands]
+        varying[f"b{i}_desc"] = right_descriptor(b, p.block_n, p.block_k)[0]
+        varying[f"c{i}_desc"] = TensorDescriptor.from_tensor(
+            result, [p.block_m, p.block_n // 2 if p.halves else p.block_n]
+        )
+    fixed: dict[str, Any] = {
+        **{f"columns{i}": rhs[i].shape[1] if i < len(rhs) else None for i in range(MOST_WEIGHTS)},
+        "gathered_desc": TensorDescriptor.from_tensor(gathered(a, launch), [p.block_m, p.block_k]),
+        "rows": rows,
+        "inner": inner,
+        "part_rows": part_rows,
+        "COUNT": len(rhs),
+        "PARTS": -(-rows // part_rows),
+        "PIECES": p.pieces,
+        "BLOCK_M": p.block_m,
+        "BLOCK_N": p.block_n,
+        "BLOCK_K": p.block_k,
+        "GROUP_M": p.group_m,
+        "THREADS": 32 * p.warps,
+        "HALVES": p.halves,
+        "TRANSPOSED": transposed.pop(),
+        "BIASES": sum(1 << i for i, bias in enumerate(biases) if bias is not None),
+        "EPILOGUE": tail.function,
+        "KEEP": keep,
+    }
+    row_bytes = inner * a.element_size()
     if slices > 1:
-        if not p.slices_pushers:
-            raise UnsupportedError(
-                "a gather in slices has its shard pushed by its first blocks: slices_pushers must be at least 1"
-            )
-        size = -(-inner // (slices * p.block_k)) * p.block_k
-        words = -(-size * a.element_size() // 4)
-        columns_at_once = min(triton.next_power_of_2(words), COPY_WORDS // 8)
-        fixed: tuple[Any, ...] = (
-            *columns, *which, row_bytes // 16, part_rows, size, size * a.element_size() // 16, slot.signals,
-            *counts, -(-inner // size), p.pieces, p.slices_pushers, COPY_WORDS // columns_at_once, columns_at_once,
-            *tiles, 32 * p.warps, *what,
-        )  # fmt: skip
         kernel: Any = all_gather_matmul_slices
+        fixed |= _slices(inner, row_bytes, a.element_size(), slices, p)
     else:
-        fixed = (
-            *columns, *which, a.nbytes // 16, part_rows, part_rows * row_bytes // 16, slot.signals,
-            *counts, not copied, p.pieces, p.pushers, *tiles, COPY_WORDS, TILES_A_BATCH, 32 * p.warps, *what,
-        )  # fmt: skip
         kernel = all_gather_matmul
+        fixed |= {
+            "shard_vectors": a.nbytes // 16,
+            "part_vectors": part_rows * row_bytes // 16,
+            "SENDS": not copied,
+            "PUSHERS": p.pushers,
+            "BLOCK": COPY_WORDS,
+            "BATCH": TILES_A_BATCH,
+        }
+    fixed |= call_arguments(kernel, launch)
     return PreparedKernel(kernel, p.blocks, varying, fixed, num_warps=p.warps, num_stages=p.stages)
 
 
+def _slices(inner: int, row_bytes: int, itemsize: int, slices: int, p: FusedParameters) -> dict[str, int]:
+    """What only the kernel takes that pushes a shard in slices along K."""
+    if not p.slices_pushers:
+        raise UnsupportedError(
+            "the first blocks of a gather in slices push its shard: slices_pushers must be at least 1"
+        )
+    size = -(-inner // (slices * p.block_k)) * p.block_k
+    columns_at_once = min(triton.next_power_of_2(-(-size * itemsize // 4)), COPY_WORDS // 8)
+    return {
+        "row_vectors": row_bytes // 16,
+        "slice_inner": size,
+        "slice_vectors": size * itemsize // 16,
+        "SLICES": -(-inner // size),
+        "PUSHERS": p.slices_pushers,
+        "ROWS": COPY_WORDS // columns_at_once,
+        "COLUMNS": columns_at_once,
+    }
+
+
 def gathered(a: torch.Tensor, launch: Launch) -> torch.Tensor:
-    """The workspace of an ``all_gather_matmul`` of shard ``a`` as ``[world_size * rows, K]``; whole only after a call
-    with ``keep``, until ``end``."""
+    """The workspace of an ``all_gather_matmul`` of shard ``a [rows, K]``, as ``[world_size * rows, K]``. It is complete
+    only after a call with ``keep``, until ``end``."""
     rows, inner = a.shape
     return launch.slot.data.local[: launch.world_size * a.nbytes].view(a.dtype).view(launch.world_size * rows, inner)

@@ -1,5 +1,6 @@
-"""What every launch of schedule ``fused`` has in common: epilogues, operands as its kernels read them, and what a
-prepared kernel rests on."""
+# SPDX-License-Identifier: Apache-2.0
+"""What all launches of schedule ``fused`` share: epilogues (``Tail``), checks of the operands, and the key under which
+a prepared kernel is found."""
 
 from __future__ import annotations
 
@@ -10,24 +11,27 @@ from typing import NamedTuple
 import torch
 
 from overlap_inductor.errors import UnsupportedError
-from overlap_inductor.kernels.epilogue import MOST_EXTRAS
+from overlap_inductor.facts.limits import MOST_EXTRAS
 from overlap_inductor.kernels.epilogue import function_of
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
 from overlap_inductor.lowerings.one_op.operands import check_operands
 from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.sites.epilogue_program import Epilogue
 
+EXTRAS = tuple(f"extra{i}" for i in range(MOST_EXTRAS))
+"""The kernels' parameters for what epilogues read."""
+
 
 class Tail(NamedTuple):
-    """What follows a launch's matmuls or its reduction: an epilogue (or none) for each result, and the extra tensors of
-    all, each contiguous."""
+    """The pointwise ops behind a launch's matmuls or reduction: an epilogue or ``None`` for each result, and the extra
+    tensors that all of them read, each contiguous."""
 
     epilogues: tuple[Epilogue | None, ...] = ()
     extras: Sequence[torch.Tensor] = ()
 
     @property
     def function(self) -> Any:
-        """The Triton function, or ``None``."""
+        """The epilogues as one Triton function, or ``None`` without any."""
         return (
             function_of(tuple(None if e is None else (e.extras, e.ops) for e in self.epilogues))
             if any(self.epilogues)
@@ -35,7 +39,7 @@ class Tail(NamedTuple):
         )
 
     def check(self, results: Sequence[torch.Tensor]) -> None:
-        """Raises ``UnsupportedError`` where the extra tensors are not what the epilogues of ``results`` read."""
+        """Raises ``UnsupportedError`` if the extra tensors do not match what the epilogues of ``results`` read."""
         kinds = [(k, r) for e, r in zip(self.epilogues, results) if e is not None for k in e.extras]
         shapes = [
             {"full": r.shape, "row": r.shape[1:], "column": r.shape[:1], "scalar": torch.Size([1])}[k] for k, r in kinds
@@ -50,11 +54,11 @@ class Tail(NamedTuple):
                 f" {[list(s) for s in shapes]}"
             )
         if not all(e.is_contiguous() and e.is_floating_point() for e in self.extras):
-            raise UnsupportedError("an extra tensor of an epilogue is not contiguous, or not of floating point")
+            raise UnsupportedError("an extra tensor of an epilogue is not contiguous, or not floating point")
 
     @property
     def operands(self) -> list[torch.Tensor | None]:
-        """The extra tensors, as many as a launch has room for."""
+        """The extra tensors, filled up with ``None`` to the ``MOST_EXTRAS`` that a launch takes."""
         return [*self.extras, *[None] * (MOST_EXTRAS - len(self.extras))]
 
 
@@ -63,12 +67,7 @@ NO_TAIL = Tail()
 
 def check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tuple[int, int], launch: Launch) -> None:
     check_operands(a, b, bias)
-    nbytes, signals = need
-    if nbytes > launch.slot.nbytes or signals > launch.slot.signals:
-        raise UnsupportedError(
-            f"the call needs {nbytes} bytes and {signals} signals, its slot has {launch.slot.nbytes} and"
-            f" {launch.slot.signals}"
-        )
+    launch.check_room(*need)
 
 
 def key_of(
@@ -80,7 +79,8 @@ def key_of(
     parameters: FusedParameters,
     flag: bool,
 ) -> tuple[object, ...]:
-    """What a prepared kernel rests on. Raises ``UnsupportedError`` where an operand lies as no kernel reads it."""
+    """All facts that a prepared kernel depends on. Raises ``UnsupportedError`` if no kernel reads an operand's
+    layout."""
     if not a.is_contiguous() or a.data_ptr() % 16:
         raise UnsupportedError(
             f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous at 16 bytes"
@@ -96,6 +96,6 @@ def key_of(
     ]
     for b, bias in zip(rhs, biases, strict=True):
         if b.data_ptr() % 16:
-            raise UnsupportedError(f"the right operand of shape {list(b.shape)} does not begin at 16 bytes")
+            raise UnsupportedError(f"the right operand of shape {list(b.shape)} is not aligned to 16 bytes")
         key += [b.shape, b.stride(), b.dtype, None if bias is None else bias.data_ptr() % 16 == 0]
     return tuple(key)

@@ -1,6 +1,8 @@
-"""The ops of schedule ``fused``: one functional op a site, one persistent kernel an op. Weights of a gathered tensor
-beyond those that one launch takes (``fused_plan.in_one_launch``) are multiplied by the vendor's matmul, on the
-workspace. Operands that no kernel reads as they lie are copied.
+# SPDX-License-Identifier: Apache-2.0
+"""The ops of schedule ``fused``: one functional op for each site, one persistent kernel for each op.
+
+One launch takes some of a gathered tensor's weights (``parameters.in_one_launch``). The others are multiplied by the
+vendor's matmul, on the workspace. Operands whose layout no kernel reads are copied.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ Epilogues = Sequence[Epilogue | None]
 
 @functools.cache
 def _kernels() -> ModuleType:
-    """What launches them. (Triton is imported with it, when the first op runs.)"""
+    """The module that launches them. (It imports Triton, so it is imported when the first op runs.)"""
     from overlap_inductor.lowerings.fused import calls as fused
 
     return fused
@@ -80,7 +82,7 @@ def _gather(
         if gathered_used:
             outs.append(gathered.clone())
     except BaseException:
-        # Peers wait for leave to write into this workspace again.
+        # Otherwise the peers would wait for leave to write into this workspace.
         fused.end(launch)
         raise
     fused.end(launch, outs)
@@ -185,8 +187,8 @@ def _reduce_epilogue_fake(
 
 define_gather("fused", fused_plan, _gather)
 define_reductions("fused", fused_plan, _reduce)
-# The same with pointwise ops behind: ``epilogues`` is ``epilogue_text.to_text`` of one for each result (``None``: a
-# result has none), ``extras`` what they read.
+# The same with pointwise ops behind. ``epilogues``: ``epilogue_program.to_text`` of one for each result (``None`` for a
+# result without any). ``extras``: the tensors that they read.
 define(
     "fused_all_gather_matmul_epilogue(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, bool gathered_used,"
     " Tensor[] extras, str epilogues, str settings, str group_name, str site) -> (Tensor[], Tensor)",

@@ -1,5 +1,6 @@
-"""What is planned of a fused kernel before any GPU is touched: its parameters, what it is not made for, what workspace
-it needs. No Triton here."""
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``fused`` before any GPU is touched: its parameters, its limits, and the workspace that a call needs. This
+module does not import Triton."""
 
 from __future__ import annotations
 
@@ -15,37 +16,46 @@ import torch
 
 from overlap_inductor.lowerings.one_op.operands import lies_transposed
 from overlap_inductor.lowerings.one_op.operands import why_not as why_not
+from overlap_inductor.transports import sm_push
+from overlap_inductor.transports.registry import of_kind
+from overlap_inductor.transports.transport import PeerCopies
 
 NEVER = 2**62
 COPIES_FROM = 4 << 20
-"""Bytes of a shard from which on copy engines are the faster: seen on 2 H200s, also as one of 4 and of 8 ranks
-(bench/results/mirrored.jsonl)."""
+"""Bytes of a shard from which on copy engines are faster than the kernel's SMs: measured on 2 H200s, also as one of 4
+and of 8 ranks (bench/results/mirrored.jsonl)."""
 
 
 @dataclass(frozen=True, eq=False)
 class FusedParameters:
-    """What may be tuned. (Compared by identity: ``parameters_of`` makes one for each text, and it is part of a key that
-    is looked up at every call.)
+    """The tunable parameters. (Compared by identity: ``parameters_of`` makes one object for each text, and it is part
+    of a key that is looked up at every call.)
 
     Attributes:
-        blocks: grid, at best the number of SMs.
-        copies_from: bytes of an all-gather's shard from which copy engines send it, not SMs.
-        parts: bands a shard, from ``parts_from`` rows of the whole matmul on; below one. 0: as many as ranks.
-        pieces: in which a band is pushed (all-gather).
-        pushers: blocks that push: before they multiply (all-gather); whenever something is ready (all-reduce; 0: by
+        blocks: blocks of the grid, at best the number of SMs.
+        copies_from: bytes of an all-gather's shard from which a transport of copies sends it, not SMs.
+        copier: that transport; empty: the first of ``copiers``.
+        parts: bands of a shard, if the whole matmul has at least ``parts_from`` rows, otherwise one. 0: as many as
+            ranks.
+        pieces: pieces in which a band is pushed (all-gather).
+        pushers: blocks that push: before they multiply (all-gather), or whenever something is ready (all-reduce; 0: by
             ``push_inner``).
-        push_inner: K for which one block pushes as fast as all multiply (all-reduce). The best of those tried were 4 to
-            8 blocks for K = 14336, 10 to 12 for 7168 and 20 to 24 for 3584 (2 and 4 H200s, one of 8).
-        unit: tiles beside each other that are pushed at once (all-reduce).
-        slices, slices_tiles, slices_pushers: slices along K in which a shard is pushed, by so many blocks, and a tile
-            waits for it (all-gather), up to so many tiles; fewer of more tiles (``slices_of``). Numbers of the plan,
-            not of the GPU: all ranks must cut alike.
-        column_tiles: tiles in a row of all weights of a gather. Ranks may have more or less columns, and count them
-            alike here; 0: as the weights have.
-        stagger_ns: between the starts of neighbouring blocks (reduce-scatter).
-        halves: tiles are stored in two halves, which leaves shared memory for one stage more.
+        push_inner: K for which one block pushes as fast as all others multiply (all-reduce). The best of the values
+            tried were 4 to 8 blocks for K = 14336, 10 to 12 for 7168 and 20 to 24 for 3584 (2 and 4 H200s, one of 8).
+        unit: neighbouring tiles that are pushed at once (all-reduce).
+        slices: slices along K in which a shard is pushed, and for which a tile waits one by one (all-gather).
+        slices_tiles: most tiles for which there are so many slices; with more tiles there are fewer (``slices_of``).
+            It belongs to the plan and not to the GPU, because all ranks must cut alike.
+        slices_pushers: blocks that push the slices.
+        column_tiles: tiles in a row of all weights of a gather. Ranks may have more or fewer columns, but count these
+            tiles alike. 0: as many as the weights have.
+        stagger_ns: nanoseconds between the starts of neighbouring blocks (reduce-scatter).
+        halves: tiles are stored in two halves, which leaves shared memory for one more stage.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
-        replays: a call that comes again is one launch of a CUDA graph (``runtime.replay``).
+        replays: repeated calls are one launch of a CUDA graph (``runtime.replay``).
+
+    Raises:
+        ValueError: a parameter is out of its range.
     """
 
     blocks: int
@@ -69,6 +79,7 @@ class FusedParameters:
     stages: int = 3
     stagger_ns: int = 0
     halves: bool = False
+    copier: str = ""
     min_rows: int = 0
     replays: bool = True
 
@@ -96,38 +107,53 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
     "matmul_reduce_scatter": {"stagger_ns": 150, "stages": 4, "halves": True},
     "matmul_all_reduce": {"parts": 0, "pushers": 0, "stages": 4, "halves": True},
 }
-"""The best of what was tried on 2 and 4 H200s (bench/results/fused.jsonl, operators.jsonl), and as one of 4 and of 8
-ranks on 2 (bench/results/mirrored.jsonl), by pattern."""
+"""By pattern, the best of the values tried on 2 and 4 H200s (bench/results/fused.jsonl, operators.jsonl), and on 2
+H200s as one of 4 and of 8 ranks (bench/results/mirrored.jsonl)."""
 
 
 MOST_WEIGHTS = 4
-"""Weights that one launch multiplies a gathered tensor by: q, k, v and a gate; further ones are the vendor's matmuls.
-"""
+"""Most weights that one launch multiplies a gathered tensor by: q, k, v and a gate. Others are the vendor's matmuls."""
+
+
+def copiers() -> list[PeerCopies]:
+    """The transports that may send the shard of a gather. They need no SM, since the kernel occupies all of them while
+    it waits for what they send."""
+    return [t for t in of_kind(PeerCopies) if not t.needs_sms]
 
 
 def transports_of(pattern: str) -> tuple[str, ...]:
-    """What may move a pattern's bytes. Tiles leave from the matmul's epilogue, or from blocks beside it: an SM stores
-    them."""
-    return ("sm_push", "copy_engine") if pattern == "all_gather_matmul" else ("sm_push",)
+    """The transports that may be asked for. The kernel's own SMs store the tiles of a reduction, from the matmul's
+    epilogue or from blocks beside it. They may also store the shard of a gather."""
+    return (sm_push.NAME, *(t.name for t in copiers() if pattern == "all_gather_matmul"))
+
+
+def automatic(pattern: str) -> tuple[str, ...]:
+    """The transports that ``auto`` chooses from: a gather's shard of at least ``COPIES_FROM`` bytes goes by the first
+    of ``copiers``."""
+    return transports_of(pattern)[:2]
 
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
     """The tuned parameters of a pattern, for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
-    copies = {"auto": {"copies_from": COPIES_FROM}, "copy_engine": {"copies_from": 0}}.get(transport, {})
-    return {**TUNED[pattern], **(copies if pattern == "all_gather_matmul" else {})}
+    if pattern != "all_gather_matmul" or transport == sm_push.NAME:
+        return {**TUNED[pattern]}
+    if transport == "auto":
+        return {**TUNED[pattern], "copies_from": COPIES_FROM}
+    copier = {} if transport == copiers()[0].name else {"copier": transport}
+    return {**TUNED[pattern], "copies_from": 0, **copier}
 
 
 @functools.cache
 def parameters_of(settings: str, blocks: int) -> FusedParameters:
-    """The parameters that a plan's ``settings`` (JSON text) and the device's number of SMs make."""
+    """The parameters of a plan's ``settings`` (JSON text) on a device of ``blocks`` SMs."""
     return FusedParameters(blocks, **json.loads(settings))
 
 
 def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor], parameters: FusedParameters) -> int:
-    """Slices along K of a gather of ``shard [rows, K]`` multiplied by each of ``rhs [K, N]``; 1: none.
+    """Slices along K of a gather of ``shard [rows, K]`` multiplied by each of ``rhs [K, N]``. 1: it is not sliced.
 
-    As many as planned where all tiles are on the SMs at once, fewer of more tiles: tiles of shards that are there are
-    then multiplied meanwhile. None of shards that copy engines send.
+    As many as planned if all tiles are on the SMs at once. With more tiles there are fewer slices, because tiles of
+    shards that have arrived are multiplied meanwhile. A shard that a transport of copies sends is not sliced.
     """
     if shard.nbytes > parameters.copies_from:
         return 1
@@ -137,28 +163,29 @@ def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor],
 
 
 def column_tiles(columns: Sequence[int], parameters: FusedParameters) -> int:
-    """Tiles in a row of weights of ``columns``."""
+    """Tiles in a row of weights that have ``columns`` columns each."""
     return sum(-(-n // parameters.block_n) for n in columns)
 
 
 def band_rows(rows: int, world_size: int, parameters: FusedParameters) -> int:
-    """Rows of a band of a shard of ``rows``: a multiple of the tile, so that no tile waits for two bands."""
+    """Rows of a band of a shard of ``rows`` rows: a multiple of the tile, so that no tile waits for two bands."""
     tiles = -(-rows // parameters.block_m)
     parts = (parameters.parts or world_size) if world_size * rows >= parameters.parts_from else 1
     return -(-tiles // min(parts, tiles)) * parameters.block_m
 
 
 def pushers_of(inner: int, parameters: FusedParameters) -> int:
-    """Blocks of an all-reduce of operands of ``inner`` K that push: so many that they are as fast as the others
-    multiply, which takes a tile as long as its K."""
+    """Blocks that push in an all-reduce with K ``inner``: so many that they push as fast as the others multiply. A
+    tile's matmul takes as long as its K."""
     return parameters.pushers or min(max(1, round(parameters.push_inner / inner)), parameters.blocks // 2 or 1)
 
 
 def needed(
     pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: FusedParameters
 ) -> tuple[int, int]:
-    """``(bytes, signals)`` that a call needs of its slot: ``rows`` of a shard, ``inner`` its K, ``columns`` its N."""
-    # (The most of any fewer rows, too: what is planned for the largest count must serve all.)
+    """``(bytes, signals)`` that a call needs of its slot. ``rows``: of a shard; ``inner``, ``columns``: K and N;
+    ``itemsize``: bytes of an element that is sent."""
+    # (Fewer rows never need more, so a plan for the largest count serves all.)
     parts = min(parameters.parts or world_size, -(-rows // parameters.block_m))
     if pattern == "all_gather_matmul":
         return world_size * rows * inner * itemsize, parts * parameters.slices
@@ -168,10 +195,10 @@ def needed(
 
 
 def in_one_launch(rhs: Sequence[torch.Tensor]) -> list[int]:
-    """Which weights of a gathered tensor its kernel multiplies by: the widest of those that lie alike, of the layout
-    that has most columns.
+    """Indices of the weights of a gathered tensor that one kernel multiplies by: the widest ``MOST_WEIGHTS`` of one
+    layout, of the layout with more columns.
 
-    Weights in rows and transposed ones need tensor maps of different blocks, and one loop over K has one kind.
+    Weights in rows and transposed weights need tensor maps of different blocks, and one loop over K takes one kind.
     """
     alike: dict[bool, list[int]] = {}
     for i, b in enumerate(rhs):

@@ -1,4 +1,5 @@
-"""Schedule ``fused``: the kernels of reductions, prepared."""
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``fused`` prepares the kernels of reductions here."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.matmul_all_reduce import matmul_all_reduce
 from overlap_inductor.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from overlap_inductor.lowerings.fused.launch import EXTRAS
 from overlap_inductor.lowerings.fused.launch import Tail
 from overlap_inductor.lowerings.fused.launch import check
 from overlap_inductor.lowerings.fused.parameters import FusedParameters
@@ -22,25 +24,22 @@ from overlap_inductor.lowerings.one_op.descriptors import TILES_A_BATCH
 from overlap_inductor.lowerings.one_op.descriptors import right_descriptor
 from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+from overlap_inductor.transports.call_arguments import call_arguments
 
 MOST_RANKS = 63
 SLAB = 32
-"""Rows of a tile that a block which pushes moves at once."""
+"""Rows of a tile that a pushing block moves at once."""
 
 
 class _Arguments(NamedTuple):
-    """What both kernels take: the matmul's operands, what follows it, memory down to the rows of a shard, counts, the
-    tile's shape, and what else is compiled in."""
+    """What both kernels take: operands that differ from launch to launch, the others, and both by parameter."""
 
-    operands: tuple[Any, ...]
-    behind: tuple[Any, ...]
-    memory: tuple[Any, ...]
-    counts: tuple[Any, ...]
-    tiles: tuple[int, ...]
-    compiled: tuple[Any, ...]
+    varying: dict[str, Any]
+    fixed: dict[str, Any]
 
 
 def _arguments(
+    kernel: Any,
     pattern: str,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -51,7 +50,7 @@ def _arguments(
     average: bool,
     tail: Tail,
 ) -> _Arguments:
-    """Raises ``UnsupportedError`` where a kernel is not made for what it gets."""
+    """Raises ``UnsupportedError`` if the kernel does not support its operands."""
     world_size, slot, (all_rows, inner), columns = launch.world_size, launch.slot, a.shape, b.shape[1]
     if world_size > MOST_RANKS:
         raise UnsupportedError(f"{world_size} ranks are more than the {MOST_RANKS} whose credits a block remembers")
@@ -61,27 +60,33 @@ def _arguments(
     check(a, b, bias, need, launch)
     tail.check([out])
     right, transposed = right_descriptor(b, p.block_n, p.block_k)
-    memory = (
-        slot.data.local[: need[0]].view(a.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local,
-        slot.queues, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, launch.rank, rows,
-    )  # fmt: skip
-    counts = (
-        columns,
-        inner,
-        part_rows,
-        -(-rows // part_rows),
-        slot.signals,
-        1.0 / world_size if average else 1.0,
-        world_size,
-    )
-    return _Arguments(
-        (TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]), right),
-        (out, out if bias is None else bias, *tail.operands),
-        memory,
-        counts,
-        (p.block_m, p.block_n, p.block_k, p.group_m),
-        (32 * p.warps, p.halves, transposed, bias is not None, tail.function),
-    )
+    varying = {
+        "a_desc": TensorDescriptor.from_tensor(a, [p.block_m, p.block_k]),
+        "b_desc": right,
+        "out": out,
+        "bias": out if bias is None else bias,
+        **dict(zip(EXTRAS, tail.operands, strict=True)),
+    }
+    fixed = {
+        **call_arguments(kernel, launch),
+        "staging": slot.data.local[: need[0]].view(a.dtype),
+        "rows": rows,
+        "columns": columns,
+        "inner": inner,
+        "part_rows": part_rows,
+        "parts": -(-rows // part_rows),
+        "scale": 1.0 / world_size if average else 1.0,
+        "BLOCK_M": p.block_m,
+        "BLOCK_N": p.block_n,
+        "BLOCK_K": p.block_k,
+        "GROUP_M": p.group_m,
+        "THREADS": 32 * p.warps,
+        "HALVES": p.halves,
+        "TRANSPOSED": transposed,
+        "BIAS": bias is not None,
+        "EPILOGUE": tail.function,
+    }
+    return _Arguments(varying, fixed)
 
 
 def prepare_reduce_scatter(
@@ -94,15 +99,20 @@ def prepare_reduce_scatter(
     average: bool,
     tail: Tail,
 ) -> Callable[..., None]:
-    """What launches ``(a, b, out, bias)`` and the extra tensors. Raises ``UnsupportedError``."""
+    """What launches ``(a, b, out, bias)`` and the extra tensors, in this order. ``a [world_size * rows, K]``, ``b [K,
+    N]``, ``out [rows, N]``; ``out`` stands for a bias that there is not.
+
+    Raises:
+        UnsupportedError: the kernel does not support its operands, or the slot is too small.
+    """
     if a.shape[0] % launch.world_size:
-        raise UnsupportedError(f"{a.shape[0]} rows do not fall into {launch.world_size} equal shards")
-    found = _arguments("matmul_reduce_scatter", a, b, out, launch, p, bias, average, tail)
-    fixed = (*found.memory, *found.counts, p.stagger_ns, *found.tiles, TILES_A_BATCH, *found.compiled)
+        raise UnsupportedError(f"{a.shape[0]} rows cannot be cut into {launch.world_size} equal shards")
+    found = _arguments(matmul_reduce_scatter, "matmul_reduce_scatter", a, b, out, launch, p, bias, average, tail)
+    fixed = {**found.fixed, "STAGGER": p.stagger_ns, "BATCH": TILES_A_BATCH}
     return PreparedKernel(
         matmul_reduce_scatter,
         p.blocks,
-        (*found.operands, *found.behind),
+        found.varying,
         fixed,
         scratch=a.device,
         num_warps=p.warps,
@@ -121,35 +131,31 @@ def prepare_all_reduce(
     average: bool,
     tail: Tail,
 ) -> Callable[..., None]:
-    """What launches ``(a, b, product, out, bias)`` and the extra tensors; ``product [product_rows, N]``. Raises
-    ``UnsupportedError``."""
-    found = _arguments("matmul_all_reduce", a, b, out, launch, p, bias, average, tail)
+    """What launches ``(a, b, product, out, bias)`` and the extra tensors, in this order. ``product [product_rows, N]``,
+    ``out [M, N]``; ``out`` stands for a bias that there is not.
+
+    Raises:
+        UnsupportedError: as ``prepare_reduce_scatter``.
+    """
+    found = _arguments(matmul_all_reduce, "matmul_all_reduce", a, b, out, launch, p, bias, average, tail)
     if (tiles := len(product) // p.block_m * -(-b.shape[1] // p.block_n)) > launch.slot.tiles.numel():
         raise UnsupportedError(f"{tiles} tiles are multiplied, and the slot has words for {launch.slot.tiles.numel()}")
     stored = TensorDescriptor.from_tensor(product, [p.block_m, p.block_n // 2 if p.halves else p.block_n])
-    fixed = (
-        launch.slot.tiles,
-        *found.memory,
-        a.shape[0],
-        *found.counts,
-        pushers_of(a.shape[1], p),
-        p.unit,
-        *found.tiles,
-        min(p.block_m, SLAB),
-        *found.compiled,
-    )
-    # (The tensor comes twice: for the unit that stores, and for those that load.)
-    kernel = PreparedKernel(
-        matmul_all_reduce,
-        p.blocks,
-        (*found.operands, stored, product, *found.behind),
-        fixed,
-        num_warps=p.warps,
-        num_stages=p.stages,
-    )
+    # (The product comes twice: for the unit that stores, and for those that load. ``a`` and ``b`` come before it.)
+    left, right, *behind = found.varying.items()
+    varying = dict([left, right, ("product_desc", stored), ("product", product), *behind])
+    fixed = {
+        **found.fixed,
+        "ready": launch.slot.tiles,
+        "limit": a.shape[0],
+        "PUSHERS": pushers_of(a.shape[1], p),
+        "UNIT": p.unit,
+        "SLAB": min(p.block_m, SLAB),
+    }
+    kernel = PreparedKernel(matmul_all_reduce, p.blocks, varying, fixed, num_warps=p.warps, num_stages=p.stages)
     return lambda a, b, product, *others: kernel(a, b, product, product, *others)
 
 
 def product_rows(rows: int, world_size: int, p: FusedParameters) -> int:
-    """Rows of the product that an all-reduce's blocks send from; ``rows`` of a shard."""
+    """Rows of the product that an all-reduce's blocks send from: whole tiles of each shard of ``rows`` rows."""
     return world_size * -(-rows // p.block_m) * p.block_m

@@ -1,1 +1,2 @@
-"""What schedules whose sites are one op each have in common."""
+# SPDX-License-Identifier: Apache-2.0
+"""Code shared by the schedules that write each site as one op."""

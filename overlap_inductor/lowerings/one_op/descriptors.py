@@ -1,4 +1,5 @@
-"""Tensor descriptors of the operands of a Triton matmul."""
+# SPDX-License-Identifier: Apache-2.0
+"""Make the tensor descriptors through which a Triton matmul reads its operands."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from overlap_inductor.lowerings.one_op.operands import lies_transposed
 
 TILES_A_BATCH = 8
-"""Tiles after which a block waits for its last store (within a batch a store goes on under the next tile's matmul)."""
+"""A block waits for its last store after this many tiles. Within a batch a store runs under the next tile's matmul."""
 
 
 def right_descriptor(b: torch.Tensor, block_n: int, block_k: int) -> tuple[TensorDescriptor, bool]:
-    """``b``'s descriptor, and whether it is the transposed matrix that lies in rows."""
+    """``(descriptor of b [K, N], whether it describes the transpose)``. The transpose is described if its rows are
+    contiguous."""
     if lies_transposed(b):
         return TensorDescriptor.from_tensor(b.t(), [block_n, block_k]), True
     return TensorDescriptor.from_tensor(b, [block_k, block_n]), False

@@ -1,5 +1,8 @@
-"""Operands as the Triton matmuls need them: copied by an op where they lie otherwise, refused by a launch that would
-read them wrongly. No Triton here."""
+# SPDX-License-Identifier: Apache-2.0
+"""Bring operands into the layout that the Triton matmuls need, and refuse those that a launch would read wrongly.
+
+An op copies an operand of another layout. This module does not import Triton.
+"""
 
 from __future__ import annotations
 
@@ -9,60 +12,60 @@ from overlap_inductor.errors import UnsupportedError
 
 
 def left_operand(a: torch.Tensor) -> torch.Tensor:
-    """``a`` contiguous at 16 bytes, by a copy where it is a slice that lies otherwise."""
+    """``a``, contiguous and aligned to 16 bytes. It is copied if necessary."""
     a = a.contiguous()
     return a if a.data_ptr() % 16 == 0 else a.clone()
 
 
 def right_operand(b: torch.Tensor) -> torch.Tensor:
-    """``b [K, N]`` in whole 16-byte rows or columns, by a copy where it lies otherwise."""
+    """``b [K, N]`` in rows or columns of whole 16-byte words, aligned to 16 bytes. It is copied if necessary."""
     if not right_operand_fits(b):
         return b.contiguous()
     return b if b.data_ptr() % 16 == 0 else b.clone()
 
 
 def bias_row(bias: torch.Tensor | None, columns: int) -> torch.Tensor | None:
-    """A bias of ``columns`` elements or of one as a contiguous row."""
+    """A bias of ``columns`` elements, or of one element, as a contiguous row of ``columns`` elements."""
     return None if bias is None else bias.expand(columns).contiguous()
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raises ``UnsupportedError`` where no Triton matmul is made for ``a @ b + bias``: dtype, sizes, layout."""
+    """Raises ``UnsupportedError`` if no Triton matmul computes ``a @ b + bias`` with its dtypes, sizes or layouts."""
     reason = why_not(a.dtype, a.shape[1], b.shape[1])
     if reason is not None or b.dtype != a.dtype:
-        raise UnsupportedError(
-            reason or f"a fused kernel multiplies matrices of one dtype, not {a.dtype} and {b.dtype}"
-        )
+        raise UnsupportedError(reason or f"the operands of a matmul are {a.dtype} and {b.dtype}; expected one dtype")
     if not a.is_contiguous() or a.data_ptr() % 16:
         raise UnsupportedError(
-            f"the left operand of shape {list(a.shape)}, strides {list(a.stride())} is not contiguous at 16 bytes"
+            f"the left operand has shape {list(a.shape)} and strides {list(a.stride())}; expected it contiguous and"
+            " aligned to 16 bytes"
         )
     if not right_operand_fits(b) or b.data_ptr() % 16:
         raise UnsupportedError(
-            f"the right operand of shape {list(b.shape)} has strides {list(b.stride())}; expected whole 16-byte rows or"
-            " columns"
+            f"the right operand has shape {list(b.shape)} and strides {list(b.stride())}; expected rows or columns of"
+            " whole 16-byte words, aligned to 16 bytes"
         )
     if bias is not None and (bias.shape != b.shape[1:] or not bias.is_contiguous()):
         raise UnsupportedError(
-            f"the bias of shape {list(bias.shape)}, strides {list(bias.stride())} is no row of {b.shape[1]} elements"
+            f"the bias has shape {list(bias.shape)} and strides {list(bias.stride())}; expected a contiguous row of"
+            f" {b.shape[1]} elements"
         )
 
 
 def why_not(dtype: torch.dtype, inner: int, columns: int) -> str | None:
-    """What a Triton matmul of this project is not made for: ``a [rows, inner] @ b [inner, columns]``."""
+    """Why no Triton matmul of this project computes ``a [rows, inner] @ b [inner, columns]``; ``None`` if one does."""
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"its kernels multiply matrices of fp16 or bf16, not {dtype}"
+        return f"the matrices are {dtype}; expected fp16 or bf16"
     if inner % 8 or columns % 8 or inner == 0 or columns == 0:
-        return f"rows of {inner} and of {columns} elements are no whole, positive number of 16-byte words"
+        return f"rows of {inner} and of {columns} elements cannot be read; expected positive multiples of 8 (16 bytes)"
     return None
 
 
 def lies_transposed(b: torch.Tensor) -> bool:
-    """Whether it is the transpose of ``b [K, N]`` that lies in rows."""
+    """Whether the transpose of ``b [K, N]`` has contiguous rows."""
     return b.stride(0) == 1 and b.stride(1) >= b.shape[0]
 
 
 def right_operand_fits(b: torch.Tensor) -> bool:
-    """Whether ``b [K, N]`` lies in whole 16-byte rows, or its transpose does."""
+    """Whether ``b [K, N]`` or its transpose has rows of whole 16-byte words."""
     (down, across), (rows, columns) = b.stride(), b.shape
     return (down == 1 and across >= rows and across % 8 == 0) or (across == 1 and down >= columns and down % 8 == 0)

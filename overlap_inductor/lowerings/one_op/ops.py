@@ -1,10 +1,12 @@
-"""The ops that run a whole site inside one op, of every schedule that does: one schema a pattern, one way to the site's
-workspace, one way out of it.
+# SPDX-License-Identifier: Apache-2.0
+"""Define the ops that run a whole site inside one op. All schedules with such ops share one schema for each pattern.
 
 Shapes (W ranks, this rank's view): ``shard [m, K]``, ``rhs [K, N]``, ``lhs [W*m, K]``. All ops return the chain's next
-token last. ``settings`` is JSON text of the schedule's parameters. A site without rows, with fewer than ``min_rows``,
-with more than its workspace was planned for, or one whose group has no workspace left for it (``runtime.workspace``
-says so in the log), runs the plain collective and matmul: on every rank, since rows and workspace are the same on all.
+token last. ``settings`` is JSON text of the schedule's parameters.
+
+The op runs the plain collective and matmul if the site has no rows, fewer rows than ``min_rows``, more rows than its
+workspace was planned for, or if its group has no workspace left for it (``runtime.workspace`` logs that). Rows and
+workspace are the same on all ranks, so all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Optional = Sequence[torch.Tensor | None]
 
 
 class SitePlan(Protocol):
-    """What an op asks of its schedule's plan module (``fused_plan``, ``chunked_plan``)."""
+    """The functions of a schedule's ``parameters`` module that its op calls."""
 
     def parameters_of(self, settings: str, blocks: int, /) -> Any: ...
     def needed(
@@ -39,10 +41,10 @@ class SitePlan(Protocol):
 
 
 Gather = Callable[[torch.Tensor, Sequence[torch.Tensor], Optional, bool, Launch, Any], Tensors]
-"""``(shard, rhs, biases, gathered_used, launch, parameters)`` to the results, and the gathered tensor behind them where
-it is used."""
+"""``(shard, rhs, biases, gathered_used, launch, parameters) -> results``, with the gathered tensor last if it is
+used."""
 Reduce = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor | None, bool, Launch, Any], torch.Tensor]
-"""``(pattern, lhs, rhs, bias, average, launch, parameters)`` to the result."""
+"""``(pattern, lhs, rhs, bias, average, launch, parameters) -> result``."""
 
 
 def ready(
@@ -56,8 +58,9 @@ def ready(
     site: str,
     settings: str,
 ) -> tuple[Launch, Any] | None:
-    """Where and how the site's kernels multiply ``a`` by ``b``, with ``rows`` of a shard and elements of dtype ``sent``
-    on their way; ``None`` where they do not. What is launched there is launched in the device's ``call_order``."""
+    """``(launch, parameters)`` with which the site's kernels compute ``a @ b``; ``None`` if the plain collective and
+    matmul must run. ``rows``: rows of a shard. ``sent``: dtype of the elements that travel. The caller launches inside
+    the device's ``call_order``."""
     if rows == 0:
         return None
     place = workspace_of(group, a.device)
@@ -73,7 +76,7 @@ def ready(
 
 
 def define_gather(schedule: str, plan: SitePlan, gather: Gather) -> None:
-    """Op ``<schedule>_all_gather_matmul``: ``([results ..., gathered where it is used], token)``."""
+    """Define op ``<schedule>_all_gather_matmul``. It returns ``([results ..., gathered if it is used], token)``."""
 
     def implementation(
         chain: torch.Tensor,
@@ -115,8 +118,8 @@ def define_gather(schedule: str, plan: SitePlan, gather: Gather) -> None:
 
 
 def define_reductions(schedule: str, plan: SitePlan, reduce: Reduce) -> None:
-    """Ops ``<schedule>_matmul_reduce_scatter`` and ``<schedule>_matmul_all_reduce``: ``(result, token)``; the result
-    has a shard's rows, and all rows of ``lhs``."""
+    """Define ops ``<schedule>_matmul_reduce_scatter`` and ``<schedule>_matmul_all_reduce``. They return ``(result,
+    token)``. The result of the first has a shard's rows, that of the second all rows of ``lhs``."""
     for pattern in ("matmul_reduce_scatter", "matmul_all_reduce"):
         _define_reduction(schedule, plan, reduce, pattern)
 

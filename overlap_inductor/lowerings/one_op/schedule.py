@@ -1,11 +1,15 @@
-"""``OneOpSchedule``: a schedule whose sites are one op each, ``overlap_inductor::<schedule>_<pattern>``.
+# SPDX-License-Identifier: Apache-2.0
+"""``OneOpSchedule``: a schedule that writes each site as one op, ``overlap_inductor::<schedule>_<pattern>``.
 
-Such an op computes what a looping op computes (rows in the ranks' order, ``lowerings.one_op.rows``), of 16-bit matrices
-in whole 16-byte rows; one matmul into a reduction, or a sum of several where the schedule has ops for that
-(``<schedule>_sum_<pattern>``). Of the sizes only the token count may be dynamic. Of a gather's matmuls it computes
-those that it can, and hands out the gathered tensor for the others. What is the schedule's own (parameters, workspace,
-further limits) is in its plan module, e.g. ``lowerings.fused.parameters``. A schedule may have ops for fp8 with scales,
-too: ``<schedule>_scaled_<pattern>``, ``lowerings.one_op.scaled``.
+What an op computes:
+
+- Rows in the ranks' order (``lowerings.one_op.rows``), of 16-bit matrices whose rows are whole 16-byte words.
+- One matmul into a reduction. A schedule may also have an op for a sum of several: ``<schedule>_sum_<pattern>``.
+- Those matmuls of a gather that it can. It returns the gathered tensor for the others.
+- fp8 with scales, if the schedule has ops for that: ``<schedule>_scaled_<pattern>`` (``lowerings.one_op.scaled``).
+
+Only the token count may be dynamic. A schedule's parameters, workspace and further limits are in its plan module, e.g.
+``lowerings.fused.parameters``.
 """
 
 from __future__ import annotations
@@ -16,7 +20,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace
-from operator import getitem
 from typing import Any
 from typing import Protocol
 
@@ -28,18 +31,26 @@ from overlap_inductor.facts import cost_model
 from overlap_inductor.facts.cost_model import SiteSizes
 from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.facts.machine import Machine
-from overlap_inductor.lowerings.one_op import rows as looping
 from overlap_inductor.lowerings.one_op import scaled as scaled_site
+from overlap_inductor.lowerings.one_op.form import chooses_at_run_time
+from overlap_inductor.lowerings.one_op.form import form_of
+from overlap_inductor.lowerings.one_op.form import loopable
+from overlap_inductor.lowerings.one_op.form import served
 from overlap_inductor.lowerings.one_op.operands import right_operand_fits
+from overlap_inductor.lowerings.one_op.rows import PLAIN
+from overlap_inductor.lowerings.one_op.rows import SCALED
+from overlap_inductor.lowerings.one_op.rows import overlap
+from overlap_inductor.lowerings.schedule import ExchangeTerms
+from overlap_inductor.lowerings.schedule import OpCall
 from overlap_inductor.lowerings.schedule import Replaced
+from overlap_inductor.lowerings.schedule import SingleOp
 from overlap_inductor.runtime.arena import Request
 from overlap_inductor.sites import graph_tools as tools
-from overlap_inductor.sites.nodes import GatherNodes
+from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.sizes import hint
 from overlap_inductor.sites.sizes import machine_of
 from overlap_inductor.sites.sizes import sizes_at
-from overlap_inductor.sites.sizes import tokens
 from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.torch_compat import symmetric
 
@@ -47,22 +58,26 @@ WhyNot = Callable[[torch.dtype, int, int], str | None]
 
 
 class OpPlan(Protocol):
-    """What is planned of a schedule's op before any GPU is touched (a module of ``lowerings``)."""
+    """The functions of a schedule's plan module: they plan its op without touching a GPU."""
 
     def why_not(self, dtype: torch.dtype, inner: int, columns: int) -> str | None:
-        """What the op is not made for: ``a [rows, inner] @ b [inner, columns]``."""
+        """Why the op cannot compute ``a [rows, inner] @ b [inner, columns]``; ``None`` if it can."""
         ...
 
     def transports_of(self, pattern: str) -> tuple[str, ...]:
-        """What may move a pattern's bytes."""
+        """Names of the transports that the user may choose to move a pattern's bytes."""
+        ...
+
+    def automatic(self, pattern: str) -> tuple[str, ...]:
+        """Names of the transports among which the op chooses if the user chose none."""
         ...
 
     def settings_for(self, pattern: str, transport: str) -> dict[str, Any]:
-        """Parameters of the op, as they stand in the plan; ``transport`` as it was asked for."""
+        """The op's parameters for the plan. ``transport``: the user's choice, or ``auto``."""
         ...
 
     def parameters_of(self, settings: str, blocks: int) -> Any:
-        """The parameters that a plan's settings (JSON text) and the device's number of SMs make."""
+        """The op's parameters, from a plan's settings (JSON text) and the device's number of SMs."""
         ...
 
 
@@ -71,20 +86,20 @@ class OneOpSchedule:
     """See ``SiteSchedule``.
 
     Attributes:
-        noun: what computes a site, behind "a" or "no".
-        cost: estimated seconds; pays: whether that is enough faster than ``keep``.
-        reach: why ranks on a device cannot run it, from what all of them know alike, or ``None``.
-        dynamic: whether the token count may be known no earlier than it runs.
+        cost: estimated seconds of a site.
+        pays: whether a site is estimated to be enough faster than ``keep``.
+        reach: why ranks on a device cannot run the schedule; ``None`` if they can. The answer is the same on all ranks.
+        dynamic: whether the token count may be symbolic at compile time.
         needed: ``(pattern, world_size, rows of a shard, inner, columns, itemsize, parameters) -> (bytes, signals)``
-            that a call needs of its slot; ``None`` without.
-        why_not_scaled: as the plan's ``why_not``, of fp8 with scales; ``None`` where the schedule has no ops for them.
+            that a call needs in its workspace slot; ``None`` if the schedule needs no workspace.
+        why_not_scaled: ``why_not`` for fp8 with scales; ``None`` if the schedule has no ops for that.
         replays: whether the launches of a call may be one CUDA graph (``runtime.replay``).
-        sums: whether it has ops for a sum of plain matmuls into one reduction.
-        ops, called_by_others: see ``SiteSchedule``.
+        parameters: the dataclass whose fields the op's settings may set.
+        sums: whether the schedule has ops for a sum of plain matmuls into one reduction.
+        name, called, noun, patterns, ops, called_by_others: see ``SiteSchedule``.
     """
 
     name: str
-    transports: tuple[str, ...]
     called: str
     noun: str
     patterns: tuple[str, ...]
@@ -97,55 +112,81 @@ class OneOpSchedule:
     why_not_scaled: WhyNot | None = None
     replays: bool = False
     sums: bool = False
+    parameters: type = object
     ops: tuple[str, ...] = ()
     called_by_others: bool = False
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(t for pattern in self.patterns for t in self.plan.transports_of(pattern)))
+
+    @property
+    def single_op(self) -> SingleOp:
+        return self
+
+    def why_no_call(self, call: OpCall, transport: str, device: torch.device) -> str | None:
+        moving = self.plan.transports_of(call.pattern)
+        if transport and transport not in moving:
+            return (
+                f"schedule {self.name} cannot use transport {transport} for {call.pattern}; expected"
+                f" {' or '.join(moving)}"
+            )
+        limits = self.why_not_scaled if call.scaled else self.plan.why_not
+        if limits is None:
+            return f"no {self.noun} multiplies fp8 with scales"
+        return limits(call.dtype, call.inner, call.columns) or self.reach(call.ranks, device)
+
+    def settings_of(self, call: OpCall, transport: str) -> dict[str, Any]:
+        return self.plan.settings_for(call.pattern, transport)
+
+    def request_of(self, call: OpCall, settings: str, site: str) -> Request | None:
+        if self.needed is None:
+            return None
+        sizes = call.shard_rows, call.inner, call.columns, call.sent.itemsize
+        parameters = self.plan.parameters_of(settings, 1)
+        return Request(site, *self.needed(call.pattern, len(call.ranks), *sizes, parameters))
 
     def joined(self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]) -> None:
         return None
 
-    def fit(self, sites: list[OverlapSite], config: OverlapConfig) -> None:
-        """Its calls are one node each."""
+    def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
+        """Does nothing: each call is one node, so the graph's budget of nodes does not matter."""
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
-        site, facts = looping.served(site), site.facts
-        if facts.pattern not in self.patterns:
-            return f"no {self.noun} computes {facts.pattern}"
+        site, facts = served(site), site.facts
         moving = self.plan.transports_of(facts.pattern)
         if config.transport not in ("auto", *moving):
             return (
-                f"OVERLAP_INDUCTOR_TRANSPORT={config.transport}, and what schedule {self.name} sends of {facts.pattern}"
-                f" goes by {' or '.join(moving)}"
+                f"OVERLAP_INDUCTOR_TRANSPORT={config.transport}, but schedule {self.name} can only use"
+                f" {' or '.join(moving)} for {facts.pattern}"
             )
         why_not: WhyNot = self.plan.why_not
-        kinds, why_not_right = looping.PLAIN, _why_not_right
-        if scaled_site.is_scaled(site):
+        kinds, why_not_right, scaled = PLAIN, _why_not_right, scaled_site.is_scaled(site)
+        if scaled:
             if self.why_not_scaled is None:
                 return f"no {self.noun} multiplies fp8 with scales"
             if (reason := scaled_site.why_not(site)) is not None:
                 return reason
-            why_not, kinds, why_not_right = self.why_not_scaled, looping.SCALED, scaled_site.why_not_right
-        if not looping.loopable(site, kinds):
-            if (between := looping.computed_between(site)) is not None:
+            why_not, kinds, why_not_right = self.why_not_scaled, SCALED, scaled_site.why_not_right
+        if not loopable(site, kinds):
+            if (between := form_of(site).computed_between(site)) is not None:
                 return (
-                    f"{between.name} ({between.target}) stands between its matmuls and the collective; a {self.noun}"
-                    " computes nothing there"
+                    f"{between.name} ({between.target}) is between the matmuls and the collective; a {self.noun} cannot"
+                    " compute it"
                 )
-            return "its rows do not lie in the ranks' order, or its matmuls are not plain ones with a bias of one row"
-        if facts.pattern != "all_gather_matmul" and len(site.matmuls) > 1:
-            if not self.sums or scaled_site.is_scaled(site):
-                return f"{len(site.matmuls)} matmuls are summed into one reduction; a {self.noun} has one"
-            biases = [] if isinstance(site.nodes, GatherNodes) else looping.summed(site.nodes)
-            if (biased := sum(b is not None for b in biases)) > 1:
-                return f"{biased} of the matmuls that are summed into one reduction have a bias; a {self.noun} adds one"
-            if len(dtypes := {str(tools.dtype(m.lhs)) for m in site.matmuls}) > 1:
-                return f"matmuls of {' and '.join(sorted(dtypes))} are summed into one reduction; expected one dtype"
+            return (
+                "the rows cannot be put in the ranks' order, or a matmul has an unsupported kind or a bias of more than"
+                " one row"
+            )
+        if (reason := form_of(site).why_no_sum(site, self.noun, self.sums and not scaled)) is not None:
+            return reason
         for left, right in operands(site):
-            # Of the sizes only the left operand's rows may be tokens.
-            dynamic = self.dynamic and looping.chooses_at_run_time(site, kinds)
+            # Only the left operand's rows may be dynamic.
+            dynamic = self.dynamic and chooses_at_run_time(site, kinds)
             static = (left.shape[1], *right.shape, *right.stride(), *(() if dynamic else left.shape))
             if any(not isinstance(size, int) for size in static):
                 return (
-                    f"a size or stride is only known when it runs: {[str(s) for s in left.shape]} @"
+                    f"a size or stride is only known at run time: {[str(s) for s in left.shape]} @"
                     f" {[str(s) for s in right.shape]}"
                 )
             reason = why_not(left.dtype, int(left.shape[1]), int(right.shape[1])) or why_not_right(left, right)
@@ -158,24 +199,24 @@ class OneOpSchedule:
         return self.pieces(site, config, 0)
 
     def settings_for(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        """The op's parameters, which ranks compare: a protocol between ranks rests on them and on what moves, never on
-        the sizes of a rank's own matmuls."""
+        """The op's parameters. Ranks compare them, because the protocol between ranks depends on them and on the data
+        that moves. It never depends on the sizes of a rank's own matmuls."""
         return self.plan.settings_for(site.facts.pattern, config.transport)
 
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
-        """From ``min_rows`` tokens on, and for a dynamic count up to those that workspace is planned for."""
-        own = looping.served(site)
+        """The plan that runs the op from ``min_rows`` tokens on. For a dynamic token count it ends at
+        ``config.max_tokens``, for which workspace is planned."""
+        own = served(site)
         settings = self.settings_for(site, config) | ({"min_rows": min_rows} if min_rows else {})
         if config.replay == "off" and self.replays:
             settings["replays"] = False
-        # (A schedule with several transports that are all allowed takes the one for the bytes of each call.)
-        transport = " or ".join(
-            t for t in self.plan.transports_of(site.facts.pattern) if config.transport in ("auto", t)
-        )
+        # With several transports the op chooses one for each call, by the call's bytes; the plan names them all.
+        automatic = self.plan.automatic(site.facts.pattern)
+        transport = " or ".join(automatic) if config.transport == "auto" else config.transport
         parameters: dict[str, Any] = {"settings": json.dumps(settings, sort_keys=True)}
         if len(own.matmuls) < len(site.matmuls):
             parameters["matmuls"] = f"{len(own.matmuls)} of {len(site.matmuls)}"
-        if isinstance(tokens(own), int):
+        if isinstance(own.nodes.tokens, int):
             return [PlanPiece(self.name, transport, (0, None), parameters)]
         below = [PlanPiece("keep", None, (0, min_rows - 1))] if min_rows else []
         above = PlanPiece("keep", None, (config.max_tokens + 1, None))
@@ -188,17 +229,17 @@ class OneOpSchedule:
         ]
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
-        own, machine = sizes_at(looping.served(site)), machine_of(site)
+        own, machine = sizes_at(served(site)), machine_of(site)
         behind = cost_model.matmul_seconds(sizes_at(site), machine) - cost_model.matmul_seconds(own, machine)
         return self.cost(own, machine) + behind
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
-        machine, own = machine_of(site), looping.served(site)
-        if isinstance(tokens(own), int):
-            # (A count that changes brings its tensors to other addresses.)
+        machine, own = machine_of(site), served(site)
+        if isinstance(own.nodes.tokens, int):
+            # Only a static token count is estimated with replay: with a dynamic count the tensors' addresses change.
             sizes = replace(sizes_at(own), replays=self.replays and config.replay == "on" and not symmetric.one_queue())
             return self.forced(site, config) if self.pays(sizes, machine) else None
-        example = max(hint(tokens(own)), 1)
+        example = max(hint(own.nodes.tokens), 1)
         counts = (2**exponent for exponent in range(config.max_tokens.bit_length()))
         threshold = next((n for n in counts if self.pays(sizes_at(own, n / example), machine)), None)
         return None if threshold is None else self.pieces(site, config, threshold)
@@ -206,12 +247,12 @@ class OneOpSchedule:
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request | None:
         if self.needed is None:
             return None
-        site = looping.served(site)
+        site = served(site)
         pattern, world_size, planned = site.facts.pattern, site.facts.collective.world_size, piece.parameters
         left, right = max(operands(site), key=lambda pair: int(pair[1].shape[1]))
         if "max_tokens" not in planned and not isinstance(left.shape[0], int):
-            raise RuntimeError(f"{left.shape[0]} rows were planned as a number that is known")
-        sharded = site.nodes.consumers[0].sharded if isinstance(site.nodes, GatherNodes) else site.nodes.sharded
+            raise RuntimeError(f"the plan has no max_tokens, but the number of rows is symbolic: {left.shape[0]}")
+        sharded = site.nodes.sharded_dims[0]
         rows = -(-(planned["max_tokens"] if "max_tokens" in planned else int(left.shape[0])) // world_size)
         if sharded.short and "max_tokens" not in planned:
             rows = sharded.outer * sharded.chunk
@@ -224,56 +265,33 @@ class OneOpSchedule:
         return None
 
     def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
-        site = looping.served(site)
+        site = served(site)
         if not scaled_site.is_scaled(site):
-            return self.written(emit, site, site.facts.pattern, (), parameters["settings"])
-        return self.written(
-            emit, site, f"scaled_{site.facts.pattern}", scaled_site.terms(emit, site), parameters["settings"]
-        )
+            return self.written(emit, site, site.facts.pattern, [], parameters["settings"])
+        name, terms = f"scaled_{site.facts.pattern}", scaled_site.terms(emit, site)
+        return self.written(emit, site, name, terms, parameters["settings"])
 
     def written(
-        self, emit: StepEmitter, site: OverlapSite, name: str, scales: tuple[Any, ...], *own: Any
+        self, emit: StepEmitter, site: OverlapSite, name: str, scales: list[tuple[Any, ...]], *own: Any
     ) -> tuple[fx.Node, Replaced]:
-        """The site as op ``<schedule>_<name>``, whose own arguments (its settings the last of them) stand behind the
-        operands."""
-        op, where = getattr(looping.overlap, f"{self.name}_{name}").default, (emit.group_name, emit.site)
-        if isinstance(site.nodes, GatherNodes):
+        """Write the site as op ``<schedule>_<name>``, or ``<schedule>_sum_<name>`` for a sum of matmuls. ``own``: the
+        schedule's own arguments after the operands, its settings last."""
 
-            def gather(
-                shard: fx.Node, rhs: list[fx.Node], biases: list[fx.Node | None], used: bool
-            ) -> tuple[fx.Node, fx.Node | None, fx.Node]:
-                out = emit.communicate(op, emit.chain, shard, rhs, biases, *scales, used, *own, *where)
-                results, chain = (emit.call(getitem, out, i) for i in range(2))
-                # (The gathered tensor stands behind the results where something reads it.)
-                return results, emit.call(getitem, results, len(rhs)) if used else None, chain
+        def op(form: str) -> Any:
+            return getattr(overlap, f"{self.name}_{form}{name}").default
 
-            return looping.rewrite_gather(emit, site.nodes, gather)
+        return form_of(site).write(emit, site, op, scales, own)
 
-        def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
-            if len(lhs) == 1:
-                return emit.communicate(op, emit.chain, lhs[0], rhs[0], biases[0], *scales, *own, reduce_op, *where)
-            # (The one with a bias, if any, first.)
-            order = sorted(range(len(lhs)), key=lambda i: biases[i] is None)
-            summed = getattr(looping.overlap, f"{self.name}_sum_{name}").default
-            return emit.communicate(
-                summed,
-                emit.chain,
-                [lhs[i] for i in order],
-                [rhs[i] for i in order],
-                biases[order[0]],
-                *own,
-                reduce_op,
-                *where,
-            )
-
-        return looping.rewrite_reduce(emit, site.nodes, reduce, looping.summed(site.nodes))
+    def exchange(self, site: OverlapSite, piece: PlanPiece) -> ExchangeTerms:
+        own = ("epilogue", "matmuls")
+        return ExchangeTerms({k: v for k, v in piece.parameters.items() if k not in own}, site.nodes.cut(), True)
 
 
 def operands(site: OverlapSite) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``(left, right)`` of each matmul as the op sees it: the gathered or scattered dim is the left operand's rows."""
-    if isinstance(site.nodes, GatherNodes):
-        return [_pair(c.matmul.lhs, c.matmul.rhs, c.role == "N") for c in site.nodes.consumers]
-    return [_pair(m.lhs, m.rhs, site.nodes.sharded.dim == 1) for m in site.nodes.leaves]
+    """``(left, right)`` of each matmul as the op computes it: the gathered or scattered dim is the left operand's
+    rows."""
+    nodes = site.nodes
+    return [_pair(m.lhs, m.rhs, role == "N") for m, role in zip(nodes.matmuls, nodes.roles, strict=True)]
 
 
 def _why_not_right(left: torch.Tensor, right: torch.Tensor) -> str | None:

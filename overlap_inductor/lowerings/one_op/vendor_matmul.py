@@ -1,4 +1,5 @@
-"""A matmul by the vendor's library, of some rows of the left operand at a time, into the same rows of the result."""
+# SPDX-License-Identifier: Apache-2.0
+"""Multiply some rows of the left operand at a time with the vendor's library, into the same rows of the result."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Scales:
-    """What makes a matmul of fp8 matrices one of numbers (``_scaled_mm``).
+    """The scales of a matmul of fp8 matrices (``_scaled_mm``).
 
     Attributes:
-        a, b: fp32, one element each; or one a row of the left operand ``[all rows, 1]`` and one a column of the right
-            one ``[1, N]``.
-        dtype: of the result. fast: the sum over K may be kept in fewer bits.
+        a, b: fp32. Either one element each, or one element for each row of the left operand ``[all rows, 1]`` and for
+            each column of the right one ``[1, N]``.
+        dtype: the result's dtype.
+        fast: whether the sum over K may be kept in fewer bits.
     """
 
     a: torch.Tensor
@@ -27,8 +29,12 @@ class Scales:
 
 @dataclass(frozen=True)
 class VendorMatmul:
-    """``rows @ b + bias``: ``b [K, N]`` in any layout that the library takes, ``bias [N]`` or ``[1]``; and more
-    products ``added`` to it, each of a left operand ``[all rows, K_i]`` and a right one ``[K_i, N]`` (without scales).
+    """``rows @ b + bias``, plus the products in ``added``.
+
+    Attributes:
+        b: ``[K, N]`` in any layout that the library reads.
+        bias: ``[N]`` or ``[1]``.
+        added: ``(left operand [all rows, K_i], right operand [K_i, N])`` of each further product; not with scales.
     """
 
     b: torch.Tensor
@@ -38,13 +44,13 @@ class VendorMatmul:
 
     @property
     def operands(self) -> tuple[torch.Tensor | None, ...]:
-        """All tensors that it reads but for the left one."""
+        """All tensors that the call reads besides ``rows``."""
         more = (t for pair in self.added for t in pair)
         return (self.b, self.bias, *more) if self.scales is None else (self.b, self.bias, self.scales.a, self.scales.b)
 
     @property
     def inner(self) -> int:
-        """K, of all products together."""
+        """The sum of K over all products."""
         return self.b.shape[0] + sum(b.shape[0] for _, b in self.added)
 
     @property
@@ -53,16 +59,17 @@ class VendorMatmul:
         return self.scales is not None and self.scales.fast
 
     def dtype(self, a: torch.Tensor) -> torch.dtype:
-        """Of the result."""
+        """The result's dtype for a left operand ``a``."""
         return a.dtype if self.scales is None else self.scales.dtype
 
     def __call__(self, rows: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
-        """``out[start:stop] = rows @ b + bias + ...``; ``rows [stop - start, K]``: those rows of the left operand."""
+        """``out[start:stop] = rows @ b + bias + ...``. ``rows [stop - start, K]`` are rows ``start`` to ``stop`` of the
+        left operand."""
         if self.scales is not None:
             scale = self.scales.a
             if scale.numel() > 1:
                 scale = scale[start:stop]
-                # (A slice of odd rows; the library wants 16 bytes.)
+                # A slice of scales may start at any row, but the library needs them aligned to 16 bytes.
                 scale = scale if scale.data_ptr() % 16 == 0 else scale.clone()
             aten._scaled_mm.out(
                 rows,

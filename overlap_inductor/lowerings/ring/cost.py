@@ -1,4 +1,5 @@
-"""Estimates of schedule ``ring``."""
+# SPDX-License-Identifier: Apache-2.0
+"""Estimate the seconds of a ring, and whether it is faster than the plain collective and matmul."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from overlap_inductor.facts.machine import Machine
 
 
 def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
-    """Seconds of a ring with ``parts`` sub-chunks a shard."""
+    """Estimated seconds of a ring that cuts each shard into ``parts`` sub-chunks: the longer of matmul and transfer,
+    the share of one piece that stays exposed, and a fixed cost for each step."""
     matmul = matmul_seconds(sizes, machine) / machine.overlapped_efficiency
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     steps = sizes.legs * (sizes.world_size - 1) * parts
@@ -19,8 +21,11 @@ def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine, parts: int) -> bool:
-    """Whether the ring is estimated to be at least 5 % faster than ``keep``, and hides more than its steps cost: one
-    step may be cheaper than a collective of next to nothing, but not for the host."""
+    """Whether the ring is estimated to be at least 5 % faster than ``keep``, and hides more time than its steps cost.
+
+    The second condition is about the host. For a tiny collective a step may be estimated cheaper than the collective,
+    although the host must launch every step.
+    """
     matmul, wire = matmul_seconds(sizes, machine), sizes.legs * sizes.bytes_sent / machine.link_bytes
     if min(matmul, wire) < sizes.legs * (sizes.world_size - 1) * parts * machine.step_seconds:
         return False

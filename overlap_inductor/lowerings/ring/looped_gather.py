@@ -1,29 +1,35 @@
-"""A gather as the looping op of ``lowerings.ring.looped_gather_ops``: which sites it computes, and how their operands
-and results are laid out for it.
+# SPDX-License-Identifier: Apache-2.0
+"""Write a gather as the looping op of ``lowerings.ring.looped_gather_ops``: decide which sites the op computes, and lay
+out their operands and results for it.
 
-The op sees a shard as one matrix in the collective's own order, and each matmul's operand as a row or a column of such
-matrices, one a rank, as they are or transposed. Ranks that lie inside a dim (``[outer, rank, chunk]``) are brought in
-front by a permute of the result's rows or, where the dim is contracted, of the other operand's.
+To the op a shard is one matrix in the collective's own order. A matmul's operand is a row or a column of these
+matrices, one for each rank, plain or transposed. If the ranks lie inside a dim (``[outer, rank, chunk]``), a permute
+moves them to the front. It permutes the result's rows, or if the dim is contracted, the other operand's rows.
 """
 
 from __future__ import annotations
 
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
-from overlap_inductor.lowerings.one_op import rows as looping
+from overlap_inductor.lowerings.one_op.gather_rows import behind_views
+from overlap_inductor.lowerings.one_op.gather_rows import gathered_as
+from overlap_inductor.lowerings.one_op.rows import PLAIN
+from overlap_inductor.lowerings.one_op.rows import as_bits_of
+from overlap_inductor.lowerings.one_op.rows import rows_in_place
+from overlap_inductor.lowerings.one_op.rows import transposed
 from overlap_inductor.lowerings.ring import unrolled_gather as ring_gather
 from overlap_inductor.lowerings.ring.looped_gather_ops import Form
 from overlap_inductor.lowerings.ring.looped_gather_ops import texts
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import row_pieces
+from overlap_inductor.sites.gather_nodes import GatherConsumer
+from overlap_inductor.sites.gather_nodes import GatherNodes
 from overlap_inductor.sites.layouts import ShardedDim
 from overlap_inductor.sites.layouts import same_size
-from overlap_inductor.sites.nodes import GatherConsumer
-from overlap_inductor.sites.nodes import GatherNodes
-from overlap_inductor.sites.placement import between
 from overlap_inductor.sites.step_emitter import StepEmitter
 
 aten = torch.ops.aten
@@ -31,22 +37,22 @@ overlap = torch.ops.overlap_inductor
 
 
 def forms_of(nodes: GatherNodes) -> list[Form] | None:
-    """How each matmul reads the slices, or ``None`` where the op does not compute this site."""
+    """The form in which each matmul reads the slices, or ``None`` if the op cannot compute this site."""
     if len({tools.dtype(c.operand_node) for c in nodes.consumers}) > 1:
         return None
     if not all(map(_is_plain, nodes.consumers)) or not _gathers_operand(nodes):
         return None
-    ways = []
+    ways: list[list[Form]] = []
     for _, shape in _readings(nodes.consumers[0], nodes):
         found = [next((f for f, seen in _readings(c, nodes) if _same(seen, shape)), None) for c in nodes.consumers]
-        if None not in found:
-            ways.append(found)
-    # (A shard that is one row or column is read in two ways: better in one whose sub-chunks are some of its rows.)
-    return min(ways, key=lambda forms: any(f.whole for f in forms), default=None)  # type: ignore[union-attr, arg-type, return-value]
+        if all(found):
+            ways.append([form for form in found if form is not None])
+    # A shard of one row or one column can be read in two ways. The way in which it can be cut into rows comes first.
+    return min(ways, key=lambda forms: any(f.whole for f in forms), default=None)
 
 
 def _is_plain(consumer: GatherConsumer) -> bool:
-    if consumer.matmul.kind not in looping.PLAIN or consumer.role not in ("M", "N", "K"):
+    if consumer.matmul.kind not in PLAIN or consumer.role not in ("M", "N", "K"):
         return False
     if consumer.role == "K" and consumer.sharded.short:
         return False
@@ -55,17 +61,17 @@ def _is_plain(consumer: GatherConsumer) -> bool:
 
 
 def _gathers_operand(nodes: GatherNodes) -> bool:
-    """Whether what the matmuls read can be gathered: the gathered tensor itself, or one that is computed on it, row by
-    row and for nothing else.
+    """Whether the matmuls' operand can be gathered: it is the gathered tensor, or is computed from it row by row and
+    read by the matmuls only.
 
-    Then the shards are computed on before they travel; never where that makes them longer, nor with another tensor,
-    which may be the rank's own.
+    In the second case each rank computes the operand from its shard before it sends. That is refused if the operand has
+    more bytes than the shard, and if another tensor takes part, because that tensor may differ between ranks.
     """
-    (operand, *others) = {looping.behind_views(c.operand_node, nodes) for c in nodes.consumers}
+    (operand, *others) = {behind_views(c.operand_node, nodes) for c in nodes.consumers}
     wait = nodes.collective.wait
     if others or operand is wait:
         return not others
-    members = {wait, *between(nodes)}
+    members = {wait, *nodes.between()}
     users = {user for member in members for user in member.users}
     computed = members - set(nodes.through) - {wait}
     if any(n not in members and tools.is_tensor(n) for node in computed for n in node.all_input_nodes):
@@ -77,19 +83,19 @@ def _gathers_operand(nodes: GatherNodes) -> bool:
 
 
 def _readings(consumer: GatherConsumer, nodes: GatherNodes) -> list[tuple[Form, list[Any]]]:
-    """Forms in which the consumer's operand is made of shards, each with the matrix ``[m, k]`` that a shard is then
-    (two, where one has a single row)."""
+    """The forms in which the consumer can read its operand from shards, each with the sizes ``[m, k]`` of a shard in
+    that form. There are two if a shard has a single row."""
     left = consumer.layout if consumer.operand == "lhs" else consumer.layout.permute([1, 0])
     found = []
-    for transposed in (False, True):
-        slices = (left.permute([1, 0]) if transposed else left).without_rank()
+    for turned in (False, True):
+        slices = (left.permute([1, 0]) if turned else left).without_rank()
         if nodes.raw.without_rank().same_elements(slices):
-            found.append((Form(consumer.operand, consumer.role, transposed), slices.shape()))
+            found.append((Form(consumer.operand, consumer.role, turned), slices.shape()))
     return found
 
 
 def shard_shape(nodes: GatherNodes, forms: list[Form]) -> list[Any]:
-    """The matrix ``[m, k]`` that a shard is for the op; sub-chunks are some of its rows."""
+    """The sizes ``[m, k]`` of a shard as the op sees it. A sub-chunk is some of its rows."""
     return next(seen for form, seen in _readings(nodes.consumers[0], nodes) if form == forms[0])
 
 
@@ -98,8 +104,8 @@ def _same(mine: list[Any], theirs: list[Any]) -> bool:
 
 
 def chooses_at_run_time(nodes: GatherNodes) -> bool:
-    """Whether the op can also tell from a shard's rows how many tokens there are, to run the plain collective where
-    they are few."""
+    """Whether the op can derive the token count from a shard's rows. It then runs the plain collective when there are
+    few tokens."""
     forms = forms_of(nodes)
     return forms is not None and all(f.transposed == f.contracted for f in forms)
 
@@ -107,37 +113,49 @@ def chooses_at_run_time(nodes: GatherNodes) -> bool:
 def rewrite(
     emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route: str
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """``(next token of the chain, what replaces which node)``, each in the shape and strides of what it replaces."""
+    """Returns ``(next token of the chain, {old node: its replacement})``. Each replacement has the shape and strides of
+    the old node."""
     forms = forms_of(nodes)
     if forms is None:
-        raise RuntimeError("the site was planned as one looping op, which does not compute it any more")
+        raise RuntimeError(
+            "the site was planned as one looping op, but the graph has changed and no op computes it now"
+        )
     first, shape = nodes.consumers[0], shard_shape(nodes, forms)
-    operand = looping.behind_views(first.operand_node, nodes)
+    operand = behind_views(first.operand_node, nodes)
     computed = _computed(emit, nodes, operand)
-    shard = emit.reshape(looping.as_bits_of(emit, computed, tools.dtype(first.operand_node)), shape)
+    shard = emit.reshape(as_bits_of(emit, computed, tools.dtype(first.operand_node)), shape)
     others = [_in_ranks_order(emit, c) for c in nodes.consumers]
     biases = [c.matmul.bias for c in nodes.consumers]
     op = overlap.all_gather_matmul.default
     out = emit.communicate(
-        op, emit.chain, shard, others, biases, texts(forms), parts, floor, route, emit.group_name, emit.site
+        op,
+        emit.chain,
+        shard,
+        others,
+        biases,
+        texts(forms),
+        parts,
+        floor,
+        route,
+        emit.group_name,
+        emit.site,
+        *emit.transport,
     )
-    results, gathered, chain = (emit.call(looping.getitem, out, i) for i in range(3))
+    results, gathered, chain = (emit.call(getitem, out, i) for i in range(3))
     replaced = {}
     for i, consumer in enumerate(nodes.consumers):
-        result = emit.call(looping.getitem, results, i)
+        result = emit.call(getitem, results, i)
         dim = {"M": 0, "N": 1}.get(consumer.role)
         if dim is not None:
             whole = _in_place(emit, result, dim, consumer.sharded, from_ranks=True)
             result = emit.contiguous(emit.cut_to_size(whole, dim, consumer.sharded))
         replaced[consumer.matmul.node] = result
-    return chain, replaced | looping.gathered_as(
-        emit, nodes, gathered
-    ) if operand is nodes.collective.wait else replaced
+    return chain, replaced | gathered_as(emit, nodes, gathered) if operand is nodes.collective.wait else replaced
 
 
 def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Node:
-    """``operand``, between gather and matmuls, computed on this rank's shard before it travels, in the order of the
-    shard's elements."""
+    """``operand``, a node between gather and matmuls, computed from this rank's shard before it is sent. The elements
+    are in the shard's order."""
     if not nodes.layouts:
         return ring_gather.evaluate(emit, nodes, operand, nodes.collective.input, {})
     raw = nodes.raw.without_rank()
@@ -146,7 +164,7 @@ def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Nod
 
 
 def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:
-    """The matmul's other operand, the rows that meet the gathered ones in the ranks' order."""
+    """The matmul's other operand. If the gathered dim is contracted, its rows are put in the ranks' order."""
     if consumer.role != "K":
         return consumer.other_node
     return _in_place(
@@ -155,10 +173,11 @@ def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:
 
 
 def _in_place(emit: StepEmitter, x: fx.Node, dim: int, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
-    """``x`` with the indices of ``dim`` brought from the ranks' order into the tensor's, or the other way."""
+    """``x`` with the indices of ``dim`` moved from the ranks' order to the tensor's; if not ``from_ranks``, from the
+    tensor's order to the ranks'."""
     if isinstance(sharded.outer, int) and sharded.outer == 1:
         return x
     if dim == 0:
-        return looping.rows_in_place(emit, x, sharded, from_ranks)
-    turned = looping.rows_in_place(emit, looping.transposed(emit, x), sharded, from_ranks)
-    return looping.transposed(emit, turned)
+        return rows_in_place(emit, x, sharded, from_ranks)
+    turned = rows_in_place(emit, transposed(emit, x), sharded, from_ranks)
+    return transposed(emit, turned)

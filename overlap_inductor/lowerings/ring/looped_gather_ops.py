@@ -1,13 +1,13 @@
-"""The looping op of gathers: one ring of slices for all matmuls that read the gathered tensor, whichever of their dims
-it lies on.
+# SPDX-License-Identifier: Apache-2.0
+"""The looping op of gathers runs one ring of slices for all matmuls that read the gathered tensor, along any dim.
 
-Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the slice of rank r as it is or transposed, ``s_r
-[p, q]``, as rows or as a part of its contraction::
+Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the slice of rank r, plain or transposed, as ``s_r
+[p, q]``. The slice is rows of the operand, or a part of its contraction::
 
     rows:        y[r * p : (r + 1) * p] = s_r @ other                   other [q, n], y [W * p, n]
     contraction: y = sum over r of s_r @ other[r * q : (r + 1) * q]     other [W * q, n], y [p, n]; accumulated in fp32
 
-or, where the slices are its right operand, all of this transposed. So dgrad (rows) and wgrad (contraction, slices
+If the slices are the right operand, all of this is transposed. Therefore dgrad (rows) and wgrad (contraction, slices
 transposed) of a backward graph share one ring, sub-chunk by sub-chunk: rows of a slice are rows of ``y``, or a shorter
 contraction.
 """
@@ -22,7 +22,7 @@ import torch
 from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings.library import define
 from overlap_inductor.torch_compat.distributed import resolve_group
-from overlap_inductor.transports import p2p
+from overlap_inductor.transports import exchange as exchanges
 from overlap_inductor.transports import routes
 
 Tensors = list[torch.Tensor]
@@ -30,8 +30,13 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class Form:
-    """How a matmul reads the slices: as which ``operand`` (lhs, rhs), ranks along which dim (``role``: M, N or K), and
-    whether transposed."""
+    """How a matmul reads the slices.
+
+    Attributes:
+        operand: the operand that is made of slices: ``lhs`` or ``rhs``.
+        role: the role of the dim along which the ranks lie: M, N or K.
+        transposed: whether each slice is read transposed.
+    """
 
     operand: str
     role: str
@@ -43,8 +48,8 @@ class Form:
 
     @property
     def whole(self) -> bool:
-        """Whether rows of a shard would split the contraction of a matmul whose results are one rank's: it takes shards
-        whole."""
+        """Whether the matmul needs whole shards: a cut along a shard's rows would split its contraction, although the
+        ranks do not lie along that."""
         return self.transposed and not self.contracted
 
     def __str__(self) -> str:
@@ -56,7 +61,8 @@ class Form:
         return cls(operand, role, rest == ["transposed"])
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` of a matmul with the slices on the left, from ``x`` of this matmul, or the other way (a view)."""
+        """``x``, transposed (a view) if the slices are the right operand. It turns an operand or result of this matmul
+        into that of the matmul with the slices on the left, and back."""
         return x.t() if self.operand == "rhs" else x
 
     def result_shape(self, shard: torch.Tensor, other: torch.Tensor, world_size: int) -> list[int]:
@@ -67,12 +73,12 @@ class Form:
 
 
 def texts(forms: Sequence[Form]) -> str:
-    """``forms`` as they stand in a graph."""
+    """``forms`` as the op's text argument."""
     return ", ".join(map(str, forms))
 
 
 class _Matmul:
-    """One matmul's result, slice by slice. The own slice comes first, whole."""
+    """Computes one matmul's result slice by slice. The own slice comes first, uncut."""
 
     def __init__(
         self, form: Form, shard: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, world_size: int
@@ -87,7 +93,7 @@ class _Matmul:
         self.empty = True
 
     def add(self, piece: torch.Tensor, slot: int, start: int) -> None:
-        """Multiply ``piece``: rows of the slice of rank ``slot``, from row ``start`` on."""
+        """Multiply ``piece``, rows of the slice of rank ``slot`` from row ``start`` on."""
         form = self.form
         left = piece.t() if form.transposed else piece
         if not form.contracted:
@@ -107,8 +113,8 @@ class _Matmul:
 
 
 def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, empty: bool) -> None:
-    """``total += a @ b`` (``=`` where it is ``empty``) in the dtype of ``total``, as the unrolled steps do it
-    (``matmuls.emit_partial``)."""
+    """``total += a @ b``, or ``total = a @ b`` if ``total`` is ``empty``, in the dtype of ``total``. The unrolled steps
+    compute it the same way (``matmuls.emit_partial``)."""
     if a.dtype is total.dtype or a.device.type != "cuda":
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=0 if empty else 1)
     elif empty:
@@ -146,6 +152,7 @@ def _all_gather_matmul(
     route: str,
     group_name: str,
     site: str,
+    transport: str = "",
 ) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
     group = resolve_group(group_name)
     world_size, rank, (rows, width) = group.size(), group.rank(), shard.shape
@@ -153,7 +160,7 @@ def _all_gather_matmul(
     if parts > 1 and any(f.whole for f in parsed):
         raise ValueError(
             f"site {site}: {parts} sub-chunks would split the contraction of a matmul that has the ranks along its rows"
-            f" ({forms}); expected 1"
+            f" ({forms}); expected 1 sub-chunk"
         )
     if world_size * rows < min_rows:
         gathered, _ = reference.all_gather_matmul(shard, [], [], group)
@@ -168,13 +175,13 @@ def _all_gather_matmul(
         for matmul in matmuls:
             matmul.add(gathered[slot * rows + start : slot * rows + stop], slot, start)
 
-    exchange = p2p.open_exchange(gathered, [c * width for c in cuts], route, group, site)
+    exchange = exchanges.open_exchange(gathered, [c * width for c in cuts], route, group, site, transport)
     if exchange is not None:
         for index in range(min(parts, exchange.hop_count)):
             exchange.post(index)
     multiply(rank, 0, rows)
     if exchange is None:
-        # (Nothing to send: shards without elements, whose products are zeros or the bias all the same.)
+        # The shards have no elements, so nothing is sent. The products still exist: zeros, or the bias.
         for distance in range(1, world_size):
             multiply((rank + distance) % world_size, 0, rows)
     else:
@@ -186,7 +193,7 @@ def _all_gather_matmul(
                     exchange.post(hop + parts)
                 for distance in distances:
                     multiply((rank + distance) % world_size, cuts[part], cuts[part + 1])
-        p2p.close_exchange(gathered, group)
+        exchanges.close_exchange(gathered, group)
     return [m.finish() for m in matmuls], gathered, chain.new_empty(1)
 
 
@@ -201,6 +208,7 @@ def _all_gather_matmul_fake(
     route: str,
     group_name: str,
     site: str,
+    transport: str = "",
 ) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
     world_size = resolve_group(group_name).size()
     parsed = [Form.parse(text) for text in forms.split(", ")]
@@ -208,11 +216,11 @@ def _all_gather_matmul_fake(
     return outs, shard.new_empty(world_size * shard.shape[0], shard.shape[1]), chain.new_empty(1)
 
 
-# ``others`` and ``biases`` as they stand in the graph, contracted rows in the ranks' order; so are the results' rows
-# (columns, for role N).
+# ``others`` and ``biases`` are as in the graph, but contracted rows are in the ranks' order. The results' rows (columns
+# for role N) are in the ranks' order too.
 define(
     "all_gather_matmul(Tensor chain, Tensor shard, Tensor[] others, Tensor?[] biases, str forms, int parts, SymInt"
-    " min_rows, str route, str group_name, str site) -> (Tensor[], Tensor, Tensor)",
+    " min_rows, str route, str group_name, str site, str transport='') -> (Tensor[], Tensor, Tensor)",
     _all_gather_matmul,
     _all_gather_matmul_fake,
 )

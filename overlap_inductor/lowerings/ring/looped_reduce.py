@@ -1,8 +1,8 @@
-"""A reduction, or a gathered output, as one of the looping ops of ``lowerings.ring.looped_reduce_ops``: which sites
-they compute.
+# SPDX-License-Identifier: Apache-2.0
+"""Write a reduction, or a gathered output, as one of the looping ops of ``lowerings.ring.looped_reduce_ops``.
 
-Beyond what all ops do that are one a site (``looping``), these add a bias of the result's own shape and reduce in
-another dtype than the matmuls'.
+These ops compute the same sites as the other schedules' ops (``lowerings.one_op.reduce_rows``), and more: they add a
+bias of the result's shape, and reduce in another dtype than the matmuls'.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from overlap_inductor.lowerings.one_op import rows as looping
+from overlap_inductor.lowerings.one_op import reduce_rows
+from overlap_inductor.lowerings.one_op.rows import PLAIN
+from overlap_inductor.lowerings.one_op.rows import is_row
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.matmuls import MatmulNode
-from overlap_inductor.sites.nodes import OverlapSite
-from overlap_inductor.sites.nodes import ReduceNodes
-from overlap_inductor.sites.padded_output import gathered_shape
+from overlap_inductor.sites.reduce_nodes import ReduceNodes
 from overlap_inductor.sites.step_emitter import StepEmitter
 
 overlap = torch.ops.overlap_inductor
@@ -25,59 +25,62 @@ overlap = torch.ops.overlap_inductor
 def computes(pattern: str, nodes: ReduceNodes) -> bool:
     """Whether a looping op computes this site."""
     biases = _biases(nodes)
-    if biases is None or any(m.kind not in looping.PLAIN for m in nodes.leaves):
+    if biases is None or any(m.kind not in PLAIN for m in nodes.leaves):
         return False
     if not all(map(_bias_fits, nodes.leaves, biases)):
         return False
-    return looping.reduced_in_rows(pattern, nodes, biases)
+    return reduce_rows.reduced_in_rows(pattern, nodes, biases)
 
 
-def _biases(nodes: ReduceNodes) -> looping.Biases | None:
+def _biases(nodes: ReduceNodes) -> reduce_rows.Biases | None:
     terms = nodes.computed
-    return looping.biases_of(nodes, terms if len(terms) > 1 else [_before_cast(terms[0], nodes)])
+    return reduce_rows.biases_of(nodes, terms if len(terms) > 1 else [_before_cast(terms[0], nodes)])
 
 
 def _bias_fits(matmul: MatmulNode, bias: fx.Node | None) -> bool:
-    """Whether it is one row, or has a row for each of the result's. (A scalar, or one number a row, is neither.)"""
+    """Whether ``bias`` is one row, or has the result's shape. A scalar, or one number for each row, does not fit."""
     if bias is None:
         return True
     mine, wanted = tools.shape(bias), tools.shape(matmul.node)
-    if looping.is_row(bias):
+    if is_row(bias):
         return same_size(mine[-1], wanted[-1])
     return len(mine) == len(wanted) and all(same_size(a, b) for a, b in zip(mine, wanted, strict=True))
 
 
 def _before_cast(node: fx.Node, nodes: ReduceNodes) -> fx.Node:
-    """``node`` before its last change of dtype, if that is all that was done to the matmuls' sum (two could round
-    twice)."""
+    """The input of ``node`` if ``node`` is a cast, else ``node``. Only the last cast is skipped: two casts can round
+    twice."""
     cast = node
     while cast in nodes.through:
         cast = nodes.through[cast]
     is_cast = tools.is_cast(cast) and not tools.is_bitcast(cast)
-    return cast.args[0] if is_cast else node  # type: ignore[return-value]
+    return cast.args[0] if is_cast else node
 
 
 def chooses_at_run_time(pattern: str, nodes: ReduceNodes) -> bool:
-    """Whether the op can also tell from its rows how many tokens there are, to run the plain collective where they are
-    few."""
+    """Whether the op can derive the token count from its rows. It then runs the plain collective when there are few
+    tokens."""
     return computes(pattern, nodes) and nodes.sharded.dim == 0
 
 
-def rewrite(emit: StepEmitter, site: OverlapSite, parts: int, floor: int) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """``(next token of the chain, what replaces which node)``. The result is contiguous, in the collective's shape."""
-    nodes, pattern = site.nodes, site.facts.pattern
-    assert isinstance(nodes, ReduceNodes)
+def rewrite(
+    emit: StepEmitter, pattern: str, nodes: ReduceNodes, parts: int, floor: int
+) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """Returns ``(next token of the chain, {old node: its replacement})``. The result is contiguous and has the
+    collective's shape."""
     biases = _biases(nodes)
     if biases is None:
-        raise RuntimeError("the site was planned as one looping op, which does not compute it any more")
-    dtype, where = tools.dtype(nodes.collectives[0].input), (emit.group_name, emit.site)
+        raise RuntimeError(
+            "the site was planned as one looping op, but the graph has changed and no op computes it now"
+        )
+    dtype, where = tools.dtype(nodes.collectives[0].input), (emit.group_name, emit.site, *emit.transport)
 
     def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
         if pattern == "matmul_all_gather":
-            width = gathered_shape(nodes)[-1]
+            width = nodes.padded_shape[-1]
             gather = overlap.matmul_all_gather.default
             return emit.communicate(gather, emit.chain, lhs[0], rhs[0], biases[0], width, parts, floor, dtype, *where)
         op = getattr(overlap, pattern).default
         return emit.communicate(op, emit.chain, lhs, rhs, biases, parts, floor, dtype, reduce_op, *where)
 
-    return looping.rewrite_reduce(emit, nodes, reduce, biases)
+    return reduce_rows.rewrite_reduce(emit, nodes, reduce, biases)

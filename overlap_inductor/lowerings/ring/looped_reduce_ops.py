@@ -1,13 +1,13 @@
-"""The looping ops of ``overlap_inductor::``: one functional op a site, running the ring in a loop of its own. Gathers:
-``looping_gather``.
+# SPDX-License-Identifier: Apache-2.0
+"""The looping ops of reductions and of gathered outputs: one functional op a site, which runs the ring in a loop.
 
-They serve graphs whose unrolled steps would exceed the node budget (80 layers, 1024 ranks), and token counts that are
-too small for a ring at run time (``min_rows``): below it the plain collective and matmul run, decided by the token
-count that all ranks share. A chunk's matmul is the vendor's, so nothing is fused into it; that is the price of a
-bounded graph.
+``looped_gather_ops`` holds the op of gathers. Looping ops serve graphs whose unrolled steps would exceed the node
+budget (80 layers, 1024 ranks). They also serve dynamic token counts: below ``min_rows`` tokens they run the plain
+collective and matmul. All ranks share the token count, so they choose alike. Each piece is multiplied by the vendor's
+matmul, and nothing is fused into it; that is the price of a bounded graph.
 
-Shapes (W ranks, this rank's view): ``rhs [K, N]``, ``lhs [W*m, K]``; a bias is ``[N]`` or ``[W*m, N]``. What is summed
-is sent, and reduced, as ``dtype``. All ops return the chain's next token last.
+Shapes (W ranks, this rank's view): ``rhs [K, N]``, ``lhs [W*m, K]``; a bias is ``[N]`` or ``[W*m, N]``. Partial sums
+are sent and reduced as ``dtype``. All ops return the chain's next token last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings.library import define
 from overlap_inductor.torch_compat.distributed import resolve_group
-from overlap_inductor.transports import p2p
+from overlap_inductor.transports import exchange as exchanges
 from overlap_inductor.transports import routes
 
 Tensors = list[torch.Tensor]
@@ -50,11 +50,11 @@ def _partials(
     cuts: Sequence[int],
     bands: Sequence[int],
     dtype: torch.dtype,
-    exchange: p2p.Exchange | None,
+    exchange: exchanges.Exchange | None,
     group: dist.ProcessGroup,
 ) -> Tensors:
-    """Compute and send the other ranks' pieces of ``bands``, then the own ones; returns sent pieces followed by own
-    pieces."""
+    """Compute the pieces of ``bands``: the other ranks' pieces first, which are sent, then the own ones. Returns the
+    sent pieces followed by the own pieces."""
     world_size, rank, parts = group.size(), group.rank(), len(cuts) - 1
     rows = cuts[-1]
     sent = []
@@ -93,6 +93,7 @@ def _matmul_reduce_scatter(
     reduce_op: str,
     group_name: str,
     site: str,
+    transport: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = resolve_group(group_name)
     world_size, total_rows, width = group.size(), lhs[0].shape[0], rhs[0].shape[1]
@@ -102,13 +103,13 @@ def _matmul_reduce_scatter(
     rows = total_rows // world_size
     cuts = routes.bounds(rows, parts)
     buffer = lhs[0].new_empty(world_size - 1, rows * width, dtype=dtype)
-    exchange = p2p.open_exchange(buffer, [c * width for c in cuts], "owner", group, site)
+    exchange = exchanges.open_exchange(buffer, [c * width for c in cuts], "owner", group, site, transport)
     pieces = _partials(lhs, rhs, biases, cuts, range(parts), dtype, exchange, group)
     own = torch.cat(pieces[-parts:])
     if exchange is not None:
         for hop in range(exchange.hop_count):
             exchange.wait(hop)
-        p2p.close_exchange(buffer, group)
+        exchanges.close_exchange(buffer, group)
     return _reduce(own, buffer.view(world_size - 1, rows, width), reduce_op), chain.new_empty(1)
 
 
@@ -123,6 +124,7 @@ def _matmul_reduce_scatter_fake(
     reduce_op: str,
     group_name: str,
     site: str,
+    transport: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = lhs[0].shape[0] // resolve_group(group_name).size()
     return lhs[0].new_empty(rows, rhs[0].shape[1], dtype=dtype), chain.new_empty(1)
@@ -130,7 +132,7 @@ def _matmul_reduce_scatter_fake(
 
 define(
     "matmul_reduce_scatter(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, int parts, SymInt min_rows, "
-    "ScalarType dtype, str reduce_op, str group_name, str site) -> (Tensor, Tensor)",
+    "ScalarType dtype, str reduce_op, str group_name, str site, str transport='') -> (Tensor, Tensor)",
     _matmul_reduce_scatter,
     _matmul_reduce_scatter_fake,
 )
@@ -147,6 +149,7 @@ def _matmul_all_reduce(
     reduce_op: str,
     group_name: str,
     site: str,
+    transport: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = resolve_group(group_name)
     world_size, rank, total_rows, width = group.size(), group.rank(), lhs[0].shape[0], rhs[0].shape[1]
@@ -158,8 +161,8 @@ def _matmul_all_reduce(
     bounds = [c * width for c in cuts]
     buffer = lhs[0].new_empty(world_size - 1, rows * width, dtype=dtype)
     result = lhs[0].new_empty(total_rows, width, dtype=dtype)
-    scatter = p2p.open_exchange(buffer, bounds, "owner", group, site)
-    back = p2p.open_exchange(result, bounds, "broadcast", group, site)
+    scatter = exchanges.open_exchange(buffer, bounds, "owner", group, site, transport)
+    back = exchanges.open_exchange(result, bounds, "broadcast", group, site, transport)
     alive: list[Tensors] = []
 
     def give_back(band: int, own: torch.Tensor) -> None:
@@ -184,8 +187,8 @@ def _matmul_all_reduce(
     if scatter is not None and back is not None:
         for band in range(parts):
             back.wait(band)
-        p2p.close_exchange(buffer, group)
-        p2p.close_exchange(result, group)
+        exchanges.close_exchange(buffer, group)
+        exchanges.close_exchange(result, group)
     return result, chain.new_empty(1)
 
 
@@ -204,7 +207,7 @@ def _full_fake(
 
 define(
     "matmul_all_reduce(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, int parts, SymInt min_rows,"
-    " ScalarType dtype, str reduce_op, str group_name, str site) -> (Tensor, Tensor)",
+    " ScalarType dtype, str reduce_op, str group_name, str site, str transport='') -> (Tensor, Tensor)",
     _matmul_all_reduce,
     _full_fake,
 )
@@ -221,6 +224,7 @@ def _matmul_all_gather(
     dtype: torch.dtype,
     group_name: str,
     site: str,
+    transport: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = resolve_group(group_name)
     rows, columns = lhs.shape[0], rhs.shape[1]
@@ -230,7 +234,7 @@ def _matmul_all_gather(
         dist.all_gather_into_tensor(gathered, torch.nn.functional.pad(own, (0, width - columns)), group=group)
         return gathered, chain.new_empty(1)
     cuts = routes.bounds(rows, parts)
-    exchange = p2p.open_exchange(gathered, [c * width for c in cuts], "broadcast", group, site)
+    exchange = exchanges.open_exchange(gathered, [c * width for c in cuts], "broadcast", group, site, transport)
     for band in range(parts):
         piece = _sum_of_products([lhs], [rhs], [bias], slice(cuts[band], cuts[band + 1]), dtype)
         if exchange is not None:
@@ -241,7 +245,7 @@ def _matmul_all_gather(
     if exchange is not None:
         for band in range(parts):
             exchange.wait(band)
-        p2p.close_exchange(gathered, group)
+        exchanges.close_exchange(gathered, group)
     return gathered, chain.new_empty(1)
 
 
@@ -256,14 +260,15 @@ def _matmul_all_gather_fake(
     dtype: torch.dtype,
     group_name: str,
     site: str,
+    transport: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return lhs.new_empty(resolve_group(group_name).size() * lhs.shape[0], width, dtype=dtype), chain.new_empty(1)
 
 
-# ``width``: columns of the gathered tensor, of which this rank may have fewer; the others are zeros.
+# ``width``: columns of the gathered tensor. This rank may compute fewer; the rest are zeros.
 define(
     "matmul_all_gather(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, SymInt width, int parts, SymInt min_rows, "
-    "ScalarType dtype, str group_name, str site) -> (Tensor, Tensor)",
+    "ScalarType dtype, str group_name, str site, str transport='') -> (Tensor, Tensor)",
     _matmul_all_gather,
     _matmul_all_gather_fake,
 )

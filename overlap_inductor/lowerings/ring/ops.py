@@ -1,8 +1,9 @@
-"""The step ops of ``overlap_inductor::``: what a ring's unrolled steps are made of, beside Inductor's own matmuls.
+# SPDX-License-Identifier: Apache-2.0
+"""The step ops: together with Inductor's own matmuls, a ring's unrolled steps consist of them.
 
 A gather in the graph (W ranks, S sub-chunks; ``chain`` is a one-byte tensor that orders the ops of one group)::
 
-    chain    = agree(group, plan)                       # the ranks have compared their plans, or do so now
+    chain    = agree(group, plan)                       # compares the ranks' plans unless that was done
     gathered = gather_start(chain!, shard)              # [W * d0, ...], own slot filled, first S hops in flight
     y0       = mm(take(gathered, shift=0), w)           # under hops 0 .. S-1
     gather_step(chain!, gathered!, hop=0)               # waits for hop 0, starts hop S
@@ -10,12 +11,14 @@ A gather in the graph (W ranks, S sub-chunks; ``chain`` is a one-byte tensor tha
     ...
     y        = assemble([y0, y1, ...], shifts=[0, -1, ...])
 
-Why nothing is reused too early and nothing moves: a hop is waited for by an op that *mutates* the buffer, so a matmul
-that reads a slice of it stands between two mutations. Inductor's scheduler keeps reads between the writes around them;
-that alone pins the order start, matmul, step, matmul. The buffer is the only memory in flight for gathers (the own
-shard is copied into its slot), and what a reduction sends stays an argument of the op that waits for it.
+Why the order holds: the op that waits for a hop *mutates* the buffer, so a matmul that reads a slice of the buffer
+stands between two mutations. Inductor's scheduler keeps a read between the writes around it; that alone pins the order
+start, matmul, step, matmul.
 
-``take`` and ``assemble`` rotate by the rank at run time, so that the graph's text is the same on every rank; their
+Why memory is not reused too early: a gather has only the buffer in flight, because the own shard is copied into its
+slot. The pieces that a reduction sends are arguments of the op that waits for them.
+
+``take`` and ``assemble`` rotate by the rank at run time, so that the graph's text is the same on every rank. Their
 Inductor lowerings (``inductor.lowerings``) make them views.
 """
 
@@ -29,16 +32,22 @@ import torch.distributed as dist
 from overlap_inductor.lowerings.library import FLEXIBLE
 from overlap_inductor.lowerings.library import define
 from overlap_inductor.torch_compat.distributed import resolve_group
-from overlap_inductor.transports import p2p
+from overlap_inductor.transports import exchange as exchanges
 
 
 def _gather_start(
-    chain: torch.Tensor, shard: torch.Tensor, bounds: Sequence[int], route: str, group_name: str, site: str
+    chain: torch.Tensor,
+    shard: torch.Tensor,
+    bounds: Sequence[int],
+    route: str,
+    group_name: str,
+    site: str,
+    transport: str = "",
 ) -> torch.Tensor:
     group = resolve_group(group_name)
     gathered = shard.new_empty([group.size() * shard.shape[0], *shard.shape[1:]])
     gathered.view(group.size(), *shard.shape)[group.rank()].copy_(shard)
-    exchange = p2p.open_exchange(gathered, bounds, route, group, site)
+    exchange = exchanges.open_exchange(gathered, bounds, route, group, site, transport)
     if exchange is not None:
         for index in range(min(exchange.parts, exchange.hop_count)):
             exchange.post(index)
@@ -46,13 +55,20 @@ def _gather_start(
 
 
 def _gather_start_fake(
-    chain: torch.Tensor, shard: torch.Tensor, bounds: Sequence[int], route: str, group_name: str, site: str
+    chain: torch.Tensor,
+    shard: torch.Tensor,
+    bounds: Sequence[int],
+    route: str,
+    group_name: str,
+    site: str,
+    transport: str = "",
 ) -> torch.Tensor:
     return shard.new_empty([resolve_group(group_name).size() * shard.shape[0], *shard.shape[1:]])
 
 
 define(
-    "gather_start(Tensor(a!) chain, Tensor shard, SymInt[] bounds, str route, str group_name, str site) -> Tensor",
+    "gather_start(Tensor(a!) chain, Tensor shard, SymInt[] bounds, str route, str group_name, str site, "
+    "str transport='') -> Tensor",
     _gather_start,
     _gather_start_fake,
 )
@@ -72,12 +88,12 @@ def _gather_step(
     if bounds[-1] == 0:
         return done
     group = resolve_group(group_name)
-    exchange = p2p.find_exchange(gathered, group, site)
+    exchange = exchanges.find_exchange(gathered, group, site)
     exchange.wait(hop)
     if hop + exchange.parts < exchange.hop_count:
         exchange.post(hop + exchange.parts)
     if hop + 1 == exchange.hop_count:
-        p2p.close_exchange(gathered, group)
+        exchanges.close_exchange(gathered, group)
     return done
 
 
@@ -85,8 +101,8 @@ def _token_fake(chain: torch.Tensor, *args: object) -> torch.Tensor:
     return chain.new_empty(1)
 
 
-# ``computed`` is only there to be waited for: without it Inductor fuses what each piece is made into to one kernel
-# after the last hop.
+# ``computed`` only adds dependencies: the step follows the ops on earlier pieces. Without it Inductor fuses the
+# epilogues of all pieces into one kernel after the last hop.
 define(
     "gather_step(Tensor(a!) chain, Tensor(b!) gathered, SymInt[] bounds, int hop, str route, str group_name, str site, "
     "Tensor[]? computed=None) -> Tensor",
@@ -104,9 +120,10 @@ def _exchange_start(
     route: str,
     group_name: str,
     site: str,
+    transport: str = "",
 ) -> torch.Tensor:
     buffer = torch.empty(shape, dtype=dtype, device=chain.device)
-    p2p.open_exchange(buffer, bounds, route, resolve_group(group_name), site)
+    exchanges.open_exchange(buffer, bounds, route, resolve_group(group_name), site, transport)
     return buffer
 
 
@@ -118,13 +135,14 @@ def _exchange_start_fake(
     route: str,
     group_name: str,
     site: str,
+    transport: str = "",
 ) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=chain.device)
 
 
 define(
     "exchange_start(Tensor(a!) chain, SymInt[] shape, SymInt[] bounds, ScalarType dtype, str route, str group_name, "
-    "str site) -> Tensor",
+    "str site, str transport='') -> Tensor",
     _exchange_start,
     _exchange_start_fake,
 )
@@ -144,7 +162,7 @@ def _exchange_send(
     if bounds[-1] == 0:
         return started
     group = resolve_group(group_name)
-    exchange = p2p.find_exchange(buffer, group, site)
+    exchange = exchanges.find_exchange(buffer, group, site)
     if route == "broadcast":
         exchange.piece(group.rank(), hop).copy_(piece.reshape(-1))
         exchange.post(hop)
@@ -153,8 +171,8 @@ def _exchange_send(
     return started
 
 
-# All of these return a token that other nodes can be ordered behind: the next piece's matmul is ordered behind it, else
-# Inductor may run every matmul before the first send.
+# The op returns a token, so that the next piece's matmul can be ordered after the send. Otherwise Inductor may run
+# every matmul before the first send.
 define(
     "exchange_send(Tensor(a!) chain, Tensor(b!) buffer, Tensor piece, SymInt[] bounds, int hop, str route, "
     "str group_name, str site) -> Tensor",
@@ -184,8 +202,7 @@ def _reduce_tail(
     return chain.new_empty(1)
 
 
-# The rows of an all-reduce that are left over where the token count is no multiple of the world size: fewer than
-# world_size.
+# Reduces the rows of an all-reduce that the world size leaves over: fewer than world_size rows.
 define(
     "reduce_tail(Tensor(a!) chain, Tensor(b!) buffer, Tensor tail, SymInt offset, str reduce_op, str group_name, str"
     " site) -> Tensor",
@@ -208,11 +225,11 @@ def _exchange_wait(
     if bounds[-1] == 0:
         return done
     group = resolve_group(group_name)
-    exchange = p2p.find_exchange(buffer, group, site)
+    exchange = exchanges.find_exchange(buffer, group, site)
     for hop in hops:
         exchange.wait(hop)
     if hops[-1] + 1 == exchange.hop_count:
-        p2p.close_exchange(buffer, group)
+        exchanges.close_exchange(buffer, group)
     return done
 
 
@@ -256,8 +273,8 @@ def _rows_below(
     return out
 
 
-# ``x`` holds rows ``start, start + 1 ...`` of the shard of rank ``r + shift``. Row ``size`` of the gathered tensor, and
-# those behind it, become zeros.
+# ``x`` holds rows ``start, start + 1 ...`` of the shard of rank ``r + shift``. The rows that are row ``size`` of the
+# gathered tensor or later become zeros.
 define(
     "rows_below(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt size, str group_name) -> Tensor",
     _rows_below,
@@ -274,8 +291,8 @@ def _narrow_fake(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Te
     return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
 
 
-# A slice with symbolic bounds that are known to lie inside; its lowering is a view that asks nothing (``aten.slice``
-# guards its clamps).
+# A slice with symbolic bounds that are known to lie inside the dim. Its lowering is a view that compares no sizes, so
+# it adds no guards; ``aten.slice`` compares sizes to clamp.
 define("narrow(Tensor x, int dim, SymInt start, SymInt length) -> Tensor", _narrow, _narrow_fake, FLEXIBLE)
 
 
@@ -283,8 +300,8 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-# A slice of symbolic size brought together, for a reshape; its lowering is one copy (Inductor asks a strided view
-# whether it can be reshaped without one, and each answer guards).
+# A contiguous copy of a slice of symbolic size, to be reshaped. Its lowering is one copy. For a strided view Inductor
+# would ask whether a reshape needs a copy, and each such comparison adds a guard.
 define("packed(Tensor x) -> Tensor", _packed, lambda x: x.new_empty(x.shape), FLEXIBLE)
 
 
@@ -292,7 +309,7 @@ def _after(piece: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     return piece.clone()
 
 
-# Orders the matmul that made ``piece`` behind ``token``; its lowering is ``piece`` itself and a scheduling edge.
+# Orders the matmul that computes ``piece`` after ``token``. Its lowering is ``piece`` itself and a scheduling edge.
 define("after(Tensor piece, Tensor token) -> Tensor", _after, lambda piece, token: torch.empty_like(piece), FLEXIBLE)
 
 

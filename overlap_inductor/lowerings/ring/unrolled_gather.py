@@ -1,8 +1,9 @@
-"""Schedule ``ring``, gathers: ``all-gather -> matmul(s)`` as a ring whose hops run under the matmuls (CommFuse Alg. 1).
+# SPDX-License-Identifier: Apache-2.0
+"""Write ``all-gather -> matmul(s)`` as a ring of unrolled steps, whose hops run under the matmuls (CommFuse Alg. 1).
 
-Contract: replaces the collective, its wait and the consumers' outputs; the gathered tensor is one buffer in the
-collective's own layout, so its other users simply read it. The own slice comes first, whole; each later step multiplies
-one sub-chunk while later ones travel::
+The steps replace the collective, its wait and the consumers' outputs. The gathered tensor is one buffer in the
+collective's own layout, so its other users read that. The own slice comes first, uncut; each later step multiplies one
+sub-chunk while later ones travel::
 
     gathered = gather_start(shard)                       # S hops in flight
     y[r]     = f(gathered[r]) @ w
@@ -23,13 +24,13 @@ from torch import fx
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import matmuls
 from overlap_inductor.sites import row_pieces
+from overlap_inductor.sites.gather_nodes import Epilogue
+from overlap_inductor.sites.gather_nodes import GatherConsumer
+from overlap_inductor.sites.gather_nodes import GatherNodes
 from overlap_inductor.sites.layouts import Atom
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.layouts import same_size
-from overlap_inductor.sites.nodes import Epilogue
-from overlap_inductor.sites.nodes import GatherConsumer
-from overlap_inductor.sites.nodes import GatherNodes
 from overlap_inductor.sites.step_emitter import Block
 from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.sites.step_emitter import part_count
@@ -41,14 +42,14 @@ overlap = torch.ops.overlap_inductor
 
 
 def leading_atom(nodes: GatherNodes) -> Atom | None:
-    """The outermost dim of a shard in memory: sub-chunks are cut along it, so that each is contiguous."""
+    """The outermost dim of a shard in memory. Sub-chunks are cut along it, so that each is contiguous."""
     atoms = [a for a in nodes.raw.flat() if not a.rank]
     return atoms[0] if atoms else None
 
 
 def can_cut(nodes: GatherNodes) -> bool:
-    """Whether a sub-chunk of the shard is a rectangular block of every consumer's operand, and of all that it is
-    computed from."""
+    """Whether a sub-chunk of the shard is a rectangular block of every consumer's operand, and of every tensor from
+    which the operand is computed."""
     lead = leading_atom(nodes)
     return (
         lead is not None
@@ -58,12 +59,13 @@ def can_cut(nodes: GatherNodes) -> bool:
 
 
 def _axis(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | None:
-    """Where the cut atom stands in the operand: ``(chunk | outer | cross, dim, rows a unit of the atom spans)``."""
+    """The place of the cut atom in the operand: ``(chunk | outer | cross, dim, rows that one index of the atom
+    spans)``. ``None`` if the operand cannot be cut along it."""
     for dim, atoms in enumerate(consumer.layout.refined().dims):
         if any(a is lead for a in atoms):
             found = row_pieces.position(atoms, lead)
-            # Cutting the contraction would make partial sums of what must stay whole (a shard of one row leads with its
-            # width).
+            # A cut along the contraction would give partial sums, but each result must be computed whole. It occurs if
+            # a shard has one row: then its outermost dim is its width.
             if found is None or found[0] == "cross" and consumer.matmul.role(consumer.operand, dim) == "K":
                 return None
             return found[0], dim, found[1]
@@ -71,7 +73,7 @@ def _axis(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | None:
 
 
 def crossed_role(nodes: GatherNodes, consumer: GatherConsumer) -> str | None:
-    """The role of the matmul's dim that sub-chunks cut where that is not the gathered one."""
+    """The role of the matmul's dim that sub-chunks cut, if it is not the gathered dim; else ``None``."""
     lead = leading_atom(nodes)
     axis = _axis(consumer, lead) if lead is not None else None
     return consumer.matmul.role(consumer.operand, axis[1]) if axis is not None and axis[0] == "cross" else None
@@ -79,7 +81,8 @@ def crossed_role(nodes: GatherNodes, consumer: GatherConsumer) -> str | None:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a consumer's output: of the shard of rank ``r + shift``, where ``block`` and ``cross_start`` say."""
+    """A part of a consumer's output, computed from the shard of rank ``r + shift``. ``block`` and ``cross_start`` give
+    its place."""
 
     node: fx.Node
     shift: int
@@ -88,7 +91,7 @@ class Piece:
 
 
 class _Consumer:
-    """Collects one consumer's partial results."""
+    """Multiplies one consumer's pieces and joins their results."""
 
     def __init__(self, emit: StepEmitter, consumer: GatherConsumer, lead: Atom | None) -> None:
         self.emit, self.consumer = emit, consumer
@@ -99,7 +102,8 @@ class _Consumer:
         self.bands: dict[int, tuple[Size, Size]] = {}
 
     def block(self, start: Size, length: Size) -> tuple[Block, Size, Size | None]:
-        """A sub-chunk's ``(block along the gathered dim, start in the crossing dim, length there or None for all)``."""
+        """The place of a sub-chunk: ``(block along the gathered dim, start in the crossing dim, length there)``. The
+        length is ``None`` if the sub-chunk spans the whole crossing dim."""
         whole = Block.whole(self.consumer.sharded)
         if self.axis is None:
             return whole, 0, None
@@ -138,19 +142,19 @@ class _Consumer:
             _annotate_new(emit, piece)
             self.pieces.append(Piece(piece, shift, block, cross_start))
             return
-        # The own slice is multiplied whole; where bands cross it, its total is cut to them.
+        # The own slice is multiplied uncut. If sub-chunks cut another dim, a band's total starts as its part of that.
         band = part if cross_length is not None and part is not None else -1
         total = self.totals.get(band)
         if total is None and band >= 0 and -1 in self.totals:
             dim = matmul.output_dim(cross_role)  # type: ignore[arg-type]
-            total = emit.narrow(self.totals[-1], dim, cross_start, cross_length)  # type: ignore[arg-type]
+            total = emit.narrow(self.totals[-1], dim, cross_start, cross_length)
         node = matmuls.emit_partial(emit.graph, matmul, lhs, rhs, total)
         _annotate_new(emit, node)
         self.totals[band] = node
 
     def _whole(self, x: fx.Node, dim: int) -> fx.Node:
-        """``x``, which is indexed along ``dim`` as the gathered dim is, with rows of zeros for what its last shards are
-        short of."""
+        """``x``, whose ``dim`` is indexed like the gathered dim, with rows of zeros for those that the last shards
+        lack."""
         if x not in self.whole:
             self.whole[x] = self.emit.whole_chunks(x, dim, self.consumer.sharded)
         return self.whole[x]
@@ -159,7 +163,7 @@ class _Consumer:
         return self._sum() if self.consumer.role == "K" else self.assemble(self.pieces)
 
     def assemble(self, pieces: list[Piece]) -> fx.Node:
-        """The matmul's output, or what an epilogue made of it, in the matmul's shape."""
+        """Join ``pieces`` of the matmul's output, or of an epilogue's, to the matmul's shape."""
         matmul, emit = self.consumer.matmul, self.emit
         out_dim = matmul.output_dim(self.consumer.role)
         sharded = self.consumer.sharded
@@ -208,7 +212,7 @@ class _Consumer:
 
 
 class _Epilogue:
-    """Computes the epilogue on the newest piece of each of its matmuls, and assembles what others read of it."""
+    """Computes the epilogue on the newest piece of each of its matmuls, and joins the outputs that others read."""
 
     def __init__(self, emit: StepEmitter, epilogue: Epilogue, consumers: list[_Consumer]) -> None:
         self.emit, self.epilogue = emit, epilogue
@@ -221,7 +225,7 @@ class _Epilogue:
         done = {node: piece.node for node, piece in newest.items()}
         for node in self.epilogue.nodes:
             if tools.is_reshape(node):
-                done[node] = done[node.args[0]]  # type: ignore[index]
+                done[node] = done[node.args[0]]
             else:
                 copied = self.emit.graph.node_copy(node, lambda n: done[n] if n in done else self._row(n))
                 done[node] = self.emit.annotate(copied)
@@ -237,19 +241,19 @@ class _Epilogue:
     def finish(self) -> dict[fx.Node, fx.Node]:
         results = {}
         for node, pieces in self.pieces.items():
-            # Same rows as any of the matmuls, and the columns of the one it has the width of.
+            # The output has the rows of every matmul, and the columns of the matmul of the same width.
             width = tools.shape(node)[-1]
             consumer = next(c for n, c in self.base.items() if same_size(tools.shape(n)[-1], width))
             whole = consumer.assemble(pieces)
             for last in self.newest:
-                # A piece of one output may be read in the making of another's.
+                # A piece of one output may be an input of another output's piece, so all newest pieces come first.
                 whole = whole if last is pieces[-1].node else self.emit.call(overlap.after.default, whole, last)
             results[node] = self.emit.reshape(whole, tools.shape(node))
         return results
 
 
 def _annotate_new(emit: StepEmitter, node: fx.Node) -> None:
-    """Give values to nodes that ``matmuls`` wrote straight into the graph (operands first)."""
+    """Annotate nodes that ``matmuls`` wrote into the graph without the emitter, operands first."""
     for source in node.all_input_nodes:
         if "val" not in source.meta:
             _annotate_new(emit, source)
@@ -259,8 +263,8 @@ def _annotate_new(emit: StepEmitter, node: fx.Node) -> None:
 def evaluate(
     emit: StepEmitter, nodes: GatherNodes, node: fx.Node, piece: fx.Node, done: dict[fx.Node, fx.Node]
 ) -> fx.Node:
-    """``node``, between gather and operand, computed anew of one slice ``piece`` in the collective's own layout: its
-    pointwise ops, views left out."""
+    """Compute ``node``, which stands between gather and operand, from one slice ``piece`` in the collective's own
+    layout. Pointwise ops are copied and views are left out. ``done`` holds the nodes computed so far."""
     if node is nodes.collective.wait:
         return piece
     if node not in done:
@@ -276,7 +280,7 @@ def evaluate(
 
 
 def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """Write the ring's steps at the insertion point: ``(gathered buffer, {matmul node: its new result})``."""
+    """Write the ring's steps at the insertion point. Returns ``(gathered buffer, {old node: its new result})``."""
     shard = nodes.collective.input
     lead = leading_atom(nodes)
     size = lead.size if lead is not None else 1
@@ -286,7 +290,7 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tu
     bounds = [start * rest for start, _ in cuts] + [size * rest]
     consumers = [_Consumer(emit, c, lead if parts > 1 else None) for c in nodes.consumers]
     gathered = emit.communicate(
-        overlap.gather_start.default, emit.chain, shard, bounds, route, emit.group_name, emit.site
+        overlap.gather_start.default, emit.chain, shard, bounds, route, emit.group_name, emit.site, *emit.transport
     )
     layout = nodes.raw.without_rank()
     atoms = tuple(a for a in layout.flat())

@@ -1,17 +1,22 @@
-"""Schedule ``ring``, reductions: ``matmul(s) -> reduce-scatter | all-reduce | all-gather of the output``.
+# SPDX-License-Identifier: Apache-2.0
+"""Write ``matmul(s) -> reduce-scatter | all-reduce | all-gather of the output`` as unrolled steps of a ring.
 
-Contract: replaces the collective(s) and the region that feeds them. Every slice of the collective's input is computed
-alone, in the order in which it leaves; the own slice is last, so that after the last matmul only the sum is exposed.
+The steps replace the collectives and the region that feeds them. Each slice of the collective's input is computed
+alone, in the order in which the slices are sent. The own slice is last, so that only the sum is exposed after the last
+matmul.
 
-reduce-scatter, route ``owner`` (CommFuse Fig. 8b; *preserve*: partials travel once in their own dtype and are summed
-once in fp32)::
+Reduce-scatter, route ``owner`` (CommFuse Fig. 8b). Numerics *preserve*: each partial sum travels once in its own dtype
+and is added once in fp32::
 
     for i in 0 .. W-2, part: p = slice(r + 1 + i)[part]; send p to rank r + 1 + i
     own = slice(r); wait; out = own + sum(received)
 
-route ``travel`` (CommFuse Alg. 2; rounds at each hop, needs ``allow_hop_rounding``): the accumulator of slice ``r - 1 -
-i`` visits every rank once. All-reduce: S bands of rows, each a reduce-scatter as above followed by a broadcast of the
-sum, which runs under the next band's matmuls; rows left over by the world size are reduced by one small collective.
+Reduce-scatter, route ``travel`` (CommFuse Alg. 2). The accumulator of slice ``r - 1 - i`` visits every rank once. It is
+rounded at each hop, so ``allow_hop_rounding`` is needed.
+
+All-reduce: S bands of rows. Each is a reduce-scatter as above, then a broadcast of the sum, which runs under the next
+band's matmuls. One small collective reduces the rows that the world size leaves over.
+
 All-gather of an output: S bands, each sent to all ranks while the next is multiplied.
 """
 
@@ -27,9 +32,8 @@ from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import matmuls
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.layouts import Size
-from overlap_inductor.sites.nodes import ReduceNodes
-from overlap_inductor.sites.nodes import Region
-from overlap_inductor.sites.padded_output import gathered_shape
+from overlap_inductor.sites.reduce_nodes import ReduceNodes
+from overlap_inductor.sites.reduce_nodes import Region
 from overlap_inductor.sites.step_emitter import Block
 from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.sites.step_emitter import part_count
@@ -63,7 +67,7 @@ class _Slices:
             total = self.emit.call(aten.add.Tensor, total, piece)
         expected = tools.dtype(self.nodes.collectives[0].input)
         if tools.dtype(total) != expected:
-            raise RuntimeError(f"a piece is {tools.dtype(total)}, the collective moves {expected}")
+            raise RuntimeError(f"a piece was computed as {tools.dtype(total)}; expected the collective's {expected}")
         if self.nodes.region is not None:
             summed = {d for dims in self.nodes.region.reduced.values() for d in dims}
             total = self.emit.reshape(total, [size for d, size in enumerate(tools.shape(total)) if d not in summed])
@@ -72,10 +76,10 @@ class _Slices:
         return self.in_memory(total)
 
     def in_memory(self, piece: fx.Node) -> fx.Node:
-        """``piece``, computed once: Inductor would compute a cheap op anew for the op that waits, and reuse the memory
-        that is being sent."""
+        """``piece``, written to memory once. Otherwise Inductor would compute a cheap op again for the op that waits,
+        and reuse the memory that is being sent."""
         if piece.target is overlap.after.default or piece.target in matmuls.KINDS:
-            return piece  # (A matmul is never computed inside what reads it.)
+            return piece  # Inductor never computes a matmul inside its reader.
         return self.emit.call(overlap.after.default, piece, self.after or self.emit.chain)
 
     def _evaluate(self, node: fx.Node, cut: matmuls.Slicer, done: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -93,18 +97,18 @@ class _Slices:
             result = matmuls.emit(emit.graph, leaf, lhs, rhs, {role: cut}, bias_slice=bias)
             _annotate_new(emit, result)
             if self.after is not None:
-                # Without this Inductor may run all matmuls before the first send (or all sends last).
+                # Without this edge Inductor may run all matmuls before the first send, or all sends last.
                 result = emit.call(overlap.after.default, result, self.after)
         elif node in nodes.through:
             result = self._evaluate(nodes.through[node], cut, done)
         elif node in nodes.externals:
             result = self._external(node, cut) if nodes.region is None else self._placed(node, nodes.region, cut)
         elif nodes.region is not None and node in nodes.region.reduced:
-            source = self._evaluate(node.args[0], cut, done)  # type: ignore[arg-type]
+            source = self._evaluate(node.args[0], cut, done)
             kind = {name: value for name, value in node.kwargs.items() if name == "dtype"}
             result = emit.call(node.target, source, nodes.region.reduced[node], True, **kind)
         elif nodes.region is not None and node in nodes.region.joined:
-            parts = [self._evaluate(n, cut, done) for n in node.args[0]]  # type: ignore[union-attr, arg-type]
+            parts = [self._evaluate(n, cut, done) for n in node.args[0]]
             result = emit.call(aten.cat.default, parts, nodes.region.joined[node])
         else:
             result = emit.annotate(
@@ -119,7 +123,7 @@ class _Slices:
         return self.whole[operand]
 
     def _placed(self, node: fx.Node, region: Region, cut: matmuls.Slicer) -> fx.Node:
-        """What is read from elsewhere, over the matmuls' dims."""
+        """``node``, which the region reads and does not compute, over the matmuls' dims."""
         if not tools.shape(node):
             return node
         place = region.places[node]
@@ -130,7 +134,8 @@ class _Slices:
         shape = tools.shape(node)
         leaf = tools.shape(self.nodes.leaves[0].node)
         if not shape or tools.is_scalar_like(node):
-            # A tensor of one element and some rank takes part in type promotion, one of none does not.
+            # A tensor of one element takes part in type promotion if it has dims, and does not if it has none. So it
+            # keeps one dim.
             return self.emit.reshape(node, [1]) if len(shape) > 1 else node
         if self.nodes.layouts[node].same_elements(self.nodes.leaf_layout):
             return cut(self.emit.reshape(node, leaf), self.nodes.sharded.dim)
@@ -139,7 +144,7 @@ class _Slices:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What partial sums are added up in: integers stay exact as they are."""
+    """The dtype in which partial sums are added: at least fp32, or the integer dtype, which is exact."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
@@ -150,7 +155,7 @@ def _sum(emit: StepEmitter, own: fx.Node, received: fx.Node, reduce_op: str, dty
     def widen(x: fx.Node) -> fx.Node:
         return x if tools.dtype(x) == wide else emit.call(convert_dtype, x, wide)
 
-    # (A sum of integers would be int64.)
+    # Without a dtype, torch sums integers in int64.
     exact = {} if wide.is_floating_point else {"dtype": wide}
     total = emit.call(aten.add.Tensor, widen(own), emit.call(aten.sum.dim_IntList, widen(received), [0], **exact))
     if reduce_op == "avg":
@@ -159,7 +164,7 @@ def _sum(emit: StepEmitter, own: fx.Node, received: fx.Node, reduce_op: str, dty
 
 
 def rewrite_reduce_scatter(emit: StepEmitter, nodes: ReduceNodes, parts: int, route: str) -> fx.Node:
-    """The scattered result, in the shape of the collective's own."""
+    """Write the steps of a reduce-scatter. Returns the scattered result, in the collective's shape."""
     collective, sharded = nodes.collectives[0], nodes.sharded
     world_size, dtype = emit.world_size, tools.dtype(collective.input)
     slices = _Slices(emit, nodes)
@@ -178,6 +183,7 @@ def rewrite_reduce_scatter(emit: StepEmitter, nodes: ReduceNodes, parts: int, ro
         route,
         emit.group_name,
         emit.site,
+        *emit.transport,
     )
     arguments = (route, emit.group_name, emit.site)
     reduce_op = collective.reduce_op or "sum"
@@ -228,7 +234,8 @@ def _sum_parts(
     if lead or len(blocks) == 1:
         received = emit.reshape(buffer, [emit.world_size - 1, *tools.shape(own)])
         return _sum(emit, own, received, reduce_op, dtype)
-    # Sub-chunks arrive one after the other in each slot, but are interleaved in the slice: sum each, then join.
+    # In each slot the sub-chunks lie one after the other, but in the slice they are interleaved. So each is summed
+    # alone, and the sums are joined.
     dim = sharded.dim
     shape = tools.shape(own)
     split = emit.reshape(own, [*shape[:dim], sharded.outer, sharded.chunk, *shape[dim + 1 :]])
@@ -295,7 +302,8 @@ def _travel(
 
 
 def rewrite_all_reduce(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.Node:
-    """The reduced tensor, in the shape of the collective's own; bands of rows pipeline the two legs."""
+    """Write the steps of an all-reduce. Returns the reduced tensor, in the collective's shape. Bands of rows pipeline
+    the two legs."""
     collective, sharded = nodes.collectives[0], nodes.sharded
     world_size, dtype = emit.world_size, tools.dtype(collective.input)
     reduce_op = collective.reduce_op or "sum"
@@ -308,9 +316,11 @@ def rewrite_all_reduce(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.
     tail = ("owner", emit.group_name, emit.site)
     back = ("broadcast", emit.group_name, emit.site)
     partials = emit.communicate(
-        overlap.exchange_start.default, emit.chain, [world_size - 1, bounds[-1]], bounds, dtype, *tail
+        overlap.exchange_start.default, emit.chain, [world_size - 1, bounds[-1]], bounds, dtype, *tail, *emit.transport
     )
-    result = emit.communicate(overlap.exchange_start.default, emit.chain, list(shape), bounds, dtype, *back)
+    result = emit.communicate(
+        overlap.exchange_start.default, emit.chain, list(shape), bounds, dtype, *back, *emit.transport
+    )
     blocks = [Block(start, length, 0, 1) for start, length in cuts]
 
     def return_band(band: int, own: fx.Node, sent: list[fx.Node], newest: fx.Node) -> None:
@@ -358,18 +368,24 @@ def _reduce_left_over(
 
 
 def rewrite_gathered_output(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.Node:
-    """The gathered output of the matmul, in the collective's own layout."""
+    """Write the steps that gather the matmul's output. Returns the gathered tensor, in the collective's layout."""
     collective = nodes.collectives[0]
     dtype = tools.dtype(collective.input)
     slices = _Slices(emit, nodes)
-    rows, *widths = gathered_shape(nodes)
+    rows, *widths = nodes.padded_shape
     parts = part_count(rows, parts)
     cuts = pieces_of(rows, parts)
     inner = tools.numel(widths)
     bounds = [start * inner for start, _ in cuts] + [rows * inner]
     arguments = ("broadcast", emit.group_name, emit.site)
     buffer = emit.communicate(
-        overlap.exchange_start.default, emit.chain, tools.shape(collective.node), bounds, dtype, *arguments
+        overlap.exchange_start.default,
+        emit.chain,
+        tools.shape(collective.node),
+        bounds,
+        dtype,
+        *arguments,
+        *emit.transport,
     )
     for band, (start, length) in enumerate(cuts):
         piece = slices.rows(start, length)

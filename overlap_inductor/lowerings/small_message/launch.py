@@ -1,9 +1,10 @@
-"""Schedule ``small_message``: one kernel behind an ordinary matmul, launched on the current stream.
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``small_message`` launches one kernel behind an ordinary matmul, on the current stream.
 
-Each function is the host's part of a kernel, or of a matmul and the kernel. At a site's first call of a shape it checks
-what the kernel rests on and prepares it; after that it launches (matmul and kernel as one CUDA graph where a call comes
-again, ``runtime.replay``), waits for nothing and allocates its results alone, and the matmul's where it is no replay. A
-group that has been aborted launches nothing more.
+Each function is the host's part of the kernel, or of a matmul and the kernel. At a site's first call of a shape it
+checks the kernel's requirements and prepares it. After that it only launches, matmul and kernel as one CUDA graph if
+the call is replayed (``runtime.replay``). It never waits. It allocates its results, and the matmul's result if the call
+is not replayed. A group that was aborted launches nothing more.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat import blas
 from overlap_inductor.torch_compat.memory import rows_like
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+from overlap_inductor.transports.call_arguments import call_arguments
+
+VARYING = ("product", "out", "residual", "residual_out", "weight")
+"""The kernels' parameters that differ from launch to launch, in the order of ``_run``."""
 
 
 def all_reduce(
@@ -33,12 +38,16 @@ def all_reduce(
     average: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum (``average``: the mean) over ranks of ``product [M, N]``, fp16 or bf16, summed in fp32 and rounded once:
-    the same bits on all ranks. ``out``: the result's place.
+    """The sum over ranks of ``product [M, N]``, or the mean (``average``). It is summed in fp32 and rounded once, to
+    the same bits on all ranks.
+
+    Args:
+        product: fp16 or bf16, contiguous at 16 bytes.
+        out: tensor for the result, like ``product``.
 
     Raises:
-        UnsupportedError: a dtype, layout or slot that the kernel is not made for.
-        TransferError: a call of the group before this one gave up waiting, or was aborted.
+        UnsupportedError: the kernel does not support a dtype, size or layout, or the slot is too small.
+        TransferError: an earlier call of the group gave up waiting, or was aborted.
     """
     launch.faults.check()
     out = torch.empty_like(product) if out is None else out
@@ -54,7 +63,8 @@ def matmul_all_reduce(
     parameters: SmallParameters,
     average: bool = False,
 ) -> torch.Tensor:
-    """``all_reduce`` of ``lhs [M, K] @ rhs [K, N] + bias``."""
+    """``all_reduce`` of ``lhs [M, K] @ rhs [K, N] + bias``, fp16 or bf16. Returns ``[M, N]``. Raises as
+    ``all_reduce``."""
     launch.faults.check()
     out = rows_like(lhs, lhs.shape[0], rhs.shape[1], lhs.dtype)
 
@@ -74,12 +84,12 @@ def all_reduce_norm(
     parameters: SmallParameters,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(normed, residual_out)``, both ``[M, N]``: ``residual_out = residual + all_reduce(product)``, and its RMSNorm
-    times ``weight [N]``. ``out``: their places.
+    """``(normed, residual_out)``, both ``[M, N]``: ``residual_out = residual + all_reduce(product)``, and ``normed`` is
+    its RMSNorm times ``weight [N]``. ``out``: tensors for both.
 
-    Rounded as a model rounds that computes them op by op: the sum, what the residual makes of it, the normed row, its
-    product with ``weight``; all of them in the dtype of ``product``, the norm itself in fp32 (Zhang and Sennrich, Root
-    Mean Square Layer Normalization, 2019, section 3).
+    Each step is rounded to the dtype of ``product``, as in a model that computes op by op: the sum over ranks, the sum
+    with the residual, the normed row, and its product with ``weight``. The norm itself is computed in fp32 (Zhang and
+    Sennrich, Root Mean Square Layer Normalization, 2019, section 3).
 
     Raises:
         UnsupportedError, TransferError: as ``all_reduce``.
@@ -101,7 +111,7 @@ def matmul_all_reduce_norm(
     launch: Launch,
     parameters: SmallParameters,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``all_reduce_norm`` of ``lhs [M, K] @ rhs [K, N] + bias``."""
+    """``all_reduce_norm`` of ``lhs [M, K] @ rhs [K, N] + bias``, fp16 or bf16. Raises as ``all_reduce``."""
     launch.faults.check()
     normed, residual_out = (rows_like(lhs, lhs.shape[0], rhs.shape[1], lhs.dtype) for _ in range(2))
 
@@ -132,10 +142,10 @@ def _behind_matmul(
     constant: float,
     start: Callable[[torch.Tensor], None],
 ) -> None:
-    """The vendor's matmul, then ``start`` of its product, which also depends on ``constant`` and ``others``."""
-    # (Results lie in rows, of sizes that the operands have: where they begin is all that may change.)
+    """The vendor's matmul, then ``start`` of its product. ``start`` also depends on ``constant`` and ``others``."""
+    # (Results are contiguous, and the operands determine their sizes: only their addresses may change.)
     what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
-    # Of the tensors only a bias is ever copied, into the product, before it is added to.
+    # Only a bias is ever copied: into the product, before the matmul adds to it.
     copied = [] if bias is None else [bias]
     launched(
         launch,
@@ -186,22 +196,25 @@ def _prepare(
         raise UnsupportedError(reason)
     if world_size * segments > threads:
         raise UnsupportedError(
-            f"{segments} segments a row from {world_size} ranks are more flags than a block of {threads} threads waits"
-            " for; take wider segments"
+            f"{segments} segments of a row from {world_size} ranks are more flags than a block of {threads} threads can"
+            " wait for; use wider segments"
         )
-    nbytes, signals, protocol = needed(p, world_size, rows, columns, itemsize)
-    if nbytes > slot.nbytes or signals > slot.signals or protocol != slot.protocol:
-        raise UnsupportedError(
-            f"the call needs {nbytes} bytes and {signals} signals in {protocol}; its slot has {slot.nbytes} and"
-            f" {slot.signals}, and is used with {slot.protocol}"
-        )
-    # Halves of the slot, not of what this call needs: every call must find the same ones.
+    launch.check_room(*needed(p, world_size, rows, columns, itemsize))
+    # Halves of the slot, not of the bytes that this call needs: all calls must use the same halves.
     half = slot.nbytes // 256 * 128
-    fixed = (
-        slot.data.local[: 2 * half].view(product.dtype), slot.data.pointers, slot.flags.pointers, slot.flags.local,
-        slot.queues, slot.calls, launch.faults.stop, launch.patience_ns, launch.site, launch.rank,
-        rows, columns // 8, half // itemsize, slot.signals, 1.0 / world_size if average else 1.0, eps,
-        world_size, segments, p.segment, 1 << (columns - 1).bit_length(), norm,
-    )  # fmt: skip
+    kernel = two_shot if p.two_shot else one_shot
+    fixed = {
+        **call_arguments(kernel, launch),
+        "staging": slot.data.local[: 2 * half].view(product.dtype),
+        "rows": rows,
+        "eights": columns // 8,
+        "half": half // itemsize,
+        "scale": 1.0 / world_size if average else 1.0,
+        "eps": eps,
+        "SEGMENTS": segments,
+        "SEGMENT": p.segment,
+        "ROW": 1 << (columns - 1).bit_length(),
+        "NORM": norm,
+    }
     blocks = (-(-rows // world_size) + norm) * segments if p.two_shot else rows * segments
-    return PreparedKernel(two_shot if p.two_shot else one_shot, blocks, varying, fixed, num_warps=p.warps)
+    return PreparedKernel(kernel, blocks, dict(zip(VARYING, varying, strict=True)), fixed, num_warps=p.warps)

@@ -1,4 +1,5 @@
-"""The ops of schedule ``small_message``: a vendor matmul and one kernel that sums its results over the ranks, alone or
+# SPDX-License-Identifier: Apache-2.0
+"""The ops of schedule ``small_message``: a vendor matmul and one kernel that sums its result over the ranks, alone or
 with the residual add and RMSNorm behind it.
 
 Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``residual [M, N]``, ``weight [N]``; results ``[M,
@@ -30,10 +31,10 @@ from overlap_inductor.torch_compat.memory import token_like
 def _ready(
     lhs: torch.Tensor, rhs: torch.Tensor, settings: str, group: dist.ProcessGroup, site: str
 ) -> tuple[Launch, SmallParameters] | None:
-    """Where and how the site's kernel runs; ``None`` where it does not."""
+    """Where and how the site's kernel runs, or ``None`` if this call runs the plain collective."""
     rows, columns = lhs.shape[0], rhs.shape[1]
-    # (A slot may hold more than its site has asked for: what is too long for the kernel is refused by its size, not for
-    # want of room.)
+    # (A slot may be larger than its site asked for. So a call that is too large for the kernel is refused by its size,
+    # not because there is no room.)
     if rows == 0 or why_not(lhs.dtype, group.size(), rows, columns) is not None:
         return None
     sizes, place = (group.size(), rows, columns, lhs.element_size()), workspace_of(group, lhs.device)
@@ -86,8 +87,8 @@ def _matmul_all_reduce_fake(
     return lhs.new_empty(lhs.shape[0], rhs.shape[1]), chain.new_empty(1)
 
 
-# ``beyond``: the schedule, one op a site, that serves calls that are no small messages, with its settings; without one
-# they run the plain collective.
+# ``beyond``: the schedule whose op serves calls that are no small messages, with its settings. Without one they run the
+# plain collective.
 define(
     "small_message_matmul_all_reduce(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op,"
     " str group_name, str site, str beyond='', str beyond_settings='') -> (Tensor, Tensor)",

@@ -1,5 +1,6 @@
-"""What is planned of a small-message kernel before any GPU is touched: its parameters, what it is not made for, what
-workspace it needs. No Triton here."""
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``small_message`` before any GPU is touched: its parameters, its limits, and the workspace that a call
+needs. This module does not import Triton."""
 
 from __future__ import annotations
 
@@ -13,29 +14,29 @@ import torch
 from overlap_inductor.runtime.arena import HALVES
 
 LEG_BYTES = 650_000
-"""What a GPU sends to its peers in the time that a second leg takes, beyond its bytes: some 2 us (4 and 8 H200s,
+"""Bytes that a GPU sends to its peers in the fixed time of a second leg, some 2 us (4 and 8 H200s,
 bench/results/small_message.jsonl)."""
 LIMIT_BYTES = 8 << 20
-"""The largest all-reduce: beyond it the kernels that hide transfers under the matmul are better."""
+"""Bytes of the largest all-reduce. For larger ones, schedules that hide transfers behind the matmul are faster."""
 MOST_COLUMNS = 16384
-"""The longest row that a block normalises in its registers."""
+"""Elements of the longest row that a block normalises in its registers."""
 SHORT_ROW = 8192
-"""The longest row that a block of four warps does."""
+"""Elements of the longest row for blocks of four warps."""
 MOST_RANKS = 16
 BLOCKS = 128
-"""Blocks to cut a call into, where segments do not become too narrow: about one an SM."""
+"""Blocks that a call is cut into, unless segments become too narrow: about one for each SM."""
 
 
 @dataclass(frozen=True, eq=False)
 class SmallParameters:
-    """What may be tuned. (Compared by identity: ``parameters_of`` makes one for each size, and it is part of a key that
-    is looked up at every call.)
+    """The tunable parameters. (Compared by identity: ``parameters_of`` makes one object for each size, and it is part
+    of a key that is looked up at every call.)
 
     Attributes:
-        two_shot: rows are summed by their owners and sent again, instead of by everybody.
+        two_shot: each row is summed by its owner, who sends the sum. Otherwise every rank sums every row.
         segment: columns that a block sends, a power of two.
-        warps: of a block.
-        replays: a call that comes again, its matmul too, is one launch of a CUDA graph (``runtime.replay``).
+        warps: warps of a block.
+        replays: repeated calls, matmul included, are one launch of a CUDA graph (``runtime.replay``).
     """
 
     two_shot: bool
@@ -45,17 +46,17 @@ class SmallParameters:
 
 
 def settings_for(world_size: int, rows: int, columns: int, itemsize: int) -> dict[str, Any]:
-    """The parameters for ``rows`` of ``columns`` elements.
+    """The parameters for ``rows`` rows of ``columns`` elements of ``itemsize`` bytes.
 
-    One-shot sends ``bytes * (W - 1)`` from each GPU, two-shot ``2 * bytes * (W - 1) / W``: a second leg pays where the
-    difference takes longer.
+    One-shot sends ``bytes * (W - 1)`` from each GPU, two-shot ``2 * bytes * (W - 1) / W``. A second leg pays if sending
+    the difference takes longer than its fixed time.
     """
     two_shot = rows * columns * itemsize * (world_size - 1) * (world_size - 2) > world_size * LEG_BYTES
     width = max(_power_of_two(columns), 256)
-    # A block of two-shot holds a segment for each peer: with many, narrower ones and smaller blocks are sooner done (8
-    # H200s: 2 us; with 4 GPUs 1 us later).
+    # A block of two-shot holds a segment for each peer. With many peers, narrower segments and smaller blocks end
+    # sooner (8 H200s: by 2 us; with 4 GPUs they end 1 us later).
     small_blocks = two_shot and world_size > 4 and columns <= SHORT_ROW
-    # A thread stores 16 bytes: fewer columns than this leave some without.
+    # A thread stores 16 bytes: with fewer columns than this some threads would have none.
     narrowest = 32 * (4 if small_blocks else 8) * 16 // itemsize
     units = -(-rows // world_size) if two_shot else max(rows, 1)
     segment = width
@@ -66,14 +67,14 @@ def settings_for(world_size: int, rows: int, columns: int, itemsize: int) -> dic
 
 @functools.cache
 def parameters_of(settings: str, world_size: int, rows: int, columns: int, itemsize: int) -> SmallParameters:
-    """The parameters of a call of a site with a plan's ``settings``: JSON text of those that are fixed, ``{}`` where
-    each call's rows decide."""
+    """The parameters of a call. ``settings`` of the plan: JSON text of those that are fixed; the call's size decides
+    the others."""
     return SmallParameters(**{**settings_for(world_size, rows, columns, itemsize), **json.loads(settings)})
 
 
 def needed_up_to(settings: str, world_size: int, rows: int, columns: int, itemsize: int) -> tuple[int, int, str]:
-    """``needed`` of a site with calls of 1 to ``rows`` rows (one-shot of fewer rows may need more than two-shot of
-    more)."""
+    """``needed`` for a site with calls of 1 to ``rows`` rows. (One-shot of fewer rows may need more than two-shot of
+    more rows.)"""
     sizes = columns, itemsize
     needs = [needed(parameters_of(settings, world_size, m, *sizes), world_size, m, *sizes) for m in range(1, rows + 1)]
     return max(n[0] for n in needs), max(n[1] for n in needs), HALVES
@@ -95,7 +96,7 @@ def needed(
 
 
 def why_not(dtype: torch.dtype, world_size: int, rows: int, columns: int) -> str | None:
-    """What a small-message kernel is not made for: the all-reduce of ``[rows, columns]`` over ``world_size`` ranks."""
+    """Why the kernel does not support the all-reduce of ``[rows, columns]`` over ``world_size`` ranks, or ``None``."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"a small-message kernel sums fp16 or bf16, not {dtype}"
     if columns % 8 or not 0 < columns <= MOST_COLUMNS:

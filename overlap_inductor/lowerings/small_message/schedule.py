@@ -1,5 +1,6 @@
-"""Schedule ``small_message`` for a site: all-reduces of few tokens, with the residual add and RMSNorm that follow where
-the token count is known."""
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``small_message`` for a site: an all-reduce of few tokens. If the token count is known, it includes the
+residual add and RMSNorm that follow."""
 
 from __future__ import annotations
 
@@ -9,27 +10,38 @@ from collections.abc import Sequence
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import fx
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts.decision import PlanPiece
-from overlap_inductor.lowerings.one_op import rows as looping
+from overlap_inductor.lowerings.one_op.form import form_of
+from overlap_inductor.lowerings.one_op.form import loopable
+from overlap_inductor.lowerings.one_op.reduce_rows import rewrite_reduce
+from overlap_inductor.lowerings.one_op.reduce_rows import summed
+from overlap_inductor.lowerings.one_op.rows import bias_row
+from overlap_inductor.lowerings.one_op.rows import overlap
+from overlap_inductor.lowerings.schedule import ExchangeTerms
+from overlap_inductor.lowerings.schedule import OpCall
 from overlap_inductor.lowerings.schedule import Replaced
+from overlap_inductor.lowerings.schedule import SingleOp
 from overlap_inductor.lowerings.small_message import cost
 from overlap_inductor.lowerings.small_message import parameters as small_plan
 from overlap_inductor.runtime.arena import Request
 from overlap_inductor.sites import collectives
 from overlap_inductor.sites import graph_tools as tools
-from overlap_inductor.sites.nodes import GatherNodes
+from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.sites.nodes import OverlapSite
+from overlap_inductor.sites.nodes import nodes_of
 from overlap_inductor.sites.norm_epilogue import NormEpilogue
 from overlap_inductor.sites.norm_epilogue import find_norm
+from overlap_inductor.sites.reduce_nodes import ReduceNodes
 from overlap_inductor.sites.sizes import hint
 from overlap_inductor.sites.sizes import machine_of
 from overlap_inductor.sites.sizes import sizes_at
-from overlap_inductor.sites.sizes import tokens
 from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.transports import sm_push
 
 SETTINGS = "{}"
 """Each call's rows decide how its kernel runs."""
@@ -41,23 +53,39 @@ class SmallMessageSchedule:
     plain collective, or another schedule's op (``beyond``: its name and settings)."""
 
     name = "small_message"
-    transports = ("sm_push",)
+    transports = (sm_push.NAME,)
+    patterns = ("matmul_all_reduce",)
+    noun = "small-message kernel"
     called = "as a small message"
     ops = ("overlap_inductor.lowerings.small_message.ops",)
     called_by_others = False
+    parameters = small_plan.SmallParameters
+
+    @property
+    def single_op(self) -> SingleOp:
+        return self
+
+    def why_no_call(self, call: OpCall, transport: str, device: torch.device) -> str | None:
+        reason = small_plan.why_not(call.dtype, len(call.ranks), call.tokens, call.columns)
+        return reason or symmetric.why_no_symmetric_memory(call.ranks, device)
+
+    def settings_of(self, call: OpCall, transport: str) -> dict[str, Any]:
+        return {}
+
+    def request_of(self, call: OpCall, settings: str, site: str) -> Request:
+        sizes = call.tokens, call.columns, call.dtype.itemsize
+        return Request(site, *small_plan.needed_up_to(settings, len(call.ranks), *sizes))
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
         facts = site.facts
-        if facts.pattern != "matmul_all_reduce":
-            return f"no small-message kernel computes {facts.pattern}"
-        if (between := looping.computed_between(site)) is not None:
+        if (between := form_of(site).computed_between(site)) is not None:
             return (
                 f"{between.name} ({between.target}) stands between its matmuls and the collective; a small-message"
                 " kernel computes nothing there"
             )
-        if not looping.loopable(site) or len(site.matmuls) > 1:
+        if not loopable(site) or len(site.matmuls) > 1:
             return "its rows do not lie in the ranks' order, or it is no single plain matmul with a bias of one row"
-        rows, columns, like = tokens(site), *_columns(site)
+        rows, columns, like = site.nodes.tokens, *_columns(site)
         if not isinstance(columns, int):
             return f"rows of {columns} elements are only known when it runs"
         reason = small_plan.why_not(
@@ -70,10 +98,11 @@ class SmallMessageSchedule:
             "settings": SETTINGS if config.replay == "on" else ONE_BY_ONE,
             "norm": _norm(site) is not None,
         }
-        if isinstance(tokens(site), int):
-            return [PlanPiece(self.name, "sm_push", (0, None), parameters)]
+        if isinstance(site.nodes.tokens, int):
+            return [PlanPiece(self.name, sm_push.NAME, (0, None), parameters, overlaps=False)]
         most = _most_rows(site)
-        return [PlanPiece(self.name, "sm_push", (0, most), parameters), PlanPiece("keep", None, (most + 1, None))]
+        small = PlanPiece(self.name, sm_push.NAME, (0, most), parameters, overlaps=False)
+        return [small, PlanPiece("keep", None, (most + 1, None))]
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
         return cost.seconds(sizes_at(site), machine_of(site))
@@ -81,18 +110,18 @@ class SmallMessageSchedule:
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         most = _most_rows(site)
         # (What pays for the most rows pays for fewer: the plain collective's fixed cost is the larger one.)
-        scale = 1.0 if isinstance(tokens(site), int) else most / max(hint(tokens(site)), 1)
+        scale = 1.0 if isinstance(site.nodes.tokens, int) else most / max(hint(site.nodes.tokens), 1)
         return self.forced(site, config) if cost.pays(sizes_at(site, scale), machine_of(site)) else None
 
     def joined(self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]) -> list[PlanPiece]:
         """Small messages serve few tokens, whatever the example has; what serves many is beside them."""
         return _joined(own[0], others[0]) if others else own
 
-    def fit(self, sites: list[OverlapSite], config: OverlapConfig) -> None:
+    def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
         """Its calls are one node each."""
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request:
-        rows, (columns, like) = tokens(site), _columns(site)
+        rows, (columns, like) = site.nodes.tokens, _columns(site)
         rows = rows if isinstance(rows, int) else _most_rows(site)
         return Request(
             site.facts.id,
@@ -105,19 +134,21 @@ class SmallMessageSchedule:
             ),
         )
 
-    def anchor(self, site: OverlapSite) -> fx.Node | None:
-        assert site.decision is not None
+    def anchor(self, site: DecidedSite) -> fx.Node | None:
         norm = _norm(site) if site.decision.moving.parameters["norm"] else None
         return None if norm is None else norm.residual_out
 
+    def exchange(self, site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
+        return ExchangeTerms(piece.parameters, site.nodes.cut(), True)
+
     def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
-        assert not isinstance(site.nodes, GatherNodes)
+        nodes = nodes_of(site, ReduceNodes)
         where = (parameters["settings"], emit.group_name, emit.site)
         norm = _norm(site) if parameters["norm"] else None
         if norm is None:
 
             def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: list[fx.Node | None], reduce_op: str) -> fx.Node:
-                op = looping.overlap.small_message_matmul_all_reduce.default
+                op = overlap.small_message_matmul_all_reduce.default
                 return emit.communicate(
                     op,
                     emit.chain,
@@ -130,13 +161,13 @@ class SmallMessageSchedule:
                     *parameters.get("beyond", ()),
                 )
 
-            return looping.rewrite_reduce(emit, site.nodes, reduce, looping.summed(site.nodes))
-        matmul = site.nodes.leaves[0]
+            return rewrite_reduce(emit, nodes, reduce, summed(nodes))
+        matmul = nodes.leaves[0]
         rows, columns = tools.shape(matmul.node)
-        (bias,) = looping.summed(site.nodes)
-        bias = bias if bias is None else looping.bias_row(emit, bias)
+        (bias,) = summed(nodes)
+        bias = bias if bias is None else bias_row(emit, bias)
         residual, weight = emit.reshape(norm.residual, [rows, columns]), emit.reshape(norm.weight, [columns])
-        op = looping.overlap.small_message_matmul_all_reduce_norm.default
+        op = overlap.small_message_matmul_all_reduce_norm.default
         out = emit.communicate(op, emit.chain, matmul.lhs, matmul.rhs, bias, residual, weight, norm.eps, *where)
         normed, residual_out, chain = (emit.call(getitem, out, i) for i in range(3))
         return chain, {
@@ -176,13 +207,8 @@ def _most_rows(site: OverlapSite) -> int:
 def _norm(site: OverlapSite) -> NormEpilogue | None:
     """The norm that the kernel computes too. Not with a dynamic token count, where calls that are no small messages
     would compute it op by op."""
-    nodes = site.nodes
-    if (
-        isinstance(nodes, GatherNodes)
-        or len(nodes.collectives) > 1
-        or nodes.collectives[0].reduce_op != "sum"
-        or not isinstance(tokens(site), int)
-    ):
+    nodes = nodes_of(site, ReduceNodes)
+    if len(nodes.collectives) > 1 or nodes.collectives[0].reduce_op != "sum" or not isinstance(site.nodes.tokens, int):
         return None
     norm = find_norm(nodes.result)
     # (Another all-reduce, whose site may take the norm as well.)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Estimates of schedule ``wave_groups``: measured on 2 H200s without peer access
 (bench/results/operators_without_peers.jsonl)."""
 
@@ -21,7 +22,7 @@ class WaveCost:
     Attributes:
         efficiency: rate of matmul and collective beside each other, relative to each alone.
         groups: groups that a call is cut into.
-        ranks: largest group in which this was measured; 0: none.
+        ranks: largest measured group; 0: none was measured.
     """
 
     efficiency: float = 0.85
@@ -30,7 +31,7 @@ class WaveCost:
 
 
 COSTS = {WITHOUT_PEERS: WaveCost(efficiency=0.95, ranks=2)}
-"""By the machine's name."""
+"""By the machine's name. Others have the defaults of ``WaveCost``."""
 
 
 def cost_on(machine: Machine) -> WaveCost:
@@ -38,8 +39,8 @@ def cost_on(machine: Machine) -> WaveCost:
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of a matmul with a collective for each group of its waves: the matmul has fewer SMs, the last group's
-    collective is in sight."""
+    """Seconds of a matmul with a collective for each group of its waves. The matmul has fewer SMs, and the last group's
+    collective is exposed."""
     cost = cost_on(machine)
     matmul = matmul_seconds(sizes, machine) / cost.efficiency
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes / cost.efficiency
@@ -48,8 +49,8 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether groups of waves are estimated to be at least 5 % faster than ``keep``: 25 % in groups larger than those
-    that were measured, and where none were."""
+    """Whether groups of waves are estimated to be at least 5 % faster than ``keep`` (25 % in groups larger than those
+    measured)."""
     if sizes.tiles < machine.least_tiles:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)

@@ -1,12 +1,16 @@
-"""Schedule ``wave_groups``: a matmul on the current stream, and beside it a collective for each group of its waves
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``wave_groups`` runs a matmul on the current stream, and beside it a collective for each group of its waves
 (FlashOverlap, arXiv 2504.19519).
 
-A site's first call plans it, on all ranks of the group together: the collective's curve is measured (once a group), the
-matmul is timed with each number of SMs left free, the predictor partitions its bands for each, and the fastest of these
-calls is kept. What is measured is the group's first rank's everywhere, and sites whose matmuls are alike on that rank
-share a plan. Other ranks' inner size and bias may differ from it: a partition cuts rows, which all have. That call also
-loads every kernel, before any of them waits: loading a module waits for the device. (A kernel for another inner size or
-bias is loaded by the matmul of the call that brings it, before anything of that call waits.)
+A site's first call plans it, on all ranks of the group together. The collective's curve is measured once for each
+group. The matmul is timed with each number of SMs left free, the predictor partitions its bands for each of them, and
+the fastest of these calls is kept. All ranks use the measurements of the group's first rank, and sites whose matmuls
+are alike on that rank share a plan. The inner size and the bias may differ on other ranks: a partition cuts rows, of
+which all ranks have the same.
+
+The first call also loads every kernel before any of them waits, because loading a module waits for the device. (A
+kernel for another inner size or bias is loaded by the matmul of the call that first needs it, before anything of that
+call waits.)
 """
 
 from __future__ import annotations
@@ -39,24 +43,33 @@ from overlap_inductor.lowerings.wave_groups.parameters import best_partition
 from overlap_inductor.lowerings.wave_groups.parameters import check_partition
 from overlap_inductor.lowerings.wave_groups.parameters import predicted
 from overlap_inductor.runtime.call_order import call_order
+from overlap_inductor.runtime.group_state import Kind
+from overlap_inductor.runtime.group_state import Owner
 from overlap_inductor.runtime.workspace import GroupWorkspace
 from overlap_inductor.runtime.workspace import workspace_of
 from overlap_inductor.torch_compat import symmetric
-from overlap_inductor.torch_compat.distributed import is_alive
-from overlap_inductor.transports import nccl
+from overlap_inductor.transports import collective_times
+from overlap_inductor.transports.registry import transport_named
+from overlap_inductor.transports.transport import WholeCollectives
 
 TABLE_WORDS = 32
-"""int32 words of one partition in the GPU's memory: ``MAX_GROUPS + 1`` and what keeps them at 128 bytes."""
+"""int32 words of one partition in the GPU's memory: ``MAX_GROUPS + 1``, padded to 128 bytes."""
 TABLES = 4096
-"""Partitions that a group has room for."""
+"""Most partitions of a group."""
 POISONED_AT_ONCE = 256
-"""Elements that the waiting kernel's warp overwrites at once where the group has been aborted: 16 bytes a thread."""
+"""Elements that the waiting kernel's warp overwrites at once if the group was aborted: 16 bytes for each thread."""
 
 
 @dataclass(frozen=True)
 class WavePlan:
-    """How a call runs: SMs left free, first band of each group and the number of bands, the same on the device, and the
-    seconds predicted (``None`` where the partition was given)."""
+    """How a call runs.
+
+    Attributes:
+        free: SMs left to the collectives.
+        partition: first band of each group, then the number of bands.
+        table: the same as int32 on the device.
+        seconds: what the predictor expects; ``None`` if the partition was given.
+    """
 
     free: int
     partition: tuple[int, ...]
@@ -69,12 +82,14 @@ class GroupWaves:
     """What the calls of one group share on one device.
 
     Attributes:
+        place: the group's workspace.
         queue, counters: see ``kernels.wave_groups``; zero between calls.
         tables: int32 ``[TABLES, TABLE_WORDS]`` on the device; the first ``used`` are taken.
-        curves: of the all-reduce (``False``) and the reduce-scatter (``True``).
-        chosen: by what the group's first rank multiplies; first_ranks: that key, by what all ranks know of a site. Both
-            have the same keys on all ranks, so that all of them decide together, or none does.
-        plans: by what this rank multiplies at a site.
+        curves: of each transport's all-reduce (``False``) and reduce-scatter (``True``).
+        chosen: the plan, by the sizes that the group's first rank multiplies.
+        first_ranks: the key of ``chosen``, by what all ranks know of a site. ``chosen`` and ``first_ranks`` have the
+            same keys on all ranks, so all ranks decide together, or none does.
+        plans: the plan, by the sizes that this rank multiplies at a site.
     """
 
     place: GroupWorkspace
@@ -82,7 +97,7 @@ class GroupWaves:
     counters: torch.Tensor
     tables: torch.Tensor
     used: int = 0
-    curves: dict[bool, Curve] = field(default_factory=dict)
+    curves: dict[tuple[str, bool], Curve] = field(default_factory=dict)
     chosen: dict[Hashable, WavePlan] = field(default_factory=dict)
     first_ranks: dict[Hashable, Hashable] = field(default_factory=dict)
     plans: dict[Hashable, WavePlan] = field(default_factory=dict)
@@ -98,34 +113,36 @@ class GroupWaves:
         self.used += 1
         return row
 
-    def curve(self, scatters: bool, like: torch.Tensor) -> Curve:
-        """The measured curve of a collective of the group, measured now where it has not been."""
-        if scatters not in self.curves:
-            self.curves[scatters] = Curve(nccl.measured_curve(scatters, like, self.place.group))
-        return self.curves[scatters]
-
-
-_WAVES: dict[tuple[str, torch.device], GroupWaves] = {}
+    def curve(self, transport: WholeCollectives, scatters: bool, like: torch.Tensor) -> Curve:
+        """The curve of a collective of the group, measured at the first call."""
+        key = transport.name, scatters
+        if key not in self.curves:
+            self.curves[key] = Curve(collective_times.measured_curve(transport, scatters, like, self.place.group))
+        return self.curves[key]
 
 
 def waves_of(group: dist.ProcessGroup, device: torch.device) -> GroupWaves:
-    """What ``group`` shares on ``device``, made on first use. Those of groups that are no more are dropped then.
+    """What ``group`` shares on ``device``, made on first use by all ranks of the group together.
 
     Raises:
-        OverlapError: it would have to be made while a CUDA graph is captured.
+        OverlapError: it would have to be made while a CUDA graph is captured, or the group was destroyed.
     """
-    place, key = workspace_of(group, device), (group.group_name, device)
-    known = _WAVES.get(key)
-    if known is None or known.place is not place:
-        _not_in_a_capture(f"group {group.group_name!r}")
-        for other in [k for k, w in _WAVES.items() if not is_alive(w.place.group)]:
-            del _WAVES[other]
-        words = symmetric.lasting(
-            torch.zeros(FLAG_WORDS * (1 + MAX_GROUPS) + TABLES * TABLE_WORDS, dtype=torch.int32), device
-        )
-        queue, counters, tables = words.split([FLAG_WORDS, FLAG_WORDS * MAX_GROUPS, TABLES * TABLE_WORDS])
-        known = _WAVES[key] = GroupWaves(place, queue, counters, tables.view(TABLES, TABLE_WORDS))
-    return known
+    return _WAVES.of(group, device)
+
+
+def _made(owner: Owner) -> GroupWaves:
+    group, device = owner.group, owner.device
+    assert device is not None
+    place = workspace_of(group, device)
+    _not_in_a_capture(f"group {group.group_name!r}")
+    words = symmetric.lasting(
+        torch.zeros(FLAG_WORDS * (1 + MAX_GROUPS) + TABLES * TABLE_WORDS, dtype=torch.int32), device
+    )
+    queue, counters, tables = words.split([FLAG_WORDS, FLAG_WORDS * MAX_GROUPS, TABLES * TABLE_WORDS])
+    return GroupWaves(place, queue, counters, tables.view(TABLES, TABLE_WORDS))
+
+
+_WAVES = Kind("counters of wave groups", _made)
 
 
 def _not_in_a_capture(what: str) -> None:
@@ -154,6 +171,10 @@ class Call:
         return self.waves.place.group
 
     @property
+    def transport(self) -> WholeCollectives:
+        return transport_named(WholeCollectives, self.parameters.transport)
+
+    @property
     def shards(self) -> int:
         return self.group.size() if self.scatters else 1
 
@@ -175,42 +196,70 @@ class Call:
         return max(1, min(self.parameters.blocks - free, self.bands * self.tiles))
 
     def multiply(self, free: int, table: torch.Tensor, groups: int) -> torch.Tensor:
-        """Launch the matmul on the current stream; its rows lie by groups."""
+        """Launch the matmul on the current stream. Returns ``[M, N]``, its rows ordered by groups."""
         p = self.parameters
         inner, columns = self.b.shape
         c = torch.empty(self.a.shape[0], columns, dtype=self.a.dtype, device=self.a.device)
         right, transposed = right_descriptor(self.b, p.block_n, p.block_k)
         matmul_in_groups[(self.blocks(free),)](
-            TensorDescriptor.from_tensor(self.a, [p.block_m, p.block_k]),
-            right,
-            TensorDescriptor.from_tensor(c, [p.block_m, p.block_n // 2 if p.halves else p.block_n]),
-            c, c if self.bias is None else self.bias, table, self.waves.counters, self.waves.queue,
-            self.rows, columns, inner, self.shards, groups, 1.0 / self.group.size() if self.average else 1.0,
-            p.block_m, p.block_n, p.block_k, p.group_m, TILES_A_BATCH,
-            32 * p.warps, p.halves, transposed, self.bias is not None,
-            num_warps=p.warps, num_stages=p.stages,
-        )  # fmt: skip
+            a_desc=TensorDescriptor.from_tensor(self.a, [p.block_m, p.block_k]),
+            b_desc=right,
+            c_desc=TensorDescriptor.from_tensor(c, [p.block_m, p.block_n // 2 if p.halves else p.block_n]),
+            c=c,
+            bias=c if self.bias is None else self.bias,
+            partition=table,
+            counters=self.waves.counters,
+            queue=self.waves.queue,
+            rows=self.rows,
+            columns=columns,
+            inner=inner,
+            shards=self.shards,
+            groups=groups,
+            scale=1.0 / self.group.size() if self.average else 1.0,
+            BLOCK_M=p.block_m,
+            BLOCK_N=p.block_n,
+            BLOCK_K=p.block_k,
+            GROUP_M=p.group_m,
+            BATCH=TILES_A_BATCH,
+            THREADS=32 * p.warps,
+            HALVES=p.halves,
+            TRANSPOSED=transposed,
+            BIAS=self.bias is not None,
+            num_warps=p.warps,
+            num_stages=p.stages,
+        )
         return c
 
     def wait(self, c: torch.Tensor, group: int, first: int, end: int) -> None:
-        """Launch the kernel that waits for a group of bands ``first`` to ``end - 1`` of ``c``."""
+        """Launch the kernel that waits for group ``group``, bands ``first`` to ``end - 1`` of ``c``."""
         place, block_m = self.waves.place, self.parameters.block_m
         number, rank = place.faults.number(self.site), self.group.rank()
         top, bottom = (min(band * block_m, self.rows) * self.shards * c.shape[1] for band in (first, end))
         wait_for_group[(1,)](
-            self.waves.counters, c, place.faults.stop, place.patience_ns,
-            group, (end - first) * self.tiles, number, rank, top, bottom - top, POISONED_AT_ONCE, num_warps=1,
-        )  # fmt: skip
+            counters=self.waves.counters,
+            c=c,
+            stop=place.faults.stop,
+            patience=place.patience_ns,
+            group=group,
+            tiles=(end - first) * self.tiles,
+            site=number,
+            rank=rank,
+            first=top,
+            elements=bottom - top,
+            BLOCK=POISONED_AT_ONCE,
+            num_warps=1,
+        )
 
     def alone(self, free: int, table: torch.Tensor) -> None:
-        """The matmul as one group, without a collective."""
+        """Run the matmul as one group, without a collective."""
         self.wait(self.multiply(free, table, 1), 0, 0, self.bands)
 
     def run(self, plan: WavePlan) -> torch.Tensor:
-        """The call as planned. Returns ``[M / world_size, N]``, or ``[M, N]`` where it is an all-reduce."""
+        """Run the call as planned. Returns ``[M / world_size, N]``, or ``[M, N]`` for an all-reduce."""
         device, block_m, captured = self.a.device, self.parameters.block_m, symmetric.capturing()
+        transport = self.transport
         try:
-            with nccl.forked(device) as side:
+            with transport.forked(device) as side:
                 c = self.multiply(plan.free, plan.table, len(plan.partition) - 1)
                 result = c.new_empty(self.rows, c.shape[1]) if self.scatters else c
                 with side:
@@ -218,9 +267,9 @@ class Call:
                         self.wait(c, group, first, end)
                         top, bottom = first * block_m, min(end * block_m, self.rows)
                         piece = c[top * self.shards : bottom * self.shards]
-                        nccl.reduce_rows(result[top:bottom] if self.scatters else piece, piece, self.group)
+                        transport.reduce_rows(result[top:bottom] if self.scatters else piece, piece, self.group)
         except BaseException:
-            # Counters that nobody has waited for would let a later call's collective start too early. (In a capture
+            # Counters that no kernel waited for would let a later call's collective start too early. (In a capture
             # nothing has run.)
             if not captured:
                 self.waves.place.faults.abort()
@@ -238,18 +287,18 @@ class Call:
         own = (self.b.shape[0], *self.b.stride(), self.bias is None)
         known = self.waves.plans.get((agreed, own))
         if known is None:
-            # (Where all ranks have decided, too: a kernel for another inner size or bias is still to be loaded.)
+            # (Also if all ranks have decided: a kernel for another inner size or bias is still to be loaded.)
             _not_in_a_capture(f"site {self.site}")
             known = self.waves.plans[agreed, own] = self._agreed_plan(agreed, own)
         return known
 
     def _agreed_plan(self, agreed: tuple[Hashable, ...], own: tuple[int, ...]) -> WavePlan:
-        """The plan of all ranks for a call of which they know ``agreed`` alike; ``own`` is this rank's alone."""
+        """The plan of all ranks for a call. All ranks know ``agreed`` alike; ``own`` is this rank's alone."""
         waves = self.waves
         known = waves.first_ranks.get(agreed)
         if known is None:
-            first = nccl.of_first_rank([float(number) for number in own], self.group, self.a.device)
-            # (Without the site: what was measured at one serves all that are alike.)
+            first = collective_times.of_first_rank([float(number) for number in own], self.group, self.a.device)
+            # (Without the site: a measurement at one site serves all that are alike.)
             known = (*agreed[1:], *first)
             if known not in waves.chosen:
                 waves.chosen[known] = self._choose()
@@ -268,7 +317,7 @@ class Call:
         for f, matmul in zip(free, seconds):
             partition, expected = p.partition, None
             if partition is None:
-                waves, curve = self.as_waves(f, matmul), self.waves.curve(self.scatters, self.a)
+                waves, curve = self.as_waves(f, matmul), self.waves.curve(self.transport, self.scatters, self.a)
                 partition = best_partition(waves, curve)
                 expected = predicted(partition, waves, curve)
             plans.append(WavePlan(f, partition, self.waves.table(partition), expected))
@@ -280,7 +329,8 @@ class Call:
 
         All ranks do this together.
         """
-        return nccl.of_first_rank(nccl.seconds_of(calls, self.a.device), self.group, self.a.device)
+        seconds = collective_times.seconds_of(calls, self.a.device)
+        return collective_times.of_first_rank(seconds, self.group, self.a.device)
 
     def as_waves(self, free: int, matmul_seconds: float) -> Waves:
         """The call as the predictor sees it, whose matmul takes ``matmul_seconds`` with ``free`` SMs left free."""
@@ -302,11 +352,11 @@ def matmul_reduce_scatter(
     average: bool = False,
 ) -> torch.Tensor:
     """``reduce_scatter(a @ b + bias)`` of rows: ``a [world_size * rows, K]``, ``b [K, N]``, ``bias [N]``, fp16 or bf16.
-    Returns ``[rows, N]``.
+    Returns ``[rows, N]``. ``average``: divide the sum by the number of ranks.
 
     Raises:
-        UnsupportedError: a dtype, size or layout that the kernel is not made for.
-        TransferError: a call of the group before this one gave up waiting, or was aborted.
+        UnsupportedError: the kernel does not support a dtype, size or layout.
+        TransferError: an earlier call of the group gave up waiting, or was aborted.
         OverlapError: see ``Call.plan``.
     """
     return _checked(a, b, group, parameters, site, bias, average, True)
@@ -321,7 +371,8 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     average: bool = False,
 ) -> torch.Tensor:
-    """``all_reduce(a @ b + bias)`` with any number of rows: as ``matmul_reduce_scatter``, returns ``[M, N]``."""
+    """``all_reduce(a @ b + bias)`` with any number of rows. Otherwise as ``matmul_reduce_scatter``; returns ``[M,
+    N]``."""
     return _checked(a, b, group, parameters, site, bias, average, False)
 
 
@@ -337,8 +388,8 @@ def _checked(
 ) -> torch.Tensor:
     check_operands(a, b, bias)
     if scatters and a.shape[0] % group.size():
-        raise UnsupportedError(f"{a.shape[0]} rows do not fall into {group.size()} equal shards")
-    # (Of two threads one makes what the group shares, and plans a site, as on every rank.)
+        raise UnsupportedError(f"{a.shape[0]} rows cannot be cut into {group.size()} equal shards")
+    # (One thread at a time, on every rank: it makes what the group shares, and plans a site.)
     with call_order(a.device):
         waves = waves_of(group, a.device)
         waves.place.faults.check()

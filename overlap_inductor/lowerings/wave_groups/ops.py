@@ -1,8 +1,10 @@
-"""The ops of schedule ``wave_groups``: one functional op a site, one matmul and a few ordinary collectives an op.
+# SPDX-License-Identifier: Apache-2.0
+"""The ops of schedule ``wave_groups``: one functional op for each site runs one matmul and a few ordinary collectives.
 
-Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``bias [N]``; the result is ``[M, N]``, or ``[M / W,
-N]`` of a reduce-scatter. The chain's next token comes last. ``settings`` is JSON text of ``WaveParameters`` without
-``blocks``. A site without rows runs the plain matmul and collective, on every rank, since rows are the same on all.
+Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``bias [N]``, fp16 or bf16. The result is
+``[M, N]``, or ``[M / W, N]`` for a reduce-scatter. The chain's next token comes last. ``settings`` is JSON text of
+``WaveParameters`` without ``blocks``. A call without rows runs the plain matmul and collective, on every rank, since
+all ranks have the same rows.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from overlap_inductor.torch_compat.memory import token_like
 
 
 def _define(pattern: str, keeps_rows: bool) -> None:
-    """Op ``wave_groups_<pattern>``: ``(result, token)``. The plain computation and the launch have the pattern's name
-    in ``reference`` and in ``wave_groups``."""
+    """Define op ``wave_groups_<pattern>``: ``(result, token)``. The functions of ``reference`` and of
+    ``wave_groups.launch`` that it calls have the pattern's name."""
 
     def implementation(
         chain: torch.Tensor,

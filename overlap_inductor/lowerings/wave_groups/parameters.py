@@ -1,17 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedule ``wave_groups`` before any GPU is touched: its parameters, and which waves of a matmul share a collective.
-No Triton here.
+This module does not import Triton.
 
-A matmul's tiles finish in waves, in bands of rows; a *group* is some neighbouring bands, and has one collective of its
+A matmul's tiles finish in waves, in bands of rows. A *group* is a run of neighbouring bands with one collective of its
 own. The predictor is FlashOverlap's (arXiv 2504.19519, algorithm 1): a group's collective starts when its tiles are
-stored and the collective before it has ended, and takes what a measured curve says of its bytes. ::
+stored and the collective before it has ended. Its seconds are read from a measured curve, by its bytes. ::
 
     matmul        | group 0 | group 1      | group 2      |
     collectives             | bytes of 0 |   | bytes of 1 | | bytes of 2 |
 
-The paper searches all ``2 ** (T - 1)`` partitions of ``T`` waves and prunes where ``T`` is large. Its recurrence is
-monotone in the end of the collective before, so the best way to serve a prefix of bands never depends on what follows:
-dynamic programming over (groups, bands) finds the optimum of the whole space (``best_partition``; ``partitions`` lists
-that space, for those who want to compare).
+The paper searches all ``2 ** (T - 1)`` partitions of ``T`` waves, and prunes if ``T`` is large. Its recurrence is
+monotone in the end of the collective before. So the best partition of a prefix of bands never depends on what follows,
+and dynamic programming over (groups, bands) finds the optimum of the whole space (``best_partition``). ``partitions``
+lists that space, for comparison.
 """
 
 from __future__ import annotations
@@ -26,23 +27,25 @@ from typing import Any
 
 from overlap_inductor.errors import OverlapError
 from overlap_inductor.lowerings.one_op.operands import why_not as why_not
+from overlap_inductor.transports.registry import names_of
+from overlap_inductor.transports.transport import WholeCollectives
 
 MAX_GROUPS = 16
-"""Groups of one call at most: each has a counter and costs two launches."""
+"""Most groups of one call: each has a counter and costs two launches."""
 MAX_UNITS = 32
-"""Places at most where the search may cut."""
+"""Most places at which the search may cut."""
 
 
 @dataclass(frozen=True)
 class WaveParameters:
-    """What may be tuned.
+    """The tunable parameters.
 
     Attributes:
         blocks: SMs of the device.
-        free: numbers of SMs to leave to the collectives; the fastest at a site's first call is kept.
-        partition: first band of each group, and the number of bands: ``(0, 3, 8)``; ``None`` for the predictor's
-            choice.
-        halves: tiles are stored in two halves, which leaves shared memory for one stage more.
+        free: numbers of SMs to leave to the collectives. A site's first call tries all, and the fastest is kept.
+        partition: first band of each group, then the number of bands: ``(0, 3, 8)``. ``None``: the predictor's choice.
+        halves: tiles are stored in two halves, which leaves shared memory for one more stage.
+        transport: name of the ``WholeCollectives`` transport; empty: the first one.
     """
 
     blocks: int
@@ -55,21 +58,28 @@ class WaveParameters:
     warps: int = 8
     stages: int = 4
     halves: bool = True
+    transport: str = ""
 
 
 def transports_of(pattern: str) -> tuple[str, ...]:
-    """What may move a pattern's bytes."""
-    return ("nccl",)
+    """The transports that may be asked for."""
+    return names_of(WholeCollectives)
+
+
+def automatic(pattern: str) -> tuple[str, ...]:
+    """The transport that ``auto`` takes."""
+    return transports_of(pattern)[:1]
 
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
-    """Parameters for the plan: none, since what is tuned is measured at a site's first call."""
-    return {}
+    """Parameters for the plan: the transport, if it is not the one of ``auto``. What is tuned is measured at a site's
+    first call."""
+    return {} if transport in ("auto", *automatic(pattern)) else {"transport": transport}
 
 
 @functools.cache
 def parameters_of(settings: str, blocks: int) -> WaveParameters:
-    """The parameters that a plan's ``settings`` (JSON text) and the device's number of SMs make."""
+    """The parameters of a plan's ``settings`` (JSON text) on a device of ``blocks`` SMs."""
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(settings).items()
     }
@@ -78,10 +88,11 @@ def parameters_of(settings: str, blocks: int) -> WaveParameters:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a collective by its bytes: ``points`` as measured, interpolated between neighbours in proportion to
-    the logarithm of both.
+    """Seconds of a collective by its bytes: measured ``points``, and between two of them a line through the logarithms
+    of both.
 
-    Below the first point a collective takes as long as there; beyond the last one its bandwidth stays.
+    Below the first point a collective takes as long as at the first point. Beyond the last point it has the bandwidth
+    of the last point.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -101,10 +112,12 @@ class Waves:
     """A matmul as the predictor sees it.
 
     Attributes:
-        bands: bands of ``block_m`` rows, in each of ``shards`` shards of ``rows`` rows (one shard for an all-reduce):
-            tiles finish band by band.
-        tiles: tiles of a band in all shards; ``blocks`` of them are multiplied at a time, in ``seconds``.
-        row_bytes: bytes of a row of the result, times the shards.
+        bands: bands of ``block_m`` rows of a shard. Tiles finish band by band, in all shards alike.
+        tiles: tiles of a band in all shards.
+        blocks: tiles that are multiplied at a time.
+        seconds: of a wave of ``blocks`` tiles.
+        rows: rows of a shard. An all-reduce has one shard.
+        row_bytes: bytes of a row of the result, times the number of shards.
     """
 
     bands: int
@@ -120,12 +133,12 @@ class Waves:
         return -(-bands * self.tiles // self.blocks) * self.seconds
 
     def nbytes(self, first: int, end: int) -> int:
-        """Bytes that the collective of bands ``first`` to ``end`` is given."""
+        """Bytes that a rank gives to the collective of bands ``first`` to ``end - 1``."""
         return (min(end * self.block_m, self.rows) - first * self.block_m) * self.row_bytes
 
 
 def predicted(partition: tuple[int, ...], waves: Waves, curve: Curve) -> float:
-    """Seconds until the last collective has ended."""
+    """Predicted seconds until the last collective has ended."""
     end = 0.0
     for first, last in itertools.pairwise(partition):
         end = max(end, waves.done(last)) + curve.seconds(waves.nbytes(first, last))
@@ -133,8 +146,8 @@ def predicted(partition: tuple[int, ...], waves: Waves, curve: Curve) -> float:
 
 
 def cuts(waves: Waves) -> tuple[int, ...]:
-    """Where groups may begin and end: at the last whole band of each wave (of several waves where there are more than
-    ``MAX_UNITS``)."""
+    """Where groups may begin and end: at the last whole band of each wave. If there are more than ``MAX_UNITS`` waves,
+    several waves count as one."""
     total = -(-waves.bands * waves.tiles // waves.blocks)
     unit = -(-total // MAX_UNITS) * waves.blocks
     inside = {end // waves.tiles for end in range(unit, waves.bands * waves.tiles, unit)}
@@ -142,7 +155,7 @@ def cuts(waves: Waves) -> tuple[int, ...]:
 
 
 def best_partition(waves: Waves, curve: Curve, groups: int = MAX_GROUPS) -> tuple[int, ...]:
-    """The partition into at most ``groups`` groups that is predicted to end first; of equals the one with the fewest
+    """The partition into at most ``groups`` groups that is predicted to end first. Of equal ones it has the fewest
     groups."""
     at = cuts(waves)
     seconds = [[curve.seconds(waves.nbytes(f, e)) if f < e else 0.0 for e in at] for f in at]
@@ -174,7 +187,7 @@ def partitions(waves: Waves, groups: int = MAX_GROUPS) -> Iterator[tuple[int, ..
 
 
 def check_partition(partition: tuple[int, ...], bands: int) -> None:
-    """Raises ``OverlapError`` where a partition is none of ``bands`` bands."""
+    """Raises ``OverlapError`` if ``partition`` does not cut ``bands`` bands into at most ``MAX_GROUPS`` groups."""
     rising = all(a < b for a, b in itertools.pairwise(partition))
     if (
         len(partition) < 2

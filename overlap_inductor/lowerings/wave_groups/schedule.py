@@ -1,4 +1,5 @@
-"""Schedule ``wave_groups`` for a site: one op."""
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule ``wave_groups`` for a site: one op, of known sizes."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from overlap_inductor.torch_compat import symmetric
 
 WAVE_GROUPS = OneOpSchedule(
     name="wave_groups",
-    transports=("nccl",),
     called="in groups of waves",
     noun="signalling matmul",
     patterns=("matmul_reduce_scatter", "matmul_all_reduce"),
     plan=parameters,
+    parameters=parameters.WaveParameters,
     cost=cost.seconds,
     pays=cost.pays,
     reach=lambda ranks, device: symmetric.why_no_kernels(device),
-    # (Every size is measured at its first call.)
+    # (Every size would be measured at its first call.)
     dynamic=False,
     ops=("overlap_inductor.lowerings.wave_groups.ops",),
 )

@@ -1,13 +1,13 @@
-"""Show two graphs as one page section: changed lines marked, unchanged runs folded. Usable for thousands of lines."""
+# SPDX-License-Identifier: Apache-2.0
+"""Two graphs as one list of lines: changed lines marked, unchanged runs folded. Usable for thousands of lines."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from html import escape
+from dataclasses import replace
 
 CONTEXT = 3
 """Unchanged lines that are shown beside a change. All others are folded."""
@@ -15,13 +15,31 @@ CONTEXT = 3
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the merged view. ``kind``: same | del | ins. Line numbers count from 1; ``None`` if the line is
-    absent there."""
+    """One line of the merged view.
+
+    Attributes:
+        kind: same | del | ins.
+        before / after: its number, counted from 1; ``None`` if the line is absent there.
+        first: whether a run of changed lines begins here.
+        anchors: HTML ids that lead here.
+    """
 
     kind: str
     text: str
     before: int | None
     after: int | None
+    first: bool = False
+    anchors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Diff:
+    """``blocks``: runs of lines, each as (whether it is folded, its lines)."""
+
+    removed: int
+    added: int
+    same: int
+    blocks: tuple[tuple[bool, tuple[Line, ...]], ...]
 
 
 def merge(before: str, after: str) -> list[Line]:
@@ -32,35 +50,29 @@ def merge(before: str, after: str) -> list[Line]:
         if tag == "equal":
             lines += [Line("same", new[j + n], i + n + 1, j + n + 1) for n in range(j_end - j)]
             continue
-        lines += [Line("del", old[n], n + 1, None) for n in range(i, i_end)]
-        lines += [Line("ins", new[n], None, n + 1) for n in range(j, j_end)]
+        changed = [Line("del", old[n], n + 1, None) for n in range(i, i_end)]
+        changed += [Line("ins", new[n], None, n + 1) for n in range(j, j_end)]
+        lines += [replace(changed[0], first=True), *changed[1:]]
     return lines
 
 
-def render_diff(before: str, after: str, anchors: Mapping[str, str]) -> str:
-    """The merged view as HTML. ``anchors`` maps a text (a site's id) to the HTML ``id`` that the first line with that
-    text gets."""
-    lines = merge(before, after)
-    if not lines:
-        return '<p class="quiet">No graph was kept: it holds no site and no near miss.</p>'
+def diff(before: str, after: str, anchors: Mapping[str, str]) -> Diff:
+    """The merged view. ``anchors`` maps a text (a site's id) to the HTML id that the first line with that text gets."""
+    lines = _anchored(merge(before, after), anchors)
     removed, added = sum(x.kind == "del" for x in lines), sum(x.kind == "ins" for x in lines)
-    if not removed and not added:
-        head = f"The graph is unchanged ({len(lines)} lines)."
-    else:
-        head = f"{removed} lines removed, {added} added, {len(lines) - removed - added} unchanged and folded."
-    open_anchors = dict(anchors)
-    blocks = "".join(_block(block, open_anchors) for block in _fold(lines))
-    buttons = (
-        '<p class="script-only"><button type="button" data-step="-1">previous change</button>'
-        '<button type="button" data-step="1">next change</button></p>'
-    )
-    return (
-        f'<p class="quiet">{head}</p>{buttons if removed or added else ""}<div class="diff" tabindex="0">{blocks}</div>'
-    )
+    return Diff(removed, added, len(lines) - removed - added, tuple(_fold(lines)))
 
 
-def _fold(lines: list[Line]) -> Iterator[tuple[bool, list[Line]]]:
-    """Runs of lines, each as (whether it is folded, its lines)."""
+def _anchored(lines: list[Line], anchors: Mapping[str, str]) -> list[Line]:
+    left = dict(anchors)
+    found = []
+    for line in lines:
+        texts = [text for text in left if text in line.text]
+        found.append(replace(line, anchors=tuple(left.pop(text) for text in texts)) if texts else line)
+    return found
+
+
+def _fold(lines: list[Line]) -> Iterator[tuple[bool, tuple[Line, ...]]]:
     shown = [False] * len(lines)
     for index, line in enumerate(lines):
         if line.kind != "same":
@@ -69,29 +81,5 @@ def _fold(lines: list[Line]) -> Iterator[tuple[bool, list[Line]]]:
     start = 0
     for index in range(1, len(lines) + 1):
         if index == len(lines) or shown[index] != shown[start]:
-            yield not shown[start], lines[start:index]
+            yield not shown[start], tuple(lines[start:index])
             start = index
-
-
-def _block(block: tuple[bool, list[Line]], anchors: dict[str, str]) -> str:
-    folded, lines = block
-    body = "".join(_changes(lines, anchors))
-    if not folded:
-        return body
-    number = len(lines)
-    return f"<details><summary>{number} unchanged line{'s' * (number != 1)}</summary>{body}</details>"
-
-
-def _changes(lines: Iterable[Line], anchors: dict[str, str]) -> Iterator[str]:
-    previous = "same"
-    for line in lines:
-        first = ' data-change="1"' if line.kind != "same" and previous == "same" else ""
-        previous = line.kind
-        found = [text for text in anchors if text in line.text]
-        target = f' id="{escape(anchors[found[0]])}"' if found else ""
-        extra = "".join(f'<a id="{escape(anchors[text])}"></a>' for text in found[1:])
-        for text in found:
-            del anchors[text]
-        tag = {"del": "del", "ins": "ins"}.get(line.kind, "span")
-        numbers = f"<b>{line.before or ''}</b><b>{line.after or ''}</b>"
-        yield f'<{tag} class="l"{target}{first}>{numbers}<code>{extra}{escape(line.text)}</code></{tag}>'

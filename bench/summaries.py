@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short markdown tables of stored rows, for ``docs/performance.md``: one function a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+
+from bench import rows
+from bench import tables
+from bench.tables import groups
+from bench.tables import header
+from bench.tables import line
+
+Row = dict[str, Any]
+NOT_SCHEDULES = ("keep", "auto", "async_tp")
+"""Providers of ``bench.operators`` that are no schedule by its name."""
+
+
+def _read(name: str) -> list[Row]:
+    return [json.loads(text) for text in (rows.RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def _operators(**values: Any) -> list[Row]:
+    """The rows of ``bench.operators`` with these values, of schedules as they are planned."""
+    found = tables.as_planned(rows.read(rows.RESULTS / "operators.jsonl"))
+    return [row for row in found if all(row[name] == value for name, value in values.items())]
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+    return "\n".join([*header(*head), *(line(*cells) for cells in lines)])
+
+
+def _speedup(row: Row | None) -> str:
+    return "-" if row is None else f"{row['speedup']:.2f}"
+
+
+def _best(of: dict[str, Row]) -> Row | None:
+    return max((r for name, r in of.items() if name not in NOT_SCHEDULES), key=lambda r: r["speedup"], default=None)
+
+
+PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_gather")
+
+
+def nvlink() -> str:
+    """llama3-70b's MLP in bf16: for each number of GPUs a table by pattern and tokens."""
+    found = [row for row in _operators(shape="llama3-70b-mlp", dtype="bfloat16") if row["tokens"] >= 1024]
+    found.sort(key=lambda r: (-r["world_size"], PATTERNS.index(r["pattern"]), r["tokens"]))
+    parts = []
+    for (ranks,), members in groups(found, "world_size").items():
+        lines = [_nvlink_line(*case, same) for case, same in groups(members, "pattern", "tokens").items()]
+        head = ("pattern", "tokens", "keep", "async TP", "best", "its time", "speed-up", "auto", "bound", "ratio",
+                "in the loop")  # fmt: skip
+        parts.append(f"**{ranks} x H200**\n\n{_table(head, [line for line in lines if line])}")
+    return "\n\n".join(parts)
+
+
+def _nvlink_line(pattern: str, tokens: int, same: list[Row]) -> list[Any]:
+    """A line of ``nvlink``; empty if only short messages were measured."""
+    hidden = {r["provider"]: r for r in same if r["setting"] == "hidden"}
+    looped = {r["provider"]: r for r in same if r["setting"] == "compiled"}
+    best = _best(hidden)
+    if best is None:
+        return []
+    async_tp = f"{hidden['async_tp']['median_us']:.0f}" if "async_tp" in hidden else "-"
+    times = [f"{hidden['keep']['median_us']:.0f}", async_tp, best["runs"], f"{best['median_us']:.0f}"]
+    ratios = [_speedup(best), _speedup(hidden.get("auto")), f"{best['bound_us']:.0f}", f"{best['ratio']:.2f}"]
+    loop = "/".join(_speedup(row) for row in (_best(looped), looped.get("auto"), looped.get("async_tp")))
+    return [pattern, tokens, *times, *ratios, loop]
+
+
+def other_shapes() -> str:
+    """Speed-up of ``auto`` of other shapes on 2 GPUs, by tokens."""
+    found = [
+        row
+        for row in _operators(world_size=2, dtype="bfloat16", setting="hidden", provider="auto")
+        if row["shape"] != "llama3-70b-mlp"
+    ]
+    return _by_tokens(found, ("shape", "pattern"), lambda row: f"{row['speedup']:.2f} {row['runs']}")
+
+
+def fp8() -> str:
+    """Speed-up of chunks over copy engines and of ``auto`` for fp8 on 2 GPUs, by tokens."""
+    found = [
+        row
+        for dtype in ("fp8", "fp8_rows")
+        for row in _operators(world_size=2, dtype=dtype, setting="hidden")
+        if row["provider"] in ("chunked/copy_engine", "auto")
+    ]
+    return _by_tokens(found, ("dtype", "pattern", "provider"), lambda row: f"{row['speedup']:.2f}")
+
+
+def without_peers() -> str:
+    """Groups of waves and the ring on 2 GPUs whose NCCL may not use peer access, by tokens."""
+    found = [row for row in _read("operators_without_peers") if row["provider"] != "keep"]
+    return _by_tokens(found, ("pattern", "provider"), lambda row: f"{row['median_us']:.0f} ({row['speedup']:.2f})")
+
+
+def _by_tokens(found: list[Row], keys: tuple[str, ...], cell: Callable[[Row], str]) -> str:
+    """A line for each value of ``keys``, a column for each token count."""
+    tokens = sorted({row["tokens"] for row in found})
+    lines = []
+    for values, same in groups(found, *keys).items():
+        of = {row["tokens"]: cell(row) for row in same}
+        lines.append([*values, *(of.get(count, "-") for count in tokens)])
+    return _table([*keys, *map(str, tokens)], lines)
+
+
+def small_message() -> str:
+    """A matmul with all-reduce, residual and norm, as CUDA graphs: microseconds by GPUs and tokens, of the last run."""
+    found = {
+        (r["world_size"], r["tokens"], r["provider"]): r
+        for r in _read("small_message")
+        if r["provider"] in ("keep", "planned", "matmul")
+    }
+    lines = []
+    for ranks, tokens in sorted({key[:2] for key in found}):
+        keep, planned, matmul = (found[ranks, tokens, name] for name in ("keep", "planned", "matmul"))
+        times = [f"{r['graph_us']:.1f}" for r in (matmul, keep, planned)]
+        lines.append([ranks, tokens, *times, f"{planned['graph_speedup']:.2f}"])
+    return _table(("GPUs", "tokens", "matmul alone us", "keep us", "small_message us", "speed-up"), lines)
+
+
+def models() -> str:
+    """An unchanged Hugging Face Llama, by layers, GPUs and tokens, every run."""
+    lines = []
+    for row in _read("models"):
+        sites = ", ".join(f"{count} {name}" for name, count in row["sites"].items())
+        what = "one token, CUDA graphs" if row["cudagraphs"] else f"prefill of {row['tokens']}"
+        cells = [row.get("layer", "llama3-70b"), row["world_size"], what, row["batch"], f"{row['ms']['plain']:.2f}"]
+        before = f"{row['speedup before']:.2f}" if "speedup before" in row else "-"
+        lines.append([*cells, f"{row['ms']['auto']:.2f}", f"{row['speedup']:.2f}", before, sites])
+    head = ("layers of", "GPUs", "what", "sequences", "plain ms", "`auto` ms", "speed-up", "before", "sites")
+    return _table(head, lines)
+
+
+def training() -> str:
+    """Training steps of two sequence-parallel blocks on 2 GPUs, every run."""
+    lines = [
+        [row["hidden"], row["tokens"], row["provider"], f"{row['ms']:.1f}", f"{row['speedup']:.2f}", row["note"]]
+        for row in _read("training")
+    ]
+    return _table(("hidden", "tokens", "provider", "ms", "speed-up", "run"), lines)
+
+
+def handed_out() -> str:
+    """A gather whose gathered tensor is read elsewhere, too, on 2 GPUs: microseconds."""
+    return _by_tokens(_read("handed_out"), ("provider",), lambda row: f"{row['us']:.0f}")
+
+
+def ring_nccl() -> str:
+    """The ring over NCCL's send and receive: microseconds, and the speed-up of the fastest number of sub-chunks."""
+    lines = []
+    for row in _read("ring_nccl"):
+        rings = {name: us for name, us in row.items() if name.startswith("ring S=")}
+        name, us = min(rings.items(), key=lambda pair: pair[1])
+        cells = [row["world_size"], row["pattern"], row["tokens"], f"{row['keep']:.0f}", f"{us:.0f} {name[5:]}"]
+        worst = row["keep"] / max(rings.values())
+        lines.append([*cells, f"{row['keep'] / us:.2f}", f"{worst:.2f}"])
+    head = ("GPUs", "pattern", "tokens", "keep us", "fastest ring us", "its speed-up", "of the slowest ring")
+    return _table(head, lines)
+
+
+def turns() -> str:
+    """Copy engines of 8 GPUs that send to all at once: GB/s with turns and without, by the size of a piece."""
+    found = {
+        (r["rounds"], r["megabytes"], r["provider"]): r["gb_per_s"]
+        for r in _read("turns")
+        if r["kind"] == "alone" and r["world_size"] == 8 and r["provider"] in ("copy_engine", "copy_engine, in turn")
+    }
+    lines = []
+    for rounds, size in sorted({key[:2] for key in found}, reverse=True):
+        both = [found.get((rounds, size, name)) for name in ("copy_engine", "copy_engine, in turn")]
+        lines.append([rounds, size, *("-" if rate is None else f"{rate:.0f}" for rate in both)])
+    return _table(("pieces", "MiB each", "GB/s without turns", "GB/s with turns"), lines)
+
+
+def compile_cost() -> str:
+    """CPU time of a compile of a Llama of 32 layers, every run, and its ratio to the plain compile of that run."""
+    lines, plain = [], {}
+    for row in _read("compile_cost"):
+        both = [row["seconds"], row["seconds"] + row["compiler_seconds"]]
+        run = (row["phase"], row.get("commit"), row["cpu"])
+        if row["setting"] == "plain":
+            plain[run] = both
+        cells = [f"{s:.1f} ({s / base:.2f})" for s, base in zip(both, plain[run], strict=True)]
+        lines.append([row["phase"], row["setting"], row["cpu"], row["date"], *cells, f"{row['pass_seconds']:.2f}"])
+    head = ("phase", "setting", "CPU", "date", "without C++ compiler s", "with it s", "the pass s")
+    return _table(head, lines)
+
+
+def host() -> str:
+    """Host time of one call, of the last run of each case: the op by itself, the compiled graph with it, the plain
+    compiled graph."""
+    lines = {}
+    for row in _read("host"):
+        for pattern, found in row["found"].items():
+            cells = [f"{found[name]:.0f}" for name in ("op", row["schedule"], "keep")]
+            lines[row["world_size"], row["schedule"], pattern] = [
+                *cells,
+                f"{found['replayed']:.0f}" if "replayed" in found else "-",
+                f"{found['torch.empty']:.1f}" if "torch.empty" in found else "-",
+            ]
+    head = (
+        "GPUs",
+        "schedule",
+        "pattern",
+        "op us",
+        "graph with it us",
+        "plain graph us",
+        "replayed us",
+        "`torch.empty` us",
+    )
+    return _table(head, [[*case, *cells] for case, cells in lines.items()])
+
+
+def agreement() -> str:
+    """Host time of comparing plans at one call, by ranks."""
+    lines = [
+        [row["ranks"], f"{row['own']:.1f}", f"{row['together']:.1f}", f"{row['store']:.0f}"]
+        for row in _read("agreement")
+    ]
+    return _table(("ranks", "a rank's own share us", "all ranks together us", "over the store us"), lines)
+
+
+def slow_link() -> str:
+    """The ring over a slow link."""
+    return tables.slow_link(_read("slow_link")).strip()
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    make.__name__: make
+    for make in (
+        nvlink, other_shapes, fp8, without_peers, small_message, models, training, handed_out, ring_nccl, turns,
+        compile_cost, host, agreement, slow_link,
+    )
+}  # fmt: skip

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``SCHEDULES``, ``TRANSPORTS`` and ``PATTERNS`` hold the names that switches accept.
+
+A registry lies above the configuration and adds the names of its entries here; the configuration reads them. Plain
+data: this module imports nothing of the package before a name is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+
+class Names:
+    """The names of one kind of thing, in the order in which they were added.
+
+    Args:
+        kind: what the names stand for, for error texts.
+        registry: the module that adds the package's own names when it is imported.
+    """
+
+    def __init__(self, kind: str, registry: str) -> None:
+        self._kind, self._registry = kind, registry
+        self._names: list[str] = []
+
+    def add(self, *names: str) -> None:
+        """Add ``names``.
+
+        Raises:
+            ValueError: a name is taken, or it is not an identifier.
+        """
+        for name in names:
+            if not name.isidentifier() or name in ("auto", "keep") or name in self._names:
+                raise ValueError(
+                    f"{name!r} cannot be the name of a {self._kind}: it is taken, or not an identifier; choose another"
+                    " name"
+                )
+            self._names.append(name)
+
+    def remove(self, name: str) -> None:
+        """Take ``name`` back. Raises ``ValueError`` if it was never added."""
+        self._names.remove(name)
+
+    def known(self) -> tuple[str, ...]:
+        """All names. Imports the registry, so the answer does not depend on what the process has imported so far."""
+        import_module(self._registry)
+        return tuple(self._names)
+
+
+SCHEDULES = Names("schedule", "overlap_inductor.lowerings.registry")
+TRANSPORTS = Names("transport", "overlap_inductor.transports.registry")
+PATTERNS = Names("pattern", "overlap_inductor.passes.patterns")

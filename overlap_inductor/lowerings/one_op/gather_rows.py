@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a gather as one op: decide which matmuls the op computes, and lay out operands and results for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from operator import getitem
+from typing import Any
+
+from torch import fx
+
+from overlap_inductor.lowerings.one_op.rows import PLAIN
+from overlap_inductor.lowerings.one_op.rows import SCALED
+from overlap_inductor.lowerings.one_op.rows import Op
+from overlap_inductor.lowerings.one_op.rows import as_bits_of
+from overlap_inductor.lowerings.one_op.rows import rows_in_place
+from overlap_inductor.lowerings.one_op.rows import transposed
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.gather_nodes import GatherConsumer
+from overlap_inductor.sites.gather_nodes import GatherNodes
+from overlap_inductor.sites.layouts import same_size
+from overlap_inductor.sites.matmuls import MatmulNode
+from overlap_inductor.sites.nodes import OverlapSite
+from overlap_inductor.sites.nodes import nodes_of
+from overlap_inductor.sites.step_emitter import StepEmitter
+
+
+class GatherRows:
+    """See ``form.RowsForm``."""
+
+    def served(self, site: OverlapSite) -> OverlapSite:
+        nodes = nodes_of(site, GatherNodes)
+        if len({m.kind in SCALED for m in site.matmuls}) > 1:
+            return site
+        able = [
+            c for c in nodes.consumers if c.matmul.kind in PLAIN and _one_bias_row(c.matmul) and _gathers_rows(c, nodes)
+        ]
+        able = [c for c in able if _one_shape([able[0], c])]
+        return replace(site, nodes=replace(nodes, consumers=able)) if 0 < len(able) < len(nodes.consumers) else site
+
+    def loopable(self, site: OverlapSite) -> bool:
+        nodes = nodes_of(site, GatherNodes)
+        return (
+            all(map(_one_bias_row, site.matmuls))
+            and all(_gathers_rows(c, nodes) for c in nodes.consumers)
+            and _one_shape(nodes.consumers)
+        )
+
+    def chooses_at_run_time(self, site: OverlapSite) -> bool:
+        return True
+
+    def computed_between(self, site: OverlapSite) -> fx.Node | None:
+        nodes = nodes_of(site, GatherNodes)
+        return next((n for n in nodes.layouts if n is not nodes.collective.wait and n not in nodes.through), None)
+
+    def why_no_sum(self, site: OverlapSite, noun: str, sums: bool) -> str | None:
+        return None
+
+    def why_not_scaled(self, site: OverlapSite) -> str | None:
+        moved = tools.dtype(site.collectives[0].input)
+        operand = tools.dtype(nodes_of(site, GatherNodes).consumers[0].operand_node)
+        if moved.itemsize != operand.itemsize:
+            return (
+                f"the collective gathers {moved}, which is cast to {operand} after it; expected it to gather {operand}"
+            )
+        return None
+
+    def write(
+        self, emit: StepEmitter, site: OverlapSite, op: Op, scales: list[tuple[Any, ...]], own: tuple[Any, ...]
+    ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+        nodes = nodes_of(site, GatherNodes)
+        first = nodes.consumers[0]
+        shard = emit.reshape(as_bits_of(emit, nodes.collective.input, tools.dtype(first.operand_node)), _shard(first))
+        rhs = [c.matmul.rhs if c.role == "M" else transposed(emit, c.matmul.lhs) for c in nodes.consumers]
+        biases, used = [c.matmul.bias for c in nodes.consumers], nodes.hands_out_gathered()
+        terms = map(list, zip(*scales, strict=True))
+        out = emit.communicate(op(""), emit.chain, shard, rhs, biases, *terms, used, *own, emit.group_name, emit.site)
+        results, chain = (emit.call(getitem, out, i) for i in range(2))
+        # The op returns the gathered tensor after the results.
+        gathered = emit.call(getitem, results, len(rhs)) if used else None
+        replaced = {}
+        for i, consumer in enumerate(nodes.consumers):
+            result = rows_in_place(emit, emit.call(getitem, results, i), consumer.sharded, from_ranks=True)
+            result = emit.cut_to_size(result, 0, consumer.sharded)
+            replaced[consumer.matmul.node] = (
+                result if consumer.role == "M" else emit.contiguous(transposed(emit, result))
+            )
+        return chain, replaced if gathered is None else replaced | gathered_as(emit, nodes, gathered)
+
+
+def _one_bias_row(matmul: MatmulNode) -> bool:
+    return matmul.bias is None or len(tools.shape(matmul.bias)) == 1
+
+
+def _gathers_rows(consumer: GatherConsumer, nodes: GatherNodes) -> bool:
+    if consumer.role not in ("M", "N") or (consumer.role == "N" and consumer.matmul.bias is not None):
+        return False
+    rows_first = consumer.layout if consumer.role == "M" else consumer.layout.permute([1, 0])
+    return nodes.raw.without_rank().same_elements(rows_first.without_rank()) and only_views(
+        consumer.operand_node, nodes
+    )
+
+
+def _one_shape(consumers: list[GatherConsumer]) -> bool:
+    """Whether all matmuls read the gathered tensor as the same matrix: same shape, same dtype."""
+    shapes = [_shard(c) for c in consumers]
+    return len({tools.dtype(c.operand_node) for c in consumers}) == 1 and all(
+        same_size(a, b) for other in shapes[1:] for a, b in zip(shapes[0], other, strict=True)
+    )
+
+
+def _shard(consumer: GatherConsumer) -> list[Any]:
+    """``[rows, width]`` of a shard as the matmul reads it."""
+    width = tools.shape(consumer.operand_node)[1 if consumer.role == "M" else 0]
+    return [consumer.sharded.outer * consumer.sharded.chunk, width]
+
+
+def only_views(node: fx.Node, nodes: GatherNodes) -> bool:
+    """Whether ``node`` is the gathered tensor with only views and copies in between."""
+    return behind_views(node, nodes) is nodes.collective.wait
+
+
+def behind_views(node: fx.Node, nodes: GatherNodes) -> fx.Node:
+    """The node that ``node`` is a view or copy of: the gathered tensor, or a node computed from it."""
+    while node is not nodes.collective.wait and (node in nodes.through or tools.copies(node)):
+        node = nodes.through.get(node, node.args[0])
+    return node
+
+
+def gathered_as(emit: StepEmitter, nodes: GatherNodes, gathered: fx.Node) -> dict[fx.Node, fx.Node]:
+    """``{old node: its replacement}`` for the collective and its wait. ``gathered``: the matrix of all shards in the
+    ranks' order."""
+    whole = as_bits_of(
+        emit, emit.reshape(gathered, tools.shape(nodes.collective.node)), tools.dtype(nodes.collective.node)
+    )
+    return {nodes.collective.wait: whole, nodes.collective.node: whole}

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``RingForm``: the interface through which the ring cuts and writes a site. Each kind of nodes has one implementation.
+
+A form cuts a site into pieces and writes its steps, unrolled into the graph or as one looping op::
+
+    unrolled    wait, mm of one piece, start of the next transfer; once for each piece
+    looping     overlap_inductor::<pattern>(chain, shard, ...)       one op, which loops over the pieces
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from typing import Protocol
+
+from torch import fx
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.lowerings.one_op import reduce_rows
+from overlap_inductor.lowerings.ring import looped_gather
+from overlap_inductor.lowerings.ring import looped_reduce
+from overlap_inductor.lowerings.ring import unrolled_gather
+from overlap_inductor.lowerings.ring import unrolled_reduce
+from overlap_inductor.lowerings.schedule import Replaced
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.gather_nodes import GatherConsumer
+from overlap_inductor.sites.gather_nodes import GatherNodes
+from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.nodes import OverlapSite
+from overlap_inductor.sites.nodes import SiteNodes
+from overlap_inductor.sites.nodes import nodes_of
+from overlap_inductor.sites.reduce_nodes import ReduceNodes
+from overlap_inductor.sites.step_emitter import StepEmitter
+from overlap_inductor.sites.step_emitter import part_count
+from overlap_inductor.transports import routes
+
+
+class RingForm(Protocol):
+    def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
+        """``sub_chunks``: the number of parts of each shard; ``route``: the route of shards or partial sums
+        (``transports.routes``)."""
+        ...
+
+    def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
+        """The number of pieces into which each dim of matmul ``index`` is cut, by the dim's role."""
+        ...
+
+    def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
+        """About how many FX nodes the unrolled steps add. The number is the same on every rank: it leaves out what may
+        differ between ranks."""
+        ...
+
+    def loopable(self, site: OverlapSite) -> bool:
+        """Whether a looping op computes this site."""
+        ...
+
+    def chooses_at_run_time(self, site: OverlapSite) -> bool:
+        """Whether that op can run the plain collective when there are few tokens."""
+        ...
+
+    def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]: ...
+
+    def looping(
+        self, emit: StepEmitter, site: OverlapSite, parts: int, route: str, floor: int
+    ) -> tuple[fx.Node, Replaced]:
+        """``floor``: the ring runs from this token count on; below it the plain collective runs."""
+        ...
+
+    def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
+        """See ``ExchangeTerms.cut``."""
+        ...
+
+
+class GatherRing:
+    """See ``RingForm``. Shards travel round the ring, and each is multiplied when it arrives."""
+
+    def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
+        nodes = nodes_of(site, GatherNodes)
+        lead = unrolled_gather.leading_atom(nodes)
+        cuts = lead is not None and unrolled_gather.can_cut(nodes)
+        parts = part_count(lead.size, config.sub_chunks) if lead is not None and cuts else 1
+        return {"sub_chunks": parts, "route": "ring" if config.ring_direction == "unidirectional" else "bidirectional"}
+
+    def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
+        nodes, ranks = nodes_of(site, GatherNodes), site.facts.collective.world_size
+        consumer = nodes.consumers[index]
+        crossed = unrolled_gather.crossed_role(nodes, consumer)
+        return {consumer.role: ranks * parts} if crossed is None else {crossed: parts, consumer.role: ranks}
+
+    def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
+        nodes, world_size = nodes_of(site, GatherNodes), site.facts.collective.world_size
+        hops = routes.hop_count(route, world_size, parts)
+        ahead = [n for n in nodes.between() if n not in nodes.through]
+        computed = _in_eights([*ahead, *nodes.epilogue.nodes])
+        return 4 + hops + ((world_size - 1) * parts + 1) * (2 + sum(map(_nodes_a_piece, nodes.consumers)) + computed)
+
+    def loopable(self, site: OverlapSite) -> bool:
+        return looped_gather.forms_of(nodes_of(site, GatherNodes)) is not None
+
+    def chooses_at_run_time(self, site: OverlapSite) -> bool:
+        return looped_gather.chooses_at_run_time(nodes_of(site, GatherNodes))
+
+    def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]:
+        nodes = nodes_of(site, GatherNodes)
+        gathered, results = unrolled_gather.rewrite(emit, nodes, parts, route)
+        return emit.chain, {**results, nodes.collective.wait: gathered, nodes.collective.node: gathered}
+
+    def looping(
+        self, emit: StepEmitter, site: OverlapSite, parts: int, route: str, floor: int
+    ) -> tuple[fx.Node, Replaced]:
+        return looped_gather.rewrite(emit, nodes_of(site, GatherNodes), parts, floor, route)
+
+    def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
+        """The rows of a shard that are cut into sub-chunks."""
+        nodes = nodes_of(site, GatherNodes)
+        if parts == 1:
+            return None
+        forms, lead = None if unrolled else looped_gather.forms_of(nodes), unrolled_gather.leading_atom(nodes)
+        if forms is not None:
+            return [looped_gather.shard_shape(nodes, forms)[0]], ""
+        return [] if lead is None else [lead.size], ""
+
+
+class ReduceRing:
+    """See ``RingForm``. Each piece is sent when it is computed: to the rank that sums it, or to all ranks."""
+
+    def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
+        nodes = nodes_of(site, ReduceNodes)
+        if site.facts.pattern == "matmul_all_gather":
+            return {"sub_chunks": part_count(nodes.padded_shape[0], config.sub_chunks), "route": "broadcast"}
+        travels = config.numerics == "allow_hop_rounding" and site.facts.pattern == "matmul_reduce_scatter"
+        parts = part_count(nodes.sharded.chunk, config.sub_chunks)
+        return {"sub_chunks": parts, "route": "travel" if travels else "owner"}
+
+    def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
+        ranks = 1 if site.facts.pattern == "matmul_all_gather" else site.facts.collective.world_size
+        return {site.facts.matmuls[index].role: ranks * parts}
+
+    def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
+        nodes, world_size = nodes_of(site, ReduceNodes), site.facts.collective.world_size
+        own = (n for n in nodes.layouts if n not in nodes.through and n not in nodes.externals)
+        region = len(nodes.leaves) + _in_eights(own)
+        if site.facts.pattern == "matmul_all_gather":
+            return 4 + parts * (2 + region)
+        region += len(nodes.leaves) - 1
+        legs = 2 if site.facts.collective.kind == "all_reduce" else 1
+        return 8 + world_size * parts * (3 + 2 * region) + legs * parts * 6
+
+    def loopable(self, site: OverlapSite) -> bool:
+        return looped_reduce.computes(site.facts.pattern, nodes_of(site, ReduceNodes))
+
+    def chooses_at_run_time(self, site: OverlapSite) -> bool:
+        return looped_reduce.chooses_at_run_time(site.facts.pattern, nodes_of(site, ReduceNodes))
+
+    def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]:
+        nodes = nodes_of(site, ReduceNodes)
+        if site.facts.pattern == "matmul_reduce_scatter":
+            result = unrolled_reduce.rewrite_reduce_scatter(emit, nodes, parts, route)
+        elif site.facts.pattern == "matmul_all_reduce":
+            result = unrolled_reduce.rewrite_all_reduce(emit, nodes, parts)
+        else:
+            result = unrolled_reduce.rewrite_gathered_output(emit, nodes, parts)
+        return emit.chain, reduce_rows.reduced(nodes, result)
+
+    def looping(
+        self, emit: StepEmitter, site: OverlapSite, parts: int, route: str, floor: int
+    ) -> tuple[fx.Node, Replaced]:
+        return looped_reduce.rewrite(emit, site.facts.pattern, nodes_of(site, ReduceNodes), parts, floor)
+
+    def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
+        """As ``SiteNodes.cut``. For a looping op the rows of a reduction are moved to the front before they are cut."""
+        nodes = nodes_of(site, ReduceNodes)
+        sizes, words = nodes.cut()
+        outer = nodes.sharded.outer
+        in_front = isinstance(outer, int) and outer == 1 and nodes.sharded.dim == 0
+        if unrolled or in_front or site.facts.pattern == "matmul_all_gather":
+            return sizes, words
+        return sizes, f"{words} rows in front"
+
+
+FORMS: dict[type[SiteNodes], RingForm] = {GatherNodes: GatherRing(), ReduceNodes: ReduceRing()}
+
+
+def form_of(site: OverlapSite) -> RingForm:
+    """The form of the site's kind of nodes. Raises ``TypeError`` if there is none."""
+    form = next((FORMS[kind] for kind in type(site.nodes).__mro__ if kind in FORMS), None)
+    if form is None:
+        kinds = " or ".join(kind.__name__ for kind in FORMS)
+        raise TypeError(f"site {site.facts.id} has {type(site.nodes).__name__}; expected {kinds}")
+    return form
+
+
+def _nodes_a_piece(consumer: GatherConsumer) -> int:
+    """The number of nodes for the matmul of one piece: the matmul and one or two views. If the contraction is split,
+    the other operand is cut too, and a sum narrower than fp32 is widened."""
+    narrow = consumer.role == "K" and tools.dtype(consumer.matmul.node).itemsize < 4
+    short = consumer.role == "K" and consumer.sharded.short
+    return {"M": 2, "N": 3, "K": 4, "B": 3}[consumer.role] + (2 if narrow else 0) + (3 if short else 0)
+
+
+def _in_eights(nodes: Iterable[fx.Node]) -> int:
+    """The number of pointwise ops among ``nodes``, rounded down to a multiple of 8. A bias, a cast or padding may exist
+    on one rank only; rounding keeps it from changing which sites are unrolled."""
+    return sum(tools.is_pointwise(n) and n.target not in tools.SAME for n in nodes) // 8 * 8

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list of all patterns. To add a pattern, write its finder (``Pattern``) and its kind of nodes (``SiteNodes``), and
+add one line here."""
+
+from __future__ import annotations
+
+from overlap_inductor.facts import names
+from overlap_inductor.passes.find_gather import AllGatherMatmul
+from overlap_inductor.passes.pattern import Pattern
+from overlap_inductor.passes.reduce_patterns import MatmulAllGather
+from overlap_inductor.passes.reduce_patterns import MatmulAllReduce
+from overlap_inductor.passes.reduce_patterns import MatmulReduceScatter
+
+PATTERNS: list[Pattern] = []
+"""The finder tries the patterns in this order. The first that matches a collective owns it."""
+
+
+def register(pattern: Pattern) -> None:
+    """Add ``pattern`` after all others. Raises ``ValueError`` if its name is taken or is not an identifier."""
+    names.PATTERNS.add(pattern.name)
+    PATTERNS.append(pattern)
+
+
+def pattern_named(name: str) -> Pattern:
+    """The pattern of this name."""
+    return next(p for p in PATTERNS if p.name == name)
+
+
+def unregister(pattern: Pattern) -> None:
+    """Undo ``register``. Raises ``ValueError`` if the pattern is not registered."""
+    names.PATTERNS.remove(pattern.name)
+    PATTERNS.remove(pattern)
+
+
+register(AllGatherMatmul())
+register(MatmulReduceScatter())
+register(MatmulAllReduce())
+register(MatmulAllGather())

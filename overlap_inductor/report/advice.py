@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user can do about a site or collective that is not overlapped: one sentence for each reason code.
+
+A reason says why, with its values; the advice here depends on the code alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_PART_OF_THE_MODEL = "Nothing to do if the model needs it this way."
+_REPORT_IT = "Please report it with this folder."
+
+ADVICE = {
+    "backend_not_supported": "Compile with torch.compile and Inductor's Python wrapper.",
+    "coalesced": "Call one collective for each tensor in place of the coalesced one.",
+    "dtype": "Run the layer in a dtype that the reason allows.",
+    "dynamic_shape": "Compile for fixed sizes: torch.compile(dynamic=False), and no size from data (.item()).",
+    "fsdp_weight_gather": "Nothing to do: FSDP's prefetching hides the gathers of weights.",
+    "group_not_resolved": "Create the process group in this process before the model is compiled.",
+    "grouped_matmul": "Nothing to do: grouped matmuls are not cut in this version.",
+    "hoist": "Move the op that the reason names before the collective, if the model allows it.",
+    "layout": "Gather or scatter along one whole dim, and leave reshapes across that dim to other places.",
+    "matmul_form": "Write the product as a matmul of matrices, for example with torch.nn.functional.linear.",
+    "moving_pass": "Switch off the option of torch._inductor.config that the reason names.",
+    "mutation": "Move the in-place write that the reason names before or behind the site.",
+    "no_matmul": "Nothing to do: no matmul stands beside this collective that could hide it.",
+    "no_wait": "Wait for the collective once, with wait_tensor, before its result is used.",
+    "not_divisible": "Pad the rows to a multiple of the number of ranks.",
+    "not_plain_gather": "Concatenate every rank's shard once, whole, in the order of the ranks.",
+    "not_plain_scatter": "Scatter equal pieces of consecutive rows, in the order of the ranks.",
+    "op_between": f"Move the op that the reason names to the collective's other side. {_PART_OF_THE_MODEL}",
+    "other_users": f"Read the result behind the collective, not before it. {_PART_OF_THE_MODEL}",
+    "out_variant": "Call the functional collective of torch.distributed._functional_collectives.",
+    "pattern_not_available": "Nothing to do: this kind of collective is not overlapped in this version.",
+    "reduce_op": "Reduce with sum or avg.",
+    "report_mode": "Set OVERLAP_INDUCTOR=on to run this plan.",
+    "rewrite_failed": f"This is a bug of overlap_inductor; the graph runs as written. {_REPORT_IT}",
+    "schedule_not_available": "Leave OVERLAP_INDUCTOR_SCHEDULE and OVERLAP_INDUCTOR_TRANSPORT at auto, or change what"
+    " the reason names.",
+    "shares_nodes": "Nothing to do: another site holds this matmul, and the reason names it.",
+    "split_contraction": "Gather along a dim that the scaled matmul does not contract.",
+    "stream_boundary": "Put the matmul and its collective on one stream.",
+    "strides": "Call .contiguous() on the tensor that the reason names.",
+    "switched_off": "Set OVERLAP_INDUCTOR_PATTERNS or OVERLAP_INDUCTOR_SCHEDULE so that it allows this site.",
+    "taken_by_async_tp": "Set torch._inductor.config._micro_pipeline_tp to False; overlap_inductor then has the site.",
+    "too_many_steps": "Raise OVERLAP_INDUCTOR_STEP_NODE_BUDGET, or lower OVERLAP_INDUCTOR_SUB_CHUNKS.",
+    "too_small": "Use more tokens in a call. OVERLAP_INDUCTOR_SCHEDULE=<name> overlaps it all the same, to measure it.",
+    "weight_depends_on_collective": "Compute the operand that the reason names from something that is not gathered."
+    f" {_PART_OF_THE_MODEL}",
+    "workspace": "Raise OVERLAP_INDUCTOR_WORKSPACE_LIMIT, or lower OVERLAP_INDUCTOR_MAX_TOKENS.",
+    "world_size_one": "Nothing to do: a group of one rank moves nothing.",
+}
+"""Reason code -> what to do."""
+
+
+def advice_for(codes: Iterable[str]) -> list[tuple[str, str]]:
+    """``(code, what to do)`` of each code that has advice, once, in the order of ``codes``. A pattern or schedule that
+    was registered from outside may give codes without one."""
+    return [(code, ADVICE[code]) for code in dict.fromkeys(codes) if code in ADVICE]

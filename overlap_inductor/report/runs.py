@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tell the runs apart that write to one dump folder: each run has an id, the same on all of its ranks.
+
+The ranks do not talk to each other for it, since a report is written while a graph is compiled. The id is made of what
+the launcher gave to all ranks alike; of the launching process, where that is the same for all ranks; and of a number
+that counts the earlier processes which wrote for the same rank under the same id (``torchrun``'s defaults are the same
+in each run).
+
+``run.json`` beside a graph's report holds the id, so a report that a later run overwrites belongs to the later run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import multiprocessing
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = "run.json"
+_LAUNCHER = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "WORLD_SIZE",
+)
+
+_lock = threading.Lock()
+_begun: dict[tuple[str, Path], tuple[str, str]] = {}
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Who wrote a graph's report, and its first lines.
+
+    Attributes:
+        run: id of the run, the same on all ranks.
+        date: when the process wrote its first report (UTC, ISO 8601).
+        process: host, process id and start of the process.
+        number: the report's place among those of the process, from 0 on.
+        headline / estimate: as in the report's text; ``estimate`` is empty without one.
+        text: digest of ``report.txt``, to find ranks that wrote the same.
+    """
+
+    run: str
+    date: str
+    process: str
+    number: int
+    headline: str
+    estimate: str
+    text: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def read_mark(place: Path) -> Mark | None:
+    """The mark in a graph's folder; ``None`` without one, or if another version of the package wrote it."""
+    try:
+        return Mark(**json.loads((place / MARK).read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def this_process() -> str:
+    """Host, process id and start of this process: no other process has the same."""
+    return f"{socket.gethostname()}:{_process(os.getpid())}"
+
+
+def begin(rank_folder: Path) -> tuple[str, str]:
+    """``(id of this process's run, date)`` for reports below ``rank_folder``: the same at every call of a process. The
+    id is 8 hex digits, then ``-2``, ``-3``, ... if earlier processes wrote there under the same digits. The date is
+    that of the first call (UTC, ISO 8601)."""
+    # A process that was forked has its parent's table, and is another process.
+    key = this_process(), rank_folder
+    with _lock:
+        if key not in _begun:
+            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            _begun[key] = _free_id(rank_folder, launch_key(os.environ)), now
+        return _begun[key]
+
+
+def _free_id(rank_folder: Path, digits: str) -> str:
+    taken = [mark.run.partition("-") for mark in map(read_mark, rank_folder.glob("*")) if mark is not None]
+    number = max((int(n or 1) for name, _, n in taken if name == digits), default=0) + 1
+    return digits if number == 1 else f"{digits}-{number}"
+
+
+def launch_key(environment: Mapping[str, str]) -> str:
+    """8 hex digits, the same on all ranks of a run."""
+    parts = [f"{name}={environment[name]}" for name in _LAUNCHER if name in environment]
+    world_size = environment.get("WORLD_SIZE")
+    if world_size is None and multiprocessing.parent_process() is None:
+        parts.append(this_process())
+    elif environment.get("LOCAL_WORLD_SIZE", world_size) == world_size:
+        # All ranks are on this host, and one process started them.
+        parts.append(f"{socket.gethostname()}:{_process(os.getppid())}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
+
+
+def _process(number: int) -> str:
+    """``pid:start``. The system gives a pid again, so the process's start (clock ticks since boot) stands beside it;
+    empty where there is no ``/proc``."""
+    try:
+        start = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        start = ""
+    return f"{number}:{start}"

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ReduceNodes``: the nodes of ``matmul -> reduce-scatter``, ``matmul -> all-reduce`` and ``matmul -> all-gather``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+
+from torch import fx
+
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.layouts import Layout
+from overlap_inductor.sites.layouts import ShardedDim
+from overlap_inductor.sites.layouts import Size
+from overlap_inductor.sites.matmuls import MatmulNode
+from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.sites.nodes import MatmulSizes
+from overlap_inductor.sites.nodes import SiteNodes
+from overlap_inductor.sites.placement import Placement
+
+
+@dataclass(frozen=True)
+class Region:
+    """Sums and ``cat`` between matmuls and collective (``passes.find_region``). Pieces are computed over the dims of
+    the matmuls, and all dims here are dims of the matmuls.
+
+    Attributes:
+        reduced: dims that each node sums over.
+        joined: the dim along which each ``cat`` joins.
+        places: layouts of the tensors that are read from elsewhere.
+        cut: the dim that is cut.
+        layout: layout of the collective's input, over the dims that are not summed over.
+    """
+
+    reduced: dict[fx.Node, list[int]]
+    joined: dict[fx.Node, int]
+    places: dict[fx.Node, Layout]
+    cut: int
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Padding:
+    """``node`` appends zeros to a rank's output before it is gathered, because other ranks have more. It appends
+    ``columns`` to the matmul's columns, or if that is 0, rows, which ``ReduceNodes.sharded`` counts as missing."""
+
+    node: fx.Node
+    columns: int
+
+    @property
+    def source(self) -> fx.Node:
+        return self.node.args[0]
+
+
+@dataclass
+class ReduceNodes(SiteNodes):
+    """matmuls -> views and pointwise ops -> collectives.
+
+    Attributes:
+        ends: the collectives; several if the results of all-reduces are added to each other.
+        result: the wait, or the sum of the waits.
+        leaves: the matmuls.
+        layouts: every region node's layout in the atoms of the collective's input.
+        through: source of each view-like node.
+        externals: tensors that the region reads and does not compute.
+        sharded: the matmuls' output dim that is cut; ``role`` is its role.
+        unfolded: biases that are sums of other matmuls of the site (``matmuls.folded``).
+    """
+
+    ends: list[CollectiveNode]
+    result: fx.Node
+    leaves: list[MatmulNode]
+    layouts: dict[fx.Node, Layout]
+    through: dict[fx.Node, fx.Node]
+    externals: list[fx.Node]
+    sharded: ShardedDim
+    role: str
+    unfolded: set[fx.Node] = field(default_factory=set)
+    region: Region | None = None
+    padding: Padding | None = None
+
+    @property
+    def computed(self) -> list[fx.Node]:
+        """The node that the region computes for each collective: its input, or the input before padding."""
+        return [self.padding.source] if self.padding is not None else [c.input for c in self.collectives]
+
+    def bias_of(self, matmul: MatmulNode) -> fx.Node | None:
+        """The matmul's bias, or ``None`` if the bias is a sum of other matmuls of the site, which the site adds up
+        itself."""
+        return None if matmul.bias in self.unfolded else matmul.bias
+
+    @property
+    def leaf_layout(self) -> Layout:
+        """The layout in which pieces are computed: that of the first matmul, or of the region."""
+        return self.layouts[self.leaves[0].node] if self.region is None else self.region.layout
+
+    @property
+    def shape(self) -> list[Size]:
+        """The sizes of ``leaf_layout``."""
+        return list(self.leaves[0].node.meta["val"].shape) if self.region is None else self.region.layout.shape()
+
+    @property
+    def padded_shape(self) -> list[Size]:
+        """``shape`` with the rows and columns that this rank appends before a gather: the same on every rank."""
+        shape, sharded = self.shape, self.sharded
+        if self.padding is None:
+            return shape
+        return [
+            sharded.outer * sharded.chunk if sharded.short else shape[0],
+            *shape[1:-1],
+            shape[-1] + self.padding.columns,
+        ]
+
+    @property
+    def collectives(self) -> list[CollectiveNode]:
+        return self.ends
+
+    @property
+    def matmuls(self) -> list[MatmulNode]:
+        return self.leaves
+
+    @property
+    def sharded_dims(self) -> list[ShardedDim]:
+        return [self.sharded] * len(self.leaves)
+
+    @property
+    def roles(self) -> list[str]:
+        return [self.role] * len(self.leaves)
+
+    @property
+    def tokens(self) -> Size:
+        """The rows of the matmuls' result, with padding."""
+        return self.padded_shape[-2]
+
+    def matmul_sizes(self) -> list[MatmulSizes]:
+        """The contracted dim may be a shard whose size differs between ranks."""
+        found = []
+        for matmul in self.leaves:
+            *batch, m, k = tools.shape(matmul.lhs)
+            n = tools.shape(matmul.rhs)[-1]
+            *_, m, n = self.padded_shape if self.padding is not None else (m, n)
+            found.append(MatmulSizes(batch, m, n, k, own="K"))
+        return found
+
+    @property
+    def is_sum(self) -> bool:
+        return True
+
+    def hands_out_gathered(self) -> bool:
+        return False
+
+    def others(self) -> list[fx.Node]:
+        return [n for n in self.layouts if n.op == "call_function"]
+
+    def places(self) -> list[Placement]:
+        return []
+
+    def read_in_place(self) -> bool:
+        return False
+
+    def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+        return set()
+
+    def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
+        self.externals = [replaced.get(n, n) for n in self.externals]
+        for old, new in replaced.items():
+            if old in self.layouts:
+                self.layouts[new] = self.layouts[old]
+                # A node of the region that another site's kernel now computes, as its epilogue, is read from outside.
+                if new not in self.externals and old not in {m.node for m in self.leaves}:
+                    self.externals.append(new)
+                if self.region is not None and old in self.region.places:
+                    self.region.places[new] = self.region.places[old]
+        self.through = {n: replaced.get(source, source) for n, source in self.through.items()}
+
+    def cut(self) -> tuple[list[Size], str]:
+        """For a gathered output: all rows, with padding, because a rank may compute fewer rows than it sends. For a
+        reduction: the outer and the chunk size of the dim that is cut."""
+        if self.ends[0].kind == "all_gather":
+            return self.padded_shape[:1], ""
+        return [self.sharded.outer, self.sharded.chunk], f" on dim {self.sharded.dim}"
+
+    def order_sent(self) -> tuple[Layout, Layout] | None:
+        return self.leaf_layout, self.layouts[self.computed[0]]
+
+    def computed_ahead(self) -> list[str]:
+        return []

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functional collectives under one name on every supported version of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+_all_gather: Any = getattr(funcol, "all_gather_single", funcol.all_gather_tensor)
+reduce_scatter: Any = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_tensor)
+all_reduce = funcol.all_reduce
+
+
+def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """An all-gather on ``dim``. Those of torch 2.11 and 2.12 break the graph where ``dim`` is not 0, so its last step
+    is written out there."""
+    if dim == 0 or not torch.__version__.startswith(("2.11", "2.12")):
+        return _all_gather(x, dim, group)
+    stacked = _all_gather(x, 0, group)
+    world_size = group.size()
+    if all(s == 1 for s in x.shape[:dim]):
+        return stacked.view([*x.shape[:dim], world_size * x.shape[dim], *x.shape[dim + 1 :]])
+    return torch.cat(stacked.chunk(world_size, 0), dim)

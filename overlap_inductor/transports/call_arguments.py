@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``call_arguments``: what every kernel of a call takes under one name, whichever kernel it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from overlap_inductor.runtime.workspace import Launch
+
+
+def call_arguments(kernel: Any, launch: Launch) -> dict[str, Any]:
+    """The arguments of ``kernel`` that are facts of the call's slot, group and site, by parameter.
+
+    A kernel takes those of them that it names: ``peer_data`` and ``peer_flags`` (int64 ``[world_size]`` addresses),
+    ``flags``, ``queues`` and ``calls`` (int32, this rank's), ``signals`` (flags of a source), ``stop`` (int32, the
+    group's fault memory), ``patience`` (nanoseconds), ``site`` (its number in the fault record), ``rank``, ``WORLD``.
+    """
+    slot, faults = launch.slot, launch.faults
+    known = {
+        "peer_data": slot.data.pointers,
+        "peer_flags": slot.flags.pointers,
+        "flags": slot.flags.local,
+        "queues": slot.queues,
+        "calls": slot.calls,
+        "signals": slot.signals,
+        "stop": faults.stop,
+        "patience": launch.patience_ns,
+        "site": launch.site,
+        "rank": launch.rank,
+        "WORLD": launch.world_size,
+    }
+    return {name: known[name] for name in kernel.arg_names if name in known}

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Exchange``: one buffer whose pieces travel hop by hop along a route, as messages of any ``Exchanges`` transport.
+
+Receives are started as early as the transport allows, each into its final place, so nothing is copied afterwards. The
+ops of a graph find an exchange by the address of its buffer, because a compiled graph passes tensors only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.errors import TransferError
+from overlap_inductor.runtime import agreement
+from overlap_inductor.runtime.group_state import Kind
+from overlap_inductor.transports import routes
+from overlap_inductor.transports.registry import transport_named
+from overlap_inductor.transports.transport import Exchanges
+from overlap_inductor.transports.transport import Message
+from overlap_inductor.transports.transport import Pending
+
+# Far from the tags that users pick, so a user's own send or receive on the group never meets one of these messages.
+_TAG_BASE = 0x0A1D_0000
+_HOPS_PER_EXCHANGE = 1 << 15
+_EXCHANGES_IN_FLIGHT = 1 << 14
+
+
+@dataclass
+class Exchange:
+    """One buffer in flight.
+
+    Attributes:
+        flat: the buffer, ``[slots, elements of a shard]``.
+        bounds: elements of a shard at which its parts begin, and the number of all: ``parts + 1`` numbers.
+        route: one of ``routes.ROUTES``.
+        sequence: number of the exchange on its group, equal on all ranks.
+        hops: what was started and not yet waited for, by hop.
+    """
+
+    flat: torch.Tensor
+    bounds: Sequence[int]
+    route: str
+    group: dist.ProcessGroup
+    site: str
+    transport: Exchanges
+    sequence: int = 0
+    hops: dict[int, list[Pending]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rank = self.group.rank()
+        self.world_size = self.group.size()
+        self.parts = len(self.bounds) - 1
+        self.receives_first = self.transport.receives_first(self.flat.device)
+
+    @property
+    def hop_count(self) -> int:
+        """Hops of the whole route."""
+        return routes.hop_count(self.route, self.world_size, self.parts)
+
+    def piece(self, slot: int, part: int) -> torch.Tensor:
+        """Part ``part`` of slot ``slot``, flat: a view of the buffer."""
+        return self.flat[slot, self.bounds[part] : self.bounds[part + 1]]
+
+    def _moves(self, index: int) -> routes.Hop:
+        return routes.hop(self.route, self.world_size, self.rank, self.parts, index)
+
+    def _is_empty(self, index: int) -> bool:
+        part = index % self.parts
+        return self.bounds[part] == self.bounds[part + 1]
+
+    def _fail(self, what: str, peers: Sequence[int], error: Exception) -> TransferError:
+        exchanges = _EXCHANGES.known(self.group)
+        if exchanges is not None:
+            exchanges.in_flight.pop(self.flat.data_ptr(), None)
+        ranks = ", ".join(str(dist.get_global_rank(self.group, p)) for p in peers)
+        return TransferError(
+            f"site {self.site}: {what} with rank {ranks} of group {self.group.group_name!r} failed on rank"
+            f" {dist.get_rank()}: {error}. {agreement.plans_waiting(self.group)}A peer probably died, or runs another"
+            " program; see its own log first."
+        )
+
+    def start_receives(self) -> None:
+        """Start every receive, if the transport lets receives come first."""
+        if self.receives_first:
+            for index in range(self.hop_count):
+                self._start(index, receives=True)
+
+    def post(self, index: int, piece: torch.Tensor | None = None) -> None:
+        """Start hop ``index``.
+
+        Args:
+            piece: what is sent, flat and contiguous, if it does not lie in the buffer.
+
+        Raises:
+            TransferError: the transport could not start a message.
+        """
+        self._start(index, receives=not self.receives_first, sends=True, piece=piece)
+
+    def _start(self, index: int, *, receives: bool, sends: bool = False, piece: torch.Tensor | None = None) -> None:
+        if self._is_empty(index):
+            return
+        moves = self._moves(index)
+        # Two exchanges may be in flight with interleaved hops. Their sequence numbers, equal on all ranks because the
+        # graph chains the ops of a group, keep their messages apart.
+        tag = (
+            _TAG_BASE
+            + self.sequence % _EXCHANGES_IN_FLIGHT * _HOPS_PER_EXCHANGE
+            + index % (_HOPS_PER_EXCHANGE // 2) * 2
+        )
+        try:
+            self.hops.setdefault(index, []).extend(
+                self.transport.start(
+                    self.group,
+                    self._messages(moves.receives, tag, None) if receives else [],
+                    self._messages(moves.sends, tag, piece) if sends else [],
+                )
+            )
+        except RuntimeError as error:
+            raise self._fail(
+                f"starting hop {index}", [m.peer for m in (*moves.sends, *moves.receives)], error
+            ) from error
+
+    def _messages(self, moves: Sequence[routes.Move], tag: int, piece: torch.Tensor | None) -> list[Message]:
+        return [
+            Message(self.piece(m.slot, m.part) if piece is None else piece, m.peer, tag + lane)
+            for lane, m in enumerate(moves)
+        ]
+
+    def wait(self, index: int) -> None:
+        """Wait until hop ``index`` is complete: its receives may be read and its sends overwritten.
+
+        Raises:
+            TransferError: a message failed, or the hop was never started.
+        """
+        started = self.hops.pop(index, None)
+        if started is None:
+            if self._is_empty(index):
+                return
+            raise TransferError(
+                f"site {self.site}: hop {index} was waited for but never started; this is a bug of the pass"
+            )
+        for messages in started:
+            try:
+                messages.wait()
+            except RuntimeError as error:
+                moves = self._moves(index)
+                raise self._fail(
+                    f"hop {index}", sorted({m.peer for m in (*moves.sends, *moves.receives)}), error
+                ) from error
+
+
+@dataclass
+class _GroupExchanges:
+    """The exchanges of one group.
+
+    Attributes:
+        opened: number of exchanges so far, equal on all ranks.
+        in_flight: by the address of the buffer.
+    """
+
+    opened: int = 0
+    in_flight: dict[int, Exchange] = field(default_factory=dict)
+
+
+_EXCHANGES = Kind("exchanges", lambda owner: _GroupExchanges())
+
+
+def open_exchange(
+    buffer: torch.Tensor, bounds: Sequence[int], route: str, group: dist.ProcessGroup, site: str, transport: str = ""
+) -> Exchange | None:
+    """Register ``buffer`` as in flight, and start the receives that may come first.
+
+    Args:
+        buffer: contiguous, of at least ``slots * bounds[-1]`` elements.
+        bounds, route: see ``Exchange``.
+        transport: name of an ``Exchanges`` transport; the first registered one if empty.
+
+    Returns:
+        the exchange, or ``None`` if a shard has no elements.
+
+    Raises:
+        TransferError: the transport could not start a receive.
+        UnsupportedError: the transport is not registered in this process.
+    """
+    elements = bounds[-1]
+    if elements == 0:
+        return None
+    slots = routes.slots(route, group.size())
+    flat = buffer.view(-1)[: slots * elements].view(slots, elements)
+    moved_by = transport_named(Exchanges, transport)
+    exchanges = _EXCHANGES.of(group)
+    exchanges.opened += 1
+    exchange = Exchange(flat, bounds, route, group, site, moved_by, exchanges.opened)
+    exchanges.in_flight[buffer.data_ptr()] = exchange
+    exchange.start_receives()
+    return exchange
+
+
+def find_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> Exchange:
+    """The exchange that ``open_exchange`` registered for ``buffer``. Raises ``TransferError`` if there is none."""
+    try:
+        return _EXCHANGES.of(group).in_flight[buffer.data_ptr()]
+    except KeyError:
+        raise TransferError(
+            f"site {site}: no transfer is in flight for this buffer. Expected the op that starts it to have run just"
+            " before in the same graph; an earlier error may have stopped it."
+        ) from None
+
+
+def close_exchange(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Forget the exchange of ``buffer`` once its last hop has been waited for."""
+    _EXCHANGES.of(group).in_flight.pop(buffer.data_ptr(), None)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``PeerCopies``, ``Exchanges`` and ``WholeCollectives``: the three protocols of what moves a schedule's bytes.
+
+A schedule drives one protocol and takes every registered transport of it (``transports.registry``). The protocols
+differ in who acts: with ``PeerCopies`` the sender alone writes into its peers' memory and sets their flags; with
+``Exchanges`` the hosts of sender and receiver both post a message; with ``WholeCollectives`` all ranks call one
+collective.
+
+A kernel that stores to peers by itself drives no transport. Its schedule goes by the name ``sm_push``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from typing import Protocol
+from typing import runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.runtime.workspace import Launch
+from overlap_inductor.transports.transfer import Transfer
+
+Send = Callable[[torch.Tensor], None]
+"""Starts the transfer of a source ``[any rows, width]`` on the current stream, behind the work that is queued there.
+The receivers' flags are set when the rows have arrived."""
+
+
+class Transport(Protocol):
+    """What all transports have: a name for the configuration, and what moves the bytes, in a few words."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def moved_by(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a schedule leaves to a transport beside its matmuls.
+
+    Attributes:
+        sms: SMs that the transport may occupy.
+        turns_from: bytes of a piece from which on a piece waits until its receiver gets nothing else; ``None``: no
+            piece waits.
+    """
+
+    sms: int = 0
+    turns_from: int | None = None
+
+
+@runtime_checkable
+class PeerCopies(Transport, Protocol):
+    """One-sided copies into the peers' symmetric memory, each followed by a flag."""
+
+    @property
+    def needs_sms(self) -> bool:
+        """Whether a transfer needs room on an SM. Such a transport cannot serve a kernel that occupies every SM while
+        it waits for the transfer."""
+        ...
+
+    @property
+    def fastest_from(self) -> int | None:
+        """Bytes of a piece from which on the transport is faster than those with a smaller value. ``None``: it is used
+        only where it is asked for by name."""
+        ...
+
+    def prepare(
+        self,
+        launch: Launch,
+        transfer: Transfer,
+        numbers: Sequence[int],
+        source: torch.Tensor,
+        share: Share,
+        guarded: bool = False,
+    ) -> Send:
+        """Make parts ``numbers`` of ``transfer`` ready to be sent in that order.
+
+        The receivers' credits are awaited on the stream before a send starts. A receiver's flag of a part is set when
+        the part has arrived.
+
+        Args:
+            source: an example of what will be sent: ``[any rows, width]``, 16-bit or fp8, contiguous, aligned to 16
+                bytes.
+            guarded: what is sent also rests on other waits of this call. If one of them was given up, no flag is set
+                to the number of a call that a rank waits for.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Message:
+    """A contiguous ``tensor`` that is sent to, or received from, ``peer`` (a rank of the group). ``tag`` is equal on
+    both ranks and unique among the messages in flight between them."""
+
+    tensor: torch.Tensor
+    peer: int
+    tag: int
+
+
+class Pending(Protocol):
+    """Messages that were started."""
+
+    def wait(self) -> object:
+        """Return when the received tensors may be read and the sent ones overwritten, on the current stream. Raises
+        ``RuntimeError`` if a message failed."""
+        ...
+
+
+@runtime_checkable
+class Exchanges(Transport, Protocol):
+    """Messages between ranks, which sender and receiver both start."""
+
+    def why_not(self, group_name: str, device: torch.device) -> str | None:
+        """Why the group cannot exchange tensors of ``device``, from what all its ranks know alike; or ``None``."""
+        ...
+
+    def receives_first(self, device: torch.device) -> bool:
+        """Whether all receives of an exchange are started before its first send. Otherwise a hop's receives and sends
+        are started together."""
+        ...
+
+    def start(
+        self, group: dist.ProcessGroup, receives: Sequence[Message], sends: Sequence[Message]
+    ) -> Sequence[Pending]:
+        """Start the messages of one hop. Raises ``RuntimeError`` if one cannot be started."""
+        ...
+
+
+@runtime_checkable
+class WholeCollectives(Transport, Protocol):
+    """Collectives of all ranks, on a stream beside the one that makes what they send."""
+
+    def forked(self, device: torch.device) -> AbstractContextManager[AbstractContextManager[Any]]:
+        """A context that joins the transport's stream to the current one at its end. It yields a context in which the
+        transport's stream is the current one."""
+        ...
+
+    def reduce_rows(self, result: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Sum ``source`` over the ranks, in order with the current stream: in place if ``result`` is ``source``,
+        otherwise rank ``r`` gets the ``r``-th equal share of the rows."""
+        ...

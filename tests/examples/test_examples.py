@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples run as a user runs them, on two gloo ranks: their sites, their numbers, and their length."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers  # noqa: F401  (a missing one must be an error here, not in a child)
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# What every example must print, in this order: each of its sites, overlapped, and that the numbers agree.
+LINES: dict[str, list[str]] = {
+    "dtensor_block": [
+        "forward: mlp.0: all_gather_matmul: overlapped",
+        "forward: mlp.2: matmul_reduce_scatter: overlapped",
+        "backward: mlp.2: all_gather_matmul: overlapped",
+        "backward: mlp.0: matmul_reduce_scatter: overlapped",
+        "output and gradients: the same as eager's",
+    ],
+    "functional_collectives": [
+        "all_gather_matmul: overlapped, ring over p2p",
+        "matmul_reduce_scatter: overlapped, ring over p2p",
+        "output: the same as that of plain torch.compile",
+    ],
+    "hugging_face_generate": [
+        "prefill: model.layers.0.self_attn.o_proj: matmul_all_reduce, M = 16: overlapped",
+        "prefill: model.layers.0.mlp.down_proj: matmul_all_reduce, M = 16: overlapped",
+        "prefill: lm_head: matmul_all_gather, M = 1: overlapped",
+        "decode: model.layers.0.self_attn.o_proj: matmul_all_reduce, M = 1: overlapped",
+        "decode: model.layers.0.mlp.down_proj: matmul_all_reduce, M = 1: overlapped",
+        "decode: lm_head: matmul_all_gather, M = 1: overlapped",
+        "8 tokens, the same as eager's",
+    ],
+    "hugging_face_train": [
+        "backward: lm_head: matmul_all_reduce: overlapped",
+        "backward: model.layers.0.mlp.up_proj: matmul_all_reduce: overlapped",
+        "backward: model.layers.0.self_attn.v_proj: matmul_all_reduce: overlapped",
+        "losses [",
+    ],
+    "per_block_compile": [
+        ": down: matmul_all_reduce: overlapped",
+        "4 layers, 1 graph compiled; output: the same as that of the whole model on one rank",
+    ],
+}
+
+
+def test_every_example_is_run_here_and_is_short() -> None:
+    assert [path.stem for path in EXAMPLES] == sorted(LINES)
+    assert [path.name for path in EXAMPLES if len(path.read_text().splitlines()) >= 60] == []
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Inductor's cache for all examples: most of a first compile is spent on what they share, its C++ headers."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path: Path, tmp_path: Path, cache: Path) -> None:
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("OVERLAP_INDUCTOR")},
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(tmp_path),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(LINES[path.stem]), done.stdout
+    wrong = [(line, expected) for line, expected in zip(lines, LINES[path.stem], strict=True) if expected not in line]
+    assert wrong == []

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``PreparedKernel`` in the interpreter: a launch's tensors reach the parameters that were named for them."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import triton
+import triton.language as tl
+
+from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+
+
+@triton.jit
+def _scaled_difference(x, factor, y, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, (tl.load(x + at) - tl.load(y + at)) * factor)
+
+
+def test_the_order_of_names_is_the_order_of_a_launch_and_no_more() -> None:
+    x, y = torch.full((16,), 7.0), torch.full((16,), 2.0)
+    for names in itertools.permutations(("x", "y", "out")):
+        out = torch.zeros(16)
+        tensors = {"x": x, "y": y, "out": out}
+        example = {name: torch.zeros(16) for name in names}
+        kernel = PreparedKernel(_scaled_difference, 1, example, {"BLOCK": 16, "factor": 3})
+        kernel(*(tensors[name] for name in names))
+        assert (out == 15).all(), names

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles a sequence-parallel transformer block in every layout, and compares it with fp64."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+from bench.support import dtensor_block
+from bench.support.dtensor_block import Variant
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report.report import OverlapReport
+from tests.support.gloo_ranks import compile_anew
+from tests.support.graph_text import waste
+from tests.support.interpreted import interpreted
+
+# {checkpointing: {phase: (sites found, sites overlapped)}}. A block has two gathers and two scatters, and so has its
+# backward. With checkpointing, backward also repeats the gathers whose results were not saved.
+EXPECTED = {
+    "none": {"forward": (4, 4), "backward": (4, 4)},
+    "full": {"forward": (4, 4), "backward": (7, 7)},
+    "selective": {"forward": (4, 4), "backward": (6, 6)},
+    "selective, matmuls only": {"forward": (4, 2), "backward": (6, 6)},
+}
+
+
+TORCH = tuple(int(x) for x in torch.__version__.split(".")[:2])
+
+
+def expected(by_hand: bool, checkpointing: str) -> dict[str, tuple[int, int]]:
+    if TORCH == (2, 11) and by_hand and checkpointing == "full":
+        # Its partitioner keeps what autograd functions return, although it is marked for recomputation.
+        return {"forward": (4, 4), "backward": (4, 4)}
+    return EXPECTED[checkpointing]
+
+
+def variants(by_hand: bool, checkpointing: str) -> list[Variant]:
+    layouts = (
+        itertools.product((0, 1), (1, 2), (False, True))
+        if not by_hand
+        else [(0, 1, False), (0, 2, True), (1, 1, True), (1, 2, False)]
+    )
+    return [Variant(*rest, checkpointing, by_hand) for rest in layouts]
+
+
+# Sequence first and batch first, with batch 2. Of the block by hand, the layouts that compute again in backward.
+GENERATED = {
+    (False, "none"): [Variant(0, 2, True, "none"), Variant(1, 2, False, "none")],
+    (True, "full"): [Variant(0, 2, True, "full", True)],
+    (True, "selective"): [Variant(1, 2, False, "selective", True)],
+}
+
+
+def problems(
+    rank: int, world_size: int, by_hand: bool, checkpointing: str, device: str = "cpu", generated: bool = False
+) -> list[str]:
+    """What is wrong on this rank, over all layouts; ``generated`` runs Inductor's code (of two layouts), else the
+    rewritten graphs are interpreted."""
+    import overlap_inductor
+    from overlap_inductor.report import publish as reporting
+
+    compile_anew()
+    mesh = dist.init_device_mesh(device, (world_size,), mesh_dim_names=("tp",))
+    found = []
+    for variant in GENERATED[by_hand, checkpointing] if generated else variants(by_hand, checkpointing):
+        torch._dynamo.reset()
+        reporting.forget_reports()
+        reports: list[OverlapReport] = []
+        if generated:
+            with overlap_inductor.overlap(schedule="ring"):
+                error, where = dtensor_block.largest_error(mesh, variant, lambda m: torch.compile(m, fullgraph=True))
+            reports = reporting.all_reports()
+        else:
+            backend = interpreted(OverlapConfig(schedule="ring"), reports)
+            error, where = dtensor_block.largest_error(
+                mesh, variant, lambda m, backend=backend: torch.compile(m, backend=backend, fullgraph=True)
+            )
+        if not error < 1e-5:
+            found.append(f"{variant}: {where} is off by {error:.2g}")
+        found += [f"{variant}: {text}" for r in reports for text in waste(r)]
+        counts = {r.phase: (len(r.sites), sum(s.decision.status == "overlapped" for s in r.sites)) for r in reports}
+        if counts != expected(by_hand, checkpointing):
+            reasons = Counter(x.code for r in reports for s in r.sites for x in s.decision.reasons)
+            found.append(f"{variant}: {counts} sites, expected {expected(by_hand, checkpointing)}; {dict(reasons)}")
+    return found

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets one process be any rank of a group of any size, by a fake process group, and collects the reports of graphs that
+are compiled in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report.report import OverlapReport
+
+
+@contextmanager
+def fake_group(world_size: int = 2, rank: int = 0) -> Iterator[dist.ProcessGroup]:
+    """A default group of ``world_size`` ranks in which this process is ``rank``; its collectives move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()
+
+
+def reports_of(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None, **fields: Any) -> list[OverlapReport]:
+    """The reports of the graphs of ``fn``, with schedule ``ring`` unless ``fields`` say otherwise."""
+    from overlap_inductor.switch.explain import explain
+
+    if dynamic:
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.dim() and not isinstance(arg, torch.nn.Parameter):
+                torch._dynamo.mark_dynamic(arg, 0)
+    return explain(fn, *args, config=OverlapConfig(**{"schedule": "ring", **fields})).reports
+
+
+def report_of(fn: Callable[..., Any], *args: Any, **fields: Any) -> OverlapReport:
+    (report,) = reports_of(fn, *args, **fields)
+    return report

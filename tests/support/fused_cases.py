@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small functions with sites whose sizes and layouts the kernels of ``fused`` and ``chunked`` take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support.ring_cases import evened
+
+
+def cases(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
+    """``name: (function, input shapes, sites that a fused kernel must serve)``; ``factor`` makes all sizes larger."""
+    return _larger(_cases(w), factor)
+
+
+def _larger(
+    found: dict[str, tuple[Any, list[tuple[int, ...]], int]], factor: int
+) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
+    return {
+        name: (function, [tuple(n * factor if n > 2 else n for n in shape) for shape in shapes], sites)
+        for name, (function, shapes, sites) in found.items()
+    }
+
+
+def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
+    g, s = dist.group.WORLD, 24
+    return {
+        "gather rows": (lambda x, a: torch.relu(all_gather(x, 0, g) @ a), [(s, 16), (16, 24)], 1),
+        "gather rows, two matmuls, one with bias, gathered used": (
+            lambda x, a, b, c: (lambda y: (y @ a.t(), torch.addmm(c, y, b), y + 1))(all_gather(x, 0, g)),
+            [(s, 16), (24, 16), (16, 8), (8,)],
+            1,
+        ),
+        "gather rows, six weights, five that lie alike": (
+            lambda x, a, b, c: (
+                lambda y: (y @ a.t(), y @ b.t(), y @ (a + 1).t(), y @ (b + 1).t(), y @ (b + 2).t(), y @ c)
+            )(all_gather(x, 0, g)),
+            [(s, 16), (24, 16), (8, 16), (16, 40)],
+            1,
+        ),
+        "gather rows, and a weight's gradient": (
+            lambda x, a, h: (lambda y: (y @ a, y.t() @ h, torch.mm(h.t(), y)))(all_gather(x, 0, g)),
+            [(s, 16), (16, 24), (s * w, 8)],
+            1,
+        ),
+        "gather sequence, batch 2, and a weight's gradient": (
+            lambda x, a, h: (lambda y: (torch.relu(y @ a), y.flatten(0, 1).t() @ h))(all_gather(x, 1, g)),
+            [(2, s, 16), (16, 24), (2 * s * w, 8)],
+            1,
+        ),
+        "gather sequence, batch 1": (lambda x, a: all_gather(x, 1, g) @ a, [(1, s, 16), (16, 24)], 1),
+        "gather sequence, batch 2": (lambda x, a: all_gather(x, 1, g) @ a, [(2, s, 16), (16, 24)], 1),
+        "gather an uneven sequence, batch 2": (
+            lambda x, a: torch.relu(all_gather(x, 1, g)[:, : s * w - 3].reshape(-1, 16) @ a),
+            [(2, s, 16), (16, 24)],
+            1,
+        ),
+        "gather columns on the right": (lambda x, a: (a * 2) @ all_gather(x * 3, 0, g).t(), [(s, 16), (8, 16)], 1),
+        "scatter rows": (lambda x, a: reduce_scatter(x @ a, "sum", 0, g), [(s * w, 16), (16, 24)], 1),
+        "scatter an average with bias": (
+            lambda x, a, b: reduce_scatter(torch.addmm(b, x, a.t()), "avg", 0, g),
+            [(s * w, 16), (24, 16), (24,)],
+            1,
+        ),
+        "scatter sequence, batch 2": (lambda x, a: reduce_scatter(x @ a, "sum", 1, g), [(2, s * w, 16), (16, 8)], 1),
+        "scatter the last dim": (lambda x, a: reduce_scatter(x @ a, "sum", 1, g), [(8, 16), (16, s * w)], 1),
+        "scatter uneven rows": (
+            lambda x, a: reduce_scatter(evened(x @ a, 0, w), "sum", 0, g),
+            [(s * w - 1, 16), (16, 8)],
+            1,
+        ),
+        "all-reduce": (lambda x, a: all_reduce(x @ a, "sum", g) + 1, [(s * w, 16), (16, 24)], 1),
+        "all-reduce, batch 1, with bias": (
+            lambda x, a, b: all_reduce(torch.nn.functional.linear(x, a, b), "sum", g),
+            [(1, s * w, 16), (8, 16), (8,)],
+            1,
+        ),
+        "all-reduce of rows that do not fall evenly": (
+            lambda x, a: all_reduce(x @ a, "sum", g),
+            [(s * w - 1, 16), (16, 24)],
+            1,
+        ),
+        "operands that begin in the middle of 16 bytes": (
+            lambda x, a: all_gather(x.view(-1)[4 : 4 - x.shape[1]].view(-1, x.shape[1]), 0, g) @ a[:, 4:-4],
+            [(s + 1, 16), (16, 32)],
+            1,
+        ),
+        "a bias with gaps, a bias of one element": (
+            lambda x, a, b: (lambda y: (torch.addmm(b[::2], y, a), torch.addmm(b[1:2], y, a + 1)))(all_gather(x, 0, g)),
+            [(s, 16), (16, 24), (48,)],
+            1,
+        ),
+        "all-reduce with a row, a residual and an activation": (
+            lambda x, a, b, r: torch.sigmoid(r + all_reduce(x @ a, "sum", g) * b),
+            [(2, s, 16), (16, 24), (24,), (2, s, 24)],
+            1,
+        ),
+        "an MLP, gathered and scattered": (
+            lambda x, a, b: x + reduce_scatter(torch.relu(all_gather(x, 0, g) @ a.t()) @ b.t(), "sum", 0, g),
+            [(s, 16), (24, 16), (16, 24)],
+            2,
+        ),
+    }
+
+
+def sums(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
+    """As ``cases``: sums of matmuls, which only ``chunked`` serves. (Inductor writes a sum of 2-D matmuls as one matmul
+    with the other as its bias.)"""
+    g, s = dist.group.WORLD, 24
+    linear = torch.nn.functional.linear
+    pair = [(1, s * w, 16), (16, 24), (1, s * w, 40), (40, 24)]
+    triple = [(1, s * w, 16), (16, 24), (1, s * w, 40), (24, 40), (1, s * w, 8), (8, 24)]
+    return _larger(
+        {
+            "scatter a sum of two matrices": (
+                lambda x, a, y, b: reduce_scatter(x @ a + y @ b, "sum", 0, g),
+                [(s * w, 16), (16, 24), (s * w, 40), (40, 24)],
+                1,
+            ),
+            "all-reduce a sum of three matrices, one with bias, rows that do not fall evenly": (
+                lambda x, a, y, b, z, c, d: all_reduce(x @ a + torch.addmm(d, y, b) + z @ c, "avg", g),
+                [(s * w - 1, 16), (16, 24), (s * w - 1, 40), (40, 24), (s * w - 1, 8), (8, 24), (24,)],
+                1,
+            ),
+            "scatter a sum of two": (lambda x, a, y, b: reduce_scatter(x @ a + y @ b, "sum", 1, g), pair, 1),
+            "scatter an average of three, one with bias": (
+                lambda x, a, y, b, z, c, d: reduce_scatter(x @ a + linear(y, b, d) + z @ c, "avg", 1, g),
+                [*triple, (24,)],
+                1,
+            ),
+            "scatter a sum along the sequence, batch 2": (
+                lambda x, a, y, b: reduce_scatter(x @ a + y @ b, "sum", 1, g),
+                [(2, s * w, 16), (16, 8), (2, s * w, 24), (24, 8)],
+                1,
+            ),
+            "scatter the last dim of a sum": (
+                lambda x, a, y, b: reduce_scatter(x @ a + y @ b, "sum", 2, g),
+                [(2, 8, 16), (16, s * w), (2, 8, 24), (24, s * w)],
+                1,
+            ),
+            "all-reduce a sum of three": (
+                lambda x, a, y, b, z, c: all_reduce(x @ a + y @ b.t() + z @ c, "sum", g),
+                triple,
+                1,
+            ),
+            "all-reduces that are added": (
+                lambda x, a, y, b: all_reduce(x @ a, "sum", g) + all_reduce(y @ b, "sum", g),
+                pair,
+                1,
+            ),
+            "all-reduce a sum of rows that do not fall evenly": (
+                lambda x, a, y, b: all_reduce(x @ a + y @ b, "sum", g),
+                [(1, s * w - 1, 16), (16, 24), (1, s * w - 1, 40), (40, 24)],
+                1,
+            ),
+        },
+        factor,
+    )

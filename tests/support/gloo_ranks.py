@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a function on several gloo ranks, one process each, and collects what they return or raise."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+PRELOADED = [
+    "torch._inductor.compile_fx",
+    "torch._inductor.fx_passes.post_grad",
+    "torch.distributed.tensor",
+    "torch.testing",
+    "hypothesis",
+    "tests.support.warm_ranks",
+]
+"""Modules that the process imports which ranks are forked from. It ignores those that are not installed."""
+
+
+def compile_anew() -> None:
+    """Switch off the caches of graphs, so that every compile runs the passes. (``force_disable_caches`` would also
+    rebuild each kernel, and the probes of vector instructions, on each rank.)"""
+    torch._inductor.config.fx_graph_cache = False
+    torch._functorch.config.enable_autograd_cache = False
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def _main(
+    rank: int, world_size: int, port: int, folder: str, environment: dict[str, str], call: tuple[Any, ...], alive: bool
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank)
+    )
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    result: tuple[bool, Any]
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        function, *args = call
+        result = True, function(rank, world_size, *args)
+        if alive:
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001  (handed to the parent, which raises it)
+        result = False, traceback.format_exc()
+    torch.save(result, os.path.join(folder, f"{rank}.pt"))
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 300.0,
+    expect_failure: bool = False,
+    warm: bool = True,
+) -> list[Any]:
+    """Run ``function(rank, world_size, *args)`` on every rank and return the results by rank. With ``expect_failure``
+    ranks may raise or die; the result is then a traceback.
+
+    With ``warm`` off, ranks are processes in which this package was never used.
+
+    Raises:
+        AssertionError: a rank raised, died or did not end within ``timeout`` seconds; the message holds the tracebacks.
+    """
+    # Ranks are forked from a clean process that has imported what they need (six seconds each).
+    context = mp.get_context("forkserver" if warm else "spawn")
+    if warm:
+        context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
+        port = _free_port()
+        processes = [
+            context.Process(
+                target=_main,
+                args=(r, world_size, port, folder, dict(os.environ), (function, *args), not expect_failure),
+            )
+            for r in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout)
+        hung = [r for r, p in enumerate(processes) if p.is_alive()]
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        results = []
+        for rank in range(world_size):
+            path = os.path.join(folder, f"{rank}.pt")
+            results.append(
+                torch.load(path, weights_only=False) if os.path.exists(path) else (False, f"rank {rank} left no result")
+            )
+    problems = [f"rank {r}: {text}" for r, (ok, text) in enumerate(results) if not ok]
+    assert not hung, f"ranks {hung} did not end within {timeout} s\n" + "\n".join(problems)
+    assert expect_failure or not problems, "\n".join(problems)
+    return [value for _, value in results]

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expected texts in files of ``tests/golden``.
+
+Run with ``EXPECTTEST_ACCEPT=1`` after an intended change: the files are written anew. Read the difference before you
+commit it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from overlap_inductor.report import words
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.report.text import ADVICE_TITLE
+from overlap_inductor.report.text import render_text
+
+FOLDER = Path(__file__).parents[1] / "golden"
+_SWITCHES = re.compile(r"requested and effective\n-+\n(?:.+\n)+\n")
+_TOTAL = re.compile(r"^estimated .*\n", re.M)
+_ADVICE = re.compile(rf"\n{ADVICE_TITLE}\n-+\n(?:.+\n)+")
+
+
+def check_golden(found: str, name: str) -> None:
+    """Fail if ``found`` is not the text of file ``name`` (a path below ``golden/``), or if there is no such file.
+
+    Versions and plan hashes change with every release; dots stand for them.
+    """
+    found = _without_versions(found)
+    file = FOLDER / name
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(found)
+    assert found == file.read_text(), f"{name} differs; EXPECTTEST_ACCEPT=1 writes it anew"
+
+
+def report_text(report: OverlapReport) -> str:
+    """The report's text. One line replaces the table of switches; it names those whose effective value is not the
+    requested one. The total of the estimates and the advice are left out: they say nothing of a graph.
+
+    The whole text is checked in ``tests/unit/test_report.py``.
+    """
+    effective = [f"{name} {now}" for name, requested, now in words.switches(report) if now != requested]
+    text, tables = _SWITCHES.subn(f"effective: {'; '.join(effective)}\n\n", render_text(report))
+    assert tables == 1, f"{tables} tables of switches in a report"
+    return _ADVICE.sub("", _TOTAL.sub("", text, 1))
+
+
+def _without_versions(text: str) -> str:
+    return re.sub(
+        r"plan [0-9a-f]{16}|torch [0-9][\w.+]*|overlap_inductor [0-9][\w.]*", lambda m: m[0].split()[0] + " ...", text
+    )

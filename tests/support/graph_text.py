@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds waste in the text of a rewritten graph: what is computed or moved and needed by nobody."""
+
+from __future__ import annotations
+
+import re
+
+from overlap_inductor.report.report import OverlapReport
+
+
+def waste(report: OverlapReport) -> list[str]:
+    """The problems found: matmuls whose result is not used, collectives that are left beside their replacement."""
+    lines = {line.split(":")[0].split(" = ")[0]: line for line in report.after.splitlines() if " = " in line}
+    wanted: set[str] = set()
+    pending = [
+        line
+        for line in report.after.splitlines()
+        if line.startswith("return") or re.search(r"overlap_inductor\.(exchange_|reduce_tail)", line)
+    ]
+    while pending:
+        line = pending.pop()
+        for name in re.findall(r"\w+", line.split(" = ", 1)[-1]):
+            if name in lines and name not in wanted:
+                wanted.add(name)
+                pending.append(lines[name])
+    found = [
+        f"{n} is computed for nothing"
+        for n, line in lines.items()
+        if re.search(r"aten\.(?:mm|addmm|bmm|baddbmm)\.", line) and n not in wanted
+    ]
+    kept = len(report.near_misses) + sum(s.decision.status != "overlapped" for s in report.sites)
+    # A wait alone may belong to a collective that the forward graph has started.
+    left = sum(bool(re.search(r"_c10d_functional\.(?!wait)|= control_deps\(", line)) for line in lines.values())
+    # Two all-reduces that are added are one site, also if it is kept.
+    if all(s.decision.status == "overlapped" for s in report.sites) and left > kept:
+        found.append(f"{left} collectives are left, {kept} were kept")
+    return found

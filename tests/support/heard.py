@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collects the package's warnings on one rank."""
+
+from __future__ import annotations
+
+import logging
+
+
+class Heard(logging.Handler):
+    """Warnings of the package."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        logging.getLogger("overlap_inductor").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face models from small configurations with random weights, sharded over the ranks of the job by their own
+``tp_plan``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LAYERS, TOKENS, VOCABULARY = 2, 12, 64
+
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# Llama; a bias in every projection; attention and MLP beside each other; whole activations gathered for a norm.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "starcoder2": ("Starcoder2", {"use_bias": True, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
+    "cohere": ("Cohere", {}),
+    "olmo2": ("Olmo2", {}),
+    # Sizes that neither two nor three ranks divide, but for the heads.
+    "llama, odd vocabulary": ("Llama", {"vocab_size": 101}),
+    "llama, odd vocabulary and ffn": (
+        "Llama",
+        {
+            "vocab_size": 101,
+            "hidden_size": 36,
+            "intermediate_size": 50,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+        },
+    ),
+}
+
+
+def load(family: str, folder: str, device: str) -> Any:
+    """The model as a user loads it: rank 0 saves it (seed 0), then all ranks read their shards."""
+    import transformers
+
+    name, fields = FAMILIES[family]
+    path = Path(folder) / family
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**{**_SIZES, **fields})
+        getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(path)
+    dist.barrier()
+    return transformers.AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", dtype=torch.float32)
+
+
+def whole(family: str, folder: str, device: str) -> Any:
+    """The same weights unsharded, in fp64: the reference for every rank's result."""
+    import transformers
+
+    path = Path(folder) / family
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).to(device)
+
+
+def ids(device: str) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1)).to(device)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds small models, with random weights, of every Hugging Face family that has a ``tp_plan``, in even and in odd
+sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support import with_and_without
+
+TOKENS = 12
+_SIZES: dict[str, Any] = {
+    "vocab_size": 64, "vocab_size_per_layer_input": 64,
+    "hidden_size": 72, "hidden_size_per_layer_input": 12, "num_hidden_layers": 2,
+    "intermediate_size": 48, "intermediate_size_mlp": 48,
+    "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "moe_intermediate_size": 24,
+    "shared_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_kv_shared_layers": 0, "head_dim": 8,
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "sliding_window": 8, "max_position_embeddings": 64,
+    "num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "decoder_sparse_step": 1, "tie_word_embeddings": False,
+    "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+"""Those that a family's configuration knows are set."""
+_VOCABULARY = {"vocab_size": 101, "vocab_size_per_layer_input": 101}
+_FFN = {
+    "intermediate_size": 53, "intermediate_size_mlp": 53,
+    "ffn_hidden_size": 53, "expert_ffn_hidden_size": 23, "moe_intermediate_size": 23,
+    "shared_intermediate_size": 23, "shared_expert_intermediate_size": 23,
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "even": {},
+    "odd": {**_VOCABULARY, **_FFN},
+    "odd vocabulary": _VOCABULARY,
+}
+"""``odd`` sizes are primes: neither 2 nor 3 ranks divide them. See ``_heads`` for the number of heads."""
+
+
+def families() -> list[str]:
+    """Causal language models whose configuration has a plan."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return [
+        name
+        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if name in CONFIG_MAPPING and getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None)
+    ]
+
+
+def _heads(variant: str, world_size: int) -> dict[str, int]:
+    """Four heads a rank, or three. In ``odd`` all of a rank's heads read one key; families without grouped keys cannot
+    run so, and are tried with an odd vocabulary alone."""
+    heads = {"even": 4, "odd": 3, "odd vocabulary": 3}[variant] * world_size
+    return {"num_attention_heads": heads, "num_key_value_heads": world_size if variant == "odd" else heads}
+
+
+def _config(kind: Any, sizes: dict[str, Any]) -> Any:
+    """A configuration with those ``sizes`` that it knows, also in its language model if it has one."""
+
+    def known(config: Any) -> dict[str, Any]:
+        return {name: value for name, value in sizes.items() if hasattr(config, name)}
+
+    usual = kind()
+    text = usual.get_text_config()
+    return kind(**known(usual)) if text is usual else kind(**known(usual), text_config=known(text))
+
+
+def _load(rank: int, world_size: int, family: str, folder: str, variant: str) -> Any:
+    """The sharded model, from what rank 0 saved."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    path = Path(folder) / family
+    if rank == 0:
+        torch.manual_seed(0)
+        kind = transformers.CONFIG_MAPPING[family]
+        sizes = {**_SIZES, **_heads(variant, world_size), **VARIANTS[variant]}
+        transformers.AutoModelForCausalLM.from_config(_config(kind, sizes)).float().save_pretrained(path)
+    dist.barrier()
+    return transformers.AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", dtype=torch.float32).eval()
+
+
+def row_of(
+    rank: int, world_size: int, family: str, folder: str, variant: str, trains: bool, generated: bool
+) -> dict[str, Any]:
+    """One rank's row: compares the logits and, if it trains, the gradients of all parameters."""
+
+    def build() -> Callable[[Any], dict[str, torch.Tensor]]:
+        model = _load(rank, world_size, family, folder, variant)
+        ids = torch.randint(0, 64, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+
+        def computation(backend: Any) -> dict[str, torch.Tensor]:
+            model.zero_grad(set_to_none=True)
+            with torch.set_grad_enabled(trains):
+                out = (model if backend == "eager" else torch.compile(model, backend=backend))(
+                    ids, labels=ids if trains else None
+                )
+                if trains:
+                    out.loss.backward()
+            return {
+                "logits": out.logits,
+                **{name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+            }
+
+        return computation
+
+    return with_and_without.compared(build, generated)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles a Hugging Face model that is sharded by its own plan, and compares it with fp64."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report.report import OverlapReport
+from tests.support import hugging_face
+from tests.support.gloo_ranks import compile_anew
+from tests.support.graph_text import waste
+from tests.support.hugging_face import LAYERS
+from tests.support.interpreted import interpreted
+
+REDUCE, HEAD = "matmul_all_reduce", "matmul_all_gather"
+# Sites that must be found and overlapped. Forward: o_proj and down_proj of each layer and the head; Olmo2 gathers q, k
+# and v for their norms too. Backward: the gradients of the inputs of q, k and v, of gate and up, and of the head. Those
+# that autograd adds to each other alone are one site. The embedding's all-reduce has no matmul.
+FORWARD: dict[str, dict[str, int]] = {
+    "llama": {REDUCE: 2 * LAYERS, HEAD: 1},
+    "starcoder2": {REDUCE: 2 * LAYERS, HEAD: 1},
+    "cohere": {REDUCE: 2 * LAYERS, HEAD: 1},
+    "olmo2": {REDUCE: 2 * LAYERS, HEAD: 1 + 3 * LAYERS},
+    "llama, odd vocabulary": {REDUCE: 2 * LAYERS, HEAD: 1},
+    "llama, odd vocabulary and ffn": {REDUCE: 2 * LAYERS, HEAD: 1},
+}
+BACKWARD: dict[str, dict[str, int]] = {
+    "llama": {REDUCE: 2 * LAYERS + 1},
+    "olmo2": {REDUCE: 5 * LAYERS + 1, HEAD: LAYERS},
+    "llama, odd vocabulary": {REDUCE: 2 * LAYERS + 1},
+    "llama, odd vocabulary and ffn": {REDUCE: 2 * LAYERS + 1},
+}
+
+
+def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    assert found.shape == exact.shape
+    return ((found.double() - exact).abs().max() / exact.abs().max()).item()
+
+
+def problems(
+    rank: int, world_size: int, family: str, folder: str, trains: bool, generated: bool, device: str = "cpu"
+) -> list[str]:
+    """What is wrong on this rank; ``generated`` runs Inductor's code, else the rewritten graphs are interpreted."""
+    import overlap_inductor
+    from overlap_inductor.report import publish as reporting
+
+    model = hugging_face.load(family, folder, device)
+    reference = hugging_face.whole(family, folder, device)
+    ids = hugging_face.ids(device)
+    compile_anew()
+    reports: list[OverlapReport] = []
+    reporting.forget_reports()
+    torch._dynamo.utils.counters.clear()
+    if generated:
+        with overlap_inductor.overlap(schedule="ring"):
+            errors = _run(torch.compile(model, fullgraph=True), model, reference, ids, trains)
+        reports = reporting.all_reports()
+    else:
+        backend = interpreted(OverlapConfig(schedule="ring"), reports)
+        errors = _run(torch.compile(model, backend=backend, fullgraph=True), model, reference, ids, trains)
+
+    found = [f"{name} is off by {error:.2g}" for name, error in errors.items() if not error < 1e-5]
+    expected = {"forward": FORWARD[family], "backward": BACKWARD[family]} if trains else {"inference": FORWARD[family]}
+    for status in ("overlapped", "found"):
+        counts = {
+            r.phase: dict(Counter(s.facts.pattern for s in r.sites if status in ("found", s.decision.status)))
+            for r in reports
+        }
+        if counts != expected:
+            found.append(f"sites {status}: {counts}, expected {expected}")
+    found += [text for r in reports for text in waste(r)]
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    return found + [f"graph breaks: {dict(breaks)}"] * bool(breaks)
+
+
+def _run(compiled: Any, model: Any, reference: Any, ids: torch.Tensor, trains: bool) -> dict[str, float]:
+    """Relative errors of the logits and, where ``trains``, of every parameter's gradient."""
+    with torch.set_grad_enabled(trains):
+        labels = ids if trains else None
+        out, exact = compiled(ids, labels=labels), reference(ids, labels=labels)
+    errors = {"logits": _error(out.logits, exact.logits)}
+    if not trains:
+        return errors
+    out.loss.backward()
+    exact.loss.backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        errors[f"gradient of {name}"] = _error(grad, q.grad)
+    return errors

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Dynamo backend that runs the rewritten graph node by node: the pass's own output, without the time that generated
+code takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.inductor import post_grad
+from overlap_inductor.inductor.compared_call import ComparedCall
+from overlap_inductor.inductor.compile_scope import CompileScope
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.switch.backend import compile_with
+
+
+def interpreted(config: OverlapConfig, reports: list[OverlapReport], compared: bool = False) -> Callable[..., Any]:
+    """The backend; the reports of its graphs are appended to ``reports``.
+
+    ``compared``: each call first compares the ranks' plans, as generated code does. If ranks differ, the call
+    interprets the graph as it was before any pass. Without ``compared`` the first overlap op compares, and raises if
+    ranks differ."""
+
+    def compile_one(gm: torch.fx.GraphModule, example_inputs: Any, **keywords: Any) -> Any:
+        flags = {name: bool(keywords.get(name)) for name in ("is_backward", "is_inference", "cpp_wrapper")}
+        scope = CompileScope(graph_id=keywords.get("graph_id"), **flags)
+        plain = _Untouched(_copy(gm)) if compared else None
+        post_grad.run_post_grad_passes(gm, example_inputs, scope)
+        found = scope.take_reports()
+        reports.extend(found)
+        if plain is None or not any(r.groups for r in found):
+            return _call_of(gm)
+        return ComparedCall(_call_of(gm), found, plain, on_accelerator=False, dump=None)  # type: ignore[arg-type]
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        return compile_with(config, gm, example_inputs, None, {}, inner_compile=compile_one)
+
+    return backend
+
+
+def _copy(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy of the graph's nodes; metadata and attributes are shared."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return torch.fx.GraphModule(gm, graph)
+
+
+class _Untouched:
+    """In place of ``PlainProgram``: a graph that no pass has changed."""
+
+    def __init__(self, gm: torch.fx.GraphModule) -> None:
+        self.gm = gm
+
+    def compile(self) -> Callable[[list[Any]], Any]:
+        from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+        view_to_reshape(self.gm)
+        return _call_of(self.gm)
+
+
+def _call_of(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
+    _bind_symbols(gm)
+    gm.recompile()
+
+    def run(args: list[Any]) -> Any:
+        inputs = list(args)
+        args.clear()
+        return _Interpreter(gm).run(*inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+class _Interpreter(torch.fx.Interpreter):
+    """Runs ``control_deps`` as its subgraph: node order already is the order it asks for, and some torch versions have
+    no kernel for it."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "control_deps":
+            _, subgraph, *operands = args
+            return subgraph(*operands)
+        return super().call_function(target, args, kwargs)
+
+
+def _number(function: Callable[..., Any], *numbers: int) -> int:
+    """A named function, since the graph module prints its name."""
+    return int(function(*numbers))
+
+
+def _bind_symbols(gm: torch.fx.GraphModule) -> None:
+    """Replace symbolic sizes in arguments by nodes that compute them: Inductor prints symbols, an interpreter needs
+    numbers."""
+    import sympy
+
+    symbols = {
+        n.meta["val"].node.expr: n
+        for n in gm.graph.find_nodes(op="placeholder")
+        if isinstance(n.meta.get("val"), torch.SymInt)
+    }
+    for node in list(gm.graph.nodes):
+
+        def bind(value: Any, node: torch.fx.Node = node) -> Any:
+            if not isinstance(value, torch.SymInt):
+                return value
+            expression = value.node.expr
+            names = sorted(expression.free_symbols, key=str)
+            function = sympy.lambdify(names, expression, modules=[{"FloorDiv": lambda a, b: a // b}, "math"])
+            with gm.graph.inserting_before(node):
+                return gm.graph.call_function(_number, (function, *(symbols[s] for s in names)))
+
+        node.args = torch.utils._pytree.tree_map(bind, node.args)
+        node.kwargs = torch.utils._pytree.tree_map(bind, node.kwargs)

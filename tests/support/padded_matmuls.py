@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Switches Inductor's padding of matmuls to aligned sizes on or off. Inductor pads on GPUs only, if a timing says that
+it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch._inductor.fx_passes import pad_mm
+
+
+@contextmanager
+def padded_matmuls(wanted: bool = True) -> Iterator[None]:
+    patched = {name: mock.patch.object(pad_mm, name, lambda *args: wanted) for name in ("check_device", "has_triton")}
+    with patched["check_device"], patched["has_triton"], torch._inductor.config.patch(force_shape_pad=wanted):
+        yield

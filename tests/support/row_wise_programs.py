@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs in which something between a matmul and a collective commutes with cutting rows, as functions of fp64
+tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bench.support.hand_written import GatherTokens
+from bench.support.hand_written import ScatterTokens
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support.spellings import GATHER
+from tests.support.spellings import REDUCE
+from tests.support.spellings import SCATTER
+from tests.support.spellings import world
+
+Shape = tuple[int, ...]
+Expected = tuple[str, list[str]]
+
+
+def gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    return all_gather(x, dim, world())
+
+
+def reduce(x: torch.Tensor) -> torch.Tensor:
+    return all_reduce(x, "sum", world())
+
+
+def scatter(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    return reduce_scatter(x, "sum", dim, world())
+
+
+def int8(x: torch.Tensor) -> torch.Tensor:
+    return (x * 40).to(torch.int8)
+
+
+def trained_experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Experts' results, summed before they are scattered."""
+    return ScatterTokens.apply((x.relu() @ w).sum(0), 0, world())
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def trained_norm(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """A layer whose norm stands behind its gather."""
+    hidden = F.silu(rms(GatherTokens.apply(x, 1, world()), g) @ w)
+    return ScatterTokens.apply(hidden @ v, 1, world())
+
+
+# {name: (function, shapes of its inputs by the world size, (pattern, kind and role of every matmul))}
+PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expected]] = {
+    "rms norm": (lambda x, g, w: rms(gather(x), g) @ w, lambda n: [(4, 16), (16,), (16, 6)], (GATHER, ["mm M"])),
+    "rms norm of a sequence": (
+        lambda x, g, w: rms(gather(x, 1), g) @ w,
+        lambda n: [(2, 3, 16), (16,), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "rms norm, and the gathered tensor": (
+        lambda x, g, w, v: (rms((y := gather(x, 1)), g) @ w, y @ v, y),
+        lambda n: [(2, 3, 16), (16,), (16, 6), (16, 4)],
+        (GATHER, ["mm M", "mm M"]),
+    ),
+    "layer norm": (
+        lambda x, g, b, w: F.layer_norm(gather(x), (16,), g, b) @ w,
+        lambda n: [(4, 16), (16,), (16,), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "layer norm of a sequence": (
+        lambda x, g, b, w: F.layer_norm(gather(x, 1), (16,), g, b) @ w,
+        lambda n: [(2, 3, 16), (16,), (16,), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "norm of each head": (
+        lambda x, g, w: rms(gather(x).unflatten(1, (4, 4)), g).flatten(1) @ w,
+        lambda n: [(5, 16), (4,), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "norm of one row": (lambda x, g, w: rms(gather(x), g) @ w, lambda n: [(1, 16), (16,), (16, 6)], (GATHER, ["mm M"])),
+    "norm without a weight": (
+        lambda x, w: F.layer_norm(gather(x, 1), (16,)) @ w,
+        lambda n: [(2, 3, 16), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "a scale of more dims": (
+        lambda x, s, w: (gather(x) * s).mT @ w,
+        lambda n: [(4, 8), (1, 1, 1), (1, 4 * n, 6)],
+        (GATHER, ["bmm K"]),
+    ),
+    "softmax": (lambda x, w: gather(x).softmax(-1) @ w, lambda n: [(4, 16), (16, 6)], (GATHER, ["mm M"])),
+    "norm, contracted": (
+        lambda x, g, y: y @ rms(gather(x), g),
+        lambda n: [(4, 16), (16,), (6, 4 * n)],
+        (GATHER, ["mm K"]),
+    ),
+    "norm, columns": (
+        lambda x, g, y: y @ rms(gather(x), g).t(),
+        lambda n: [(4, 16), (16,), (6, 16)],
+        (GATHER, ["mm N"]),
+    ),
+    "one scale of the rank's own": (
+        lambda x, s, w: (gather(x) * s) @ w,
+        lambda n: [(4, 16), (1,), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "a scale of rows": (
+        lambda x, s, w: (gather(x) * s) @ w,
+        lambda n: [(4, 16), (4 * n, 1), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "a scale of rows of a sequence": (
+        lambda x, s, w: (gather(x, 1) * s[..., None]) @ w,
+        lambda n: [(2, 3, 16), (2, 3 * n), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "a scale of tokens that all batches share": (
+        lambda x, s, w: (gather(x, 1) * s[:, None]) @ w,
+        lambda n: [(2, 3, 16), (3 * n,), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "a scale of batches": (
+        lambda x, s, w: (gather(x, 1) * s) @ w,
+        lambda n: [(4, 3, 16), (4, 1, 1), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "a mask": (
+        lambda x, m, w: gather(x).masked_fill((m > 0)[:, None], 0.0) @ w,
+        lambda n: [(4, 16), (4 * n,), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "columns": (lambda x, w: gather(x)[:, 3:11] @ w, lambda n: [(4, 16), (8, 6)], (GATHER, ["mm M"])),
+    "halves of columns": (
+        lambda x, w: F.silu((y := gather(x).chunk(2, 1))[0]) * y[1] @ w,
+        lambda n: [(4, 16), (8, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "other columns beside": (
+        lambda x, y, w: torch.cat([gather(x), y], 1) @ w,
+        lambda n: [(4, 16), (4 * n, 3), (19, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "a residual of all rows": (
+        lambda x, y, g, w: rms(gather(x) + y, g) @ w,
+        lambda n: [(4, 16), (4 * n, 16), (16,), (16, 6)],
+        (GATHER, ["mm M"]),
+    ),
+    "a batch that is gathered": (
+        lambda x, w: gather(x) @ w,
+        lambda n: [(2, 4, 16), (2 * n, 16, 6)],
+        (GATHER, ["bmm B"]),
+    ),
+    "a batch that is gathered, with a bias": (
+        lambda x, w, b: torch.baddbmm(b, gather(x), w),
+        lambda n: [(2, 4, 16), (2 * n, 16, 6), (2 * n, 4, 6)],
+        (GATHER, ["baddbmm B"]),
+    ),
+    "a batch that is gathered on the right": (
+        lambda x, w: w @ gather(x),
+        lambda n: [(2, 4, 16), (2 * n, 5, 4)],
+        (GATHER, ["bmm B"]),
+    ),
+    "int8, gathered": (
+        lambda x, w: torch._int_mm(gather(int8(x)), int8(w)),
+        lambda n: [(4, 16), (16, 8)],
+        (GATHER, ["int_mm M"]),
+    ),
+    "int8, contracted": (
+        lambda x, w: torch._int_mm(int8(w), gather(int8(x))),
+        lambda n: [(4, 16), (5, 4 * n)],
+        (GATHER, ["int_mm K"]),
+    ),
+    "int8, reduced": (
+        lambda x, w: reduce(torch._int_mm(int8(x), int8(w))),
+        lambda n: [(9, 16), (16, 8)],
+        (REDUCE, ["int_mm M"]),
+    ),
+    "int8, scaled and scattered": (
+        lambda x, w, s: scatter(torch._int_mm(int8(x), int8(w)).double() * s),
+        lambda n: [(4 * n, 16), (16, 8), (8,)],
+        (SCATTER, ["int_mm M"]),
+    ),
+    "int8, scattered": (
+        lambda x, w: scatter(torch._int_mm(int8(x), int8(w))),
+        lambda n: [(4 * n, 16), (16, 8)],
+        (SCATTER, ["int_mm M"]),
+    ),
+    "experts, reduced": (lambda x, w: reduce((x @ w).sum(0)), lambda n: [(3, 7, 16), (3, 16, 8)], (REDUCE, ["bmm M"])),
+    "experts, scattered": (
+        lambda x, w: scatter((x @ w).sum(0)),
+        lambda n: [(3, 4 * n, 16), (3, 16, 8)],
+        (SCATTER, ["bmm M"]),
+    ),
+    "experts, weighted": (
+        lambda x, w, s: reduce((x @ w * s).sum(0)),
+        lambda n: [(3, 7, 16), (3, 16, 8), (3, 7, 1)],
+        (REDUCE, ["bmm M"]),
+    ),
+    "experts of a sequence, with a bias, weighted": (
+        lambda x, w, b, s: reduce((torch.baddbmm(b, x, w).unflatten(1, (2, 5)) * s[..., None]).sum(0)),
+        lambda n: [(3, 10, 16), (3, 16, 8), (3, 1, 8), (3, 2, 5)],
+        (REDUCE, ["baddbmm M"]),
+    ),
+    "experts of a sequence, scattered": (
+        lambda x, w, s: scatter(((x @ w).unflatten(1, (2, s.shape[2])) * s[..., None]).sum(0), 1),
+        lambda n: [(3, 8 * n, 16), (3, 16, 8), (3, 2, 4 * n)],
+        (SCATTER, ["bmm M"]),
+    ),
+    "experts' mean, and a residual": (
+        lambda x, w, y, g: scatter((x @ w).mean(0) * g + y),
+        lambda n: [(3, 4 * n, 16), (3, 16, 8), (4 * n, 8), (8,)],
+        (SCATTER, ["bmm M"]),
+    ),
+    "columns of two matmuls, reduced": (
+        lambda x, y, w, v: reduce(torch.cat([x @ w, y @ v], 1)),
+        lambda n: [(7, 16), (7, 12), (16, 8), (12, 5)],
+        (REDUCE, ["mm M", "mm M"]),
+    ),
+    "columns of three matmuls and others, scattered": (
+        lambda x, y, w, v, s: scatter(torch.cat([x @ w, torch.cat([x @ v, (x @ w).relu()], 1), y], 1) * s),
+        lambda n: [(4 * n, 16), (4 * n, 3), (16, 8), (16, 5), (24,)],
+        (SCATTER, ["mm M", "mm M", "mm M"]),
+    ),
+    "columns of two matmuls, columns scattered": (
+        lambda x, y, w: scatter(torch.cat([x @ w, y @ w], 0), 1),
+        lambda n: [(5, 16), (4, 16), (16, 4 * n)],
+        (SCATTER, ["mm N", "mm N"]),
+    ),
+    "columns of two sequences, scattered": (
+        lambda x, w, v: scatter(torch.cat([x @ w, x @ v], 2), 1),
+        lambda n: [(2, 2 * n, 16), (16, 8), (16, 5)],
+        (SCATTER, ["mm M", "mm M"]),
+    ),
+    "a number, reduced": (lambda x, w, b: reduce(x @ w + b), lambda n: [(7, 16), (16, 6), ()], (REDUCE, ["addmm M"])),
+    "a number, scattered": (
+        lambda x, w, b: scatter(x @ w + b, 1),
+        lambda n: [(7, 16), (16, 4 * n), ()],
+        (SCATTER, ["addmm N"]),
+    ),
+    "a number, gathered": (
+        lambda x, w, b: gather(x @ w + b),
+        lambda n: [(7, 16), (16, 6), ()],
+        ("matmul_all_gather", ["addmm M"]),
+    ),
+    "rows without padding, and all of them in another order": (
+        lambda x, w, v: ((y := gather(x))[:-1] @ w, y.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) @ v),
+        lambda n: [(4, 16), (16, 6), (16, 5)],
+        (GATHER, ["mm M"]),
+    ),
+    "experts, trained": (trained_experts, lambda n: [(3, 4 * n, 16), (3, 16, 8)], (SCATTER, ["bmm M"])),
+    "a layer, trained": (trained_norm, lambda n: [(2, 3, 16), (16,), (16, 6), (6, 16)], (GATHER, ["mm M"])),
+}
+TRAINED = {"a layer, trained", "experts, trained"}
+
+
+LOOPING = {"norm without a weight", "softmax"}
+"""What one op computes, too: the shard's rows before they travel."""
+OWN = {"one scale of the rank's own", "rms norm", "a number, reduced", "a number, scattered", "a number, gathered"}
+"""What no looping op computes: a rank would scale its rows for others with its own tensor; a bias is more than a
+number."""
+
+
+def arguments(name: str, world_size: int, generator: torch.Generator) -> list[torch.Tensor]:
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in PROGRAMS[name][1](world_size)]

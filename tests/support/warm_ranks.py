@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imported once by the process that ranks are forked from: pays there what the first compile of a process costs.
+
+Inductor's patterns and modules that are imported late take three seconds of CPU time, in every rank of every test.
+"""
+
+from __future__ import annotations
+
+import torch
+import tqdm
+
+import overlap_inductor.runtime.agreement  # noqa: F401
+import tests.support.with_and_without  # noqa: F401
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report import publish
+from overlap_inductor.torch_compat.functional_collectives import all_gather
+from tests.support.fake_group import fake_group
+from tests.support.interpreted import interpreted
+
+
+def compile_once() -> None:
+    """Compile a site in a fake group, with its backward if autograd starts no threads; leave nothing of it behind."""
+    # A forked process has none of its parent's threads, and would wait for them.
+    torch.set_num_threads(1)
+    tqdm.tqdm.monitor_interval = 0
+    with fake_group(2) as group:
+        backend = interpreted(OverlapConfig(schedule="ring"), [])
+
+        def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return (all_gather(x.detach(), 1, group) @ w.repeat(2, 1) + x @ w).relu()
+
+        compiled = torch.compile(layer, backend=backend)
+        # With GPU support, autograd starts a thread for each device, and no process can be forked behind that.
+        trains = not torch.backends.cuda.is_built()
+        total = compiled(torch.randn(4, 4, requires_grad=trains), torch.randn(4, 4)).sum()
+        if trains:
+            total.backward()
+    torch._dynamo.utils.counters.clear()
+    publish.forget_reports()
+
+
+compile_once()

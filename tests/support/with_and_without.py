@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one computation three times on every rank (eagerly, compiled without overlap, compiled with it), compares the
+numbers and counts what was overlapped.
+
+The numbers with overlap are compared with those of the plain compile. How far that one is from eager PyTorch tells
+what rounding alone does: a
+gradient of about zero is nothing but rounding.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import overlap_inductor
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report import publish as reporting
+from overlap_inductor.report.report import OverlapReport
+from tests.support.gloo_ranks import compile_anew
+from tests.support.heard import Heard
+from tests.support.interpreted import interpreted
+
+Compiler = Callable[[Any], Any]
+Computation = Callable[[Any], Mapping[str, torch.Tensor]]
+"""Takes a backend of ``torch.compile`` (``"eager"`` to compile nothing) and returns named results."""
+
+LIMIT = 1e-4
+"""Of fp32 results, relative to the largest element; where rounding alone takes the plain compile further off, ten
+times as far."""
+COMPARABLE = 1e-2
+"""Where the plain compile is further off than this, its numbers are rounding alone."""
+TIMEOUT = 100.0
+"""Seconds that a rank waits for the plans of the others."""
+STAGES = ("built", "run eagerly", "compiled without overlap", "overlapped")
+
+
+def off(found: torch.Tensor, exact: torch.Tensor) -> float:
+    if found.shape != exact.shape:
+        return float("inf")
+    return float((found - exact).abs().max() / exact.abs().max().clamp_min(1e-12)) if exact.numel() else 0.0
+
+
+def compared(build: Callable[[], Computation], generated: bool = False, **fields: Any) -> dict[str, Any]:
+    """One rank's row; ``generated`` runs Inductor's code, else the rewritten graphs are interpreted. ``fields``: of
+    the configuration.
+
+    If ``build`` or the computation raises, the row holds the error, and ``could_not_be`` the stage."""
+    compile_anew()
+    heard, reports = Heard(), []
+    config = {"schedule": "ring", "agreement_timeout": TIMEOUT, **fields}
+    results: dict[str, dict[str, torch.Tensor]] = {}
+    stage = STAGES[0]
+    try:
+        computation = build()
+        for stage in STAGES[1:]:
+            torch._dynamo.reset()
+            reporting.forget_reports()
+            torch._dynamo.utils.counters.clear()
+            reports = []
+            results[stage] = {
+                name: _whole(r) for name, r in computation(_backend(stage, config, reports, generated)).items()
+            }
+        if generated:
+            reports = reporting.all_reports()
+    except Exception as error:  # noqa: BLE001  (whatever a model does on CPU ranks is its row)
+        trace = {"trace": traceback.format_exc()[-2500:]} if stage == STAGES[-1] else {}
+        return {"could_not_be": stage, "error_text": f"{type(error).__name__}: {str(error)[:300]}", **trace}
+    return {**_figures(results), **_found(reports), "warnings": heard.texts}
+
+
+def _backend(stage: str, config: dict[str, Any], reports: list[OverlapReport], generated: bool) -> Any:
+    if stage == "run eagerly":
+        return "eager"
+    if stage == "compiled without overlap":
+        return "inductor" if generated else interpreted(OverlapConfig(mode="off"), [])
+    if generated:
+        return lambda gm, inputs: overlap_inductor.switch.backend.overlap_inductor(gm, inputs, options=config)
+    return interpreted(OverlapConfig(**config), reports, compared=True)
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+
+
+def _figures(results: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+    eager, plain, overlapped = (results[s] for s in STAGES[1:])
+    missing = sorted(set(plain) ^ set(overlapped))
+    if missing:
+        return {"error": float("inf"), "rounding": 0.0, "worst": f"only on one side: {missing}"}
+    rows = [
+        {"error": off(overlapped[name], plain[name]), "rounding": off(plain[name], eager[name]), "worst": name}
+        for name in plain
+    ]
+    return max(rows, key=_badness)
+
+
+def _badness(row: Mapping[str, Any]) -> tuple[int, float]:
+    """Sorts results: a wrong one is worse than one whose numbers are rounding alone, however large its error."""
+    ratio = row["error"] / max(row["rounding"], LIMIT)
+    return (0 if _is_right(row) else 1 if _is_rounding(row) else 2), ratio if ratio == ratio else float("inf")
+
+
+def _found(reports: Sequence[OverlapReport]) -> dict[str, Any]:
+    sites = [s for r in reports for s in r.sites]
+    reasons = Counter(
+        f"{s.decision.status}: {reason.code}"
+        for s in sites
+        if s.decision.status != "overlapped"
+        for reason in s.decision.reasons
+    )
+    return {
+        "graphs": len(reports),
+        "sites": dict(Counter(f"{s.facts.pattern} {s.decision.status}" for s in sites)),
+        "reasons": dict(reasons),
+        "near_misses": dict(Counter(m.reason.code for r in reports for m in r.near_misses)),
+        "fell_back": torch._dynamo.utils.counters["overlap_inductor"]["reason.ranks_differ"],
+        "notices": [notice for r in reports for notice in r.notices],
+    }
+
+
+def outcome(rows: Iterable[Any]) -> str:
+    """The outcome of all ranks' rows: ``right``, ``wrong``, ``fell back`` (and right), ``nothing to compare``, ``does
+    not run without overlap`` or ``nothing overlapped``."""
+    rows = list(rows)
+    if any(not isinstance(r, dict) for r in rows):
+        return "wrong"
+    stages = [r["could_not_be"] for r in rows if "could_not_be" in r]
+    if any(s != STAGES[-1] for s in stages):
+        return "does not run without overlap"
+    if stages or any("failed" in notice for r in rows for notice in r["notices"]):
+        return "wrong"
+    if not all(_is_right(r) for r in rows):
+        return "nothing to compare" if all(_is_right(r) or _is_rounding(r) for r in rows) else "wrong"
+    if any(r["fell_back"] for r in rows):
+        return "fell back"
+    return "right" if any("overlapped" in site for r in rows for site in r["sites"]) else "nothing overlapped"
+
+
+def _is_right(row: Mapping[str, Any]) -> bool:
+    return row["error"] <= max(LIMIT, 10 * row["rounding"]) and row["rounding"] <= COMPARABLE
+
+
+def _is_rounding(row: Mapping[str, Any]) -> bool:
+    return COMPARABLE < row["rounding"] < float("inf") and row["error"] < float("inf")

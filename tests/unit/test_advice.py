@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every reason code of the package has advice, and no other code has."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import overlap_inductor
+from overlap_inductor.report.advice import ADVICE
+from overlap_inductor.report.advice import advice_for
+from overlap_inductor.report.text import render_text
+from tests.unit import sample_reports as samples
+
+PACKAGE = Path(overlap_inductor.__file__).parent
+
+
+def reason_codes() -> set[str]:
+    """The first arguments of ``Reason(...)`` and ``@check(...)`` in the package's sources, where they are texts."""
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Name):
+                code = node.args[0]
+                if node.func.id in ("Reason", "check") and isinstance(code, ast.Constant):
+                    found.add(code.value)
+    return found
+
+
+def test_every_reason_code_has_advice() -> None:
+    codes = reason_codes()
+    assert {"too_small", "hoist", "moving_pass"} <= codes, "a check, a planner's and a schedule's"
+    assert codes == ADVICE.keys()
+
+
+def test_advice_is_a_sentence() -> None:
+    for code, text in ADVICE.items():
+        assert text[0].isupper() and text.endswith(".") and len(text) < 140, code
+
+
+def test_advice_is_given_once_and_only_for_known_codes() -> None:
+    assert [code for code, _ in advice_for(["layout", "of_somebody_else", "layout", "dtype"])] == ["layout", "dtype"]
+
+
+def test_the_text_has_advice_for_sites_and_near_misses() -> None:
+    text = render_text(samples.llama(3))
+    section = text.split("what you can do\n---------------\n")[1].split("\n\n")[0]
+    assert [line.split(":")[0] for line in section.splitlines() if not line.startswith(" ")] == [
+        "other_users",
+        "op_between",
+    ]

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of ``docs/``: generated parts are up to date, drawings are right, names in the text exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from overlap_inductor.lowerings import registry
+from tests.unit import near_miss_reasons  # noqa: F401  (registers its graphs)
+from tests.unit import site_reasons  # noqa: F401
+from tests.unit.reasons import CASES
+from tools import make_docs
+from tools.doc_parts import drawings
+from tools.doc_parts import pages
+from tools.doc_parts import reasons
+from tools.doc_parts import samples
+from tools.doc_parts import switches
+from tools.doc_parts.timeline import MATMUL
+from tools.doc_parts.timeline import TRANSFER
+from tools.doc_parts.timeline import Timeline
+
+PICTURES = [pair for pairs in drawings.PICTURES.values() for pair in pairs]
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    """A switch, reason, drawing or row that changed, with a page that still shows the old one."""
+    outdated = [path.name for path in make_docs.outdated()]
+    assert not outdated, f"{', '.join(outdated)}: run python tools/make_docs.py"
+
+
+def test_every_part_stands_on_a_page() -> None:
+    """A table that is made for no page, or on two."""
+    found = [name for path in pages.pages() for name in pages.names(path.read_text())]
+    assert sorted(found) == sorted(make_docs.PARTS)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """A page that no reader finds: mkdocs only mentions it."""
+    linked = set(re.findall(r": ([\w-]+\.md)$", (pages.ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert linked == {path.name for path in pages.pages()}
+
+
+def test_reasons_are_those_that_graphs_give() -> None:
+    """A code that the search of the sources misses."""
+    assert set(reasons.codes()) == {code for code, _, _ in CASES.values()}
+
+
+def test_a_code_without_a_meaning_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reasons, "GROUPS", {"all but one": {code: "x" for code in reasons.codes() if code != "hoist"}})
+    with pytest.raises(ValueError, match="without a meaning: \\['hoist'\\]"):
+        reasons.sections()
+
+
+def test_every_switch_is_in_the_table() -> None:
+    table = switches.table()
+    for field, text in switches.docstrings().items():
+        assert f"| `{field}` |" in table and text
+
+
+@pytest.mark.parametrize("text", ["<!-- made: x -->\n", "<!-- end -->\n"])
+def test_a_part_needs_both_ends(text: str) -> None:
+    with pytest.raises(ValueError, match="needs one"):
+        pages.filled(text, {"x": lambda: "new"})
+
+
+def test_only_the_part_is_replaced() -> None:
+    text = "before\n<!-- made: x -->\nold\n<!-- end -->\nafter"
+    assert pages.filled(text, {"x": lambda: "new"}) == "before\n<!-- made: x -->\n\nnew\n\n<!-- end -->\nafter"
+    with pytest.raises(KeyError):
+        pages.filled(text, {})
+
+
+@pytest.mark.parametrize("picture", range(len(PICTURES)))
+def test_drawings_are_possible(picture: int) -> None:
+    """Work that starts before what it needs, two pieces at a time in one lane, or a matmul that lost a part."""
+    plain, overlapped = (make() for make in PICTURES[picture])
+    for timeline in (plain, overlapped):
+        for box in timeline.boxes:
+            assert all(other.end <= box.start + 1e-9 for other in box.after)
+            same = [b for b in timeline.boxes if b.lane == box.lane and b is not box]
+            assert all(b.end <= box.start + 1e-9 or box.end <= b.start + 1e-9 for b in same)
+    work = [sum(b.end - b.start for b in t.boxes if b.kind == MATMUL) for t in (plain, overlapped)]
+    assert work[1] >= work[0] - 1e-9
+    shown = [sum(end - start for _, start, end in t.exposed()) for t in (plain, overlapped)]
+    assert shown[1] < shown[0] and overlapped.end < plain.end
+
+
+def test_exposed_is_what_no_matmul_covers() -> None:
+    timeline = Timeline("", ("a", "b"))
+    first = timeline.add("a", "", 2)
+    moved = timeline.add("b", "", 5, TRANSFER, after=[timeline.add("b", "", 1, "other")])
+    timeline.add("a", "", 1, after=[first, timeline.add("a", "", 1, "other")])
+    assert [(box, start, end) for box, start, end in timeline.exposed()] == [(moved, 2, 3), (moved, 4, 6)]
+
+
+def test_schedules_page_names_every_schedule_and_real_ops() -> None:
+    """A schedule that the page does not have, or an op that was renamed."""
+    text = (pages.DOCS / "schedules.md").read_text()
+    assert re.findall(r"^## (\w+)", text, re.MULTILINE) == ["keep", *(s.name for s in registry.SCHEDULES)]
+    registry.define_ops()
+    named = [
+        n for part in re.findall(r"^\*\*Ops\.\*\*(.+?)\n\n", text, re.M | re.S) for n in re.findall(r"`(\w+)`", part)
+    ]
+    assert len(named) > 20
+    missing = [n for n in named if not n.startswith("_") and not hasattr(torch.ops.overlap_inductor, n)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("path", [*pages.pages(), pages.ROOT / "README.md"], ids=lambda path: path.name)
+def test_commands_name_modules_that_exist(path: Path) -> None:
+    """A check or benchmark that was renamed or removed."""
+    named = re.findall(r"-m ((?:tests|bench)\.[\w.]+\w)", path.read_text())
+    missing = [name for name in named if not (pages.ROOT / f"{name.replace('.', '/')}.py").is_file()]
+    assert missing == []
+
+
+def test_samples_run_in_order_in_one_folder(tmp_path: Path) -> None:
+    """A block that does not see an earlier file, or an output that is compared with another block's."""
+    text = (
+        "<!-- file: a.txt -->\n```text\none\n```\n"
+        "```bash\nexit 1\n```\n"
+        "<!-- runs -->\n```bash\ncat a.txt\n```\n"
+        "<!-- output -->\n```text\nold\n```\n"
+        "<!-- runs in the checkout -->\n```python\nimport os; print(os.path.exists('mkdocs.yml'))\n```\n\n"
+        "<!-- output -->\n```text\nTrue\n```\n"
+    )
+    outputs = samples.run(samples.samples(text), tmp_path)
+    assert [(sample.content, output) for sample, output in outputs] == [("old\n", "one\n"), ("True\n", "True\n")]
+    assert samples.with_outputs(text, outputs) == text.replace("old", "one")
+
+
+def test_a_failing_sample_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(samples.SampleError, match="ended with 3"):
+        samples.run(samples.samples("<!-- runs -->\n```bash\nexit 3\n```\n"), tmp_path)
+
+
+def test_outputs_differ_in_more_than_the_version_of_torch() -> None:
+    assert samples.same("torch 2.13.0+cpu, 2 sites", "torch 2.11.0+cu130, 2 sites")
+    assert not samples.same("torch 2.13.0+cpu, 2 sites", "torch 2.13.0+cpu, 1 site")

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fails if a module imports a test module or a ``conftest``, or if ``bench`` imports anything from ``tests``.
+
+A test module that others import runs twice as two things: a change of one test breaks another one, and its file cannot
+be moved alone. Shared code belongs in ``tests/support`` or ``bench/support``.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("tests", "bench", "tools")
+
+
+def imported(source: str, module: str) -> Iterator[tuple[int, str]]:
+    """``(line, dotted name)`` of everything that ``source`` imports anywhere in it.
+
+    Relative imports are resolved against ``module``, the dotted name of the file. ``from a import b`` gives ``a.b``,
+    which may name a module or something in one.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parent = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*parent, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def complaint(module: str, name: str) -> str | None:
+    """Why ``module`` must not import ``name``; None if it may."""
+    parts = name.split(".")
+    if parts[0] == "tests":
+        if module.split(".")[0] == "bench":
+            return "bench imports nothing from tests; share the code in bench/support"
+        if any(part.startswith("test_") or part == "conftest" for part in parts[1:-1]) or _is_test_module(parts):
+            return "a test module is not imported; share the code in tests/support"
+    return None
+
+
+def _is_test_module(parts: list[str]) -> bool:
+    """Whether the last part is a test module, and no function named like one in another module."""
+    if parts[-1] == "conftest":
+        return True
+    return parts[-1].startswith("test_") and ROOT.joinpath(*parts).with_suffix(".py").exists()
+
+
+def main() -> int:
+    found = False
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            file = path.relative_to(ROOT)
+            module = ".".join(file.with_suffix("").parts)
+            for line, name in imported(path.read_text(), module):
+                if reason := complaint(module, name):
+                    print(f"{file}:{line} {name}: {reason}")
+                    found = True
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

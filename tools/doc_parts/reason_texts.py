@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each reason code means: ``{group: {code: meaning}}``. What a user can do is in ``report.advice``.
+
+``tools.doc_parts.reasons`` fails where these and the package's codes differ.
+"""
+
+from __future__ import annotations
+
+GROUPS: dict[str, dict[str, str]] = {
+    "You asked for it": {
+        "switched_off": "The pattern is not in `OVERLAP_INDUCTOR_PATTERNS`, or the schedule is `keep`.",
+        "report_mode": "Mode `report` finds and plans, and leaves the graph as it is.",
+        "schedule_not_available": (
+            "The schedule or transport that you forced does not compute this site. The text says why."
+        ),
+    },
+    "It does not pay, or does not fit": {
+        "too_small": "No schedule is estimated to be fast enough. The text has the estimate of each.",
+        "workspace": (
+            "The sites of the group would hold more symmetric memory than `OVERLAP_INDUCTOR_WORKSPACE_LIMIT`. The"
+            " site with the largest request is left as it is first."
+        ),
+        "too_many_steps": (
+            "The unrolled steps exceed `OVERLAP_INDUCTOR_STEP_NODE_BUDGET`, and no looping op computes this site:"
+            " batched and scaled matmuls; a pointwise op other than one cast between matmul and collective; a"
+            " pointwise op after a gather whose result is also read elsewhere; a bias or layout that the looping op"
+            " lacks."
+        ),
+        "moving_pass": (
+            "Inductor buckets collectives or schedules overlap itself (`bucket_all_gathers_fx`,"
+            " `enable_overlap_scheduling`, ...), which moves nodes after this pass. Rings then run as looping ops, and"
+            " no looping op computes this site."
+        ),
+        "world_size_one": "The group has one rank: nothing is moved.",
+    },
+    "There is no matmul to overlap with": {
+        "no_matmul": "No matmul stands beside the collective that could hide it.",
+        "no_wait": "The collective has no wait, has more than one, or its result is used without one.",
+        "grouped_matmul": (
+            "Beside the collective stands a grouped matmul, as in a mixture of experts. It is not cut in this version."
+        ),
+        "fsdp_weight_gather": "A weight is gathered for use (FSDP). It is left to bucketing and prefetching.",
+    },
+    "The matmul or the ops beside it cannot be cut": {
+        "other_users": "An op outside the site needs the matmul's whole result before the collective.",
+        "op_between": "An op between matmul and collective does not commute with cutting. The text names it.",
+        "split_contraction": "The gathered dim is the contracted one (K), and the operands are scaled (fp8).",
+        "matmul_form": (
+            "This form of matmul is not cut: a product with a vector, `alpha` or `beta` other than 1, or a kind that"
+            " is not known."
+        ),
+        "layout": (
+            "A reshape cuts through the sharded dim, or no cut of the matmul's rows is a cut of the collective's."
+        ),
+        "not_plain_gather": "The gathered shards are joined out of order, with gaps or with overlaps.",
+        "not_plain_scatter": (
+            "The scattered shards are taken out of order, or a bias or another op stands between the matmul and the"
+            " padding of its result."
+        ),
+        "weight_depends_on_collective": "The matmul's other operand is also computed from the gathered tensor.",
+    },
+    "The nodes cannot be moved": {
+        "shares_nodes": "A matmul already belongs to another site: a second gather or a reduction stands beside it.",
+        "hoist": (
+            "Operands of the site cannot be computed before its steps without moving a node that must stay, or an"
+            " accepted site stands in the way."
+        ),
+        "mutation": "A tensor that the site reads is written in place between the site's nodes.",
+        "stream_boundary": "The site's nodes stand on different CUDA streams.",
+    },
+    "Types, sizes and strides": {
+        "reduce_op": "The reduction is neither `sum` nor `avg`.",
+        "dtype": "The matmul or the collective has a dtype that is not supported, or partial sums would be in fp8.",
+        "strides": "The collective's input is not a strided tensor.",
+        "not_divisible": "The rows of a reduce-scatter are not divided by the ranks.",
+        "dynamic_shape": (
+            "A size is only known when the graph runs (unbacked), or no single op can choose a schedule by this"
+            " dynamic size at run time."
+        ),
+    },
+    "The collective itself is not supported": {
+        "coalesced": "A coalesced collective moves several tensors at once.",
+        "out_variant": "The collective works in place or writes into the caller's buffer.",
+        "pattern_not_available": "No pattern starts at this kind of collective, for example all-to-all or broadcast.",
+        "taken_by_async_tp": "Inductor's own async TP has replaced the site before this pass ran.",
+        "group_not_resolved": "The process group does not exist in this process.",
+        "backend_not_supported": "The graph is compiled ahead of time (AOTInductor) or with `cpp_wrapper`.",
+    },
+    "A bug": {
+        "rewrite_failed": "The rewrite raised an exception. The graph was restored and runs as written.",
+    },
+}

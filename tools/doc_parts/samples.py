@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands and outputs in pages: blocks that a test runs, and outputs that come from such a run.
+
+A comment before a code block says what the block is::
+
+    <!-- file: NAME -->   the block is written to the file NAME in the run's folder
+    <!-- runs -->         the block is run there, by Python or bash as its fence says
+    <!-- runs in the checkout -->
+                          the block is run in the root of the repository
+    <!-- output -->       the block is the standard output of the last block that ran
+
+All blocks of one text share a folder and run in the text's order, so that later ones find what earlier ones left.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.doc_parts.pages import ROOT
+
+_BLOCK = re.compile(
+    r"(<!-- (?:file: (\S+)|(runs(?: in the checkout)?)|(output)) -->\n\n?```(\w*)[^\n]*\n)(.*?)(?=^```)", re.S | re.M
+)
+_TORCH = re.compile(r"\btorch \d+\.\d+\.\d+\S*")
+SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One block. ``kind``: file | runs | runs in the checkout | output; ``start``, ``end``: where its content stands in
+    the text."""
+
+    kind: str
+    name: str
+    language: str
+    content: str
+    start: int
+    end: int
+
+
+class SampleError(RuntimeError):
+    """A block ended with an exit status other than 0, or ran too long."""
+
+
+def samples(text: str) -> list[Sample]:
+    """The blocks of ``text``, in order."""
+    found = []
+    for match in _BLOCK.finditer(text):
+        kind = "file" if match[2] else match[3] or match[4]
+        found.append(Sample(kind, match[2] or "", match[5], match[6], match.start(6), match.end(6)))
+    return found
+
+
+def run(found: Iterable[Sample], folder: Path) -> list[tuple[Sample, str]]:
+    """Run the blocks in ``folder``. Returns each output block with what it should be.
+
+    Raises:
+        SampleError: a block failed; the text has its output.
+    """
+    outputs, last = [], ""
+    for sample in found:
+        if sample.kind == "file":
+            (folder / sample.name).write_text(sample.content, encoding="utf-8")
+        elif sample.kind == "output":
+            outputs.append((sample, last))
+        else:
+            last = _run(sample, folder if sample.kind == "runs" else ROOT)
+    return outputs
+
+
+def _run(sample: Sample, folder: Path) -> str:
+    command = [sys.executable, "-c"] if sample.language == "python" else ["bash", "-euo", "pipefail", "-c"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OVERLAP_INDUCTOR")}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH", "")]))
+    try:
+        done = subprocess.run(
+            [*command, sample.content],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SampleError(f"{sample.content}\ntook longer than {SECONDS:.0f} s") from error
+    if done.returncode:
+        raise SampleError(f"{sample.content}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def same(shown: str, found: str) -> bool:
+    """Whether a page's output is that of a run, whatever the version of torch."""
+    return _TORCH.sub("torch X", shown) == _TORCH.sub("torch X", found)
+
+
+def with_outputs(text: str, outputs: Iterable[tuple[Sample, str]]) -> str:
+    """``text`` with its output blocks replaced by ``outputs``."""
+    for sample, output in sorted(outputs, key=lambda pair: -pair[0].start):
+        text = text[: sample.start] + output + text[sample.end :]
+    return text
