@@ -21,8 +21,8 @@ from overlap_inductor.report.folder import runs_of
 from overlap_inductor.report.overview import graph_rows
 from overlap_inductor.report.overview import write_overview
 from overlap_inductor.report.read_folder import read_reports
+from tests.support.html_page import Page
 from tests.unit import sample_reports as samples
-from tests.unit.test_render_html import Page
 
 WRITE = """
 import sys

@@ -11,8 +11,8 @@ from overlap_inductor.report import totals
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.report.text import render_text
 from overlap_inductor.switch.explain import Explanation
+from tests.support.html_page import Page
 from tests.unit import sample_reports as samples
-from tests.unit.test_render_html import Page
 
 
 def test_str_is_the_headline_the_total_and_the_first_rows() -> None:
