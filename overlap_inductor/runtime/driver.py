@@ -64,8 +64,8 @@ def copier(device_type: str) -> Copy:
         return _copy_at_once
     if device_type != "cuda" or torch.version.hip is not None:
         raise UnsupportedError(
-            f"transport copy_engine starts copies by CUDA's driver, not on {device_type!r}; set"
-            " OVERLAP_INDUCTOR_TRANSPORT=sm_push"
+            f"copies are started by NVIDIA's CUDA driver, and this device is {device_type!r}. Choose a transport that"
+            " does not copy through the driver: `overlap-inductor doctor` lists the transports and why they do not serve"
         )
     return _function("cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
 

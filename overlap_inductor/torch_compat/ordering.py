@@ -30,6 +30,12 @@ MEMBERS = {"gather_step": "gathered", "exchange_send": "buffer", "exchange_wait"
 _NOTED = "overlap_inductor_order"
 
 
+def starts_transfer(node: fx.Node) -> bool:
+    """Whether ``node``'s result is the buffer of a transfer in flight."""
+    namespace, name = qualified_name(node)
+    return namespace == "overlap_inductor" and name in STARTS
+
+
 def moving_pass() -> str | None:
     """The name of an Inductor setting that is on and moves nodes after our pass without regard to writes in place, or
     ``None``."""
@@ -68,11 +74,11 @@ def _each_access(graph: fx.Graph, visit: Callable[[fx.Node, dict[str, int]], obj
         if counts:
             visit(node, counts)
         namespace, name = qualified_name(node)
-        if namespace != "overlap_inductor":
-            continue
-        if name in STARTS:
+        if starts_transfer(node):
             written[node] = 0
-        elif name in MEMBERS and (buffer := argument(node, MEMBERS[name])) in written:
+        elif (
+            namespace == "overlap_inductor" and name in MEMBERS and (buffer := argument(node, MEMBERS[name])) in written
+        ):
             written[buffer] += 1
 
 

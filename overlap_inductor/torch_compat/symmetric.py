@@ -188,14 +188,14 @@ def why_no_kernels(device: torch.device) -> str | None:
     result."""
     facts = reach()
     if device.type != "cuda" or facts is None:
-        return f"its tensors lie on {device.type}; it needs NVIDIA GPUs"
+        return f"the tensors are on {device.type}; the schedule needs NVIDIA GPUs"
     if torch.version.hip is not None or facts.capability[0] != 9:
-        return f"this GPU has compute capability {facts.capability}; its kernels are made for NVIDIA's (9, 0)"
+        return f"this GPU has compute capability {facts.capability}; the kernels need NVIDIA's (9, 0)"
     return None
 
 
 def _machines(ranks: tuple[int, ...], local_ranks: int) -> int:
-    """Number of machines on which the ranks lie."""
+    """Number of machines that the ranks run on."""
     return len({rank // local_ranks for rank in ranks})
 
 
@@ -209,7 +209,7 @@ def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str
     if torch.cuda.device_count() < len(ranks) and not ranks_share_gpus():
         return f"this process sees {torch.cuda.device_count()} of the {len(ranks)} GPUs"
     if (machines := _machines(ranks, facts.local_ranks)) > 1:
-        return f"its ranks lie on {machines} machines ({facts.local_ranks} ranks each)"
+        return f"the group's ranks run on {machines} machines ({facts.local_ranks} ranks each)"
     return f"this GPU cannot reach the memory of GPUs {facts.cut_off}" if facts.cut_off else None
 
 
