@@ -65,7 +65,7 @@ def copier(device_type: str) -> Copy:
     if device_type != "cuda" or torch.version.hip is not None:
         raise UnsupportedError(
             f"copies are started by NVIDIA's CUDA driver, and this device is {device_type!r}. Choose a transport that"
-            " does not copy through the driver: `overlap-inductor doctor` lists the transports and why they do not serve"
+            " does not copy through the driver: `overlap-inductor doctor` says which transports serve here"
         )
     return _function("cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
 

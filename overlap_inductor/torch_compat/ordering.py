@@ -74,11 +74,11 @@ def _each_access(graph: fx.Graph, visit: Callable[[fx.Node, dict[str, int]], obj
         if counts:
             visit(node, counts)
         namespace, name = qualified_name(node)
-        if starts_transfer(node):
+        if namespace != "overlap_inductor":
+            continue
+        if name in STARTS:
             written[node] = 0
-        elif (
-            namespace == "overlap_inductor" and name in MEMBERS and (buffer := argument(node, MEMBERS[name])) in written
-        ):
+        elif name in MEMBERS and (buffer := argument(node, MEMBERS[name])) in written:
             written[buffer] += 1
 
 
