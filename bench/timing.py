@@ -2,11 +2,11 @@
 """Times several calls in turn, on all ranks together: microseconds of device time, and of host time.
 
 With the host *hidden*, the device sleeps before each call. Meanwhile the host launches the call, so only device time
-counts. With the host *in the loop*, a sample is several calls in a row without a sleep: as many as take about
-``LOOP_MS`` if they are calls of the fastest one. A call then takes its device time or its host time, whichever is
-longer. One call before them is not counted, because the device is idle while the host launches it. The tensors of a
-call get the addresses that the call before used, as in the steps of a compiled model. On a CPU, both times are
-wall-clock time.
+counts. With the host *in the loop*, a sample is several calls in a row without a sleep. The fastest call runs as often
+as it can in about ``LOOP_MS``, and the others as often as the fastest. A call then takes its device time or its host
+time, whichever is longer. One call before them is not counted, because the device is idle while the host launches it.
+The tensors of a call get the addresses that the call before used, as in the steps of a compiled model. On a CPU, both
+times are wall-clock time.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Clock:
             time.sleep(REST_MS * 1e-3)
             dist.barrier()
             torch.cuda.synchronize()
-        # Ranks wait for each other after the sleep, because the GPUs' clocks differ: after sleeps of as many cycles,
-        # GPUs wake tens of microseconds apart.
+        # Ranks wait for each other after the sleep, because the GPUs' clocks differ: after sleeps of equally many
+        # cycles, they wake tens of microseconds apart.
         dist.all_reduce(self.marker)
         if not sleep_ms:
             call()

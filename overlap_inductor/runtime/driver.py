@@ -150,8 +150,8 @@ def capture_number(stream: int) -> int:
 
 @contextlib.contextmanager
 def beside_captures(device: torch.device) -> Iterator[None]:
-    """Inside, this thread may query events of ``device`` while another thread captures a graph that they are not part
-    of.
+    """In this context, this thread may query events of ``device`` while another thread captures a graph that does not
+    hold them.
 
     Without it, CUDA refuses the query and ends the capture if that was begun in mode ``global``, torch's default.
 

@@ -63,9 +63,9 @@ from overlap_inductor.torch_compat.symmetric import raw_stream
 log = logging.getLogger("overlap_inductor")
 
 MOST_GRAPHS = 2048
-"""Most graphs on one device. They take 200 MiB."""
+"""The largest number of graphs on one device. Together they take 200 MiB."""
 MOST_OF_A_SITE = 256
-"""Most graphs of one site, and most calls of one site that are remembered after their first run."""
+"""The largest number of graphs of one site, and of calls of one site that are remembered after their first run."""
 MOST_FAILED = 16
 """Failed captures on one device after which no further capture is tried."""
 
@@ -103,7 +103,7 @@ def launched(
     try:
         allocations = tuple([driver.allocation(t.data_ptr()) for t in copied if t is not None]) if copied else ()
     except RuntimeError as error:
-        # Without the allocation's number, this may be other memory than a graph was captured with.
+        # Without the allocation's number, nothing tells whether a graph was captured with this memory.
         _say_unknown(str(error).split(",")[0])
         start()
         return
@@ -143,8 +143,8 @@ def _say_unknown(error: str) -> None:
 def _first_replay(launch: Launch, key: object, allocations: Allocations, start: Start, device: torch.device) -> bool:
     """Capture a call and launch its graph. Returns False if either failed. Then the call is not captured again as long
     as ``launch.seen`` holds it."""
-    # A new graph never replaces an older one. Else a site that alternates between more calls than the limit would
-    # capture every call again.
+    # A new graph never replaces an older one. Otherwise, a site that alternates between more calls than the limit would
+    # capture each call again and again.
     replay = recorder(device).replay_of(start) if len(launch.replays) < MOST_OF_A_SITE else None
     if replay is not None:
         try:
@@ -178,7 +178,7 @@ class Recorder:
         """Capture ``start``. Returns a function that launches the graph on the current stream, or ``None`` if there is
         no graph: the capture failed, or a limit was reached.
 
-        Each failed capture is logged, and once that there are ``MOST_GRAPHS``.
+        Logs each capture that fails. Logs the limit ``MOST_GRAPHS`` when it is first reached.
         """
         if self._failed >= MOST_FAILED:
             return None

@@ -3,8 +3,8 @@
 
 Arguments of these functions:
 
-- ``matmul``, ``transfer``: microseconds of the whole matmul and of the whole transfer. The returned bars of each kind
-  add up to them. Bars of one lane do not overlap.
+- ``matmul``, ``transfer``: microseconds of the whole matmul and of the whole transfer, or 1 each if there is no
+  estimate. The bars of each kind add up to these times. Bars of one lane do not overlap.
 - ``world_size``: ranks, at least 2.
 - ``parts``: sub-chunks of a shard, or bands of a result, at least 1.
 """
@@ -25,7 +25,7 @@ class Bar:
     Attributes:
         kind: ``matmul``, ``transfer`` or ``fixed`` (fixed costs). ``with_exposed`` cuts each ``transfer`` into parts of
             kind ``hidden`` or ``exposed``.
-        start / end: microseconds since the start of the timeline.
+        start / end: time since the start of the timeline, in the unit of ``matmul`` and ``transfer``.
         label: the box's tooltip.
     """
 
@@ -51,13 +51,14 @@ def behind(matmul: float, transfer: float) -> list[Bar]:
 
 
 def beside(matmul: float, transfer: float) -> list[Bar]:
-    """A matmul, and the transfer of its result while it runs. The transfer does not end before the matmul."""
+    """A matmul and, at the same time, the transfer of its result. The transfer does not end before the matmul."""
     last = max(matmul, transfer)
     return [Bar("matmul", 0.0, matmul, "matmul"), Bar("transfer", last - transfer, last, "transfer")]
 
 
 def beside_gather(matmul: float, transfer: float) -> list[Bar]:
-    """A gather, and the matmul of the gathered rows as they arrive. The matmul does not end before the gather."""
+    """A gather and, at the same time, the matmul of the rows that have arrived. The matmul does not end before the
+    gather."""
     last = max(matmul, transfer)
     return [Bar("transfer", 0.0, transfer, "transfer"), Bar("matmul", last - matmul, last, "matmul")]
 
