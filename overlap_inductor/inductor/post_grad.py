@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs Inductor's compile of one graph up to its post-grad passes and stops there, without generating code or kernels.
-For ``explain``, which only reads the report.
+For ``explain``, which only reads the report. ``stopped_before_code`` does so with every graph of a program.
 """
 
 from __future__ import annotations
@@ -68,6 +68,27 @@ def zeros_like_outputs(gm: torch.fx.GraphModule) -> Callable[[list[Any]], list[A
 
     setattr(run, "_boxed_call", True)
     return run
+
+
+_stops = False
+
+
+@contextmanager
+def stopped_before_code() -> Iterator[None]:
+    """Inside, every graph that Inductor compiles with our hooks in it stops after its post-grad passes, and what it
+    compiles to returns zeros."""
+    global _stops
+    outer, _stops = _stops, True
+    try:
+        with every_graph_compiled_now():
+            yield
+    finally:
+        _stops = outer
+
+
+def stops() -> bool:
+    """Whether compiles are ``stopped_before_code``."""
+    return _stops
 
 
 @contextmanager
