@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs Inductor's compile of one graph up to and including its post-grad passes. No code and no kernel is generated.
 
-``explain`` uses this module, because it needs only the report.
+``explain`` uses this module, because it needs only the report. ``stopped_before_code`` treats every graph of a program
+in this way.
 """
 
 from __future__ import annotations
@@ -81,6 +82,27 @@ def zeros_like_outputs(gm: torch.fx.GraphModule) -> Callable[[list[Any]], list[A
 
     setattr(run, "_boxed_call", True)
     return run
+
+
+_stops = False
+
+
+@contextmanager
+def stopped_before_code() -> Iterator[None]:
+    """Inside, every graph that Inductor compiles with our hooks in it stops after its post-grad passes, and what it
+    compiles to returns zeros."""
+    global _stops
+    outer, _stops = _stops, True
+    try:
+        with every_graph_compiled_now():
+            yield
+    finally:
+        _stops = outer
+
+
+def stops() -> bool:
+    """Whether compiles are ``stopped_before_code``."""
+    return _stops
 
 
 @contextmanager
