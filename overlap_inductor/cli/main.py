@@ -32,14 +32,20 @@ def build_parser() -> argparse.ArgumentParser:
         help="default: cuda with two or more GPUs, else cpu",
     )
     demo.add_argument("--layers", type=int, default=2, help="decoder layers of the Llama (default: %(default)s)")
-    demo.add_argument("--hidden", type=int, default=512, help="hidden size (default: %(default)s)")
-    demo.add_argument("--tokens", type=int, default=512, help="sequence length (default: %(default)s)")
+    demo.add_argument("--hidden", type=int, help="hidden size (default: 512, on GPUs 4096)")
+    demo.add_argument("--tokens", type=int, help="sequence length (default: 512, on GPUs 4096)")
+    demo.add_argument(
+        "--link",
+        default="auto",
+        metavar="MBITS",
+        help="link between CPU ranks: a rate in Mbit/s, none, or auto, which is 500 if run as root (default: auto)",
+    )
     demo.add_argument(
         "--parts", default="llama,block", help="models to run, separated by a comma (default: %(default)s)"
     )
     demo.add_argument("--keep-dir", metavar="DIR", help="folder for reports and logs (default: a new temporary one)")
     demo.add_argument(
-        "--timeout", type=float, default=600.0, help="seconds until hung ranks are stopped (default: %(default)s)"
+        "--timeout", type=float, default=900.0, help="seconds until hung ranks are stopped (default: %(default)s)"
     )
     demo.set_defaults(run=_demo)
 

@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from overlap_inductor.cli import demo
+from overlap_inductor.cli import demo_text
 from overlap_inductor.cli import main as cli
+from overlap_inductor.cli import slow_link
 from overlap_inductor.cli.demo import DemoOptions
-from overlap_inductor.cli.demo import Progress
+from overlap_inductor.cli.demo_progress import Progress
 from overlap_inductor.cli.local_ranks import RankError
 from overlap_inductor.cli.local_ranks import rank_environment
 from overlap_inductor.cli.local_ranks import run_ranks
@@ -278,6 +280,8 @@ def test_explain_of_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ({"parts": ("mamba",)}, "--parts mamba"),
         ({"parts": ()}, "--parts"),
         ({"device": "cuda", "ranks": 512}, "--device cuda"),
+        ({"link": "fast"}, "--link fast: expected auto, none, or a rate"),
+        ({"link": "0"}, "--link 0"),
     ],
 )
 def test_demo_options_that_cannot_be(options: dict[str, Any], names: str) -> None:
@@ -304,7 +308,8 @@ def test_demo_takes_as_many_gpus_as_its_model_divides_among(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert demo._resolve(DemoOptions(parts=("block",))) == ("cuda", ranks)
+    setup = demo._resolve(DemoOptions(parts=("block",)))
+    assert (setup.device, setup.ranks, setup.hidden, setup.tokens, setup.megabits) == ("cuda", ranks, 4096, 4096, None)
 
 
 @pytest.mark.parametrize("below", ["", "x/y"])
@@ -321,22 +326,46 @@ def test_demo_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         demo.run_demo(DemoOptions())
 
 
-def result(part: str = "block", overlapped: int = 2, passed: bool = True) -> dict[str, Any]:
+def test_a_link_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default the ranks do without it and say why; asked for by its rate, it is an error."""
+    monkeypatch.setattr(slow_link, "why_not", lambda: "needs root")
+    setup = demo._resolve(DemoOptions(device="cpu", parts=("block",)))
+    assert (setup.megabits, setup.no_link) == (None, "needs root")
+    with pytest.raises(ConfigError, match="--link 300: needs root"):
+        demo._resolve(DemoOptions(device="cpu", parts=("block",), link="300"))
+    monkeypatch.setattr(slow_link, "why_not", lambda: None)
+    assert demo._resolve(DemoOptions(device="cpu", parts=("block",))).megabits == demo.MEGABITS
+    assert demo._resolve(DemoOptions(device="cpu", parts=("block",), link="300")).megabits == 300
+    assert demo._resolve(DemoOptions(device="cpu", parts=("block",), link="none")).megabits is None
+
+
+def test_why_no_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "root" in (slow_link.why_not() or "")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(slow_link.shutil, "which", lambda tool: None)
+    assert "iproute2" in (slow_link.why_not() or "")
+    monkeypatch.setattr(slow_link.shutil, "which", lambda tool: tool)
+    refused = subprocess.CompletedProcess([], 1, "", "RTNETLINK answers: Operation not permitted\n")
+    commands: list[list[str]] = []
+    monkeypatch.setattr(slow_link.subprocess, "run", lambda command, **_: commands.append([*command]) or refused)
+    assert re.search("`ip link add .*` answered: .*not permitted", slow_link.why_not() or "")
+    assert ["ip", "link", "del", commands[0][3]] in commands, "what was made is removed"
+
+
+def result(part: str = "block", overlapped: int = 2, passed: bool = True, ms: float = 20.0) -> dict[str, Any]:
     check = {"name": "output", "difference": 0.5, "largest": 1.0, "tolerance": 0.1, "passed": passed}
     graph = {
         "graph": "0_0",
         "phase": "forward",
         "headline": "2 sites found",
+        "found": 2,
         "overlapped": overlapped,
+        "reason": "too slow" if overlapped == 0 else "",
         "rows": [["m", 1, "p", "mm", "x"]],
     }
-    return {
-        "part": part,
-        "checks": [check],
-        "plain_against_eager": [check],
-        "times_ms": {"plain": 10.0, "overlap": 20.0},
-        "graphs": [graph],
-    }
+    form = {"name": "auto", "checks": [check], "ms": ms if overlapped else None, "graphs": [graph]}
+    return {"part": part, "plain_ms": 10.0, "plain_against_eager": [check], "forms": [form]}
 
 
 @pytest.mark.parametrize(
@@ -357,18 +386,34 @@ def test_demo_status_is_what_was_found(
 ) -> None:
     """Catches a demo that passes though numbers differ, nothing was overlapped, or a part gave no result."""
 
-    def run(command: Any, ranks: int, folder: Path, *, on_line: Any, **rest: Any) -> None:
-        assert ranks == 2 and folder == tmp_path
+    def run(command: Any, ranks: int, folder: Path, *, hosts: Any, on_line: Any, **rest: Any) -> None:
+        assert ranks == 2 and folder == tmp_path and not hosts
         for one in results:
             on_line(json.dumps(one))
 
     monkeypatch.setattr(demo, "run_ranks", run)
-    assert demo.run_demo(DemoOptions(device="cpu", parts=("block",), keep_dir=str(tmp_path))) == status
+    options = DemoOptions(device="cpu", parts=("block",), link="none", keep_dir=str(tmp_path))
+    assert demo.run_demo(options) == status
     out = capsys.readouterr().out
     assert ("PASSED" in out) == (status == 0)
     assert str(tmp_path / "reports") in out
-    if results:
+    assert "cannot gain" in out and "--link none was given" in out
+    if results and results[0]["forms"][0]["ms"]:
         assert "2.00x SLOWER" in out
+
+
+def test_the_demo_says_of_every_form_what_it_did() -> None:
+    form = result(ms=8.0)
+    kept = {**result(overlapped=0)["forms"][0], "name": "fused"}
+    form["forms"].append(kept)
+    text = demo_text.part(form, shared_cpu=False)
+    assert "auto is 1.25x faster than plain torch.compile here." in text
+    assert re.search(r"plain +10.00 ms\n +auto +8.00 ms +1.25x +2 of 2 sites overlapped\n", text)
+    assert re.search(r"fused +as plain +0 of 2 sites overlapped: too slow\n", text)
+    assert "as fast as plain" in demo_text.of_auto(result(ms=10.1), shared_cpu=True)
+    assert "takes the cores" in demo_text.of_auto(result(ms=15.0), shared_cpu=True)
+    assert "bugreport" in demo_text.of_auto(result(ms=15.0), shared_cpu=False)
+    assert "keeps every site" in demo_text.of_auto(result(overlapped=0), shared_cpu=False)
 
 
 def test_demo_shows_the_failing_ranks_traceback(
@@ -378,15 +423,9 @@ def test_demo_shows_the_failing_ranks_traceback(
         raise RankError("rank 1 ended with exit status 1. The end of its log:\n  | ValueError: mine")
 
     monkeypatch.setattr(demo, "run_ranks", run)
-    assert demo.run_demo(DemoOptions(device="cpu", parts=("block",), keep_dir=str(tmp_path))) == 1
+    assert demo.run_demo(DemoOptions(device="cpu", parts=("block",), link="none", keep_dir=str(tmp_path))) == 1
     shown = capsys.readouterr()
     assert "ValueError: mine" in shown.err and str(tmp_path) in shown.err
-
-
-def test_times_are_said_plainly() -> None:
-    assert "1.50x faster" in demo.times_line(15.0, 10.0, "cpu")
-    assert "no difference" in demo.times_line(10.0, 10.1, "cpu")
-    assert "1.50x SLOWER" in demo.times_line(10.0, 15.0, "cuda")
 
 
 def test_progress_passes_on_what_is_not_its_own() -> None:
