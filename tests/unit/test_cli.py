@@ -161,6 +161,109 @@ def test_explain_of_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFi
     assert "compiled no graph" in shown.out
 
 
+LAUNCHED = """
+import os
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+device = os.environ.get("SCRIPT_DEVICE", "cpu")
+dist.init_process_group("nccl")
+print("ranks", dist.get_world_size(), os.environ["WORLD_SIZE"], os.environ["RANK"])
+def up(x, w):
+    return collectives.all_gather_tensor(x, 0, dist.group.WORLD) @ w
+def down(x, w):
+    return collectives.wait_tensor(collectives.all_reduce(x @ w, "sum", dist.group.WORLD))
+x = torch.empty(1024, 4096, dtype=torch.bfloat16, device=device)
+torch.compile(up)(x, torch.empty(4096, 1792, dtype=torch.bfloat16, device=device))
+torch.compile(down)(torch.empty(16, 8), torch.empty(8, 8))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Path:
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED)
+    return script
+
+
+def test_explain_for_another_machine(launched: Path) -> None:
+    """The whole command: a script as torchrun starts it, on a machine without GPUs, planned for 8 of them."""
+    done = python("-m", "overlap_inductor", "explain", "--machine", "h200", "--ranks", "8", str(launched))
+    assert done.returncode == 0, done.stderr
+    assert "ranks 8 8 0\n" in done.stdout
+    assert re.search(
+        r"all_gather_matmul +mm \[8192 x 1792 x 4096\] bf16 +kept: report_mode, would be (chunked|fused)/", done.stdout
+    )
+    assert re.search(r"^graph +phase +sites +as written +as planned +ratio$", done.stdout, re.M)
+    (total,) = re.findall(
+        r"^total of 2 sites of 2 graphs: estimated (\d+) us -> (\d+) us, (.*)x \((.*) % less\)$", done.stdout, re.M
+    )
+    keep, plan, ratio, percent = map(float, total)
+    assert 380 < keep < 500 and plan < keep
+    assert ratio == pytest.approx(keep / plan, abs=0.01) and percent == pytest.approx(100 * (1 - plan / keep), abs=0.5)
+    assert "estimates of the cost model for h200: 8 x NVIDIA H200" in done.stdout and "nothing was sent" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_explain_without_a_number_of_ranks_takes_the_machines(launched: Path) -> None:
+    done = python("-m", "overlap_inductor", "explain", "--machine", "h200", str(launched))
+    assert "ranks 8 8 0\n" in done.stdout, done.stderr
+
+
+def test_explain_with_ranks_alone_plans_for_this_machine(launched: Path) -> None:
+    done = python("-m", "overlap_inductor", "explain", "--ranks", "2", str(launched), CUDA_VISIBLE_DEVICES="")
+    assert "ranks 2 2 0\n" in done.stdout, done.stderr
+    assert "would be ring/p2p" in done.stdout or "too_small" in done.stdout
+    assert "cost model for this machine" in done.stdout and "fused/" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--machine", "b200"], "--machine b200: .*; expected one of: h200"),
+        (["--machine", "h200", "--ranks", "16"], "--ranks 16: expected 2 to 8"),
+        (["--ranks", "1"], "--ranks 1: expected 2 or more"),
+    ],
+)
+def test_explain_for_a_machine_that_cannot_be(
+    launched: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["explain", *arguments, str(launched)]) == 2
+    assert re.search(text, capsys.readouterr().err)
+
+
+def test_explain_for_another_machine_is_not_launched(
+    launched: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert cli.main(["explain", "--machine", "h200", str(launched)]) == 2
+    assert "WORLD_SIZE is 4" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the script finds its GPU")
+def test_explain_of_a_script_that_needs_a_gpu(launched: Path) -> None:
+    done = python("-m", "overlap_inductor", "explain", "--machine", "h200", str(launched), SCRIPT_DEVICE="cuda")
+    assert done.returncode == 1
+    assert "the script asks for a GPU, and this machine has none" in done.stderr
+
+
+def test_explain_of_a_script_that_asks_for_other_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "user.py"
+    script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo', rank=0, world_size=4)")
+    done = python("-m", "overlap_inductor", "explain", "--machine", "h200", "--ranks", "2", str(script))
+    assert done.returncode == 2 and "world_size=4, and --ranks is 2" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_rich_is_not_imported_with_torch_or_the_package() -> None:
+    script = (
+        "import sys, torch, overlap_inductor\nfrom overlap_inductor.switch import backend, explain, install\n"
+        "install.enable()\nimport torch._inductor.compile_fx\nprint('rich' in sys.modules)"
+    )
+    done = python("-c", script, OVERLAP_INDUCTOR="1")
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_explain_of_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", str(tmp_path / "none.py")]) == 2
     assert "none.py is not a file" in capsys.readouterr().err

@@ -59,15 +59,19 @@ class SmallMessageSchedule:
     called = "as a small message"
     ops = ("overlap_inductor.lowerings.small_message.ops",)
     called_by_others = False
+    holds_workspace = True
     parameters = small_plan.SmallParameters
 
     @property
     def single_op(self) -> SingleOp:
         return self
 
+    def why_not_between(self, ranks: tuple[int, ...], device: torch.device) -> str | None:
+        return symmetric.why_no_symmetric_memory(ranks, device)
+
     def why_no_call(self, call: OpCall, transport: str, device: torch.device) -> str | None:
         reason = small_plan.why_not(call.dtype, len(call.ranks), call.tokens, call.columns)
-        return reason or symmetric.why_no_symmetric_memory(call.ranks, device)
+        return reason or self.why_not_between(call.ranks, device)
 
     def settings_of(self, call: OpCall, transport: str) -> dict[str, Any]:
         return {}
@@ -94,7 +98,7 @@ class SmallMessageSchedule:
         reason = small_plan.why_not(
             like.dtype, facts.collective.world_size, rows if isinstance(rows, int) else 1, columns
         )
-        return reason or symmetric.why_no_symmetric_memory(facts.collective.ranks, like.device)
+        return reason or self.why_not_between(facts.collective.ranks, like.device)
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
         parameters: dict[str, Any] = {
