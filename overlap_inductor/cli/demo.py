@@ -11,8 +11,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from overlap_inductor.cli.local_ranks import rank_environment
 from overlap_inductor.cli.local_ranks import run_ranks
 from overlap_inductor.errors import ConfigError
 from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.facts.machine import BOXES
 
 PARTS = ("llama", "block")
 HEADS = 8
@@ -114,6 +117,8 @@ def run_demo(options: DemoOptions) -> int:
             "\nThese ranks are processes of one CPU and cannot gain: a transfer takes the cores that the matmuls need."
             f"\nNo slow link joins them: {setup.no_link}."
         )
+    if setup.device == "cpu":
+        _estimate()
     complete = [result["part"] for result in progress.results] == list(options.parts)
     print(f"\nReports: {folder / 'reports'} (open an index.html; or: overlap-inductor report {folder / 'reports'})")
     good = complete and all(map(demo_text.passed, progress.results))
@@ -125,6 +130,22 @@ def run_demo(options: DemoOptions) -> int:
         else f"FAILED: a part returned no result; see the ranks' logs in {folder}"
     )
     return 0 if good else 1
+
+
+def _estimate() -> None:
+    """Print what the block, in the size of a real layer, would gain on the first machine whose figures are known.
+
+    Raises:
+        UnsupportedError: the estimate failed; the message has the end of its output.
+    """
+    box = next(iter(BOXES.values()))
+    print(f"\nAn estimate for {box.title}: the same block with the sizes of a Llama-3-8B layer", flush=True)
+    script = Path(__file__).with_name("demo_estimate.py")
+    command = [sys.executable, "-m", "overlap_inductor", "explain", "--machine", box.name, "--short", str(script)]
+    done = subprocess.run(command, env=rank_environment("cpu"), capture_output=True, text=True)
+    if done.returncode:
+        raise UnsupportedError(f"the estimate failed: {' '.join(command)}\n{done.stderr[-2000:]}")
+    print(textwrap.indent(done.stdout.rstrip(), "  "))
 
 
 def _described(setup: Setup) -> str:

@@ -36,7 +36,13 @@ _NO_GPU = (
 )
 
 
-def explain_script(script: str, arguments: Sequence[str], machine: str | None = None, ranks: int | None = None) -> int:
+def explain_script(
+    script: str,
+    arguments: Sequence[str],
+    machine: str | None = None,
+    ranks: int | None = None,
+    short: bool = False,
+) -> int:
     """Run ``script`` in this process as ``__main__`` with ``arguments``, and print every graph's report when it has
     ended, and the estimated time of all sites together.
 
@@ -47,6 +53,7 @@ def explain_script(script: str, arguments: Sequence[str], machine: str | None = 
         machine: name of the machine that plans are made for; ``None``: this one.
         ranks: size of the group of which this process plays rank 0; ``None``: that of the machine, or the script runs
             as it is started.
+        short: whether to print a few lines of each report, instead of the whole report.
 
     Raises:
         OverlapError: there is no such script.
@@ -70,7 +77,7 @@ def explain_script(script: str, arguments: Sequence[str], machine: str | None = 
         with _elsewhere(box, ranks):
             status = _run(script, arguments)
     if rank == 0:
-        _show(reporting.all_reports(), box, ranks)
+        _show(reporting.all_reports(), box, ranks, short)
     return status
 
 
@@ -137,7 +144,7 @@ def _lacks_a_gpu(error: Exception) -> bool:
     return not torch.cuda.is_available() and re.search(r"cuda|nvidia", str(error), re.IGNORECASE) is not None
 
 
-def _show(reports: Sequence[OverlapReport], box: Box | None, ranks: int | None) -> None:
+def _show(reports: Sequence[OverlapReport], box: Box | None, ranks: int | None, short: bool) -> None:
     from overlap_inductor.cli import tables
     from overlap_inductor.report import totals
     from overlap_inductor.report.text import render_text
@@ -145,7 +152,7 @@ def _show(reports: Sequence[OverlapReport], box: Box | None, ranks: int | None) 
     if not reports:
         print(_NO_GRAPH)
         return
-    print("\n".join(render_text(report) for report in reports))
+    print("\n".join(str(report) if short else render_text(report) for report in reports))
     if len(reports) > 1:
         table = tables.headed(
             ("graph", "phase", "sites", "as written", "as planned", "ratio"), _rows(reports), (2, 3, 4)
