@@ -29,11 +29,12 @@ from overlap_inductor.cli.local_ranks import run_ranks
 from overlap_inductor.errors import ConfigError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.facts.machine import BOXES
+from overlap_inductor.facts.machine import machine_for
 
 PARTS = ("llama", "block")
 HEADS = 8
 LLAMA_NEEDS = ("transformers", "accelerate")
-SIZES = {"cpu": 512, "cuda": 4096}
+SIZES = {"cpu": (512, 1024), "cuda": (4096, 4096)}
 """Default hidden size and sequence length: large enough for matmuls and collectives that last longer than a launch."""
 MEGABITS = 500
 """Default rate of the slow link, Mbit/s: there a collective of the demo lasts about as long as its matmul."""
@@ -117,6 +118,12 @@ def run_demo(options: DemoOptions) -> int:
             "\nThese ranks are processes of one CPU and cannot gain: a transfer takes the cores that the matmuls need."
             f"\nNo slow link joins them: {setup.no_link}."
         )
+    elif setup.megabits is not None:
+        gigabits = machine_for("cpu").link_bytes * 8 / 1e9
+        print(
+            f"\nauto estimates with the shipped figures for CPU ranks, a link of {gigabits:.0f} Gbit/s. It does not"
+            f" know that this link has {setup.megabits} Mbit/s, so it may keep sites that gain here."
+        )
     if setup.device == "cpu":
         _estimate()
     complete = [result["part"] for result in progress.results] == list(options.parts)
@@ -183,7 +190,10 @@ def _resolve(options: DemoOptions) -> Setup:
 
     require_supported_torch()
     device, ranks = _device(options)
-    hidden, tokens = (SIZES[device] if size is None else size for size in (options.hidden, options.tokens))
+    hidden, tokens = (
+        default if size is None else size
+        for size, default in zip((options.hidden, options.tokens), SIZES[device], strict=True)
+    )
     if options.layers < 1:
         raise ConfigError(f"--layers {options.layers}: expected at least 1")
     if ranks < 2 or HEADS % ranks:

@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--layers", type=int, default=2, help="decoder layers of the Llama (default: %(default)s)")
     demo.add_argument("--hidden", type=int, help="hidden size (default: 512, on GPUs 4096)")
-    demo.add_argument("--tokens", type=int, help="sequence length (default: 512, on GPUs 4096)")
+    demo.add_argument("--tokens", type=int, help="sequence length (default: 1024, on GPUs 4096)")
     demo.add_argument(
         "--link",
         default="auto",

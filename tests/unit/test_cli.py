@@ -393,13 +393,21 @@ def test_demo_status_is_what_was_found(
 
     monkeypatch.setattr(demo, "run_ranks", run)
     options = DemoOptions(device="cpu", parts=("block",), link="none", keep_dir=str(tmp_path))
+    monkeypatch.setattr(demo, "_estimate", lambda: print("estimated"))
     assert demo.run_demo(options) == status
     out = capsys.readouterr().out
     assert ("PASSED" in out) == (status == 0)
     assert str(tmp_path / "reports") in out
-    assert "cannot gain" in out and "--link none was given" in out
+    assert "cannot gain" in out and "\nestimated\n" in out and "--link none was given" in out
     if results and results[0]["forms"][0]["ms"]:
         assert "2.00x SLOWER" in out
+
+
+def test_the_demo_ends_with_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the block in the sizes of a real layer, on a machine whose figures are known."""
+    demo._estimate()
+    out = capsys.readouterr().out
+    assert "8 x NVIDIA H200" in out and re.search(r"total of 4 sites of 2 graphs: estimated .* 1\.\d\dx", out)
 
 
 def test_the_demo_says_of_every_form_what_it_did() -> None:
@@ -410,10 +418,13 @@ def test_the_demo_says_of_every_form_what_it_did() -> None:
     assert "auto is 1.25x faster than plain torch.compile here." in text
     assert re.search(r"plain +10.00 ms\n +auto +8.00 ms +1.25x +2 of 2 sites overlapped\n", text)
     assert re.search(r"fused +as plain +0 of 2 sites overlapped: too slow\n", text)
-    assert "as fast as plain" in demo_text.of_auto(result(ms=10.1), shared_cpu=True)
-    assert "takes the cores" in demo_text.of_auto(result(ms=15.0), shared_cpu=True)
-    assert "bugreport" in demo_text.of_auto(result(ms=15.0), shared_cpu=False)
-    assert "keeps every site" in demo_text.of_auto(result(overlapped=0), shared_cpu=False)
+    assert "as fast as plain" in demo_text.verdict(result(ms=10.1), shared_cpu=True)
+    assert "takes the cores" in demo_text.verdict(result(ms=15.0), shared_cpu=True)
+    assert "bugreport" in demo_text.verdict(result(ms=15.0), shared_cpu=False)
+    assert "keeps every site" in demo_text.verdict(result(overlapped=0), shared_cpu=False)
+    other = result(overlapped=0)
+    other["forms"].append({**result(ms=5.0)["forms"][0], "name": "ring"})
+    assert demo_text.verdict(other, shared_cpu=False).endswith("ring, forced, is 2.00x faster.")
 
 
 def test_demo_shows_the_failing_ranks_traceback(
