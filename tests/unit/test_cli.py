@@ -20,6 +20,7 @@ from overlap_inductor.cli import demo
 from overlap_inductor.cli import main as cli
 from overlap_inductor.cli.demo import DemoOptions
 from overlap_inductor.cli.demo import Progress
+from overlap_inductor.cli.explain_script import LAUNCHER_VARIABLES
 from overlap_inductor.cli.local_ranks import RankError
 from overlap_inductor.cli.local_ranks import rank_environment
 from overlap_inductor.cli.local_ranks import run_ranks
@@ -157,6 +158,49 @@ def test_explain_of_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFi
     shown = capsys.readouterr()
     assert "KeyError: 'mine'" in shown.err
     assert "compiled no graph" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("line", "variable"),
+    [
+        ("dist.init_process_group('gloo')", "RANK"),
+        ("os.environ['LOCAL_RANK']", "LOCAL_RANK"),
+        ("try: os.environ['WORLD_SIZE']\nexcept KeyError: raise OSError('tp_plan needs a group')", "WORLD_SIZE"),
+        ("{}['RANKS']", ""),
+    ],
+)
+def test_explain_of_a_script_that_a_launcher_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, variable: str
+) -> None:
+    """The cause is the missing launcher, and the command is to be read off the screen."""
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    script = tmp_path / "my train.py"
+    script.write_text(f"import os\nimport torch.distributed as dist\n{line}\n")
+    reporting.forget_reports()
+    try:
+        assert cli.main(["explain", str(script), "--steps", "2"]) == 1
+    finally:
+        install.disable()
+    shown = capsys.readouterr()
+    command = f"torchrun --nproc-per-node 2 -m overlap_inductor explain '{script}' --steps 2\n"
+    assert (f"{variable} is not set" in shown.err and shown.err.endswith(command)) == bool(variable)
+    assert ("torchrun" in shown.err) == bool(variable)
+    assert ("compiled no graph" in shown.out) == (not variable)
+
+
+def test_the_reader_of_an_explained_script_may_go_away(tmp_path: Path) -> None:
+    """``overlap-inductor explain script.py | head -1``, while the script itself prints."""
+    script = tmp_path / "user.py"
+    script.write_text("while True:\n    print('a line of the script', flush=True)\n")
+    command = [sys.executable, "-m", "overlap_inductor", "explain", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"a line of the script\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == cli.READER_GONE
 
 
 def test_explain_of_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
