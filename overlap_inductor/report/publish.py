@@ -115,7 +115,7 @@ def _dump(report: OverlapReport, folder: str) -> str:
     return str(Path(folder, place.parent.name, place.name, "report.txt"))
 
 
-def announcement(report: OverlapReport, where: str) -> str:
+def announcement(report: OverlapReport, where: str, from_cache: bool = False) -> str:
     """``summary``, then the estimate, or the main reason if nothing is overlapped, and ``where`` the report is::
 
     graph 0_0 forward: 2 sites found, 2 overlapped (2 ring), estimated 9.10 ms -> 7.90 ms, 1.15x; report: FILE
@@ -126,7 +126,7 @@ def announcement(report: OverlapReport, where: str) -> str:
         text += f", {'would be ' if report.mode == 'report' else ''}estimated {times.text()}"
     elif (reason := _main_reason(report)) is not None:
         text += f": {reason.text}"
-    return f"{text}; report: {where}"
+    return f"{text}{' [from cache]' if from_cache else ''}; report: {where}"
 
 
 def _main_reason(report: OverlapReport) -> Reason | None:
@@ -143,7 +143,7 @@ def _log(report: OverlapReport, where: str, from_cache: bool, shown: bool) -> No
     # The plan is the same on every rank of a group; one rank's lines are enough unless somebody asks for all.
     first = telemetry.global_rank() == 0
     level = logging.INFO if first else logging.DEBUG
-    line = announcement(report, where) + (" [from cache]" if from_cache else "")
+    line = announcement(report, where, from_cache)
     if first and shown and (report.sites or report.near_misses or words.pass_failed(report)):
         show(line)
     else:

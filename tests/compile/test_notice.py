@@ -52,7 +52,7 @@ def test_one_line_by_default_also_from_a_cache(tmp_path: Path) -> None:
     assert line.startswith(f"overlap_inductor: {LINE}") and line.endswith("; report: set OVERLAP_INDUCTOR_DUMP=FOLDER")
     (again,) = lines(tmp_path, OVERLAP_INDUCTOR_DUMP="reports")
     written = "reports/rank_0/0_0_inference/report.txt"
-    assert again == line.split("; report")[0] + f"; report: {written} [from cache]" and (tmp_path / written).is_file()
+    assert again == line.split("; report")[0] + f" [from cache]; report: {written}" and (tmp_path / written).is_file()
     assert lines(tmp_path, rank=1) == []
     assert lines(tmp_path, OVERLAP_INDUCTOR_NOTICE="off") == []
 

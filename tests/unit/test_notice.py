@@ -134,7 +134,8 @@ def test_the_line_names_the_report_that_was_written(
     """In the user's own spelling of the folder."""
     publish.activate(samples.llama(1), OverlapConfig(dump=str(tmp_path / "a")), from_cache=True)
     text = capsys.readouterr().err
-    name = text.split("report: ")[1].removesuffix(" [from cache]\n")
+    head, name = text.rstrip("\n").split("; report: ")
+    assert head.endswith(" [from cache]")
     assert name == str(tmp_path / "a" / "rank_0" / "0_0_inference" / "report.txt") and Path(name).is_file()
     monkeypatch.chdir(tmp_path)
     publish.activate(samples.llama(1), OverlapConfig(dump="b"))
