@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,42 @@ def _against_tokens(rows: list[dict[str, Any]], figure: str, folder: Path) -> Pa
     drawn.savefig(path, dpi=110)
     pyplot.close(drawn)
     return path
+
+
+HEADLINE_COLOURS = {"auto": "#1f77b4", "async_tp": "#ff9f4a"}
+HEADLINE_NAMES = {"auto": "overlap_inductor (schedule auto)", "async_tp": "PyTorch async TP"}
+
+
+def headline(found: list[dict[str, Any]], path: Path) -> None:
+    """README's picture: bars of speed-up over plain ``torch.compile`` by tokens, a panel for each pattern, and the
+    limit as a mark above them. The rows (``summaries.headline_rows``) are stored in the file as its description, so
+    that a test can compare them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = groups(found, "pattern")
+    drawn, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.4), sharey=True, squeeze=False)
+    for axis, ((pattern,), rows) in zip(axes[0], panels.items(), strict=True):
+        for place, (name, colour) in enumerate(HEADLINE_COLOURS.items()):
+            on = "white" if name == "auto" else "black"
+            bars = [(i + 0.4 * place - 0.2, row[name]) for i, row in enumerate(rows) if row[name] is not None]
+            axis.bar([x for x, _ in bars], [y for _, y in bars], width=0.38, color=colour)
+            for x, y in bars:
+                axis.annotate(f"{y:.2f}", (x, y - 0.02), ha="center", va="top", fontsize=7.5, color=on)
+        axis.plot(
+            range(len(rows)), [row["limit"] for row in rows], "_", color="black", markersize=26, markeredgewidth=2
+        )
+        axis.axhline(1.0, color="grey", linewidth=0.8)
+        axis.set_xticks(range(len(rows)), [str(row["tokens"]) for row in rows])
+        axis.set_xlim(-0.6, len(rows) - 0.4)
+        axis.set_title(pattern, fontsize=10)
+        axis.set_xlabel("tokens")
+    axes[0][0].set_ylabel("speed-up over torch.compile")
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in HEADLINE_COLOURS.values()]
+    handles.append(pyplot.Line2D([], [], color="black", marker="_", markersize=14, markeredgewidth=2, linestyle=""))
+    drawn.legend(handles, [*HEADLINE_NAMES.values(), "limit: the shorter of both hidden"], loc="lower center", ncols=3)
+    drawn.tight_layout(rect=(0, 0.1, 1, 1))
+    drawn.savefig(path, dpi=120, metadata={"Description": json.dumps(found), "Software": None})
+    pyplot.close(drawn)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways in which SMs may push a shard to every peer, for ``bench.transfers``: by ordinary stores in stripes, and by bulk
-copies through shared memory."""
+"""Kernels that push a shard to every peer, for ``bench.transfers``: by ordinary stores, and by bulk copies through
+shared memory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ def push_striped(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Block ``b`` carries its stripe of every sub-chunk, and starts with peer ``rank + 1 + b``, so that a peer receives
-    from all ranks alike.
+    """Store ``src`` to word ``offset`` of every peer's memory, in ``PARTS`` parts with a flag for each part.
 
-    ``src`` (int32 ``[elements]``) to word ``offset`` of every peer's memory.
+    Each block stores every ``BLOCKS``-th run of ``BLOCK`` words of a part. Different blocks start with different peers,
+    so that all peers receive at the same time. Grid: ``[BLOCKS]``.
 
-    ``peer_data``, ``peer_flags``: int64 ``[WORLD]`` addresses. Flag of part ``p``: word ``(rank * PARTS + p) * 32`` of
-    the peer's flags. ``elements`` is a multiple of 4, and addresses of 16 bytes. Grid: ``[BLOCKS]``. Every flag counts
-    up by ``BLOCKS`` a call.
+    Args:
+        src: int32 ``[elements]``.
+        peer_data, peer_flags: int64 ``[WORLD]``, the addresses of every rank's data and flags (int32 words).
+        offset: in words. Data addresses at ``offset`` are multiples of 16 bytes.
+        elements: words, a multiple of 4.
+        rank: of the sender. The flag of part ``p`` is word ``(rank * PARTS + p) * 32`` of a peer's flags. A call adds
+            ``BLOCKS`` to it.
     """
     block = tl.program_id(0)
     part_size = tl.cdiv(tl.cdiv(elements, PARTS), BLOCK) * BLOCK
@@ -62,7 +66,8 @@ def push_bulk(
     C: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """As ``push_striped``, through shared memory by the bulk copy unit."""
+    """As ``push_striped`` with one part, by the bulk copy unit through tiles ``[R, C]`` of shared memory. ``elements``
+    is a multiple of ``C``."""
     from_desc = tl.make_tensor_descriptor(src, [elements // C, C], [C, 1], [R, C])
     block = tl.program_id(0)
     for turn in range(WORLD - 1):

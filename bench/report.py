@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and plots of stored rows of ``bench.operators``: ``operators.md``, and two plots for each kind of machine,
-beside the rows.
+"""Tables and plots of stored rows of ``bench.operators``: ``operators.md`` and two plots for each kind of machine
+beside the rows, and README's picture.
 
 python -m bench.report [--rows bench/results/operators.jsonl] [--out bench/results]
 """
@@ -13,7 +13,10 @@ from pathlib import Path
 
 from bench import plots
 from bench import rows
+from bench import summaries
 from bench import tables
+
+PICTURE = rows.RESULTS.parent.parent / "docs" / "assets" / "h200.png"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -30,7 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     table = options.out / "operators.md"
     table.write_text(tables.operators(found, details=True))
-    for path in [table, *plots.operators(found, options.out)]:
+    written = [table, *plots.operators(found, options.out)]
+    if options.rows == rows.RESULTS / "operators.jsonl":
+        plots.headline(summaries.headline_rows(), PICTURE)
+        written.append(PICTURE)
+    for path in written:
         print(path)
 
 

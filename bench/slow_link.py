@@ -20,8 +20,7 @@ from typing import Any
 
 from bench import plots
 from bench import tables
-from bench.namespaces import require_tools
-from bench.namespaces import slow_hosts
+from overlap_inductor.cli import slow_link as link
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ROOT = RESULTS.parent.parent
@@ -29,22 +28,22 @@ ROOT = RESULTS.parent.parent
 
 def run(world_size: int, options: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
     """The rows of one world size. Raises ``SystemExit`` with the ranks' output if one of them failed."""
-    with slow_hosts(world_size, options["megabits"]) as hosts:
+    with link.slow_hosts(world_size, options["megabits"]) as hosts:
         processes = []
         for rank, host in enumerate(hosts):
             environment = {
                 **os.environ,
-                "MASTER_ADDR": "10.77.0.1",
+                "MASTER_ADDR": hosts[0].address,
                 "MASTER_PORT": "29511",
                 "RANK": str(rank),
                 "WORLD_SIZE": str(world_size),
                 "LOCAL_RANK": "0",
-                "GLOO_SOCKET_IFNAME": f"ovli{rank}",
+                "GLOO_SOCKET_IFNAME": host.interface,
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(ROOT),
                 "PYTHONUNBUFFERED": "1",
             }
-            command = ["ip", "netns", "exec", host, sys.executable, "-m", "bench.slow_link_worker", json.dumps(options)]
+            command = [*host.command, sys.executable, "-m", "bench.slow_link_worker", json.dumps(options)]
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             processes.append(
                 subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=None, text=True)
@@ -74,7 +73,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--timeout", type=float, default=900.0)
     arguments = parser.parse_args()
-    require_tools()
+    if (reason := link.why_not()) is not None:
+        raise SystemExit(reason)
     RESULTS.mkdir(exist_ok=True)
     environment = {
         "cpu": platform.processor() or platform.machine(),

@@ -72,6 +72,41 @@ def _nvlink_line(pattern: str, tokens: int, same: list[Row]) -> list[Any]:
     return [pattern, tokens, *times, *ratios, loop]
 
 
+HEADLINE = {"world_size": 8, "shape": "llama3-70b-mlp", "dtype": "bfloat16", "setting": "hidden"}
+"""The case of README's picture: the largest group that was measured, the host hidden."""
+
+
+def headline_rows() -> list[Row]:
+    """For each pattern and token count the speed-ups of ``auto`` and async TP over ``keep``, and the limit: all of the
+    shorter of matmul and collective hidden. ``async_tp`` is ``None`` where PyTorch has no async TP for the pattern."""
+    found = []
+    for (pattern, tokens), same in groups(_operators(**HEADLINE), "pattern", "tokens").items():
+        of = {row["provider"]: row for row in same}
+        if "auto" in of and tokens >= 1024:
+            keep, async_tp = of["keep"], of.get("async_tp")
+            found.append({
+                "pattern": pattern,
+                "tokens": tokens,
+                "auto": of["auto"]["speedup"],
+                "async_tp": None if async_tp is None else async_tp["speedup"],
+                "limit": keep["median_us"] / keep["bound_us"],
+            })  # fmt: skip
+    return sorted(found, key=lambda r: (PATTERNS.index(r["pattern"]), r["tokens"]))
+
+
+def headline() -> str:
+    """The numbers of README's picture."""
+    lines = [
+        [r["pattern"], r["tokens"], f"{r['auto']:.2f}", _or_none(r["async_tp"]), f"{r['limit']:.2f}"]
+        for r in headline_rows()
+    ]
+    return _table(("pattern", "tokens", "overlap_inductor", "PyTorch async TP", "limit"), lines)
+
+
+def _or_none(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
 def other_shapes() -> str:
     """Speed-up of ``auto`` of other shapes on 2 GPUs, by tokens."""
     found = [
@@ -234,7 +269,7 @@ def slow_link() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
-        nvlink, other_shapes, fp8, without_peers, small_message, models, training, handed_out, ring_nccl, turns,
-        compile_cost, host, agreement, slow_link,
+        headline, nvlink, other_shapes, fp8, without_peers, small_message, models, training, handed_out, ring_nccl,
+        turns, compile_cost, host, agreement, slow_link,
     )
 }  # fmt: skip

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times calls on all ranks in turn: microseconds of the device, and of the host that launches them.
+"""Times several calls in turn, on all ranks together: microseconds of device time, and of host time.
 
-With the host *hidden* a device sleep before each call lets the host run ahead. With the host *in the loop* calls follow
-each other without one, as many as take the fastest of them ``LOOP_MS``, behind one that is not counted, since the GPU
-that it is launched to has nothing else to do: a call takes what device or host needs for it, whichever is longer. (They
-find their tensors where the call before had them, as the layers of a compiled model do step after step.) On a CPU both
-are wall-clock time.
+With the host *hidden*, the device sleeps before each call. Meanwhile the host launches the call, so only device time
+counts. With the host *in the loop*, a sample is several calls in a row without a sleep. The fastest call runs as often
+as it can in about ``LOOP_MS``, and the others as often as the fastest. A call then takes its device time or its host
+time, whichever is longer. One call before them is not counted, because the device is idle while the host launches it.
+The tensors of a call get the addresses that the call before used, as in the steps of a compiled model. On a CPU, both
+times are wall-clock time.
 """
 
 from __future__ import annotations
@@ -24,22 +25,27 @@ import torch
 import torch.distributed as dist
 
 CYCLES_A_MS = 2_000_000
+"""Cycles of a device sleep that last about 1 ms."""
 SLEEP_MS = 3.0
-"""As long as nothing is known of the host's time."""
+"""Device sleep before a call whose host time is not known yet."""
 LEAST_SLEEP_MS = 1.0
+"""Shortest device sleep before a call whose host time is known."""
 REST_MS = 50.0
-"""Behind 10 ms a matmul in a row ran at 1467 MHz on an H200, behind 60 at 1553, as with the host hidden
-(``bench.clocks``)."""
+"""Pause of the host before a sample with the host in the loop, so that the GPU cools. After a pause of 10 ms, matmuls
+in a row ran at 1467 MHz on an H200. After 60 ms, they ran at 1553 MHz, as with the host hidden (``bench.clocks``)."""
 LOOP_MS = 8.0
+"""Intended length of a sample of the fastest call, with the host in the loop."""
 CALLS_IN_LOOP = 4, 40
-"""At least and at most."""
+"""Fewest and most calls in a sample with the host in the loop."""
 LEAST_REPEATS = 5
+"""Fewest samples of a call if time is short."""
 
 Call = Callable[[], Any]
 
 
 def worst(values: Sequence[float]) -> list[float]:
-    """The maximum over ranks of each value. All ranks get the same values and may decide by them."""
+    """The maximum over ranks of each value. All ranks call this together and get the same list, so they may decide by
+    it."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     tensor = torch.tensor(list(values), device=device, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
@@ -47,7 +53,7 @@ def worst(values: Sequence[float]) -> list[float]:
 
 
 def greatest(value: float) -> float:
-    """The maximum over ranks."""
+    """The maximum of ``value`` over ranks. All ranks call this together."""
     return worst([value])[0]
 
 
@@ -59,8 +65,15 @@ class Clock:
         self.marker = torch.zeros(1, device=device)
 
     def sample(self, call: Call, calls: int = 1, sleep_ms: float = SLEEP_MS) -> tuple[float, float]:
-        """Microseconds ``(of the device, of the host)`` of one of ``calls`` calls in a row, behind a sleep of the
-        device or (0) behind one more call."""
+        """Time ``calls`` calls in a row. All ranks call this together.
+
+        Args:
+            sleep_ms: the device's sleep before the first call. With 0, the host pauses for ``REST_MS`` instead, and one
+                more call is made first that is not counted.
+
+        Returns:
+            ``(device, host)``: mean microseconds of one call. On a CPU, both are the same.
+        """
         if self.device.type != "cuda":
             dist.barrier()
             wall = self._host(call, calls)
@@ -68,11 +81,12 @@ class Clock:
         if sleep_ms:
             torch.cuda._sleep(int(sleep_ms * CYCLES_A_MS))
         else:
-            # Rest, so that every sample begins with a cool GPU, as after a device sleep.
+            # The pause lets every sample begin with a cool GPU, as after a device sleep.
             time.sleep(REST_MS * 1e-3)
             dist.barrier()
             torch.cuda.synchronize()
-        # After the sleep, because clocks differ: GPUs that sleep equally long wake tens of microseconds apart.
+        # Ranks wait for each other after the sleep, because the GPUs' clocks differ: after sleeps of equally many
+        # cycles, they wake tens of microseconds apart.
         dist.all_reduce(self.marker)
         if not sleep_ms:
             call()
@@ -83,20 +97,21 @@ class Clock:
         return start.elapsed_time(end) * 1e3 / calls, host
 
     def mark(self) -> torch.cuda.Event:
-        """Mark the begin or the end of a sample."""
+        """Record an event at the beginning or the end of a sample."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def _host(self, call: Call, calls: int) -> float:
+        """Mean microseconds of the host for one of ``calls`` calls in a row."""
         begin = time.perf_counter()
         for _ in range(calls):
             call()
         return (time.perf_counter() - begin) / calls * 1e6
 
     def with_extra_bytes(self, call: Call) -> tuple[Any, float | None]:
-        """A call's result and its extra bytes: the most memory in use during the call, without what was in use before
-        and the result. None if the device cannot tell."""
+        """Make one call. Returns its result, a tensor, and its extra bytes: the most memory allocated during the call,
+        less what was allocated before it and the result's own bytes. On a CPU, ``None`` instead of the bytes."""
         if self.device.type != "cuda":
             return call(), None
         torch.cuda.synchronize()
@@ -108,7 +123,8 @@ class Clock:
 
 
 def timed(calls: Mapping[str, Call], repeats: int) -> dict[str, list[float]]:
-    """Microseconds of each call on this rank's GPU, without the host's time; calls take turns, round after round."""
+    """Samples of each call on this rank's GPU, in microseconds of device time, with the host hidden. The calls take
+    turns for ``repeats`` rounds. All ranks call this together."""
     clock = Clock(torch.device("cuda", torch.cuda.current_device()))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
@@ -119,8 +135,13 @@ def timed(calls: Mapping[str, Call], repeats: int) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of a call: median, 20th and 80th percentile, the host's median; of each the maximum over ranks.
-    ``repeats``: samples a rank."""
+    """Microseconds of a call. Each is the maximum over ranks.
+
+    Attributes:
+        median, p20, p80: median, 20th and 80th percentile of the device time.
+        host: median of the host time.
+        repeats: samples on each rank.
+    """
 
     median: float
     p20: float
@@ -130,10 +151,16 @@ class Timing:
 
 
 def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, seconds: float) -> dict[str, Timing]:
-    """Each call's timing, round after round, in an order that is drawn anew for each: ``most`` rounds (two or more),
-    fewer where they would take longer than ``seconds``, but five. All ranks together."""
+    """Time each call once a round, in a new random order in each round. All ranks call this together.
+
+    Args:
+        hidden: whether the host is hidden; else it is in the loop.
+        most: most rounds, at least 2.
+        seconds: there are fewer rounds if ``most`` would take longer than this, but not fewer than ``LEAST_REPEATS``.
+    """
     number = 1 if hidden else CALLS_IN_LOOP[0]
-    # These are not counted: the first one loads, allocates and prepares, the second one tells how long a call takes.
+    # Two samples of each call are not counted. The first loads kernels, allocates and prepares. The second tells how
+    # long a call takes.
     for call in calls.values():
         clock.sample(call, number, SLEEP_MS if hidden else 0.0)
     begin = time.perf_counter()
@@ -148,7 +175,7 @@ def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, se
     samples: list[list[tuple[float, float]]] = [[] for _ in calls]
     order, chance = list(zip(samples, calls.values(), sleeps)), random.Random(0)
     for _ in range(repeats):
-        # A call is faster after one that left the GPU cool. All ranks draw the same order.
+        # A call is faster after one that left the GPU cool, so the order changes. All ranks draw the same order.
         chance.shuffle(order)
         for mine, call, sleep in order:
             mine.append(clock.sample(call, number, sleep))

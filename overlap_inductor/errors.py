@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every exception that the package raises on purpose. Each message says what was wrong, what was expected and what to
+"""The exceptions that users of the package may see. Each message says what was wrong, what was expected and what to
 do."""
 
 from __future__ import annotations
 
 
 class OverlapError(RuntimeError):
-    """Base of all errors raised by overlap_inductor."""
+    """Base class of the package's own errors."""
 
 
 class ConfigError(OverlapError, ValueError):
-    """A switch has a value that is not allowed; the message names the variable, the value and what is allowed.
+    """A switch has a value that is not allowed. The message names the variable, the value and what is allowed.
 
     Attributes:
         field: the field of ``OverlapConfig`` whose value is not allowed; empty if the error is about something else.
@@ -22,16 +22,29 @@ class ConfigError(OverlapError, ValueError):
 
 
 class StrictError(OverlapError):
-    """In ``strict`` mode, a site that could have been overlapped was refused, or its rewrite failed."""
+    """Overlap that was asked for in mode ``strict`` is not possible.
+
+    A site was refused or its rewrite failed, the pass failed, the ranks' plans differ, or a workspace could not be
+    made. Mode ``on`` runs the site or the graph without overlap instead.
+    """
 
 
 class AgreementError(OverlapError):
-    """The ranks of a group do not run the same overlap plan. Raised before any overlap op moves data."""
+    """The ranks of a group differ, and they cannot all run the graph without overlap instead.
+
+    For example, their versions differ, a rank died, or some ranks are inside the transfers of an earlier plan. Raised
+    before this rank moves data for the call.
+    """
 
 
 class TransferError(OverlapError):
-    """A point-to-point transfer failed or timed out (a peer died, or left the group)."""
+    """A transfer failed, a wait for a peer timed out, or the group was aborted. The group's results are not valid any
+    more."""
 
 
 class UnsupportedError(OverlapError):
-    """A combination that overlap_inductor does not support (export, cpp_wrapper, an unknown torch version, ...)."""
+    """overlap_inductor does not support what it was asked to do.
+
+    For example, the version of torch is unknown, a kernel cannot compute the operands, or a CUDA graph is captured by
+    other means than ``torch.cuda.CUDAGraph``.
+    """

@@ -2,7 +2,8 @@
 """``overlap-inductor demo``: compile and run two models on this machine with overlap, in a few minutes, and check the
 numbers.
 
-Two CPU ranks (or the GPUs) compile a Hugging Face Llama and a sequence-parallel block, plain and with overlap.
+The GPUs (or two CPU ranks) compile a Hugging Face Llama and a sequence-parallel block plain, with schedule ``auto`` and
+with each schedule that serves here. CPU ranks are joined by a slow link if this process may make one.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
-import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from typing import TextIO
 
+from overlap_inductor.cli import demo_text
+from overlap_inductor.cli import slow_link
+from overlap_inductor.cli.demo_progress import Progress
 from overlap_inductor.cli.local_ranks import RankError
 from overlap_inductor.cli.local_ranks import rank_environment
 from overlap_inductor.cli.local_ranks import run_ranks
@@ -29,77 +31,45 @@ from overlap_inductor.errors import UnsupportedError
 PARTS = ("llama", "block")
 HEADS = 8
 LLAMA_NEEDS = ("transformers", "accelerate")
-TITLES = {
-    "llama": 'Hugging Face Llama, tp_plan="auto", inference',
-    "block": "DTensor sequence-parallel block, forward and backward",
-}
+SIZES = {"cpu": 512, "cuda": 4096}
+"""Default hidden size and sequence length: large enough for matmuls and collectives that last longer than a launch."""
+MEGABITS = 500
+"""Default rate of the slow link, Mbit/s: there a collective of the demo lasts about as long as its matmul."""
 
 
 @dataclass
 class DemoOptions:
-    """The demo's command line. ``tokens``: length of the whole sequence. ``timeout``: seconds until hung ranks are
-    stopped."""
+    """The demo's command line.
+
+    Attributes:
+        tokens: length of the whole sequence.
+        link: rate of the link between CPU ranks in Mbit/s, ``none``, or ``auto``: ``MEGABITS`` if this process may make
+            a link.
+        timeout: seconds until hung ranks are stopped.
+    """
 
     ranks: int | None = None
     device: str = "auto"
     layers: int = 2
-    hidden: int = 512
-    tokens: int = 512
+    hidden: int | None = None
+    tokens: int | None = None
     parts: tuple[str, ...] = PARTS
+    link: str = "auto"
     keep_dir: str | None = None
-    timeout: float = 600.0
+    timeout: float = 900.0
 
 
-class Progress:
-    """Shows rank 0's steps and how long each takes, one line a step. On a terminal the running step's time counts up.
+@dataclass(frozen=True)
+class Setup:
+    """The options, resolved for this machine. ``megabits``: the link's rate, or ``None`` for no link; then ``no_link``
+    says why a CPU run has none."""
 
-    ``line`` is called by the thread that reads rank 0's output, ``wait`` by the one that watches the ranks.
-    """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self.results: list[dict[str, Any]] = []
-        self._stream = sys.stdout if stream is None else stream
-        self._live = self._stream.isatty()
-        self._lock = threading.Lock()
-        self._start("starting the ranks")
-
-    def line(self, text: str) -> None:
-        """Take one line of rank 0's standard output. A line that is not the demo's own is passed on."""
-        try:
-            record = json.loads(text)
-        except ValueError:
-            record = None
-        with self._lock:
-            if not isinstance(record, dict):
-                self._write(f"\n  | {text}\n")
-            elif "step" in record:
-                self._finish()
-                self._start(record["step"])
-            elif "part" in record:
-                self.results.append(record)
-
-    def wait(self) -> None:
-        """Show the running step's time, if the stream is a terminal."""
-        if self._live:
-            with self._lock:
-                self._write(f"\r\x1b[K  {self._step} ... {time.monotonic() - self._begin:.0f} s")
-
-    def finish(self) -> None:
-        """End the last step's line."""
-        with self._lock:
-            self._finish()
-
-    def _start(self, step: str) -> None:
-        self._step, self._begin = step, time.monotonic()
-        self._write(f"  {step} ...")
-
-    def _finish(self) -> None:
-        again = f"\r\x1b[K  {self._step} ..." if self._live else ""
-        self._write(f"{again} {time.monotonic() - self._begin:.1f} s\n")
-
-    def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+    device: str
+    ranks: int
+    hidden: int
+    tokens: int
+    megabits: int | None = None
+    no_link: str = ""
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -109,92 +79,60 @@ def run_demo(options: DemoOptions) -> int:
         ConfigError: the options contradict each other, or do not fit this machine.
         UnsupportedError: a package that a part needs is missing, or this torch is not supported.
     """
-    device, ranks = _resolve(options)
+    setup = _resolve(options)
     folder = _writable(options.keep_dir or tempfile.mkdtemp(prefix="overlap_inductor_demo_"))
-    settings = {"device": device, "layers": options.layers, "hidden": options.hidden, "tokens": options.tokens}
+    settings = {"device": setup.device, "layers": options.layers, "hidden": setup.hidden, "tokens": setup.tokens}
     settings.update(parts=options.parts, folder=str(folder))
-    backend = "nccl" if device == "cuda" else "gloo, one thread each"
-    print(
-        f"{ranks} {device} ranks ({backend}); {options.layers} layers, hidden {options.hidden}, {options.tokens}"
-        " tokens\n"
-    )
+    print(f"{_described(setup)}; {options.layers} layers, hidden {setup.hidden}, {setup.tokens} tokens\n")
     progress = Progress()
     command = ["-m", "overlap_inductor.cli.demo_worker", json.dumps(settings)]
     try:
-        run_ranks(
-            command,
-            ranks,
-            folder,
-            environment=rank_environment(device),
-            timeout=options.timeout,
-            on_line=progress.line,
-            on_wait=progress.wait,
-        )
+        with ExitStack() as stack:
+            hosts: Sequence[slow_link.Host] = ()
+            if setup.megabits is not None:
+                hosts = stack.enter_context(slow_link.slow_hosts(setup.ranks, setup.megabits))
+            run_ranks(
+                command,
+                setup.ranks,
+                folder,
+                environment=rank_environment(setup.device),
+                hosts=hosts,
+                timeout=options.timeout,
+                on_line=progress.line,
+                on_wait=progress.wait,
+            )
     except RankError as error:
         progress.finish()
         print(f"\nFAILED: {error}\nThe ranks' logs are in {folder}.", file=sys.stderr)
         return 1
     progress.finish()
     shutil.rmtree(folder / "llama", ignore_errors=True)
-    good = [show_part(result, device) for result in progress.results]
+    shared_cpu = setup.device == "cpu" and setup.megabits is None
+    for result in progress.results:
+        print(demo_text.part(result, shared_cpu))
+    if shared_cpu:
+        print(
+            "\nThese ranks are processes of one CPU and cannot gain: a transfer takes the cores that the matmuls need."
+            f"\nNo slow link joins them: {setup.no_link}."
+        )
     complete = [result["part"] for result in progress.results] == list(options.parts)
     print(f"\nReports: {folder / 'reports'} (open an index.html; or: overlap-inductor report {folder / 'reports'})")
-    passed = complete and all(good)
+    good = complete and all(map(demo_text.passed, progress.results))
     print(
         "PASSED"
-        if passed
+        if good
         else "FAILED: see the lines marked FAIL above"
         if complete
         else f"FAILED: a part returned no result; see the ranks' logs in {folder}"
     )
-    return 0 if passed else 1
+    return 0 if good else 1
 
 
-def show_part(result: dict[str, Any], device: str) -> bool:
-    """Print one part's sites, differences and times. Returns whether the numbers agree and something was overlapped."""
-    print(f"\n{TITLES[result['part']]}")
-    overlapped = 0
-    for graph in result["graphs"]:
-        overlapped += graph["overlapped"]
-        print(f"  graph {graph['graph']} {graph['phase']}: {graph['headline']}")
-        for line in _aligned(graph["rows"]):
-            print(f"    {line}")
-    if not overlapped:
-        print("  FAIL: no site was overlapped")
-    print("  largest difference against plain torch.compile (in brackets: plain against eager)")
-    noise = {check["name"]: check for check in result["plain_against_eager"]}
-    for check in result["checks"]:
-        verdict = "ok" if check["passed"] else "FAIL"
-        print(
-            f"    {check['name']:28} {check['difference']:.2e}  [{noise[check['name']]['difference']:.2e}]  "
-            f"allowed {check['tolerance']:.2e}, largest value {check['largest']:.2e}  {verdict}"
-        )
-    print(f"  {times_line(result['times_ms']['plain'], result['times_ms']['overlap'], device)}")
-    return overlapped > 0 and all(check["passed"] for check in result["checks"])
-
-
-def times_line(plain: float, overlap: float, device: str) -> str:
-    """Both median times (ms), and which is faster."""
-    ratio = plain / overlap
-    text = f"median time: plain {plain:.2f} ms, overlap {overlap:.2f} ms: "
-    if ratio >= 1.02:
-        return text + f"overlap is {ratio:.2f}x faster here"
-    if ratio > 0.98:
-        return text + "no difference here"
-    why = (
-        "expected: between processes of one CPU a transfer costs the cores that the matmuls need"
-        if device == "cpu"
-        else (
-            "expected if sizes are small: the demo forces the ring on every site; schedule auto would keep small ones"
-        )
-    )
-    return text + f"overlap is {1 / ratio:.2f}x SLOWER here ({why})"
-
-
-def _aligned(rows: list[list[Any]]) -> list[str]:
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))] if cells else []
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+def _described(setup: Setup) -> str:
+    if setup.device == "cuda":
+        return f"{setup.ranks} GPUs (nccl)"
+    where = f", joined by a link of {setup.megabits} Mbit/s" if setup.megabits is not None else ""
+    return f"{setup.ranks} CPU ranks (gloo, one thread each){where}"
 
 
 def _writable(folder: str) -> Path:
@@ -223,8 +161,8 @@ def _lack_of_gpus(usable: int) -> str:
     return f"{where} has {usable} that torch can use; run it where nvidia-smi shows two"
 
 
-def _resolve(options: DemoOptions) -> tuple[str, int]:
-    """Device and number of ranks for this machine."""
+def _resolve(options: DemoOptions) -> Setup:
+    """The options for this machine. Raises as ``run_demo`` does."""
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown or not options.parts:
         raise ConfigError(f"--parts {','.join(options.parts)}: expected one or more of {', '.join(PARTS)}")
@@ -234,12 +172,28 @@ def _resolve(options: DemoOptions) -> tuple[str, int]:
             f"the demo's part llama needs {' and '.join(missing)}, which this Python does not have. Run: pip install"
             f" {' '.join(missing)} (or run only the other part: overlap-inductor demo --parts block)"
         )
-    import torch
-    import torch.distributed as dist
-
     from overlap_inductor.switch.install import require_supported_torch
 
     require_supported_torch()
+    device, ranks = _device(options)
+    hidden, tokens = (SIZES[device] if size is None else size for size in (options.hidden, options.tokens))
+    if options.layers < 1:
+        raise ConfigError(f"--layers {options.layers}: expected at least 1")
+    if ranks < 2 or HEADS % ranks:
+        raise ConfigError(f"--ranks {ranks}: expected 2, 4 or 8 (the demo's model has {HEADS} attention heads)")
+    if tokens < 1 or tokens % ranks or hidden < 1 or hidden % (HEADS * 2):
+        raise ConfigError(
+            f"--tokens {tokens} --hidden {hidden}: expected tokens to be a multiple of the {ranks} ranks and hidden a"
+            f" multiple of {HEADS * 2}"
+        )
+    return Setup(device, ranks, hidden, tokens, *_link(options.link, device))
+
+
+def _device(options: DemoOptions) -> tuple[str, int]:
+    """Device and number of ranks."""
+    import torch
+    import torch.distributed as dist
+
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     device = ("cuda" if gpus >= 2 else "cpu") if options.device == "auto" else options.device
     if device == "cuda" and gpus < 2:
@@ -249,13 +203,22 @@ def _resolve(options: DemoOptions) -> tuple[str, int]:
         raise ConfigError(
             f"--device cuda --ranks {ranks}: this machine has {gpus} usable GPUs; use --device cpu or fewer ranks"
         )
-    if options.layers < 1:
-        raise ConfigError(f"--layers {options.layers}: expected at least 1")
-    if ranks < 2 or HEADS % ranks:
-        raise ConfigError(f"--ranks {ranks}: expected 2, 4 or 8 (the demo's model has {HEADS} attention heads)")
-    if options.tokens < 1 or options.tokens % ranks or options.hidden < 1 or options.hidden % (HEADS * 2):
-        raise ConfigError(
-            f"--tokens {options.tokens} --hidden {options.hidden}: expected tokens to be a multiple of the {ranks}"
-            f" ranks and hidden a multiple of {HEADS * 2}"
-        )
     return device, ranks
+
+
+def _link(wanted: str, device: str) -> tuple[int | None, str]:
+    """``(rate in Mbit/s or None, why CPU ranks have no link)``."""
+    if wanted not in ("auto", "none") and not (wanted.isdecimal() and int(wanted) > 0):
+        raise ConfigError(f"--link {wanted}: expected auto, none, or a rate in Mbit/s such as {MEGABITS}")
+    if device != "cpu":
+        if wanted not in ("auto", "none"):
+            raise ConfigError(f"--link {wanted}: only CPU ranks can be joined by a slow link; use --device cpu")
+        return None, ""
+    if wanted == "none":
+        return None, "--link none was given"
+    reason = slow_link.why_not()
+    if reason is None:
+        return MEGABITS if wanted == "auto" else int(wanted), ""
+    if wanted == "auto":
+        return None, reason
+    raise ConfigError(f"--link {wanted}: {reason}")

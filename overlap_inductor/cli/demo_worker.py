@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the demo: run a model eager, compiled, and compiled with overlap; compare the results and time the last
-two.
+"""One rank of the demo: run a model eager, compiled, and compiled with overlap by each schedule; compare the results
+and time the compiled forms.
 
 Standard output holds one JSON object a line: ``{"step": ...}`` when a step begins, ``{"part": ...}`` for each result.
 """
@@ -13,22 +13,25 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from overlap_inductor.lowerings.registry import SCHEDULES
+from overlap_inductor.lowerings.schedule import OpCall
 from overlap_inductor.report import publish as reporting
 from overlap_inductor.report import words as report_words
 from overlap_inductor.report.groups import group_sites
 from overlap_inductor.report.report import OverlapReport
 
-REPEATS = 7
+REPEATS = 9
 GROUP_TIMEOUT = timedelta(seconds=120)
 
 # A split matmul may use another kernel, and the sum over ranks another order. The results then differ by some units in
@@ -73,20 +76,22 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def median_ms(call: Callable[[], Any], device: str) -> float:
-    """Median time of a call in milliseconds, on the slowest rank, after one call that is not counted."""
-    call()
-    times = []
-    for _ in range(REPEATS):
-        dist.barrier()
-        synchronize(device)
-        start = time.perf_counter()
-        call()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    slowest = torch.tensor(statistics.median(times) * 1e3, device=device)
+def median_ms(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, float]:
+    """Median time of each call in milliseconds, on the slowest rank. The calls take turns; each is called once before,
+    which is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(REPEATS + 1):
+        for name, call in calls.items():
+            dist.barrier()
+            synchronize(device)
+            start = time.perf_counter()
+            call()
+            synchronize(device)
+            if repeat:
+                times[name].append(time.perf_counter() - start)
+    slowest = torch.tensor([statistics.median(found) * 1e3 for found in times.values()], device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest)
+    return dict(zip(times, slowest.tolist(), strict=True))
 
 
 def compare(name: str, value: torch.Tensor, reference: torch.Tensor, tolerance: float) -> dict[str, Any]:
@@ -103,9 +108,22 @@ def compare(name: str, value: torch.Tensor, reference: torch.Tensor, tolerance: 
     return {"name": name, "difference": worst, "largest": scale, "tolerance": tolerance * scale, "passed": passed}
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """A model compiled with overlap by one schedule."""
+
+    name: str
+    model: Any
+    checks: list[dict[str, Any]]
+    reports: list[OverlapReport]
+
+    def overlaps(self) -> bool:
+        return any(report.counters()["sites_overlapped"] for report in self.reports)
+
+
 def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Settings) -> None:
-    """Run a model eager, plain and overlapped; compare the outputs, time the last two, and send the result to the
-    parent."""
+    """Run a model eager, plain and overlapped by each schedule; compare the outputs, time what overlaps something, and
+    send the result to the parent."""
     say(step=f"{part}: eager")
     eager = call(model)
 
@@ -114,22 +132,47 @@ def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Se
     plain = torch.compile(model, backend="inductor")
     expected = call(plain)
 
-    say(step=f"{part}: torch.compile with overlap")
-    reporting.forget_reports()
-    options = {"mode": "on", "schedule": "ring", "dump": str(Path(settings.folder) / "reports" / part)}
-    overlapped = torch.compile(model, backend=backend(), options=options)
-    found = call(overlapped)
-    reports = reporting.all_reports()
-
-    say(step=f"{part}: comparing and timing")
     tolerance = TOLERANCE[settings.dtype]
-    checks = [compare(name, found[name], expected[name], tolerance) for name in expected]
-    noise = [compare(name, expected[name], eager[name], tolerance) for name in expected]
-    times = {
-        "plain": median_ms(lambda: call(plain), settings.device),
-        "overlap": median_ms(lambda: call(overlapped), settings.device),
-    }
-    say(part=part, checks=checks, plain_against_eager=noise, times_ms=times, graphs=[describe(r) for r in reports])
+    compiled = []
+    for name in ("auto", *serving(settings)):
+        say(step=f"{part}: torch.compile with overlap, schedule {name}")
+        reporting.forget_reports()
+        options = {"mode": "on", "schedule": name, "dump": str(Path(settings.folder) / "reports" / part / name)}
+        overlapped = torch.compile(model, backend=backend(), options=options)
+        found = call(overlapped)
+        checks = [compare(key, found[key], expected[key], tolerance) for key in expected]
+        compiled.append(Compiled(name, overlapped, checks, reporting.all_reports()))
+
+    say(step=f"{part}: timing")
+    timed = {c.name: c.model for c in compiled if c.overlaps()}
+    times = median_ms({name: partial(call, form) for name, form in {"plain": plain, **timed}.items()}, settings.device)
+    noise = [compare(key, expected[key], eager[key], tolerance) for key in expected]
+    forms = [
+        {"name": c.name, "checks": c.checks, "ms": times.get(c.name), "graphs": [describe(r) for r in c.reports]}
+        for c in compiled
+    ]
+    say(part=part, plain_ms=times["plain"], plain_against_eager=noise, forms=forms)
+
+
+def serving(settings: Settings) -> list[str]:
+    """Names of the schedules that can run on this group's devices. Which sites each computes is its own answer."""
+    ranks = tuple(range(dist.get_world_size()))
+    device = torch.device(settings.device)
+    found = []
+    for schedule in SCHEDULES:
+        call = OpCall(
+            schedule.patterns[0],
+            ranks,
+            settings.tokens,
+            settings.hidden,
+            settings.hidden,
+            settings.dtype,
+            settings.dtype,
+            False,
+        )
+        if schedule.single_op is None or schedule.single_op.why_no_call(call, "", device) is None:
+            found.append(schedule.name)
+    return found
 
 
 def backend() -> Any:
@@ -145,16 +188,19 @@ def backend() -> Any:
 
 def describe(report: OverlapReport) -> dict[str, Any]:
     """What the parent shows of a report."""
-    statuses = Counter(site.decision.status for site in report.sites)
+    counters = report.counters()
     rows = [
         [g.module, len(g.sites), g.facts.pattern, report_words.matmuls(g.facts), report_words.outcome(g.decision)]
         for g in group_sites(report)
     ]
+    reasons = [reason.text for site in report.sites for reason in site.decision.reasons]
     return {
         "graph": report.graph,
         "phase": report.phase,
         "headline": report_words.headline(report),
-        "overlapped": statuses["overlapped"],
+        "found": len(report.sites),
+        "overlapped": counters["sites_overlapped"],
+        "reason": reasons[0] if reasons else "",
         "rows": rows,
     }
 

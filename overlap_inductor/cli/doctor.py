@@ -19,6 +19,7 @@ from overlap_inductor.cli.doctor_checks import as_dict
 from overlap_inductor.cli.doctor_checks import as_text
 from overlap_inductor.cli.doctor_checks import usable
 from overlap_inductor.cli.doctor_registered import registered
+from overlap_inductor.cli.doctor_registered import why_not_here
 from overlap_inductor.config import ENVIRONMENT_PREFIX
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.errors import ConfigError
@@ -59,7 +60,7 @@ def switches() -> list[Check]:
     # If the variable is not set, nothing is asked for, whatever the default mode of enable() is.
     asked = ENVIRONMENT_PREFIX in os.environ and config.mode != "off"
     if asked:
-        checks += [_effective(config), *_differences(config)]
+        checks += [_effective(config), *_differences(config), *_schedule(config)]
     else:
         checks.append(Check(SWITCHES, "by environment", NOTE, "OVERLAP_INDUCTOR is not set, or off"))
     if config.dump is not None:
@@ -135,6 +136,17 @@ def _differences(requested: OverlapConfig) -> list[Check]:
             advice = "This process called enable() with another value. Remove the call, or set the variable to match."
             checks.append(Check(SWITCHES, field.name, BAD, f"requested {wanted}, effective {got}", advice))
     return checks
+
+
+def _schedule(config: OverlapConfig) -> list[Check]:
+    """A check of the schedule that the environment asks for by name, if it cannot run here: every site would be
+    refused."""
+    from overlap_inductor.lowerings.registry import SCHEDULES
+
+    name = f"{ENVIRONMENT_PREFIX}_SCHEDULE={config.schedule}"
+    reasons = [why_not_here(schedule) for schedule in SCHEDULES if schedule.name == config.schedule]
+    advice = f"Every site would be refused here. Unset {ENVIRONMENT_PREFIX}_SCHEDULE, or set it to auto."
+    return [Check(SWITCHES, name, BAD, f"cannot run here: {reason}", advice) for reason in reasons if reason]
 
 
 def _dump_folder(folder: str) -> Check:

@@ -4,13 +4,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import asdict
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 from typing import TextIO
 
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from overlap_inductor.cli import tables
+
 GOOD, BAD, NOTE = "good", "bad", "note"
+_STYLES = {GOOD: "green", BAD: "bold red", NOTE: ""}
 _MARKS = {GOOD: "\u2713", BAD: "\u2717", NOTE: "\u00b7"}
 _ASCII_MARKS = {GOOD: "+", BAD: "x", NOTE: "-"}
 
@@ -20,7 +29,8 @@ class Check:
     """One fact. ``state``: ``good``; ``bad`` (something needed or asked for cannot take effect); ``note`` (absent, and
     not needed).
 
-    ``advice`` is one sentence that says what to do; empty if there is nothing to do.
+    ``advice`` is one sentence that says what to do; empty if there is nothing to do. ``answer``: ``yes``, ``no`` or
+    a number if the check answers a question; ``value`` then says why.
     """
 
     section: str
@@ -28,6 +38,7 @@ class Check:
     state: str
     value: str
     advice: str = ""
+    answer: str = ""
 
 
 def usable(checks: Sequence[Check]) -> bool:
@@ -48,18 +59,23 @@ def as_text(checks: Sequence[Check], stream: TextIO | None = None) -> str:
         "".join(_MARKS.values()).encode(encoding)
     except UnicodeEncodeError:
         marks = _ASCII_MARKS
-    width = max((len(check.name) for check in checks), default=0)
-    lines: list[str] = []
-    section = None
-    for check in checks:
-        if check.section != section:
-            lines += ["", check.section] if section is not None else [check.section]
-            section = check.section
-        first, *rest = check.value.splitlines() or [""]
-        lines.append(f"  {marks[check.state]} {check.name.ljust(width)}  {first}".rstrip())
-        lines += [f"    {' ' * width}  {line}" for line in rest]
-        if check.advice:
-            lines.append(f"    {' ' * width}  -> {check.advice}")
+    parts: list[RenderableType] = []
+    for section, members in groupby(checks, key=lambda check: check.section):
+        parts += [Text(section, "bold"), _section(list(members), marks), ""]
     bad = [check.name for check in checks if check.state == BAD]
     verdict = f"Not usable as asked: {', '.join(bad)}." if bad else "Usable."
-    return "\n".join([*lines, "", verdict]) + "\n"
+    return tables.as_text([*parts, Text(verdict, "bold")], stream)
+
+
+def _section(checks: Sequence[Check], marks: Mapping[str, str]) -> Table:
+    """A row for each check: mark, name, answer (if the section has any) and value, with the advice below it."""
+    width = max(len(check.name) for check in checks)
+    answers = max(len(check.answer) for check in checks)
+    widths: list[int | None] = [4, width + 2, answers + 2, None] if answers else [4, width + 2, None]
+    rows = []
+    for check in checks:
+        style = _STYLES[check.state]
+        said = "\n".join(filter(None, [check.value, f"-> {check.advice}" if check.advice else ""]))
+        answer = [(check.answer, style)] if answers else []
+        rows.append([(f"  {marks[check.state]} ", style), (check.name, ""), *answer, (said, "")])
+    return tables.grid(widths, rows)

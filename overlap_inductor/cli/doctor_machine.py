@@ -16,6 +16,8 @@ from overlap_inductor.cli.doctor_checks import BAD
 from overlap_inductor.cli.doctor_checks import GOOD
 from overlap_inductor.cli.doctor_checks import NOTE
 from overlap_inductor.cli.doctor_checks import Check
+from overlap_inductor.torch_compat.versions import supported
+from overlap_inductor.torch_compat.versions import unsupported_reason
 
 _TOOL_SECONDS = 10
 _PIDFD_GETFD = 438
@@ -31,9 +33,7 @@ def software() -> list[Check]:
     try:
         import torch
     except ImportError as error:
-        return [*checks, Check(section, "torch", BAD, f"cannot be imported: {error}", "Install torch 2.11 to 2.15.")]
-    from overlap_inductor.torch_compat.versions import unsupported_reason
-
+        return [*checks, Check(section, "torch", BAD, f"cannot be imported: {error}", f"Install torch {supported()}.")]
     reason = unsupported_reason()
     checks.append(Check(section, "torch", BAD if reason else GOOD, str(torch.__version__), reason or ""))
     triton = _version("triton")
@@ -88,16 +88,16 @@ def distributed() -> list[Check]:
 
 
 def gpus() -> list[Check]:
-    """GPUs, peer access, NVLink, and what symmetric memory needs. Nothing here is ``bad``, because schedule ``ring``
-    needs none of it."""
+    """GPUs, peer access, NVLink, and what symmetric memory needs. Nothing here is ``bad``, because overlap also works
+    without it."""
     import torch
 
     section = "GPUs"
     number = torch.cuda.device_count()
     if not number:
         return [Check(section, "GPUs", NOTE, "none visible; overlap works between CPU ranks (gloo)")]
-    names = [torch.cuda.get_device_name(i) for i in range(number)]
-    checks = [Check(section, "GPUs", GOOD, "\n".join(f"{i}: {name}" for i, name in enumerate(names)))]
+    names = "\n".join(f"{i}: {_gpu(i)}" for i in range(number))
+    checks = [Check(section, "GPUs", GOOD, names)]
     if number > 1:
         pairs = [(i, j) for i in range(number) for j in range(number) if i != j]
         without = [f"{i}->{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
@@ -115,17 +115,31 @@ def gpus() -> list[Check]:
     return [*checks, *symmetric_memory()]
 
 
+def _gpu(number: int) -> str:
+    """``NVIDIA H200, compute capability 9.0``."""
+    import torch
+
+    capability = ".".join(map(str, torch.cuda.get_device_capability(number)))
+    return f"{torch.cuda.get_device_name(number)}, compute capability {capability}"
+
+
 def symmetric_memory() -> list[Check]:
     """Whether GPUs of several processes can map each other's memory."""
     from overlap_inductor.inductor import probe
+    from overlap_inductor.lowerings.registry import SCHEDULES
 
     section = "GPUs"
+    users = [s.name for s in SCHEDULES if s.holds_workspace]
+    others = [s.name for s in SCHEDULES if not s.holds_workspace]
     try:
-        value = f"backend {probe.symmetric_memory_backend()}"
+        value = f"backend {probe.symmetric_memory_backend()}; used by {', '.join(users) or 'no schedule'}"
         checks = [Check(section, "symmetric memory", GOOD, value)]
         multicast = "offered by the driver" if probe.has_multicast() else "not offered by the driver"
     except RuntimeError as error:
-        value = f"not available: {error}; schedule ring runs without it"
+        value = (
+            f"not available: {error}; needed by {', '.join(users) or 'no schedule'};"
+            f" not needed by {', '.join(others) or 'any other'}"
+        )
         return [Check(section, "symmetric memory", NOTE, value)]
     checks.append(handle_exchange(section))
     switch = os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST")

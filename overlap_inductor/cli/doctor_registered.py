@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor's list of what is registered: patterns, schedules and transports."""
+"""The doctor's list of what is registered: patterns, schedules and transports, and which schedules run here."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from overlap_inductor.cli.doctor_checks import GOOD
 from overlap_inductor.cli.doctor_checks import NOTE
 from overlap_inductor.cli.doctor_checks import Check
 
+if TYPE_CHECKING:
+    from overlap_inductor.lowerings.schedule import SiteSchedule
+
+HERE = "Schedules that run here"
+
 
 def registered() -> list[Check]:
-    """A line for each pattern, with the collective that it starts at, for each schedule, with what it computes, and for
-    each transport, with the schedules that use it."""
+    """A line for each pattern, with the collective that it starts at, for each schedule, with what it computes and
+    whether it runs on this machine, and for each transport, with the schedules that use it."""
     from overlap_inductor.lowerings.registry import SCHEDULES
     from overlap_inductor.passes.patterns import PATTERNS
     from overlap_inductor.transports.registry import transports
@@ -18,8 +26,53 @@ def registered() -> list[Check]:
     for schedule in SCHEDULES:
         value = f"computes {', '.join(schedule.patterns)}; over {', '.join(schedule.transports)}"
         checks.append(Check("Schedules", schedule.name, NOTE, value))
+    checks += runs_here()
     for transport in transports():
         users = [s.name for s in SCHEDULES if transport.name in s.transports]
         value = f"{transport.moved_by}; used by {', '.join(users) or 'no schedule'}"
         checks.append(Check("Transports", transport.name, NOTE, value))
     return checks
+
+
+def runs_here() -> list[Check]:
+    """Whether each schedule can run between ranks on this machine, and why not."""
+    from overlap_inductor.lowerings.registry import SCHEDULES
+
+    number, where = _ranks()
+    checks = [Check(HERE, "ranks", NOTE, where, answer=str(number))]
+    for schedule in SCHEDULES:
+        reason = why_not_here(schedule)
+        checks.append(Check(HERE, schedule.name, NOTE if reason else GOOD, reason, answer="no" if reason else "yes"))
+    return checks
+
+
+def why_not_here(schedule: SiteSchedule) -> str:
+    """Why the schedule cannot run between ranks on the GPUs of this machine, or on its CPUs if it has no GPU. Empty if
+    it can."""
+    import torch
+
+    ranks, number = tuple(range(_ranks()[0])), torch.cuda.device_count()
+    if not number:
+        return schedule.why_not_between(ranks, torch.device("cpu")) or ""
+    torch.cuda.init()
+    reasons: dict[str, list[int]] = {}
+    for gpu in range(number):
+        # A schedule is asked on each rank, whose GPU is the current one.
+        with torch.cuda.device(gpu):
+            if reason := schedule.why_not_between(ranks, torch.device("cuda", gpu)):
+                reasons.setdefault(reason, []).append(gpu)
+    if list(reasons.values()) == [list(range(number))]:
+        return next(iter(reasons))
+    return "\n".join(f"GPU {', '.join(map(str, found))}: {reason}" for reason, found in reasons.items())
+
+
+def _ranks() -> tuple[int, str]:
+    """For how many ranks schedules are judged, and where these are."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        return 2, "on CPUs, because no GPU is visible"
+    if gpus == 1:
+        return 2, "on GPUs, one of them on another machine, because this one has one GPU"
+    return gpus, "one on each GPU"

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``overlap-inductor explain script.py``: run a user's script in mode ``report`` and show what was found."""
+"""``overlap-inductor explain script.py``: run a user's script in mode ``report`` and show what was found.
+
+With ``--machine`` or ``--ranks`` the script runs in one process, as rank 0 of a group whose other ranks do not exist.
+Its graphs are planned and not run.
+"""
 
 from __future__ import annotations
 
@@ -9,66 +13,184 @@ import runpy
 import shlex
 import sys
 import traceback
+from collections.abc import Iterator
 from collections.abc import Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from overlap_inductor.errors import ConfigError
 from overlap_inductor.errors import OverlapError
+from overlap_inductor.facts.machine import BOXES
+from overlap_inductor.facts.machine import Box
+
+if TYPE_CHECKING:
+    from overlap_inductor.report.report import OverlapReport
+
+_NO_GRAPH = (
+    "The script compiled no graph. It must call torch.compile, and call the function that returns, in its own process."
+)
+_NO_GPU = (
+    "overlap-inductor explain: the script asks for a GPU, and this machine has none that torch can use. Let the script"
+    ' put its tensors on "cpu" where torch.cuda.is_available() is False; sites are planned for the machine of'
+    " --machine all the same."
+)
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_NO_GRAPH = "The script compiled no graph. It must call torch.compile, and call the function that returns."
 
 
-def explain_script(script: str, arguments: Sequence[str]) -> int:
+def explain_script(script: str, arguments: Sequence[str], machine: str | None = None, ranks: int | None = None) -> int:
     """Run ``script`` in this process as ``__main__`` with ``arguments``, and print every graph's report when it has
-    ended.
+    ended, and the estimated time of all sites together.
 
     Graphs stay as they are, unless the script itself switches overlap on. Of several ranks only the first one prints.
     Returns the script's own exit status, or 1 if it raised, after its traceback. If it raised because it needs a
     launcher's variables, a line says how to start it.
 
+    Args:
+        machine: name of the machine that plans are made for; ``None``: this one.
+        ranks: size of the group of which this process plays rank 0; ``None``: that of the machine, or the script runs
+            as it is started.
+
     Raises:
         OverlapError: there is no such script.
+        ConfigError: ``machine`` is not known, or cannot have so many ranks.
         UnsupportedError: this torch is not supported.
     """
     if not Path(script).is_file():
         raise OverlapError(
             f"{script} is not a file; expected a Python script: overlap-inductor explain SCRIPT [ARGUMENTS]"
         )
+    box = _box(machine, ranks)
     from overlap_inductor.report import publish as reporting
-    from overlap_inductor.report.text import render_text
     from overlap_inductor.switch.install import enable
     from overlap_inductor.torch_compat.telemetry import global_rank
 
     enable(mode="report", notice="off")  # the reports come at the end
+    rank = global_rank()
+    if box is None and ranks is None:
+        status = _run(script, arguments)
+    else:
+        with _elsewhere(box, ranks):
+            status = _run(script, arguments)
+    if rank == 0:
+        _show(reporting.all_reports(), box, ranks)
+    return status
+
+
+def _run(script: str, arguments: Sequence[str]) -> int:
+    """Run the script. Returns its exit status."""
+    from overlap_inductor.torch_compat.fake_ranks import RanksError
+
     before = (sys.argv, sys.path)
     sys.argv = [script, *arguments]
     sys.path = [str(Path(script).resolve().parent), *sys.path]
-    status, missing = 0, ""
-    rank = global_rank()
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as ending:
-        status = _status(ending)
-    except BrokenPipeError:
-        raise  # it may be the reader of our output, which main() knows
+        return _status(ending)
+    except (RanksError, BrokenPipeError):
+        raise  # the pipe may be our output, whose reader went away: main() knows
     except Exception as error:  # noqa: BLE001  (the script's own error: shown, and its reports after it)
         traceback.print_exc()
-        status, missing = 1, _missing_variable(error)
+        if _lacks_a_gpu(error):
+            print(f"\n{_NO_GPU}", file=sys.stderr)
+        if variable := _missing_variable(error):
+            print(f"\n{_no_launcher(variable, shlex.join([script, *arguments]))}", file=sys.stderr)
+        return 1
     finally:
         sys.argv, sys.path = before
-    if missing:
-        command = f"torchrun --nproc-per-node 2 -m overlap_inductor explain {shlex.join([script, *arguments])}"
-        print(
-            f"overlap-inductor explain: the script needs the variables that torchrun sets, and {missing} is not set."
-            f" Start it under torchrun, with as many processes as it needs: {command}",
-            file=sys.stderr,
+    return 0
+
+
+def _box(machine: str | None, ranks: int | None) -> Box | None:
+    """The machine that plans are made for; ``None``: this one."""
+    if machine is not None and machine not in BOXES:
+        raise ConfigError(
+            f"--machine {machine}: no figures of such a machine were measured; expected one of: {', '.join(BOXES)}"
         )
-    if rank == 0:
-        reports = reporting.all_reports()
-        text = "\n".join(render_text(report) for report in reports)
-        if text or not missing:
-            print(text or _NO_GRAPH)
-    return status
+    box = BOXES[machine] if machine is not None else None
+    if ranks is not None and ranks < 2:
+        raise ConfigError(f"--ranks {ranks}: expected 2 or more; one rank has nothing to overlap")
+    if ranks is not None and box is not None and ranks > box.gpus:
+        raise ConfigError(
+            f"--ranks {ranks}: expected 2 to {box.gpus}; {box.name} has {box.gpus} GPUs, and links between several such"
+            " machines were not measured"
+        )
+    if (box is not None or ranks is not None) and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, as set by a launcher such as torchrun; start explain with"
+            " --machine or --ranks without it, because one process plays all ranks"
+        )
+    return box
+
+
+@contextmanager
+def _elsewhere(box: Box | None, ranks: int | None) -> Iterator[None]:
+    """Inside, this process is rank 0 of ranks that do not exist, and its graphs are planned for ``box`` and not run."""
+    from overlap_inductor.inductor.post_grad import stopped_before_code
+    from overlap_inductor.torch_compat.fake_ranks import one_process_as
+    from overlap_inductor.torch_compat.target import planning_for
+
+    most = box.gpus if box is not None else None
+    with one_process_as(ranks or most or 1, ranks is not None, most), planning_for(box), stopped_before_code():
+        yield
+
+
+def _lacks_a_gpu(error: Exception) -> bool:
+    import torch
+
+    return not torch.cuda.is_available() and re.search(r"cuda|nvidia", str(error), re.IGNORECASE) is not None
+
+
+def _show(reports: Sequence[OverlapReport], box: Box | None, ranks: int | None) -> None:
+    from overlap_inductor.cli import tables
+    from overlap_inductor.report import totals
+    from overlap_inductor.report.text import render_text
+
+    if not reports:
+        print(_NO_GRAPH)
+        return
+    print("\n".join(render_text(report) for report in reports))
+    if len(reports) > 1:
+        table = tables.headed(
+            ("graph", "phase", "sites", "as written", "as planned", "ratio"), _rows(reports), (2, 3, 4)
+        )
+        print(tables.as_text([table]))
+    if total := totals.line_of_all(reports):
+        print(f"{total}\nEach graph counts once, however often it runs.")
+    if box is not None:
+        print(
+            f"Times are estimates of the cost model for {box.name}: {box.title}. Nothing was measured: one process"
+            " played rank 0, nothing was sent, and compiled graphs returned zeros."
+        )
+    elif ranks is not None:
+        print(
+            "Times are estimates of the cost model for this machine. Nothing was measured: one process played rank 0,"
+            " nothing was sent, and compiled graphs returned zeros."
+        )
+
+
+def _rows(reports: Sequence[OverlapReport]) -> list[tuple[str, ...]]:
+    """A row for each graph. Times are of its sites that have an estimate."""
+    from overlap_inductor.report import totals
+    from overlap_inductor.report import words
+
+    rows = []
+    for report in reports:
+        times = totals.of_sites([report])
+        estimated = ("", "", "") if times is None else (*map(words.microseconds, (times.keep, times.plan)), times.ratio)
+        rows.append((report.graph, report.phase, str(len(report.sites)), *estimated))
+    return rows
+
+
+def _no_launcher(variable: str, command: str) -> str:
+    return (
+        f"overlap-inductor explain: the script needs the variables that torchrun sets, and {variable} is not set."
+        f" Either let one process play all ranks, here 8:\n  overlap-inductor explain --ranks 8 {command}\n"
+        "or start as many processes as the script needs, here 2:\n"
+        f"  torchrun --nproc-per-node 2 -m overlap_inductor explain {command}"
+    )
 
 
 def _missing_variable(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from overlap_inductor.cli.slow_link import Host
 from overlap_inductor.errors import OverlapError
 
 _POLL_SECONDS = 0.1
@@ -48,6 +49,7 @@ def run_ranks(
     folder: Path,
     *,
     environment: Mapping[str, str],
+    hosts: Sequence[Host] = (),
     timeout: float,
     on_line: Callable[[str], None],
     on_wait: Callable[[], None],
@@ -59,6 +61,7 @@ def run_ranks(
         folder: where each rank's log goes (``rank_<r>.log``): its standard error, and its standard output unless it is
             rank 0.
         environment: variables of the ranks, without those that this function sets.
+        hosts: network namespaces to run in, one for each rank. If empty, all ranks share this process's network.
         timeout: seconds after which all ranks are stopped.
         on_line: called, on another thread, with every line that rank 0 writes to its standard output.
         on_wait: called some times a second while waiting.
@@ -66,15 +69,18 @@ def run_ranks(
     Raises:
         RankError: a rank ended with an error, or the time was up. All ranks have been stopped by then.
     """
-    shared = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    first = hosts[0].address if hosts else "127.0.0.1"
+    shared = {**environment, "MASTER_ADDR": first, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     started: list[_Rank] = []
     try:
         for rank in range(ranks):
             log = folder / f"rank_{rank}.log"
             log_file = log.open("w")
+            host = hosts[rank] if hosts else None
+            interface = {} if host is None else {"GLOO_SOCKET_IFNAME": host.interface}
             process = subprocess.Popen(
-                [sys.executable, *command],
-                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                [*(() if host is None else host.command), sys.executable, *command],
+                env={**shared, **interface, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if rank == 0 else log_file,
                 stderr=log_file,

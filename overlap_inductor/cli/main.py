@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from overlap_inductor.errors import OverlapError
+from overlap_inductor.facts.machine import BOXES
 from overlap_inductor.version import __version__
 
 READER_GONE = 141
@@ -31,14 +32,20 @@ def build_parser() -> argparse.ArgumentParser:
         help="default: cuda with two or more GPUs, else cpu",
     )
     demo.add_argument("--layers", type=int, default=2, help="decoder layers of the Llama (default: %(default)s)")
-    demo.add_argument("--hidden", type=int, default=512, help="hidden size (default: %(default)s)")
-    demo.add_argument("--tokens", type=int, default=512, help="sequence length (default: %(default)s)")
+    demo.add_argument("--hidden", type=int, help="hidden size (default: 512, on GPUs 4096)")
+    demo.add_argument("--tokens", type=int, help="sequence length (default: 512, on GPUs 4096)")
+    demo.add_argument(
+        "--link",
+        default="auto",
+        metavar="MBITS",
+        help="link between CPU ranks: a rate in Mbit/s, none, or auto, which is 500 if run as root (default: auto)",
+    )
     demo.add_argument(
         "--parts", default="llama,block", help="models to run, separated by a comma (default: %(default)s)"
     )
     demo.add_argument("--keep-dir", metavar="DIR", help="folder for reports and logs (default: a new temporary one)")
     demo.add_argument(
-        "--timeout", type=float, default=600.0, help="seconds until hung ranks are stopped (default: %(default)s)"
+        "--timeout", type=float, default=900.0, help="seconds until hung ranks are stopped (default: %(default)s)"
     )
     demo.set_defaults(run=_demo)
 
@@ -48,7 +55,24 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
     doctor.set_defaults(run=_doctor)
 
-    explain = commands.add_parser("explain", help="run a script in mode report and show the sites that were found")
+    explain = commands.add_parser(
+        "explain",
+        help="run a script in mode report and show the sites that were found",
+        usage="overlap-inductor explain [-h] [--machine NAME] [--ranks N] SCRIPT [ARGUMENTS ...]",
+    )
+    explain.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="estimate for this machine instead of the one here: "
+        + "; ".join(f"{box.name} ({box.title})" for box in BOXES.values()),
+    )
+    explain.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="let this one process be rank 0 of N; nothing is sent or computed (with --machine the default is the"
+        " number of its GPUs)",
+    )
     explain.add_argument("script", help="a Python script that uses torch.compile")
     explain.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     explain.set_defaults(run=_explain)
@@ -121,7 +145,7 @@ def _doctor(chosen: argparse.Namespace) -> int:
 def _explain(chosen: argparse.Namespace) -> int:
     from overlap_inductor.cli.explain_script import explain_script
 
-    return explain_script(chosen.script, chosen.arguments)
+    return explain_script(chosen.script, chosen.arguments, chosen.machine, chosen.ranks)
 
 
 def _report(chosen: argparse.Namespace) -> int:

@@ -50,6 +50,29 @@ _MACHINES = {
 }
 
 
+@dataclass(frozen=True)
+class Box:
+    """A machine of several GPUs that ``overlap-inductor explain --machine`` plans for. There is one for each machine
+    whose figures were measured.
+
+    Attributes:
+        name: what ``--machine`` is given.
+        title: the machine in words.
+        gpus: number of its GPUs; each reaches the memory of all others.
+        capability: compute capability of its GPUs.
+        machine: rates and fixed costs of one GPU and its links.
+    """
+
+    name: str
+    title: str
+    gpus: int
+    capability: tuple[int, int]
+    machine: Machine
+
+
+BOXES = {"h200": Box("h200", "8 x NVIDIA H200, each linked to all others by NVLink", 8, (9, 0), _MACHINES["cuda"])}
+
+
 def machine_for(device_type: str) -> Machine:
     """The shipped profile of a device type, or of GPUs ``WITHOUT_PEERS``. An unknown accelerator gets the CPU's
     profile, which overlaps only large sites."""

@@ -21,6 +21,7 @@ from overlap_inductor.passes.pattern import Pattern
 from overlap_inductor.passes.patterns import PATTERNS
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.group_facts import group_facts
+from overlap_inductor.torch_compat.target import target
 from overlap_inductor.torch_compat.versions import torch_version
 from overlap_inductor.transports.registry import transports
 from overlap_inductor.transports.transport import Transport
@@ -82,8 +83,9 @@ def fingerprint(config: OverlapConfig | None) -> str:
 
     It holds the process groups, because an ``all_reduce`` names its group and not the group's size: with other ranks in
     the group, the same graph text needs another plan. It also holds which memory the GPUs reach, on which fused kernels
-    depend, and whether all streams share one hardware queue, which decides whether calls are replayed. The
-    schedules, patterns and transports that a program registered are in it, too.
+    depend, the machine that plans are made for, if it is not this one, and whether all streams share one hardware
+    queue, which decides whether calls are replayed. The schedules, patterns and transports that a program registered
+    are in it, too.
     """
     if config is None or config.mode == "off":
         return OFF
@@ -95,6 +97,7 @@ def fingerprint(config: OverlapConfig | None) -> str:
         registered(),
         group_facts(),
         symmetric.reach(),
+        target(),
         symmetric.one_queue(),
     )
     return "overlap_inductor: " + hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -17,6 +17,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,6 +31,7 @@ from overlap_inductor.inductor import compile_scope
 from overlap_inductor.inductor import graph_breaks
 from overlap_inductor.inductor import partitions
 from overlap_inductor.inductor import plain_program
+from overlap_inductor.inductor import post_grad
 from overlap_inductor.inductor.compile_scope import CompileScope
 from overlap_inductor.inductor.padding import beside_collective
 from overlap_inductor.report import publish as reporting
@@ -37,6 +39,7 @@ from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.runtime import call_board
 from overlap_inductor.torch_compat import step_values
 from overlap_inductor.torch_compat.guards import without_guards
+from overlap_inductor.torch_compat.target import target
 from overlap_inductor.version import __version__
 
 log = logging.getLogger("overlap_inductor")
@@ -169,10 +172,25 @@ def _compile_fx_inner(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         config = config_in_effect()  # read here, so that a bad environment fails this compile even on a cache hit
         if config is not None and config.mode in ("on", "strict"):
             call_board.announce()
-        result = original(*args, **kwargs)
+        result = _stopped(scope, *args[:2]) if post_grad.stops() else original(*args, **kwargs)
     if not forced and not scope.is_backward and not scope.is_inference and scope.graph_id is not None:
         _forward_configs[scope.graph_id] = None if scope.without_us else config
     return result
+
+
+def _stopped(scope: CompileScope, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """In place of the compile of ``gm``: run its post-grad passes, activate its reports, and return zeros."""
+    post_grad.run_post_grad_passes(gm, example_inputs, scope)
+    if not scope.seen:
+        _warn_overwritten()
+    reports = scope.take_reports()
+    if (box := target()) is not None:
+        for report in reports:
+            report.notices.append(
+                f"planned for {box.name} ({box.title}), not for the machine that this graph was seen on"
+            )
+    _make_known(reports, from_cache=False)
+    return post_grad.zeros_like_outputs(gm)
 
 
 def _follow_forward(scope: CompileScope, stack: ExitStack) -> None:

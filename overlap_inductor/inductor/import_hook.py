@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a callback right after a module is first imported, without importing it.
 
-``import torch`` must not pay for ``torch._inductor`` (two seconds), but the pass has to be in place before the first
-compile reads the configuration. A finder in ``sys.meta_path`` waits for the one module and then removes itself.
+Importing ``torch._inductor`` takes two seconds, which ``import torch`` must not cost. But the pass has to be installed
+before the first compile reads Inductor's configuration. So a finder in ``sys.meta_path`` waits for the import of one
+module, and then removes itself.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _NEEDED = "overlap_inductor.inductor.pass_slot"
-"""The module that our callbacks use. It may itself be the first to import the module for which they wait. Then they
-wait until its own body has run (``resume``)."""
+"""The module that the callbacks use. It may itself be the first to import the module that a callback waits for. Then
+the callback is postponed until the body of ``_NEEDED`` has run, because it cannot use the module earlier."""
 _postponed: list[Callable[[], None]] = []
+"""Callbacks that ``resume`` will run."""
 
 
 def _run(callback: Callable[[], None]) -> None:
+    """Run ``callback``, or postpone it while the body of ``_NEEDED`` runs."""
     if getattr(getattr(sys.modules.get(_NEEDED), "__spec__", None), "_initializing", False):
         _postponed.append(callback)
     else:
@@ -30,6 +33,8 @@ def _run(callback: Callable[[], None]) -> None:
 
 
 class _Waiting(MetaPathFinder):
+    """A finder that loads module ``name`` as usual and runs ``callback`` after the module's body."""
+
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self.name = name
         self.callback = callback
@@ -61,12 +66,12 @@ class _Waiting(MetaPathFinder):
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> Callable[[], None]:
-    """Call ``callback`` once module ``name`` is imported: now if it is already, else right after its body has run.
+    """Call ``callback`` when module ``name`` is imported: now if it already is, else right after its body has run.
 
-    Returns a function that cancels it.
+    Returns a function that cancels a waiting callback. It does nothing if the module was already imported.
     """
     if name in sys.modules:
-        importlib.import_module(name)  # another thread may be in the middle of its body: wait for the end of it
+        importlib.import_module(name)  # waits if another thread is still running the module's body
         _run(callback)
         return lambda: None
     waiting = _Waiting(name, callback)
@@ -75,13 +80,13 @@ def when_imported(name: str, callback: Callable[[], None]) -> Callable[[], None]
 
 
 def cancel_all() -> None:
-    """Cancel every callback that still waits."""
+    """Cancel every callback that waits for an import or is postponed."""
     for finder in [f for f in sys.meta_path if isinstance(f, _Waiting)]:
         finder.cancel()
     _postponed.clear()
 
 
 def resume() -> None:
-    """Run the postponed callbacks, once. The last line of module ``_NEEDED`` calls this."""
+    """Run the postponed callbacks, each once. The last line of module ``_NEEDED`` calls this function."""
     while _postponed:
         _postponed.pop(0)()

@@ -28,6 +28,7 @@ from overlap_inductor.inductor.rank_symbol import rank_symbol
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.torch_compat.operators import argument
 from overlap_inductor.torch_compat.ordering import moved
+from overlap_inductor.torch_compat.ordering import starts_transfer
 
 
 def _expression(size: Any) -> Any:
@@ -65,8 +66,7 @@ def _agree(group_name: str, *args: Any) -> Any:
             " OVERLAP_INDUCTOR_STEP_NODE_BUDGET=1, so that a ring is one op."
         )
     ops = torch.ops.overlap_inductor
-    starts = (ops.gather_start.default, ops.exchange_start.default)
-    if any(n.target in starts and argument(n, "group_name") == group_name for n in V.graph.graph.nodes):
+    if any(starts_transfer(n) and argument(n, "group_name") == group_name for n in V.graph.graph.nodes):
         rank_symbol(group_name)
     return lowering.fallback_handler(ops.agree.default, add_to_fallback_set=False)(group_name, *args)
 

@@ -190,7 +190,7 @@ def set_for_other_threads(ours: OverlapPass | None, slot: str = POST_GRAD) -> No
 
 @contextmanager
 def patched(value: Any) -> Iterator[None]:
-    """Inside, the post-grad slot has another value on this thread."""
+    """In this context, the post-grad slot has another value on this thread."""
     with inductor_config.patch({SLOT: value}):
         yield
 

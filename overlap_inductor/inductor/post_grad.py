@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs Inductor's compile of one graph up to its post-grad passes and stops there, without generating code or kernels.
-For ``explain``, which only reads the report.
+"""Runs Inductor's compile of one graph up to and including its post-grad passes. No code and no kernel is generated.
+
+``explain`` uses this module, because it needs only the report. ``stopped_before_code`` treats every graph of a program
+in this way.
 """
 
 from __future__ import annotations
@@ -18,8 +20,16 @@ from overlap_inductor.inductor.compile_scope import CompileScope
 
 
 def run_post_grad_passes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], scope: CompileScope) -> None:
-    """Do what ``compile_fx_inner`` does with ``gm`` before it lowers it: propagate shapes, then run the post-grad
-    passes in ``scope``. Changes ``gm`` in place."""
+    """Run the steps of ``compile_fx_inner`` that precede lowering: propagate shapes, then run the post-grad passes.
+
+    Args:
+        gm: the graph that AOTAutograd made; changed in place.
+        example_inputs: its inputs, fake or real.
+        scope: is current while the passes run, and collects their reports.
+
+    Raises:
+        Exception: what a pass raises.
+    """
     from torch._inductor import compile_fx
     from torch._inductor.fx_passes.post_grad import view_to_reshape
     from torch._inductor.virtualized import V
@@ -33,8 +43,12 @@ def run_post_grad_passes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]
 
 
 def zeros_like_outputs(gm: torch.fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
-    """A boxed function that takes the inputs of ``gm`` and returns zeros in the sizes, strides, dtypes and devices of
-    its results."""
+    """A function that returns zeros with the shapes, strides, dtypes and devices of the outputs of ``gm``.
+
+    It uses the boxed calling convention: it takes the inputs of ``gm`` as one list and clears the list. A symbolic size
+    gets its value from the inputs, or 1 if it depends on the data. An output that is not a tensor is returned as it is,
+    or as the value of its symbol.
+    """
     from torch.fx.experimental.symbolic_shapes import SymTypes
 
     inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
@@ -46,7 +60,7 @@ def zeros_like_outputs(gm: torch.fx.GraphModule) -> Callable[[list[Any]], list[A
         if not isinstance(size, SymTypes):
             return size
         value = size.node.expr.xreplace(known)
-        # The size is known at run time only (nonzero, ...). Any size does, because nothing is computed.
+        # Data decides the size (nonzero, ...). Any size will do, because nothing is computed.
         return 1 if getattr(value, "free_symbols", None) else int(value)
 
     def run(args: list[Any]) -> list[Any]:
@@ -70,9 +84,33 @@ def zeros_like_outputs(gm: torch.fx.GraphModule) -> Callable[[list[Any]], list[A
     return run
 
 
+_stops = False
+
+
+@contextmanager
+def stopped_before_code() -> Iterator[None]:
+    """Inside, every graph that Inductor compiles with our hooks in it stops after its post-grad passes, and what it
+    compiles to returns zeros."""
+    global _stops
+    outer, _stops = _stops, True
+    try:
+        with every_graph_compiled_now():
+            yield
+    finally:
+        _stops = outer
+
+
+def stops() -> bool:
+    """Whether compiles are ``stopped_before_code``."""
+    return _stops
+
+
 @contextmanager
 def every_graph_compiled_now() -> Iterator[None]:
-    """Inside, no cache stands between Dynamo and Inductor, and a backward is compiled with its forward."""
+    """In this context, AOTAutograd's cache is off, and a backward graph is compiled together with its forward graph.
+
+    So every graph reaches Inductor's compile during the call that is explained.
+    """
     from torch._functorch import config
 
     with config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
@@ -80,7 +118,7 @@ def every_graph_compiled_now() -> Iterator[None]:
 
 
 def without_compile_wrappers(fn: Any) -> Any:
-    """The function or module inside ``torch.compile``'s wrappers."""
+    """The function or module that was passed to ``torch.compile``; ``fn`` itself if it is not compiled."""
     from torch._dynamo.eval_frame import innermost_fn
 
     return innermost_fn(getattr(fn, "_orig_mod", fn))
@@ -88,8 +126,10 @@ def without_compile_wrappers(fn: Any) -> Any:
 
 @contextmanager
 def in_place_compile_undone(fn: Any) -> Iterator[None]:
-    """Inside, modules on which ``module.compile()`` was called run uncompiled; otherwise they would call their own
-    compiled form, which compiles to the end."""
+    """In this context, modules of ``fn`` on which ``module.compile()`` was called run uncompiled.
+
+    Otherwise, they would call their own compiled form, and Inductor would generate code for it.
+    """
     modules = list(fn.modules()) if hasattr(fn, "modules") else []
     calls = [(m, m._compiled_call_impl) for m in modules if getattr(m, "_compiled_call_impl", None) is not None]
     for module, _ in calls:

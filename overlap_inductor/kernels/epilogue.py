@@ -119,7 +119,7 @@ def _argument(value: object, names: dict[str, str], op: Sequence[object]) -> str
 
 
 def _expression(op: Sequence[object], names: dict[str, str]) -> str:
-    """The text of one op. Its arguments are in ``names``, or numbers."""
+    """The Triton text of one op. Each argument is a key of ``names`` or a number."""
     name, *arguments = op
     template = TRITON_OPS.get(name) if isinstance(name, str) else None
     count = 0 if template is None else 1 + max(int(number) for number in re.findall(r"{(\d)}", template))

@@ -137,6 +137,16 @@ class SiteSchedule(Protocol):
         """The interface to the schedule's op if each site is one op; else ``None``."""
         ...
 
+    @property
+    def holds_workspace(self) -> bool:
+        """Whether its sites hold symmetric memory, so that ``request`` may return one."""
+        ...
+
+    def why_not_between(self, ranks: tuple[int, ...], device: torch.device) -> str | None:
+        """Why the schedule cannot run between these global ranks with tensors on ``device``, whatever the site;
+        ``None`` if it can. The answer is the same on all ranks. The doctor shows it."""
+        ...
+
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
         """Why the schedule cannot compute this legal site under ``config``; ``None`` if it can."""
         ...

@@ -25,35 +25,30 @@ The graph before and after, with an unrolled ``ring``::
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
+from dataclasses import dataclass
 from typing import Any
-from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.facts.decision import Decision
-from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.facts.exchange import ExchangePlan
-from overlap_inductor.lowerings.registry import SCHEDULES
 from overlap_inductor.passes import agreed_plan as exchange_steps
-from overlap_inductor.passes import check as legality
 from overlap_inductor.passes import fused_sums
 from overlap_inductor.passes import plan as planner
-from overlap_inductor.passes.find import SiteFinder
+from overlap_inductor.passes.choose import Choice
+from overlap_inductor.passes.choose import find_and_choose
+from overlap_inductor.passes.graph_text import readable
 from overlap_inductor.passes.rewrite import Rewriter
+from overlap_inductor.passes.snapshot import rewrite_or_restore
 from overlap_inductor.report.failure import BUG_REPORT
 from overlap_inductor.report.failure import Failure
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.report.report import SiteReport
 from overlap_inductor.sites.collectives import find_collectives
-from overlap_inductor.sites.nodes import DecidedSite
-from overlap_inductor.sites.nodes import OverlapSite
-from overlap_inductor.torch_compat import operators
 from overlap_inductor.version import __version__
 
 log = logging.getLogger("overlap_inductor")
@@ -70,38 +65,130 @@ def run_overlap_pass(
     If the pass itself fails, the graph stays as it was. The report then holds its text and the error, and ``strict``
     mode raises when the report is published.
     """
-    phase = graph_phase(graph, is_inference)
+    about = {
+        "overlap_inductor": __version__,
+        "torch": torch.__version__,
+        "mode": config.mode,
+        "phase": graph_phase(graph, is_inference),
+        "graph": graph_id,
+        "config": dict(config.cache_key()),
+    }
     try:
         try:
-            return _find_and_rewrite(graph, config, phase, graph_id, refusal)
+            return _find_and_rewrite(graph, config, about, refusal)
         finally:
             fused_sums.put_back(graph)
     except Exception as error:  # noqa: BLE001  (a model that compiles without the pass must compile with it)
-        failure = Failure.of(error, "pass")
-        notice = f"the overlap pass failed ({failure.error}); the graph was left as written. {BUG_REPORT}"
-        log.warning("overlap_inductor: %s", notice, exc_info=True)
-        text = _text_of(graph)
-        report = {
-            "overlap_inductor": __version__,
-            "torch": torch.__version__,
-            "mode": config.mode,
-            "phase": phase,
-            "graph": graph_id,
-        }
-        # Other ranks may overlap this graph, so they must learn that this rank does not.
+        return _report_of_failure(graph, config, about, error)
+
+
+def graph_phase(graph: fx.Graph, is_inference: bool) -> str:
+    """``inference``, ``forward`` or ``backward``. A training graph with tangents among its inputs is a backward one."""
+    if is_inference:
+        return "inference"
+    return "backward" if any(n.name.startswith("tangents") for n in graph.nodes if n.op == "placeholder") else "forward"
+
+
+def _find_and_rewrite(
+    graph: fx.Graph, config: OverlapConfig, about: dict[str, Any], refusal: str | None
+) -> OverlapReport:
+    if not any(True for _ in find_collectives(graph)):
+        return OverlapReport(**about, world_size=1, **_exchange_of(graph, config, None))
+    before = readable(graph)
+    fused_sums.take_apart(graph)
+    outcome = _choose_and_rewrite(graph, config, about["phase"], refusal)
+    fused_sums.put_back(graph)
+    sites = outcome.choice.sites
+    return OverlapReport(
+        **about,
+        world_size=max((s.facts.collective.world_size for s in sites), default=1),
+        sites=[SiteReport(s.facts, s.decision) for s in sites],
+        near_misses=outcome.choice.found.near_misses,
+        before=before,
+        after=readable(graph),
+        notices=_notices(outcome),
+        failures=outcome.failures,
+        **_exchange_of(graph, config, outcome.rewritten),
+    )
+
+
+@dataclass(frozen=True)
+class _Rewritten:
+    """A rewritten graph: the plan that its ranks exchange, the groups that exchange it, and the workspaces of the sites
+    (by group, in bytes and as requests)."""
+
+    plan: ExchangePlan
+    groups: list[str]
+    workspaces: list[dict[str, Any]]
+    requests: dict[str, list[list[Any]]]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """``rewritten`` is ``None`` if the graph runs as written. ``failures``: rewrites that failed and were undone."""
+
+    choice: Choice
+    rewritten: _Rewritten | None
+    failures: list[Failure]
+
+
+def _choose_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, refusal: str | None) -> _Outcome:
+    """Choose sites and rewrite them. If a rewrite fails, the graph is restored; choose again without the site that
+    failed."""
+    failures: list[Failure] = []
+    while True:
+        failed = {site: Reason("rewrite_failed", f.error) for f in failures for site in f.sites}
+        choice = find_and_choose(graph, config, phase, refusal, failed)
+        if not choice.chosen or config.mode not in ("on", "strict"):
+            return _Outcome(choice, None, failures)
+        # Computed before the rewrite, which erases the sites' nodes.
+        workspaces, requests = planner.workspace_bytes(choice.chosen), planner.workspace(choice.chosen)
+        written = rewrite_or_restore(graph, choice.chosen, Rewriter(graph, config))
+        if not isinstance(written, Failure):
+            return _Outcome(choice, _Rewritten(*written, workspaces, requests), failures)
+        failures.append(written)
+
+
+def _notices(outcome: _Outcome) -> list[str]:
+    notices = [
+        f"could not rewrite site {site} ({failure.error}); the graph was restored and the site runs as written"
+        for failure in outcome.failures
+        for site in failure.sites
+    ]
+    return [*notices, BUG_REPORT] if notices else []
+
+
+def _exchange_of(graph: fx.Graph, config: OverlapConfig, rewritten: _Rewritten | None) -> dict[str, Any]:
+    """The report's fields on what the ranks compare. A rank that overlaps nothing has a plan too: other ranks may
+    overlap this graph, so they must learn that this rank does not."""
+    if rewritten is None:
         plan, groups = exchange_steps.plan_of(graph, config, {}, {})
-        exchange, needs = plan.to_json() if groups else "", {name: list[Any]() for name in groups}
-        return OverlapReport(
-            **report,
-            world_size=1,
-            config=dict(config.cache_key()),
-            before=text,
-            after=text,
-            exchange=exchange,
-            groups=needs,
-            notices=[notice],
-            failures=[failure],
-        )
+        rewritten = _Rewritten(plan, list(groups), [], {})
+    requests, limit = rewritten.requests, config.workspace_limit
+    return {
+        "plan_hash": rewritten.plan.digest if rewritten.plan.overlaps else "",
+        "exchange": rewritten.plan.to_json() if rewritten.groups else "",
+        "groups": {g: [json.dumps(requests[g]), limit] if g in requests else [] for g in rewritten.groups},
+        "workspaces": rewritten.workspaces,
+    }
+
+
+def _report_of_failure(
+    graph: fx.Graph, config: OverlapConfig, about: dict[str, Any], error: Exception
+) -> OverlapReport:
+    failure = Failure.of(error, "pass")
+    notice = f"the overlap pass failed ({failure.error}); the graph was left as written. {BUG_REPORT}"
+    log.warning("overlap_inductor: %s", notice, exc_info=True)
+    text = _text_of(graph)
+    return OverlapReport(
+        **about,
+        world_size=1,
+        before=text,
+        after=text,
+        notices=[notice],
+        failures=[failure],
+        **_exchange_of(graph, config, None),
+    )
 
 
 def _text_of(graph: fx.Graph) -> str:
@@ -110,240 +197,3 @@ def _text_of(graph: fx.Graph) -> str:
         return readable(graph)
     except Exception as error:  # noqa: BLE001  (the graph may hold anything; the error takes the text's place)
         return f"the graph cannot be shown as text: {type(error).__name__}: {error}\n"
-
-
-def _find_and_rewrite(
-    graph: fx.Graph, config: OverlapConfig, phase: str, graph_id: str, refusal: str | None
-) -> OverlapReport:
-    failed: dict[str, Reason] = {}
-    failures: list[Failure] = []
-    before = readable(graph) if any(True for _ in find_collectives(graph)) else ""
-    if before:
-        fused_sums.take_apart(graph)
-    plan: ExchangePlan | None = None
-    groups: list[str] = []
-    workspaces: list[dict[str, Any]] = []
-    needs: dict[str, list[list[Any]]] = {}
-    while True:
-        found, sites, chosen = _find_and_choose(graph, config, phase, refusal, failed)
-        if not chosen or config.mode not in ("on", "strict"):
-            break
-        # Computed before the rewrite, which erases the sites' nodes.
-        workspaces, needs = planner.workspace_bytes(chosen), planner.workspace(chosen)
-        rewriter = Rewriter(graph, config)
-        failure = rewrite_or_restore(graph, chosen, rewriter)
-        if failure is None:
-            plan, groups = rewriter.plan, rewriter.groups
-            break
-        # The graph was restored. Try again without the site that failed.
-        failures.append(failure)
-        failed.update((site, Reason("rewrite_failed", failure.error)) for site in failure.sites)
-    fused_sums.put_back(graph)
-    if plan is None:
-        workspaces, needs = [], {}
-        plan, groups = exchange_steps.plan_of(graph, config, {}, {})
-    notices = [
-        f"could not rewrite site {site} ({reason.text}); the graph was restored and the site runs as written"
-        for site, reason in failed.items()
-    ]
-    if failures:
-        notices.append(BUG_REPORT)
-
-    return OverlapReport(
-        overlap_inductor=__version__,
-        torch=torch.__version__,
-        mode=config.mode,
-        phase=phase,
-        graph=graph_id,
-        world_size=max((s.facts.collective.world_size for s in sites), default=1),
-        config=dict(config.cache_key()),
-        sites=[SiteReport(s.facts, s.decision) for s in sites],
-        near_misses=found.near_misses,
-        before=before,
-        after=readable(graph) if before else "",
-        plan_hash=plan.digest if plan.overlaps else "",
-        exchange=plan.to_json() if groups else "",
-        groups={name: [json.dumps(needs[name]), config.workspace_limit] if name in needs else [] for name in groups},
-        workspaces=workspaces,
-        notices=notices,
-        failures=failures,
-    )
-
-
-class Choice(NamedTuple):
-    """What one walk found: ``sites`` with their decisions, of which ``chosen`` are to be overlapped."""
-
-    found: SiteFinder
-    sites: list[DecidedSite]
-    chosen: list[DecidedSite]
-
-
-def _find_and_choose(
-    graph: fx.Graph, config: OverlapConfig, phase: str, refusal: str | None, failed: dict[str, Reason]
-) -> Choice:
-    """Find and decide all sites.
-
-    If a term of a sum is another site's matmul, the reduction leaves it to that site. Two repairs follow, each kept
-    only if it overlaps more:
-
-    - If that other site is not overlapped, find again and leave it nothing.
-    - If the matmul that was left holds the rest of the sum as its bias, take it apart (``fused_sums.unfold``) and find
-      again.
-    """
-
-    def chosen_without(idle: set[str]) -> Choice:
-        found = SiteFinder(graph, phase, idle).run()
-        return Choice(found, *choose(found.sites, config, refusal, failed))
-
-    def improved() -> Choice:
-        best, idle = chosen_without(set()), set[str]()
-        while not (more := _idle_owners(best)) <= idle:
-            idle = idle | more
-            other = chosen_without(idle)
-            if _served(other) <= _served(best):
-                break
-            best = other
-        return best
-
-    best = improved()
-    if not fused_sums.unfold(best.found.left):
-        return best
-    served, unfolded = _served(best), improved()
-    if _served(unfolded) > served:
-        return unfolded
-    fused_sums.put_back(graph, unfolded_only=True)
-    return improved()
-
-
-def _idle_owners(choice: Choice) -> set[str]:
-    """Names of the collectives of sites that are not overlapped, though a reduction left them a matmul."""
-    taken, left = {s.facts.id for s in choice.chosen}, choice.found.left
-    return {
-        s.collectives[0].node.name
-        for s in choice.sites
-        if s.facts.id not in taken and not left.isdisjoint(m.node for m in s.matmuls)
-    }
-
-
-def _served(choice: Choice) -> tuple[int, int]:
-    """Number of sites to overlap, and of their matmuls."""
-    return len(choice.chosen), sum(len(s.matmuls) for s in choice.chosen)
-
-
-def choose(
-    sites: list[OverlapSite], config: OverlapConfig, refusal: str | None, failed: dict[str, Reason]
-) -> tuple[list[DecidedSite], list[DecidedSite]]:
-    """Decide every site: ``(all sites with their decisions, those to overlap)``. ``failed``: by id, why a site's
-    rewrite has failed already."""
-    context = legality.Context(config, refusal)
-    decided = [_decide(site, config, context, failed) for site in sites]
-    planner.fit_workspace(_overlapped(decided), config)
-    for schedule in SCHEDULES:
-        schedule.fit([s for s in _overlapped(decided) if s.decision.moving.schedule == schedule.name], config)
-    chosen = _overlapped(decided)
-    if config.mode == "report":
-        for site in chosen:
-            site.decision.status = "kept"
-            text = "OVERLAP_INDUCTOR=report does not change the graph; set OVERLAP_INDUCTOR=on to overlap this site"
-            site.decision.reasons.append(Reason("report_mode", text))
-    return decided, chosen
-
-
-def _decide(
-    site: OverlapSite, config: OverlapConfig, context: legality.Context, failed: dict[str, Reason]
-) -> DecidedSite:
-    """The site with its decision. A site that is to be overlapped is accepted into ``context``."""
-    keep = [PlanPiece("keep")]
-    if site.facts.id in failed:
-        return site.decided(Decision("failed", "analytic", keep, [failed[site.facts.id]]))
-    reason = legality.refuse(site, context)
-    if reason is not None:
-        status = "kept" if reason.code in _NOT_A_FAILURE else "refused"
-        return site.decided(Decision(status, "forced" if reason.code == "switched_off" else "analytic", keep, [reason]))
-    decision = planner.plan(site, config)
-    if decision.status == "overlapped":
-        context.accept(site)
-    return site.decided(decision)
-
-
-def _overlapped(sites: list[DecidedSite]) -> list[DecidedSite]:
-    return [s for s in sites if s.decision.status == "overlapped"]
-
-
-_NOT_A_FAILURE = {"switched_off", "world_size_one"}
-
-
-def rewrite_or_restore(graph: fx.Graph, chosen: list[DecidedSite], rewriter: Rewriter) -> Failure | None:
-    """Rewrite ``chosen``; if that fails, restore the graph. Returns the failure with the site that failed, or with all
-    sites if none can be blamed; ``None`` on success."""
-    snapshot = fx.Graph()
-    _copy(graph, snapshot)
-    try:
-        rewriter.apply(chosen)
-    except Exception as error:  # noqa: BLE001  (the model must compile in any case; the report names the error)
-        blamed = [rewriter.current] if rewriter.current is not None else chosen
-        ids = " or ".join(site.facts.id for site in blamed)
-        log.warning(
-            "overlap_inductor: could not rewrite site %s (%s); the graph was restored and the site runs as written. %s",
-            ids,
-            error,
-            BUG_REPORT,
-            exc_info=True,
-        )
-        # The graph may be out of order, so erasing users first is not possible: cut every edge, then erase. A node that
-        # was inserted before an erased one is not in ``graph.nodes``, but is still a user of nodes that are.
-        for node in {*graph.nodes, *(user for n in graph.nodes for user in n.users)}:
-            node.args, node.kwargs = (), {}
-        for node in list(graph.nodes):
-            graph.erase_node(node)
-        _copy(snapshot, graph)
-        return Failure.of(error, "rewrite", [site.facts.id for site in blamed])
-    return None
-
-
-def _copy(source: fx.Graph, target: fx.Graph) -> None:
-    mapping: dict[fx.Node, fx.Node] = {}
-    result = target.graph_copy(source, mapping)
-    output = target.output(result)
-    output.meta = copy.copy(next(n for n in reversed(source.nodes) if n.op == "output").meta)
-    for node, twin in mapping.items():
-        twin.meta = copy.copy(node.meta)
-        # Without this a copy gets another name, because the graph still counts the erased names as taken.
-        twin.name = node.name
-
-
-def graph_phase(graph: fx.Graph, is_inference: bool) -> str:
-    if is_inference:
-        return "inference"
-    return "backward" if any(n.name.startswith("tangents") for n in graph.nodes if n.op == "placeholder") else "forward"
-
-
-def readable(graph: fx.Graph) -> str:
-    """The graph as text, with dtypes and shapes, one node a line; without metadata that differs between ranks or
-    runs."""
-    lines = []
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        kind = ""
-        if isinstance(value, torch.Tensor):
-            kind = f": {str(value.dtype).removeprefix('torch.')}[{', '.join(str(s) for s in value.shape)}]"
-        target = operators.lowering_name(node) or str(node.target).removeprefix("torch.ops.")
-        arguments = ", ".join(
-            [*(_argument(a) for a in node.args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())]
-        )
-        if node.op == "placeholder":
-            lines.append(f"{node.name}{kind} = input")
-        elif node.op == "output":
-            lines.append(f"return {arguments}")
-        else:
-            lines.append(f"{node.name}{kind} = {target}({arguments})")
-    return "\n".join(lines) + "\n"
-
-
-def _argument(value: object) -> str:
-    """One argument as text. The plan that ``agree`` carries is shortened to its digest."""
-    if isinstance(value, str):
-        return f"plan {json.loads(value)['plan']}" if value.startswith('{"config"') else repr(value)
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_argument(v) for v in value)}]"
-    return str(value)

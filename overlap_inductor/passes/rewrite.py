@@ -10,7 +10,7 @@ Before and after, with an unrolled ring::
         z = all_reduce(v), ordered after the steps before it; later steps follow(token, z)
 
 ``Rewriter.apply`` raises if it fails. The graph is then unfinished, and the caller restores it
-(``overlap_pass.rewrite_or_restore``).
+(``snapshot.rewrite_or_restore``).
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ _STACK = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
 
 class Rewriter:
-    """Rewrites the sites of one graph in graph order. Once ``apply`` has succeeded, ``plan`` is what the ranks compare
-    before data moves, and ``groups`` names the plan's groups."""
+    """Rewrites the sites of one graph in graph order."""
 
     def __init__(self, graph: fx.Graph, config: OverlapConfig) -> None:
         self.graph, self.config = graph, config
@@ -60,9 +59,15 @@ class Rewriter:
         self.current: DecidedSite | None = None
         """The site that is being rewritten. If the rewrite fails, it is blamed."""
 
-    def apply(self, sites: list[DecidedSite]) -> None:
-        """Place and rewrite ``sites``, all decided as overlapped; order all communication; erase dead nodes. Raises if
-        any step fails."""
+    def apply(self, sites: list[DecidedSite]) -> tuple[ExchangePlan, list[str]]:
+        """Place and rewrite ``sites``, all decided as overlapped; order all communication; erase dead nodes.
+
+        Returns:
+            ``(what the ranks compare before data moves, names of the plan's groups)``.
+
+        Raises:
+            Exception: any step failed. The graph is then half rewritten; ``snapshot.rewrite_or_restore`` restores it.
+        """
         define_ops()
         moved = exchange_steps.footprints(sites, self.config)
         with warnings.catch_warnings():
@@ -83,10 +88,10 @@ class Rewriter:
             if left := [c.node.name for c in site.collectives if c.node in live]:
                 self.current = site
                 raise RuntimeError(f"{', '.join(left)} is still used although the site's steps replaced it")
-        self.plan, self.groups = exchange_steps.plan_of(
+        plan, groups = exchange_steps.plan_of(
             self.graph, self.config, moved, {n: s for n, s in self.first.items() if n in live}
         )
-        text = self.plan.to_json()
+        text = plan.to_json()
         for agree in self.agreements:
             agree.args = (agree.args[0], text, *agree.args[2:])
             # Without the mark, ``agree`` would be evaluated again. Its value, and so the values of all steps of its
@@ -95,6 +100,7 @@ class Rewriter:
         preserve_order(self.graph, {n: {d for d in ds if d in live} for n, ds in self.order.items() if n in live})
         note_order(self.graph)
         self.graph.lint()
+        return plan, groups
 
     def _agree(self, placed: list[tuple[DecidedSite, fx.Node]]) -> None:
         """Write one ``agree`` for each group, all before the first step of any group. So no data moves while ranks may

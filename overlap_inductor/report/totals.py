@@ -34,6 +34,14 @@ class Times:
         high, low = max(self.keep, self.plan), min(self.keep, self.plan)
         return f"{high / low:.2f}x" + (" slower" if self.slower else "")
 
+    @property
+    def change(self) -> str:
+        """`` (14.3 % less)``, `` (5.0 % more)``; empty if the times are equal or one is zero."""
+        if min(self.keep, self.plan) <= 0 or self.keep == self.plan:
+            return ""
+        percent = abs(self.plan / self.keep - 1) * 100
+        return f" ({percent:.1f} % {'more' if self.slower else 'less'})"
+
     def text(self, arrow: str = "->") -> str:
         """``9.10 ms -> 7.90 ms, 1.15x``."""
         times = f"{words.microseconds(self.keep)} {arrow} {words.microseconds(self.plan)}"
@@ -69,6 +77,21 @@ def of_report(report: OverlapReport) -> Times | None:
     return added(of_decision(s.decision) for s in report.sites if moves(s.decision))
 
 
+def of_site(decision: Decision) -> Times | None:
+    """The times of one site, also of one that is kept because no gain is estimated; ``None`` if it was not
+    estimated."""
+    if moves(decision):
+        return of_decision(decision)
+    kept = [piece.estimate_us["keep"] for piece in decision.plan if "keep" in piece.estimate_us]
+    return Times(kept[0], kept[0]) if kept else None
+
+
+def of_sites(reports: Iterable[OverlapReport]) -> Times | None:
+    """The times of all sites that were estimated, also of those that are kept; ``None`` if there are none."""
+    known = (of_site(site.decision) for report in reports for site in report.sites)
+    return added(times for times in known if times is not None)
+
+
 def added(times: Iterable[Times | None]) -> Times | None:
     """The sum; ``None`` of nothing, and if one is ``None``."""
     every = list(times)
@@ -86,3 +109,21 @@ def line(report: OverlapReport) -> str:
         return ""
     what = "the plan's sites" if report.mode == "report" else "overlapped sites"
     return f"estimated {times.text()} ({what} together, at the example's sizes)"
+
+
+def line_of_all(reports: Iterable[OverlapReport]) -> str:
+    """``total of 161 sites of 2 graphs: estimated 214.72 ms -> 144.24 ms, 1.49x (32.8 % less)``; empty without sites.
+
+    Sites that are kept count with their time as written. Sites without an estimate are named as such.
+    """
+    reports = list(reports)
+    sites = [site for report in reports for site in report.sites]
+    if not sites:
+        return ""
+    where = f"{words.count(len(sites), 'site')} of {words.count(len(reports), 'graph')}"
+    total = of_sites(reports)
+    if total is None:
+        return f"total of {where}: no site has an estimate"
+    left_out = sum(of_site(site.decision) is None for site in sites)
+    without = f"; {words.count(left_out, 'site')} without an estimate not counted" if left_out else ""
+    return f"total of {where}: estimated {total.text()}{total.change}{without}"

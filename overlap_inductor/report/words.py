@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's values as short texts for users, the same in report.txt and index.html."""
+"""Writes the report's values as short texts for users. ``report.txt`` and ``index.html`` share these texts.
+
+The docstring of a function shows examples of its texts.
+"""
 
 from __future__ import annotations
 
@@ -45,28 +48,30 @@ _SHORT_TYPES = {
 
 
 def count(number: int, noun: str) -> str:
-    """``1 site``, ``2 sites``."""
+    """``1 site``, ``2 sites``: a number with its noun, which has a plural in ``s``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def dtype(name: str) -> str:
+    """``bf16`` for ``torch.bfloat16`` or ``bfloat16``. A dtype without a short name keeps its own: ``int8``."""
     return _SHORT_TYPES.get(name.removeprefix("torch."), name.removeprefix("torch."))
 
 
 def matmul(value: Matmul) -> str:
-    """``mm [s0 x 8192 x 3584] bf16``: M x N x K of the rank's own matmul. A batch size stands in front."""
+    """``mm [s0 x 8192 x 3584] bf16``: M x N x K of the rank's own matmul. A batch size other than 1 comes first:
+    ``bmm [4 x 64 x 64 x 256] fp32``."""
     batch = "" if value.batch == 1 else f"{value.batch} x "
     return f"{value.kind} [{batch}{value.m} x {value.n} x {value.k}] {dtype(value.dtype)}"
 
 
 def matmuls(facts: SiteFacts) -> str:
-    """All matmuls of a site, with equal ones counted: ``mm [64 x 64 x 256] fp32 (x2)``."""
+    """``mm [64 x 64 x 256] fp32 (x2)``: all matmuls of a site. Equal ones are shown once, with their number."""
     counts = Counter(matmul(m) for m in facts.matmuls)
     return ", ".join(text if n == 1 else f"{text} (x{n})" for text, n in counts.items())
 
 
 def size_in_bytes(value: int | str) -> str:
-    """``4.0 MiB``; an expression stays ``8192*s0 B``."""
+    """``4.0 MiB``. A symbolic size is shown as its expression: ``8192*s0 B``."""
     if isinstance(value, str):
         return f"{value} B"
     number = float(value)
@@ -78,8 +83,8 @@ def size_in_bytes(value: int | str) -> str:
 
 
 def memory(report: OverlapReport) -> list[str]:
-    """``symmetric memory: 96.0 MiB on each of 8 ranks; the limit is 4.0 GiB for each group``: one line for each
-    group."""
+    """``symmetric memory: 96.0 MiB on each of 8 ranks; the limit is 4.0 GiB for each group``. One line for each group
+    that has a workspace."""
     most = size_in_bytes(report.config["workspace_limit"] << 20) if report.workspaces else ""
     return [
         f"symmetric memory: {size_in_bytes(held['bytes'])} on each of {count(len(held['ranks']), 'rank')}; the limit is"
@@ -99,7 +104,8 @@ def collective(value: Collective) -> str:
 
 
 def schedule(piece: PlanPiece) -> str:
-    """``ring/p2p S=4``, ``ring/p2p S=4 bidirectional``."""
+    """``ring/p2p S=4``, ``ring/p2p S=4 bidirectional``: schedule, transport, sub-chunks and direction of a piece of a
+    plan."""
     shown = [f"{piece.schedule}/{piece.transport}" if piece.transport else piece.schedule]
     if "sub_chunks" in piece.parameters:
         shown.append(f"S={piece.parameters['sub_chunks']}")
@@ -109,7 +115,8 @@ def schedule(piece: PlanPiece) -> str:
 
 
 def outcome(decision: Decision) -> str:
-    """``overlapped: ring/p2p S=4``, ``kept: too_small``, ``overlapped: ring/p2p S=4 (tokens >= 513)``."""
+    """``overlapped: ring/p2p S=4``, ``kept: too_small``, ``overlapped: ring/p2p S=4 (tokens >= 513)``: a site's status,
+    and its plan or its reason codes."""
     moving = [piece for piece in decision.plan if piece.schedule != "keep"]
     several = len(decision.plan) > 1
     plan = "; ".join(schedule(piece) + (f" (tokens {tokens(piece)})" if several else "") for piece in moving)
@@ -121,7 +128,7 @@ def outcome(decision: Decision) -> str:
 
 
 def tokens(piece: PlanPiece) -> str:
-    """``any``, ``<= 512``, ``513 to 4096``, ``>= 4097``."""
+    """``any``, ``<= 512``, ``513 to 4096``, ``>= 4097``: the token counts that a piece of a plan serves."""
     first, last = piece.tokens
     if last is None:
         return "any" if first <= 1 else f">= {first}"
@@ -129,7 +136,7 @@ def tokens(piece: PlanPiece) -> str:
 
 
 def microseconds(value: float) -> str:
-    """``12.3 us``, ``1.25 ms``, ``2.10 s``."""
+    """``12.3 us``, ``1342 us``, ``12.50 ms``, ``2.10 s``: a time given in microseconds."""
     if value >= 1e6:
         return f"{value / 1e6:.2f} s"
     if value >= 1e4:
@@ -142,8 +149,8 @@ PARTS = ("matmul", "collective")
 
 
 def estimates(piece: PlanPiece) -> str:
-    """``ring 902 us, keep 1342 us (matmul 644 us, collective 698 us)``, cheapest first. Empty if nothing has been
-    estimated."""
+    """``ring 902 us, keep 1342 us (matmul 644 us, collective 698 us)``: the estimates of a piece of a plan, cheapest
+    schedule first. Empty if nothing was estimated."""
     ordered = sorted(piece.estimate_us.items(), key=lambda item: (item[1], item[0]))
     schedules = ", ".join(f"{name} {microseconds(value)}" for name, value in ordered if name not in PARTS)
     parts = ", ".join(f"{name} {microseconds(piece.estimate_us[name])}" for name in PARTS if name in piece.estimate_us)
@@ -151,7 +158,7 @@ def estimates(piece: PlanPiece) -> str:
 
 
 def parameters(piece: PlanPiece) -> str:
-    """``route=owner sub_chunks=4 unrolled=True``."""
+    """``route=owner sub_chunks=4 unrolled=True``: the parameters of a piece of a plan, by name."""
     return " ".join(f"{name}={value}" for name, value in sorted(piece.parameters.items()))
 
 
@@ -207,7 +214,7 @@ def _main_schedule(decision: Decision) -> str:
 
 
 def _direction(route: str) -> str:
-    """How a route's sub-chunks travel. Only a gather's ring has the choice that the switch gives."""
+    """How sub-chunks travel on a route. The switch ``ring_direction`` decides this only for gathers."""
     return {"ring": "unidirectional", "owner": "straight to the owner", "broadcast": "straight to all"}.get(
         route, route
     )

@@ -64,8 +64,8 @@ def copier(device_type: str) -> Copy:
         return _copy_at_once
     if device_type != "cuda" or torch.version.hip is not None:
         raise UnsupportedError(
-            f"transport copy_engine starts copies by CUDA's driver, not on {device_type!r}; set"
-            " OVERLAP_INDUCTOR_TRANSPORT=sm_push"
+            f"copies are started by NVIDIA's CUDA driver, and this device is {device_type!r}. Choose a transport that"
+            " does not copy through the driver: `overlap-inductor doctor` says which transports serve here"
         )
     return _function("cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
 
@@ -93,7 +93,7 @@ def mapped_address(address: int, size: int, device_type: str) -> int:
     """
     if device_type == "cpu":
         return address
-    # Makes the device's context this thread's.
+    # Makes the device's context current on this thread.
     torch.cuda.is_current_stream_capturing()
     register = _function("cuMemHostRegister_v2", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
     register(address, size, HOST_MEMORY_FOR_ALL)
@@ -126,7 +126,7 @@ def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     Raises:
         RuntimeError: the driver refuses.
     """
-    # Makes the device's context this thread's. Unlike other such calls, this one is allowed in a capture.
+    # Makes the device's context current on this thread. Unlike other such calls, this one is allowed in a capture.
     torch.cuda.is_current_stream_capturing()
     made = ctypes.c_void_p()
     _function("cuStreamCreateWithPriority", ctypes.c_void_p, ctypes.c_uint, ctypes.c_int)(
@@ -150,8 +150,8 @@ def capture_number(stream: int) -> int:
 
 @contextlib.contextmanager
 def beside_captures(device: torch.device) -> Iterator[None]:
-    """Inside, this thread may query events of ``device`` while another thread captures a graph that they are not part
-    of.
+    """In this context, this thread may query events of ``device`` while another thread captures a graph that does not
+    hold them.
 
     Without it, CUDA refuses the query and ends the capture if that was begun in mode ``global``, torch's default.
 
@@ -161,7 +161,7 @@ def beside_captures(device: torch.device) -> Iterator[None]:
     exchange = _function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)
     mode = ctypes.c_int(THREAD_LOCAL)
     with torch.cuda.device(device):
-        # Makes the device's context this thread's.
+        # Makes the device's context current on this thread.
         torch.cuda.is_current_stream_capturing()
         exchange(ctypes.byref(mode))
         try:

@@ -189,7 +189,7 @@ class FaultRecord:
             return
         try:
             with torch.cuda.device(device):
-                # Makes the device's context this thread's.
+                # Makes the device's context current on this thread.
                 torch.cuda.is_current_stream_capturing()
                 for address in addresses:
                     copy(address, self.board.one, 4, abort_stream(device).cuda_stream)
@@ -216,15 +216,15 @@ class FaultRecord:
         site = f"{'' if here else f'rank {who} gave up first: '}site {name} of group {self.group_name!r}"
         if code % layout.WAIT_KINDS == layout.WAIT_TILES:
             return (
-                f"{site} waited in vain for tiles of its own matmul: {wanted} were wanted, {seen} had come. "
+                f"{site} timed out waiting for tiles of its own matmul: expected {wanted}, saw {seen}. "
                 f"Something else held {'this rank' if here else f'rank {who}'}'s GPU for longer than the group's "
                 f"timeout. {_OVER}"
             )
         what = _WAITED_FOR.get(code % layout.WAIT_KINDS, "a signal from")
         # Calls are counted modulo 2**32.
         return (
-            f"{site} waited in vain for {what} rank {self.ranks[peer]}: "
-            f"call {wanted % 2**32} was wanted, {seen % 2**32} had come. "
+            f"{site} timed out waiting for {what} rank {self.ranks[peer]}: "
+            f"expected call {wanted % 2**32}, saw call {seen % 2**32}. "
             f"That rank has died, has skipped the call, or is later than the group's timeout allows. {_OVER}"
         )
 

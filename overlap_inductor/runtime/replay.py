@@ -1,42 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays the launches of a call as one CUDA graph if the call comes again with everything at the same place.
+"""Replays all launches of a call as one CUDA graph if the same call is made again with its tensors at the same
+addresses.
 
-A call of schedule ``chunked`` has 10 to 80 launches, which took the host 240 to 690 us (4 H200s, a slow host). A replay
-of the same call took 13 to 62 us, and a replay of a single kernel 3 to 6 us. Compiled models allocate in the same order
-step after step, so a site's tensors soon lie where they lay before. A graph takes about 100 KiB of the device.
+A call of schedule ``chunked`` has 10 to 80 launches. Starting them took 240 to 690 us of host time (4 H200s, a slow
+host). A replay of the same call took 13 to 62 us, and a replay of a single kernel 3 to 6 us. A compiled model allocates
+in the same order at every step, so a site's tensors soon get the same addresses again. A graph takes about 100 KiB of
+device memory.
 
 Contract. ``launched(launch, what, tensors, start, replays, copied)``: ``start()`` launches work on the current stream,
-and on streams that it forks and joins. The work may depend on ``what``, on the layouts and addresses of ``tensors``, on
-the allocations of those that copies read or write (``copied``), and on nothing else that changes. ::
+and on streams that it forks and joins. The work may depend on ``what``, on the layouts and addresses of ``tensors``,
+and on the allocations that hold the tensors in ``copied``. It may depend on nothing else that changes between calls. ::
 
-    first call with these       start()
-    second call                 capture start() and replay it; start() if it cannot be captured
-    later calls                 replay it
-    other allocations           drop the site's graphs, then as the first call
-    never replayed              start(): ``replays`` is False, in the user's capture, on a CPU, with one hardware queue,
-                                or if there are too many graphs
+    first call                  start()
+    second call                 capture start() and replay the graph; start() if the capture fails
+    later calls                 replay the graph
+    allocations have changed    drop the site's graphs, then continue as for a first call
+    no replay is possible       start() at every call: ``replays`` is False, in the user's capture, on a CPU, with one
+                                hardware queue, or if there are too many graphs
 
-Why this is correct. A captured graph fixes only the values in its key; everything else is read at replay. Signals take
-their number from device memory, as in a graph that a user captures. Kernels, slots and fault memory outlive the graph.
-The first call has loaded every kernel, so a capture waits for nothing on the device. Making a graph may wait for
-earlier calls; no peer needs this call for those to end. Graphs share the vendor library's workspace, because calls of a
-rank run one after the other on its GPU (``runtime.call_order``, which also keeps two threads from using a site's graphs
-at the same time).
+Why this is correct. A captured graph fixes only the values in its key; everything else is read at replay. The number of
+the call, which its signals carry, is read from device memory, as in a graph that a user captures. Kernels, slots and
+fault memory outlive the graph. The first call has loaded every kernel, so a capture waits for nothing on the device.
+Instantiating a graph may wait for earlier calls. Those end even if this call has not started on any rank. All graphs
+can share one workspace of the vendor's matmul library, because ``runtime.call_order`` runs a rank's calls one after the
+other on its GPU. For the same reason, no two threads use a site's graphs at the same time.
 
-Why allocations are compared. A kernel gets addresses, whatever lies there. A copy in a graph is bound to the allocation
-with which it was captured. If the program has given that back (``torch.cuda.empty_cache()``, which ``torch.cuda.graph``
-calls too) and another allocation has come to lie at the same address, ``cuGraphLaunch`` fails with
-``CUDA_ERROR_INVALID_VALUE``, or the copy faults (driver 580; not if the new one begins where the old one did, nor in
-the allocator's expandable segments).
+Why allocations are compared. A kernel in a graph uses plain addresses, whichever allocation they belong to. A copy in a
+graph is bound to the allocation with which it was captured. The program may free that allocation
+(``torch.cuda.empty_cache()``, which ``torch.cuda.graph`` also calls), and a new allocation may cover the same address.
+Then ``cuGraphLaunch`` fails with ``CUDA_ERROR_INVALID_VALUE``, or the copy faults. (Seen with driver 580. It does not
+happen if both allocations begin at the same address, or in expandable segments of torch's allocator.)
 
-Forward progress. Launched one by one, sends come before waits in every queue of the device. In a graph only edges order
-anything, and its branches run beside each other. There are two branches, which take two queues (with
-``CUDA_DEVICE_MAX_CONNECTIONS=1`` nothing is replayed), or three if copies take turns (which they do with three queues
-and more). Copies of a graph run on copy engines, those of flags too (``tests.gpu.check_stress`` on driver 580).
+Forward progress. When launches are started one by one, sends precede waits in every hardware queue of the device. In a
+graph, only edges order the nodes, and its branches run at the same time. A call's graph has two branches and needs two
+queues, so nothing is replayed with ``CUDA_DEVICE_MAX_CONNECTIONS=1``. If copies take turns, it has three branches;
+copies take turns only where there are three queues or more. A graph's copies run on copy engines, including the copies
+that set flags (``tests.gpu.check_stress`` on driver 580).
 
-Captures run on a thread of their own, on streams and with a memory pool that no one else uses. The vendor's library has
-a workspace for each thread and stream. A workspace taken from the pool of a user's graph, or shared with a user's
-matmul, would be overwritten.
+Captures run on their own thread, on streams and with a memory pool that nothing else uses. The vendor's matmul library
+has one workspace for each thread and stream. A workspace that comes from the memory pool of a user's graph, or that a
+user's matmul also uses, would be overwritten.
 """
 
 from __future__ import annotations
@@ -60,11 +63,11 @@ from overlap_inductor.torch_compat.symmetric import raw_stream
 log = logging.getLogger("overlap_inductor")
 
 MOST_GRAPHS = 2048
-"""Graphs on a device: 200 MiB."""
+"""The largest number of graphs on one device. Together they take 200 MiB."""
 MOST_OF_A_SITE = 256
-"""Graphs of a site, and also calls of it that are remembered because they were seen once."""
+"""The largest number of graphs of one site, and of calls of one site that are remembered after their first run."""
 MOST_FAILED = 16
-"""Failed captures on a device after which no more are tried."""
+"""Failed captures on one device after which no further capture is tried."""
 
 Start = Callable[[], None]
 Allocations = tuple[int, ...]
@@ -78,19 +81,19 @@ def launched(
     replays: bool,
     copied: Sequence[torch.Tensor | None] = (),
 ) -> None:
-    """Do what ``start`` does, in one launch if it can be replayed.
+    """Run ``start``, or replay its launches as one graph (see the contract above).
 
     Args:
-        launch: of the site; its ``seen`` and ``replays`` are used.
-        what: all that the launches depend on besides ``tensors``; hashable, and kept.
-        tensors: those that the launches read or write, on the device.
+        launch: the site's launch. Its ``seen`` and ``replays`` are read and updated.
+        what: hashable; everything that the launches depend on besides ``tensors``. It is kept as a part of a key.
+        tensors: the tensors that the launches read or write, on the launch's device. ``None`` for one that is absent.
         start: queues the launches on the current stream.
         replays: whether the call may be replayed.
-        copied: those of ``tensors`` that copies may read or write, copies of the vendor's library included.
+        copied: the members of ``tensors`` that copies may read or write. Copies by the vendor's library count, too.
 
     Raises:
-        RuntimeError: a graph that was launched before could not be launched; the group is aborted. Also what ``start``
-            raises.
+        RuntimeError: a graph that was launched before could not be launched again. The group has been aborted.
+        Exception: what ``start`` raises.
     """
     device = launch.slot.calls.device
     if not replays or device.type != "cuda" or symmetric.capturing() or symmetric.one_queue():
@@ -100,7 +103,7 @@ def launched(
     try:
         allocations = tuple([driver.allocation(t.data_ptr()) for t in copied if t is not None]) if copied else ()
     except RuntimeError as error:
-        # Without it, nothing tells whether this is the memory with which a graph was captured.
+        # Without the allocation's number, nothing tells whether a graph was captured with this memory.
         _say_unknown(str(error).split(",")[0])
         start()
         return
@@ -113,12 +116,12 @@ def launched(
             raise
         return
     if known is not None:
-        # The program has given memory back, probably that of other tensors too.
+        # The program has freed memory, probably that of other tensors, too.
         launch.replays.clear()
         launch.seen.clear()
     seen = launch.seen.get(key)
     if seen is None or seen[0] != allocations:
-        # Noted only if it succeeds: a capture must find everything loaded.
+        # The call is remembered only if it succeeds, because a capture needs every kernel to be loaded.
         start()
         if seen is None and len(launch.seen) >= MOST_OF_A_SITE:
             del launch.seen[next(iter(launch.seen))]
@@ -129,25 +132,27 @@ def launched(
 
 @functools.cache
 def _say_unknown(error: str) -> None:
-    """Warn once, for any address."""
+    """Warn once for each ``error``, which names no address."""
     log.warning(
-        "overlap_inductor: the driver does not know the memory of a site's tensors, so its launches are started one by"
-        " one (%s)",
+        "overlap_inductor: the CUDA driver does not know the allocation of a site's tensor, so the site's launches are"
+        " started one by one (%s)",
         error,
     )
 
 
 def _first_replay(launch: Launch, key: object, allocations: Allocations, start: Start, device: torch.device) -> bool:
-    """Capture and launch. Returns False if that failed; the call is then not captured again while it is remembered."""
-    # A graph is never dropped for another one: a site with more calls in turn would capture each of them every time.
+    """Capture a call and launch its graph. Returns False if either failed. Then the call is not captured again as long
+    as ``launch.seen`` holds it."""
+    # A new graph never replaces an older one. Otherwise, a site that alternates between more calls than the limit would
+    # capture each call again and again.
     replay = recorder(device).replay_of(start) if len(launch.replays) < MOST_OF_A_SITE else None
     if replay is not None:
         try:
             replay()
         except RuntimeError as error:
             log.warning(
-                "overlap_inductor: the CUDA graph of a site's launches cannot be launched; they are started one by one"
-                " (%s)",
+                "overlap_inductor: the CUDA graph of a site's launches cannot be launched, so the launches are started"
+                " one by one (%s)",
                 error,
             )
         else:
@@ -170,14 +175,18 @@ class Recorder:
         """Number of graphs made so far."""
 
     def replay_of(self, start: Start) -> Start | None:
-        """A function that launches the graph of ``start``, or ``None`` if none can be made; the log says why."""
+        """Capture ``start``. Returns a function that launches the graph on the current stream, or ``None`` if there is
+        no graph: the capture failed, or a limit was reached.
+
+        Logs each capture that fails. Logs the limit ``MOST_GRAPHS`` when it is first reached.
+        """
         if self._failed >= MOST_FAILED:
             return None
         if len(self._graphs) >= MOST_GRAPHS:
             if not self._full:
                 log.warning(
-                    "overlap_inductor: %d CUDA graphs hold launches of sites; calls of further sites take the host"
-                    " longer",
+                    "overlap_inductor: %d CUDA graphs hold launches of sites, and no more are made; the launches of"
+                    " further calls are started one by one, which takes more host time",
                     MOST_GRAPHS,
                 )
             self._full = True
@@ -186,12 +195,12 @@ class Recorder:
         try:
             graph = self._thread.submit(self._captured, start, inference).result()
         except Exception as error:  # noqa: BLE001
-            # Nothing has run, and launches one by one give the same result. So no error of a capture may end a model or
-            # leave peers waiting.
+            # A capture runs nothing, and the launches give the same result when they are started one by one. So a
+            # failed capture must neither end the program nor leave peers waiting.
             self._failed += 1
             log.warning(
-                "overlap_inductor: the launches of a site could not be captured into a CUDA graph, and are started one"
-                " by one (%s)",
+                "overlap_inductor: the launches of a site could not be captured into a CUDA graph, so they are started"
+                " one by one (%s)",
                 error,
             )
             return None
@@ -202,8 +211,8 @@ class Recorder:
 
     def _captured(self, start: Start, inference: bool) -> Graph:
         torch.cuda.set_device(self._device)
-        # This thread begins outside inference mode, but uses the caller's tensors. Outside that mode, gradients would
-        # be on.
+        # The caller's tensors need the caller's inference mode, which is set for each thread. Outside inference mode,
+        # a new thread records gradients, so that is turned off.
         with torch.inference_mode(inference), torch.no_grad():
             if self._place is None:
                 self._place = self._prepared()
@@ -212,9 +221,9 @@ class Recorder:
                 return Graph(start, stream.cuda_stream)
 
     def _prepared(self) -> tuple[torch.cuda.Stream, torch.cuda.MemPool]:
-        """The stream and the memory pool of captures. Also loads the vendor's library on this thread, which would end a
-        capture."""
-        # Makes the device's context this thread's.
+        """Make the stream and the memory pool of captures. Also load the vendor's matmul library on this thread,
+        because loading it during a capture would end the capture."""
+        # Makes the device's context current on this thread.
         torch.cuda.current_stream(self._device).query()
         stream, pool = own_stream(self._device), torch.cuda.MemPool()
         with torch.cuda.use_mem_pool(pool), torch.cuda.stream(stream):

@@ -196,7 +196,7 @@ class GroupWorkspace:
 
     def _why_no_room(self, missing: int, limit: int) -> NotOnAllRanks | None:
         """Why the group has no room for ``missing`` more bytes, or ``None``. All ranks decide together, because their
-        limits may differ: a kernel of one rank would wait in vain for peers that run the collective."""
+        limits may differ: a kernel of one rank would wait until its timeout for peers that run the collective."""
         if not missing:
             return None
 

@@ -24,6 +24,7 @@ from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.nodes import MatmulSizes
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.torch_compat.target import target
 
 
 def hint(size: Any) -> int:
@@ -75,6 +76,8 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
 
 
 def machine_of(site: OverlapSite) -> Machine:
-    """The machine that the site runs on."""
+    """The machine that the site is planned for."""
+    if (box := target()) is not None:
+        return box.machine
     device = tools.value(site.collectives[0].input).device
     return machine_for(WITHOUT_PEERS if symmetric.without_peers(site.facts.collective.ranks, device) else device.type)

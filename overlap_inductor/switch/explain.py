@@ -5,12 +5,14 @@ kernels."""
 from __future__ import annotations
 
 import dataclasses
+import html
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.report import totals
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.switch import install
 
@@ -20,21 +22,29 @@ _NO_GRAPH = "No graph was compiled: the call ran no tensor operation that torch.
 @dataclass(frozen=True)
 class Explanation:
     """The reports of the graphs that a call compiles, in the order of compilation. ``str()`` is short, ``to_text()`` is
-    whole."""
+    whole. Both end with the estimated time of all sites together."""
 
     reports: list[OverlapReport]
 
+    @property
+    def total(self) -> str:
+        """The estimated time of all sites together, as written and as planned; empty without sites. Each graph counts
+        once."""
+        return totals.line_of_all(self.reports)
+
     def __str__(self) -> str:
-        return "\n".join(map(str, self.reports)) or _NO_GRAPH
+        return "\n".join(filter(None, [*map(str, self.reports), self.total])) or _NO_GRAPH
 
     def _repr_html_(self) -> str:
         from overlap_inductor.report.html.notebook import render_compact
 
-        return "".join(map(render_compact, self.reports)) or _NO_GRAPH
+        total = f"<p>{html.escape(self.total)}</p>" if self.total else ""
+        return "".join(map(render_compact, self.reports)) + total or _NO_GRAPH
 
     def to_text(self) -> str:
         """The text of every report, as in ``report.txt``."""
-        return "\n".join(report.to_text() for report in self.reports) or f"{_NO_GRAPH}\n"
+        texts = [report.to_text() for report in self.reports] + ([f"{self.total}\n"] if self.total else [])
+        return "\n".join(texts) or f"{_NO_GRAPH}\n"
 
 
 def explain(fn: Callable[..., Any], *args: Any, config: OverlapConfig | None = None, **kwargs: Any) -> Explanation:

@@ -95,3 +95,13 @@ def why_no_send(group_name: str, device: torch.device) -> str | None:
     if device.type != "cpu" and backend.lower() == "gloo":
         return f"gloo sends from the host's memory only, and the tensors of group {group_name!r} lie on {device.type}"
     return None
+
+
+def why_no_backend(device: torch.device) -> str | None:
+    """Why this torch has no backend for groups whose tensors lie on ``device``, or ``None`` if it has one."""
+    if not dist.is_available():
+        return "this torch was built without torch.distributed"
+    backend = dist.get_default_backend_for_device(device)
+    if not dist.is_backend_available(backend):
+        return f"this torch was built without {backend}, which groups of ranks on {device.type} need"
+    return None

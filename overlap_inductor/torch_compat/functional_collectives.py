@@ -9,15 +9,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
+from overlap_inductor.torch_compat.versions import release
+from overlap_inductor.torch_compat.versions import torch_version
+
 _all_gather: Any = getattr(funcol, "all_gather_single", funcol.all_gather_tensor)
 reduce_scatter: Any = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_tensor)
 all_reduce = funcol.all_reduce
+_BREAKS_THE_GRAPH = (release(torch_version()) or (0, 0)) < (2, 13)
+"""Whether torch's all-gather breaks the graph where its dim is not 0."""
 
 
 def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """An all-gather on ``dim``. Those of torch 2.11 and 2.12 break the graph where ``dim`` is not 0, so its last step
-    is written out there."""
-    if dim == 0 or not torch.__version__.startswith(("2.11", "2.12")):
+    """An all-gather on ``dim``. Where torch's own would break the graph, its last step is written out."""
+    if dim == 0 or not _BREAKS_THE_GRAPH:
         return _all_gather(x, dim, group)
     stacked = _all_gather(x, 0, group)
     world_size = group.size()

@@ -12,8 +12,8 @@ import torch
 
 @contextmanager
 def without_guards(shape_env: Any | None) -> Iterator[None]:
-    """Inside, questions of fake functions about symbolic sizes add no guard, and are answered as if nothing were known
-    of the sizes.
+    """In this context, a fake function that compares symbolic sizes adds no guard, and is answered as if nothing
+    were known about the sizes.
 
     Suppressing guards alone is not enough. A chunk of ``s // 8`` rows has one row if the first call has 8 tokens. A
     fake function that is told so writes a 1 into the shape, and all later calls would have that shape.

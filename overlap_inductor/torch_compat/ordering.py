@@ -30,6 +30,12 @@ MEMBERS = {"gather_step": "gathered", "exchange_send": "buffer", "exchange_wait"
 _NOTED = "overlap_inductor_order"
 
 
+def starts_transfer(node: fx.Node) -> bool:
+    """Whether ``node``'s result is the buffer of a transfer in flight."""
+    namespace, name = qualified_name(node)
+    return namespace == "overlap_inductor" and name in STARTS
+
+
 def moving_pass() -> str | None:
     """The name of an Inductor setting that is on and moves nodes after our pass without regard to writes in place, or
     ``None``."""

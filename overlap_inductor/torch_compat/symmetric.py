@@ -16,6 +16,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from overlap_inductor.torch_compat.target import on_gpu
+from overlap_inductor.torch_compat.target import target
+
 # Called in every call of an op. A global of this module is found faster than an attribute of ``torch.cuda``.
 _initialized, _capturing = torch.cuda.is_initialized, torch.cuda.is_current_stream_capturing
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -169,7 +172,10 @@ class Reach(NamedTuple):
 
 
 def reach() -> Reach | None:
-    """What this process's GPU reaches; ``None`` before CUDA is initialized. Part of the cache key."""
+    """What this process's GPU reaches, or a GPU of the machine that plans are made for; ``None`` before CUDA is
+    initialized. Part of the cache key."""
+    if (box := target()) is not None:
+        return Reach(box.capability, box.gpus, box.gpus, ())
     if not torch.cuda.is_initialized():
         return None
     return _reach(torch.cuda.current_device(), int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())))
@@ -187,15 +193,15 @@ def why_no_kernels(device: torch.device) -> str | None:
     """Why this package's kernels cannot run on a group's GPUs, or ``None`` if they can. Every rank reaches the same
     result."""
     facts = reach()
-    if device.type != "cuda" or facts is None:
-        return f"its tensors lie on {device.type}; it needs NVIDIA GPUs"
-    if torch.version.hip is not None or facts.capability[0] != 9:
-        return f"this GPU has compute capability {facts.capability}; its kernels are made for NVIDIA's (9, 0)"
+    if not on_gpu(device) or facts is None:
+        return f"it needs NVIDIA GPUs; the tensors are on {device.type}"
+    if (torch.version.hip is not None and target() is None) or facts.capability[0] != 9:
+        return f"this GPU has compute capability {facts.capability}; the kernels need NVIDIA's (9, 0)"
     return None
 
 
 def _machines(ranks: tuple[int, ...], local_ranks: int) -> int:
-    """Number of machines on which the ranks lie."""
+    """Number of machines that the ranks run on."""
     return len({rank // local_ranks for rank in ranks})
 
 
@@ -204,12 +210,14 @@ def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str
     rank of the group reaches the same result."""
     reason = why_no_kernels(device)
     facts = reach()
+    if not on_gpu(device):
+        return f"it needs NVIDIA GPUs of one machine; the tensors are on {device.type}"
     if reason is not None or facts is None:
-        return f"{reason} of one machine" if device.type != "cuda" else reason
-    if torch.cuda.device_count() < len(ranks) and not ranks_share_gpus():
-        return f"this process sees {torch.cuda.device_count()} of the {len(ranks)} GPUs"
+        return reason
+    if facts.gpus < len(ranks) and not ranks_share_gpus():
+        return f"this process sees {facts.gpus} of the {len(ranks)} GPUs"
     if (machines := _machines(ranks, facts.local_ranks)) > 1:
-        return f"its ranks lie on {machines} machines ({facts.local_ranks} ranks each)"
+        return f"the group's ranks run on {machines} machines ({facts.local_ranks} ranks each)"
     return f"this GPU cannot reach the memory of GPUs {facts.cut_off}" if facts.cut_off else None
 
 
@@ -218,7 +226,12 @@ def without_peers(ranks: tuple[int, ...], device: torch.device) -> bool:
     go through the host's memory. Every rank reaches the same result: rank ``r`` is taken to use the GPU with its index
     in the machine."""
     facts = reach()
-    if why_no_kernels(device) is not None or facts is None or _machines(ranks, facts.local_ranks) != 1:
+    if (
+        target() is not None
+        or why_no_kernels(device) is not None
+        or facts is None
+        or _machines(ranks, facts.local_ranks) != 1
+    ):
         return False
     gpus = tuple(sorted(rank % facts.local_ranks for rank in ranks))
     return gpus[-1] < facts.gpus and _all_cut_off(gpus)

@@ -25,8 +25,9 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from overlap_inductor.torch_compat.symmetric import lasting_bytes
+from overlap_inductor.torch_compat.versions import release
 
-_DIRECT = ("3.6.",)
+_DIRECT = ((3, 6),)
 _REMEMBERED = 256
 """Tensor maps remembered for an argument. (They own no memory, and only the address differs between them.)"""
 _STREAM = 3
@@ -94,7 +95,7 @@ class PreparedKernel:
         self._launch = self._by_triton
         if scratch is not None:
             self._run = _with_scratch(self._run, scratch)
-        if triton.__version__.startswith(_DIRECT):
+        if release(triton.__version__) in _DIRECT:
             self._launch = _Direct(compiled, grid, values, places, scratch, self._by_triton)
 
     def __call__(self, *varying: torch.Tensor | None) -> None:

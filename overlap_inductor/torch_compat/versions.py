@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of torch, and whether this package knows its private interfaces."""
+"""Versions: of torch, whether this package knows its private interfaces, and how a version's text is read."""
 
 from __future__ import annotations
-
-import re
 
 OLDEST = (2, 11)
 FIRST_UNKNOWN = (2, 16)
@@ -16,14 +14,32 @@ def torch_version() -> str:
     return str(torch.__version__)
 
 
+def release(version: str) -> tuple[int, int] | None:
+    """``(major, minor)`` of a version, also of one before its release: ``2.13.0a0+git1`` is ``(2, 13)``. ``None`` if
+    it is no version by PEP 440."""
+    # Imported here, since ``import torch`` imports this module for every user of torch.
+    from packaging.version import InvalidVersion
+    from packaging.version import Version
+
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return None
+    return found.major, found.minor
+
+
+def supported() -> str:
+    """The versions of torch that are supported: ``2.11 to 2.15``."""
+    return f"{OLDEST[0]}.{OLDEST[1]} to {FIRST_UNKNOWN[0]}.{FIRST_UNKNOWN[1] - 1}"
+
+
 def unsupported_reason(version: str | None = None) -> str | None:
     """Why this version of torch is not supported, as a sentence, or ``None`` if it is."""
     version = torch_version() if version is None else version
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match and OLDEST <= (int(match[1]), int(match[2])) < FIRST_UNKNOWN:
+    found = release(version)
+    if found is not None and OLDEST <= found < FIRST_UNKNOWN:
         return None
-    oldest, newest = ".".join(map(str, OLDEST)), f"{FIRST_UNKNOWN[0]}.{FIRST_UNKNOWN[1] - 1}"
     return (
-        f"overlap_inductor supports torch {oldest} to {newest} and this is torch {version}; nothing is overlapped. "
+        f"overlap_inductor supports torch {supported()} and this is torch {version}; nothing is overlapped. "
         "Install a supported torch, or a newer overlap_inductor."
     )

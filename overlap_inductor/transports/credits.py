@@ -26,7 +26,7 @@ def announced(launch: Launch) -> torch.Tensor:
 
 
 def credit_kernel(launch: Launch) -> PreparedKernel:
-    """A kernel that holds the stream until every peer has ended the call of this slot before this one."""
+    """A kernel that blocks the stream until every peer has ended its previous call on this slot."""
     kernel = launch.prepared.get("credits")
     if kernel is None:
         fixed = {**call_arguments(wait_for_credits, launch), "announced": announced(launch)}
@@ -35,8 +35,8 @@ def credit_kernel(launch: Launch) -> PreparedKernel:
 
 
 def end_kernel(launch: Launch) -> PreparedKernel:
-    """A kernel that ends the call: it counts the call and lets the peers write again. It stands on the stream behind
-    everything that sends or reads the workspace."""
+    """A kernel that ends the call: it counts the call and lets the peers write again. Launch it on the stream after
+    every kernel and copy that sends from or reads the workspace."""
     kernel = launch.prepared.get("end")
     if kernel is None:
         fixed = call_arguments(end_call, launch)
@@ -45,7 +45,7 @@ def end_kernel(launch: Launch) -> PreparedKernel:
 
 
 SPOILT_AT_END = ("one", "two", "three")
-"""Results that the kernel that ends a call spoils itself, by parameter."""
+"""Parameters of ``end_call``: results that it sets to NaN itself if the group was aborted."""
 BLOCK = 1024
 
 
@@ -54,8 +54,8 @@ def _words(result: torch.Tensor) -> int:
 
 
 def spoil_kernel(launch: Launch, result: torch.Tensor) -> PreparedKernel:
-    """A kernel that sets a result like ``result`` to NaN if the group was aborted. It stands on the stream behind
-    everything that made the result."""
+    """A kernel that sets a result like ``result`` to NaN if the group was aborted. Launch it on the stream after the
+    kernels that compute the result."""
     key = "spoil", _words(result)
     kernel = launch.prepared.get(key)
     if kernel is None:

@@ -37,7 +37,7 @@ def register(transport: Transport) -> None:
     implemented = [protocol for protocol in PROTOCOLS if isinstance(transport, protocol)]
     if not implemented:
         protocols = " or ".join(p.__name__ for p in PROTOCOLS)
-        raise TypeError(f"{transport!r} is no transport: it must have all members of {protocols}")
+        raise TypeError(f"{transport!r} is not a transport: it must have all members of {protocols}")
     names.TRANSPORTS.add(transport.name)
     for protocol in implemented:
         _BY_PROTOCOL[protocol][transport.name] = transport

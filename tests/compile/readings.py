@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short forms of a report for tests that check what is found."""
+"""Short forms of a report, for tests that check which sites and near misses are found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.fake_group import report_of
 
 
 def summary(report: OverlapReport) -> list[tuple[str, int | None, list[str], str]]:
-    """``(pattern, logical dim, kind and role of every matmul, status)`` of every site."""
+    """``(pattern, logical dim of the collective, "kind role" of each matmul, status)`` of each site."""
     return [
         (s.facts.pattern, s.facts.collective.dim, [f"{m.kind} {m.role}" for m in s.facts.matmuls], s.decision.status)
         for s in report.sites
@@ -22,17 +22,22 @@ def summary(report: OverlapReport) -> list[tuple[str, int | None, list[str], str
 
 
 def misses(report: OverlapReport) -> list[tuple[str, str]]:
+    """``(kind of the collective, reason code)`` of each near miss."""
     return [(m.collective.kind, m.reason.code) for m in report.near_misses]
 
 
 def facts(report: OverlapReport) -> list[tuple[str, list[str], str]]:
+    """``(pattern, "kind role" of each matmul, status)`` of each site."""
     return [(s.facts.pattern, [f"{m.kind} {m.role}" for m in s.facts.matmuls], s.decision.status) for s in report.sites]
 
 
 def codes(report: OverlapReport) -> list[str]:
+    """The reason code of each near miss."""
     return [m.reason.code for m in report.near_misses]
 
 
 def traced(fn: Callable[..., Any], *shapes: tuple[int, ...], world_size: int = 2, **fields: Any) -> OverlapReport:
+    """The report of ``fn`` on random fp32 tensors of ``shapes``, in a fake group of ``world_size`` ranks. ``fields``
+    are fields of ``OverlapConfig``."""
     with fake_group(world_size), torch.no_grad():
         return report_of(fn, *[torch.randn(s) for s in shapes], **fields)

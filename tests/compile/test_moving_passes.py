@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor's passes that move nodes after ours: rings become one op each, and a step that was moved is an error."""
+"""Inductor's passes that run after ours and move nodes: if one is on, each ring is written as one op. If a step of a
+ring was moved all the same, the compile ends with an error."""
 
 from __future__ import annotations
 
@@ -25,11 +26,12 @@ SETTINGS: list[dict[str, Any]] = [
     {"bucket_all_reduces_fx": "all"},
     {"aten_distributed_optimizations.enable_overlap_scheduling": True},
 ]
-"""Seen with unrolled rings under the last one, in seven runs of four programs drawn at random: in three ranks waited
-for one another, in three numbers were wrong."""
+"""Settings that turn on a pass that moves nodes. With the last one and unrolled rings, four random programs were run
+seven times in all: three runs deadlocked, and three gave wrong results."""
 
 
 def sites() -> HandGraph:
+    """A gather before a matmul, and a scatter after another one."""
     made = HandGraph()
     up, down = made.input(16, 8, name="up"), made.input(8, 16, name="down")
     hidden = made.call(aten.relu.default, made.mm(made.gather(made.input(4, 16)), up))
@@ -37,7 +39,7 @@ def sites() -> HandGraph:
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: next(iter(setting)))
-def test_no_ring_is_unrolled_where_nodes_are_moved(setting: dict[str, Any]) -> None:
+def test_no_ring_is_unrolled_if_a_later_pass_moves_nodes(setting: dict[str, Any]) -> None:
     with fake_group(2):
         assert [s.decision.moving.parameters["unrolled"] for s in sites().run().sites] == [True, True]
         with torch._inductor.config.patch(setting):
@@ -49,8 +51,8 @@ def test_no_ring_is_unrolled_where_nodes_are_moved(setting: dict[str, Any]) -> N
     assert not any(f"{name}." in made.text() for name in (*ordering.STARTS, *ordering.MEMBERS))
 
 
-def test_a_step_that_was_moved_is_found() -> None:
-    """Moved before the wait for what it reads, or after a write that it must precede."""
+def test_a_moved_step_is_detected() -> None:
+    """A read is moved before the wait for its data, or after a write that it must precede."""
     with fake_group(2):
         made = sites()
         made.run()
@@ -71,7 +73,7 @@ def test_a_step_that_was_moved_is_found() -> None:
         assert ordering.moved(graph) is not None
 
 
-def test_a_moved_step_ends_the_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_moved_step_is_an_error_of_the_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
     monkeypatch.setattr(lowering, "moved", lambda graph: "take_default")
     compiled = torch.compile(lambda x, w: all_gather(x, 0, dist.group.WORLD) @ w)

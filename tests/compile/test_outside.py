@@ -91,10 +91,13 @@ def test_a_registered_schedule_is_part_of_the_cache_key() -> None:
 
 def test_the_doctor_shows_outside_names() -> None:
     with toy.registered():
-        shown = {(check.section, check.name): check.value for check in collect()}
+        checks = collect()
+    shown = {(check.section, check.name): check.value for check in checks}
+    (here,) = [c.answer for c in checks if c.section.endswith("run here") and c.name == toy.SCHEDULE]
     assert shown["Patterns", toy.PATTERN] == "found at all_to_all"
     assert shown["Schedules", toy.SCHEDULE] == f"computes {toy.PATTERN}; over p2p"
     assert toy.SCHEDULE in shown["Transports", "p2p"]
+    assert here == "yes"
 
 
 def test_the_bench_offers_outside_names() -> None:

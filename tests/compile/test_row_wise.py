@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops between a matmul and a collective that commute with cutting rows: the site is found, and the schedules that do
-not compute it say why."""
+"""Ops between a matmul and a collective that commute with cutting the rows: the site is found, and schedules that
+cannot compute it say why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.row_wise_programs import arguments
 @pytest.mark.parametrize("name", [n for n in PROGRAMS if n not in TRAINED])
 @pytest.mark.usefixtures("two")
 def test_site_is_found(name: str) -> None:
-    """Left as it stands with "no matmul stands beside it", or an op that is said not to commute."""
+    """Without row-wise ops, a collective is a near miss: it has no matmul, or an op between does not commute."""
     function, _, (pattern, matmuls) = PROGRAMS[name]
     report = report_of(function, *arguments(name, 2, torch.Generator()))
     ((found, theirs, status),) = facts(report)
@@ -29,7 +29,13 @@ def test_site_is_found(name: str) -> None:
 @pytest.mark.parametrize("schedule", ["fused", "chunked", "wave_groups", "small_message"])
 @pytest.mark.parametrize(
     "name",
-    ["rms norm", "experts, reduced", "columns of two matmuls, reduced", "a batch that is gathered", "int8, reduced"],
+    [
+        "rms norm",
+        "experts, reduced",
+        "columns of two matmuls concatenated, reduced",
+        "gathered along the batch",
+        "int8, reduced",
+    ],
 )
 def test_other_schedules_refuse(name: str, schedule: str) -> None:
     """A schedule of one op would multiply the gathered tensor without its norm."""
@@ -38,7 +44,7 @@ def test_other_schedules_refuse(name: str, schedule: str) -> None:
     (site,) = report.sites
     assert site.decision.status == "refused" and site.decision.reasons[0].code == "schedule_not_available"
     assert report.before == report.after
-    between = name not in ("a batch that is gathered", "int8, reduced") and not (
+    between = name not in ("gathered along the batch", "int8, reduced") and not (
         name == "rms norm" and schedule in ("wave_groups", "small_message")
     )
     assert (" matmuls and the collective" in site.decision.reasons[0].text) is between

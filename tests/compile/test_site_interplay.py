@@ -348,7 +348,9 @@ def test_both_terms_of_a_sum_are_overlapped_in_whatever_order_they_stand(kind: s
         for fields in ({"mode": "report"}, {"schedule": "keep"}):
             kept = graph()
             before = kept.text()
-            assert kept.run(**fields).sites and kept.text() == before, "what was taken apart in vain is one node again"
+            assert kept.run(**fields).sites and kept.text() == before, (
+                "a node that was taken apart for no gain is one node again"
+            )
 
 
 def test_a_matmul_that_is_read_elsewhere_is_no_term_of_a_gather_that_is_kept() -> None:

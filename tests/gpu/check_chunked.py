@@ -117,7 +117,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=60)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048])
     arguments = parser.parse_args()
-    # (A wait in vain says which one it was before the whole check is ended.)
+    # (A wait that times out is reported before the whole check is ended.)
     rank, world_size = start_rank(PATIENCE_SECONDS)
     chance, failed = random.Random(rank), 0
     for pattern in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):

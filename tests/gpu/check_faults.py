@@ -34,7 +34,7 @@ ABORTED, KILLED = -6, -9
 SLACK_SECONDS = 5.0
 """What an error may come later than its time, and what a bare process may take to multiply on a GPU."""
 START_SECONDS = 90.0
-WAITED = r"site .+? of group '\S+' waited in vain for [a-z -]+ rank {last}: call 4 was wanted, 3 had come"
+WAITED = r"site .+? of group '\S+' timed out waiting for [a-z -]+ rank {last}: expected call 4, saw call 3"
 SCHEDULES = ("fused", "chunked", "small_message")
 """Those whose own kernels wait for peers. (The collectives of ``wave_groups`` and the hops of ``ring`` are the group's
 backend's, and so are their timeouts.)"""

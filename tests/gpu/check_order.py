@@ -40,7 +40,7 @@ from tests.gpu.signal_kernels import wait_for
 
 ROW_SECONDS = 60.0
 PATIENCE_NS = 15_000_000_000
-"""Of a receive: less than a row's time, so that one in vain is said."""
+"""Timeout of a receive. It is shorter than a row's time, so that a receive that times out is reported."""
 CHOSEN = (("fused", "sm_push"), ("chunked", "copy_engine"), ("small_message", "one_shot"))
 """Schedules, and ways of their first pattern that has one."""
 

@@ -42,7 +42,7 @@ from tests.gpu.stress_scenarios import SCENARIOS
 from tests.gpu.stress_scenarios import Stress
 
 PATIENCE_PART = 0.7
-"""Of a row's time: a wait in vain says which it was before the row is ended."""
+"""Share of a row's time after which a wait times out, so that the wait is reported before the row is ended."""
 SCHEDULES = ("fused", "chunked", "small_message", "wave_groups")
 WHERE_SHARED = ("lazy", "delays", "poison", "graphs")
 """Scenarios where ranks share GPUs, unless named: those in which ranks' numbers matter."""

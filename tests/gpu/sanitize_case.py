@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few calls of every schedule and pattern, small enough for a tool that makes kernels fifty times slower. Status 1 if
-a result was wrong.
+"""Makes a few calls of every schedule and pattern, for compute-sanitizer. The calls are small, because this tool slows
+kernels down about fifty times. The exit status is 1 if a result was wrong.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --target-processes all \\
         torchrun --nproc-per-node 2 -m tests.gpu.sanitize_case [--schedules fused] [--ranks-share-gpus]
 
-Without caching every tensor is an allocation of its own, so that what is read or written beyond it is seen. A kernel's
-patience is its group's timeout: hours here. ``--ranks-share-gpus``: a gloo group, on one GPU a rank where there are
-enough, so that none of NCCL's kernels are looked at; without ``wave_groups``.
+Without torch's caching allocator, every tensor has its own allocation, so the tool sees each read and write past a
+tensor's end. A kernel waits for its peers no longer than its group's timeout, which is two hours here.
+
+``--ranks-share-gpus`` uses a gloo group, so that the tool does not check NCCL's kernels. Each rank still has its own
+GPU if there are enough GPUs. ``wave_groups`` is left out, because it needs NCCL.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ from tests.gpu.stress_scenarios import Stress
 from tests.gpu.stress_sites import Shape
 
 PATIENCE_SECONDS = 7200.0
+"""Timeout of the groups."""
 SHAPES = (Shape(512, 8, 128, 264), Shape(304, 16, 72, 136))
-"""Two bands of a shard on 2 ranks, and sizes that are no multiples of a tile in any dimension."""
+"""Shards of 2 ranks that have two bands, and sizes that do not divide into tiles."""
 CALLS = 6
+"""Calls of each variant, drawn from two sites."""
 
 
 def main() -> int:
+    """Run all variants and print a JSON row for each. Returns the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--ranks-share-gpus", action="store_true")

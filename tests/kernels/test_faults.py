@@ -55,8 +55,8 @@ def _loses_its_peer(pattern: str, launch: Launch) -> None:
     with pytest.raises(
         TransferError,
         match=(
-            f"some site of group 'tp' waited in vain for {PATTERNS[pattern][0]} from rank 1: call 2 was wanted, 1 had"
-            " come"
+            f"some site of group 'tp' timed out waiting for {PATTERNS[pattern][0]} from rank 1: expected call 2, saw"
+            " call 1"
         ),
     ):
         _call(pattern, impatient)
@@ -72,8 +72,8 @@ def _peer_skips(rank: int, workspace: SharedWorkspace, pattern: str, finished: t
     while not int(finished[0]):
         time.sleep(0.01)
     # It missed the call, and its next call raises, since the others have given up.
-    missed = f"site some site of group 'tp' waited in vain for {PATTERNS[pattern][0]} from rank 1"
-    with pytest.raises(TransferError, match=f"rank 0 gave up first: {missed}: call 2 was wanted, 1 had come"):
+    missed = f"site some site of group 'tp' timed out waiting for {PATTERNS[pattern][0]} from rank 1"
+    with pytest.raises(TransferError, match=f"rank 0 gave up first: {missed}: expected call 2, saw call 1"):
         _call(pattern, launch)
     assert launch.slot.calls.tolist() == [1]
 
@@ -129,7 +129,7 @@ def test_replays_without_a_peer_end(capfd: pytest.CaptureFixture[str]) -> None:
     _run(_replays_without_its_peer, ends=(-signal.SIGABRT, -signal.SIGKILL))
     said = capfd.readouterr().err
     assert (
-        "site some site of group 'tp' waited in vain for partial sums from rank 1" in said
+        "site some site of group 'tp' timed out waiting for partial sums from rank 1" in said
         and "The process ends now" in said
     )
     assert "_replays_without_its_peer" in said, "where the program was"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 sites (``_scaled_mm``) from the model to the kernels by schedule ``chunked``: the rewritten graph between
-processes, against fp64 of the dequantised operands."""
+"""Runs fp8 sites (``_scaled_mm``) with schedule ``chunked``, from the model to the kernels. The rewritten graphs run on
+several processes, and their results are compared with fp64 matmuls of the dequantised operands."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ CALLS = 2
 
 
 def off(found: torch.Tensor, exact: torch.Tensor) -> str | None:
-    """The error of ``found``, if it is larger than the rounding of fp8 and bf16."""
+    """What is wrong with ``found``: its shape, or an error above 3 % of the largest element, more than the rounding of
+    fp8 and bf16. ``None`` if it is right."""
     if found.shape != exact.shape:
-        return f"{tuple(found.shape)} is not {tuple(exact.shape)}"
+        return f"has shape {tuple(found.shape)}, expected {tuple(exact.shape)}"
     error = (found.double() - exact).abs().max()
-    return f"off by {error:.3g} of {exact.abs().max():.3g}" if not error <= 3e-2 * exact.abs().max() else None
+    return (
+        f"off by {error:.3g}; the largest element is {exact.abs().max():.3g}"
+        if not error <= 3e-2 * exact.abs().max()
+        else None
+    )
 
 
 def _check(rank: int, world_size: int, folder: str, names: list[str] | None) -> list[str]:
-    """Problems found on this rank."""
+    """Run the cases in ``names``, or all of them. Returns the problems found on this rank."""
     use_shared_memory(folder)
     problems = []
     for name in names or cases(world_size):
@@ -52,6 +57,7 @@ def _check(rank: int, world_size: int, folder: str, names: list[str] | None) -> 
 
 
 def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
+    """Run four cases, each compiled once, with several token counts. Returns the problems found on this rank."""
     use_shared_memory(folder)
     problems = []
     for name in (
@@ -67,7 +73,7 @@ def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
             function, backend=interpreted(OverlapConfig(schedule="chunked", mode="strict", max_tokens=100), reports)
         )
         tokens = inputs[0][1][0]
-        # Fewer rows than a chunk, and more than planned, which run without overlap.
+        # Three counts with fewer rows than a chunk, and one above ``max_tokens``, which runs without overlap.
         for rows in (24, 7, 2, 60):
             rows *= 1 if name.startswith("gather") else world_size
             now = [
@@ -80,19 +86,19 @@ def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
                     torch._dynamo.mark_dynamic(tensor, 0)
             (exact,), (found,) = as_tuple(function(*(t.double() for t in tensors))), as_tuple(compiled(*tensors))
             if problem := off(found, exact):
-                problems.append(f"{name} of {rows} rows: {problem}")
+                problems.append(f"{name}, {rows} rows: {problem}")
         plans = [s.decision.moving for r in reports for s in r.sites]
         if [p.schedule for p in plans] != ["chunked"] or plans[0].parameters.get("max_tokens") != 100:
             problems.append(f"{name}: {plans}")
     return problems
 
 
-def test_every_pattern_agrees_with_fp64(tmp_path: Path) -> None:
+def test_every_case_agrees_with_fp64_on_two_ranks(tmp_path: Path) -> None:
     for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), None, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
 
 
-def test_three_ranks(tmp_path: Path) -> None:
+def test_uneven_and_batched_cases_agree_with_fp64_on_three_ranks(tmp_path: Path) -> None:
     names = [
         "gather sequence, batch 2, row-wise",
         "scatter sequence, batch 2, row-wise",
@@ -102,6 +108,6 @@ def test_three_ranks(tmp_path: Path) -> None:
         assert not problems, f"rank {rank}: {problems}"
 
 
-def test_a_token_count_that_changes_is_compiled_once(tmp_path: Path) -> None:
+def test_one_compiled_graph_serves_several_token_counts(tmp_path: Path) -> None:
     for rank, problems in enumerate(run_ranks(2, _check_token_counts, str(tmp_path), timeout=400)):
         assert not problems, f"rank {rank}: {problems}"

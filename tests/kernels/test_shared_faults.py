@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of gloo processes that report faults to each other, by the board in host memory; also with schedule
-``wave_groups``, which runs another library's collectives."""
+"""Ranks of a gloo group report faults to each other through the board in host memory. One test uses schedule
+``wave_groups``, which runs collectives of another library."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ PARAMETERS = WaveParameters(2, (1,), (0, 1, 2), 16, 16, 16, 2, 4, 1, False)
 
 
 def _tiles_come_late(rank: int, world_size: int, folder: str, reached: bool, scatters: bool) -> None:
-    """Something else occupies rank 0's GPU for longer than its patience, so its tiles are stored after the
-    collectives."""
+    """Simulates other work that occupies rank 0's GPU for longer than a kernel waits. So rank 0's tiles are stored
+    after the collectives have run.
+
+    Args:
+        reached: whether the GPUs can reach each other's memory.
+        scatters: reduce-scatter rather than all-reduce.
+    """
     if reached:
         use_shared_memory(folder)
     group = dist.group.WORLD
@@ -43,7 +48,7 @@ def _tiles_come_late(rank: int, world_size: int, folder: str, reached: bool, sca
         return run(torch.full((rows, 16), value).half(), right, group, PARAMETERS, "some site")
 
     assert (call(1) == 16 * world_size).all()
-    # As in a CUDA graph, without a check by the host.
+    # The host checks nothing before a call, as in a replayed CUDA graph.
     faults.check = lambda: None  # type: ignore[method-assign]
     multiply = wave_groups.Call.multiply
     if rank == 0:
@@ -55,26 +60,27 @@ def _tiles_come_late(rank: int, world_size: int, folder: str, reached: bool, sca
 
         wave_groups.Call.multiply = held  # type: ignore[method-assign]
     for value in (2, 3):
-        # (What was counted behind the call before suffices for the second one.)
-        assert call(value).isnan().all(), "tiles that were never written are taken for valid"
+        # In the second call, the late tiles of the first one are enough to end the wait.
+        assert call(value).isnan().all(), "tiles that were never written are returned as valid"
         if rank == 0:
             multiply(late[0][0], *late[0][1])
             assert waves.counters.any()
     del faults.check
     first = "" if rank == 0 else "rank 0 gave up first: "
     if reached or rank == 0:
-        site = f"site some site of group '{group.group_name}' waited in vain for tiles of its own matmul"
-        with pytest.raises(TransferError, match=f"{first}{site}: [26] were wanted, 0 had come"):
+        site = f"site some site of group '{group.group_name}' timed out waiting for tiles of its own matmul"
+        with pytest.raises(TransferError, match=f"{first}{site}: expected [26], saw 0"):
             call(4)
 
 
 @pytest.mark.parametrize("scatters", [False, True], ids=["all-reduce", "reduce-scatter"])
-@pytest.mark.parametrize("reached", [True, False], ids=["GPUs reach each other", "GPUs that reach no other"])
-def test_what_was_never_written_is_no_number_on_any_rank(reached: bool, scatters: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reached", [True, False], ids=["GPUs reach each other", "no GPU reaches another"])
+def test_tiles_that_were_never_written_are_nan_on_every_rank(reached: bool, scatters: bool, tmp_path: Path) -> None:
     run_ranks(WORLD, _tiles_come_late, str(tmp_path), reached, scatters, timeout=100)
 
 
 def _aborts(rank: int, world_size: int, folder: str, files: str) -> tuple[str, bool]:
+    """Rank 1 aborts the group. Returns ``("error before; error after", whether this rank's abort word is set)``."""
     use_shared_memory(folder)
     shared_file.SHARED_FOLDER = Path(files)
     faults = workspace_of(dist.group.WORLD, CPU).faults
@@ -87,7 +93,7 @@ def _aborts(rank: int, world_size: int, folder: str, files: str) -> tuple[str, b
     return f"{before}; {faults.error()}", bool(faults.stop[0])
 
 
-def test_a_board_is_seen_by_all_ranks_and_leaves_no_file(tmp_path: Path) -> None:
+def test_all_ranks_see_an_abort_on_the_board_and_no_file_is_left(tmp_path: Path) -> None:
     files = tmp_path / "shared"
     files.mkdir()
     said = run_ranks(WORLD, _aborts, str(tmp_path), str(files), timeout=100)
@@ -97,6 +103,7 @@ def test_a_board_is_seen_by_all_ranks_and_leaves_no_file(tmp_path: Path) -> None
 
 
 def _cannot_tell(rank: int, world_size: int, folder: str) -> str:
+    """Rank 1 fails to write the words that tell its kernels where the board is. Returns this rank's error."""
     use_shared_memory(folder)
     if rank == 1:
         faults.stop_words = lambda *arguments: 1 / 0
@@ -105,13 +112,15 @@ def _cannot_tell(rank: int, world_size: int, folder: str) -> str:
     return str(found.value)
 
 
-def test_a_rank_that_cannot_tell_its_kernels_is_the_error_of_all(tmp_path: Path) -> None:
+def test_every_rank_raises_if_one_cannot_tell_its_kernels_where_the_board_is(tmp_path: Path) -> None:
     said = run_ranks(WORLD, _cannot_tell, str(tmp_path), timeout=60)
     text = "rank 1 cannot tell its kernels where the board is (ZeroDivisionError: division by zero)"
     assert set(said) == {said[0]} and said[0].startswith(text)
 
 
 def _sees_no_board(rank: int, world_size: int, folder: str, files: str, blind: int, full: bool) -> str:
+    """Rank ``blind`` cannot make or map the board's file: the folder has no room (``full``) or does not exist. Returns
+    this rank's error."""
     use_shared_memory(folder)
     shared_file.SHARED_FOLDER = Path(files)
     if rank == blind and full:
@@ -132,13 +141,15 @@ def _sees_no_board(rank: int, world_size: int, folder: str, files: str, blind: i
     [
         (2, False, "map the first rank's file of {} (OverlapError: [Errno 2] No such file"),
         (0, False, "make a file of"),
-        # (Written to without room, its page would end the process by SIGBUS.)
+        # If there is no room for a page, a write to the page would end the process with SIGBUS.
         (0, True, "make a file of {} for all ranks (OverlapError: [Errno 28] No space left"),
     ],
-    ids=["one cannot map it", "the first cannot make it", "no memory is left for it"],
+    ids=["a rank cannot map the file", "the first rank cannot make the file", "no memory is left for the file"],
 )
-def test_a_rank_that_sees_no_board_is_the_error_of_all(blind: int, full: bool, why: str, tmp_path: Path) -> None:
-    """The others raise it, too, and nobody waits."""
+def test_every_rank_raises_if_one_cannot_make_or_map_the_board(
+    blind: int, full: bool, why: str, tmp_path: Path
+) -> None:
+    """All ranks raise the same error, and none waits for a timeout."""
     files = tmp_path / "shared"
     files.mkdir()
     said = run_ranks(WORLD, _sees_no_board, str(tmp_path), str(files), blind, full, timeout=60)

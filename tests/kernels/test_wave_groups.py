@@ -219,7 +219,7 @@ def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
     )
     with pytest.raises(
         TransferError,
-        match="site some site of group '0' waited in vain for tiles of its own matmul: 5 were wanted, 3 had come",
+        match="site some site of group '0' timed out waiting for tiles of its own matmul: expected 5, saw 3",
     ):
         _call(waves)
 

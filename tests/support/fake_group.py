@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets one process be any rank of a group of any size, by a fake process group, and collects the reports of graphs that
-are compiled in it."""
+"""Makes fake process groups, in which one process acts as any rank of a group of any size, and collects the reports of
+the graphs that are compiled there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from overlap_inductor.report.report import OverlapReport
 
 @contextmanager
 def fake_group(world_size: int = 2, rank: int = 0) -> Iterator[dist.ProcessGroup]:
-    """A default group of ``world_size`` ranks in which this process is ``rank``; its collectives move nothing."""
+    """A default group of ``world_size`` ranks in which this process is ``rank``. Its collectives move no data. On exit,
+    the group is destroyed and Dynamo is reset."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield dist.group.WORLD
@@ -29,7 +30,12 @@ def fake_group(world_size: int = 2, rank: int = 0) -> Iterator[dist.ProcessGroup
 
 
 def reports_of(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None, **fields: Any) -> list[OverlapReport]:
-    """The reports of the graphs of ``fn``, with schedule ``ring`` unless ``fields`` say otherwise."""
+    """The reports of the graphs that ``fn(*args)`` compiles.
+
+    Args:
+        dynamic: mark dim 0 of every tensor in ``args`` as dynamic, except of parameters and scalars.
+        fields: fields of ``OverlapConfig``. The schedule is ``ring`` by default.
+    """
     from overlap_inductor.switch.explain import explain
 
     if dynamic:
@@ -40,5 +46,6 @@ def reports_of(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None, 
 
 
 def report_of(fn: Callable[..., Any], *args: Any, **fields: Any) -> OverlapReport:
+    """As ``reports_of``, for a ``fn`` that compiles one graph. Raises ``ValueError`` if there are more or none."""
     (report,) = reports_of(fn, *args, **fields)
     return report

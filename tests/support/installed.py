@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder that makes Python take the package for an installed one, with its entry points."""
+"""Makes Python find the package's entry points although the package is not installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ overlap_inductor = overlap_inductor.switch.backend:overlap_inductor
 
 
 def pretend_installed(folder: Path) -> None:
-    """Write the package's metadata into ``folder``, which must then be on ``PYTHONPATH``."""
+    """Write the metadata of an installed package into ``folder``. A process sees the package as installed if
+    ``folder`` is on its ``PYTHONPATH``."""
     info = folder / "overlap_inductor-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: overlap-inductor\nVersion: 0.1.0\n")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs in which something between a matmul and a collective commutes with cutting rows, as functions of fp64
-tensors."""
+"""Programs with ops between a matmul and a collective that give the same result on any part of the rows, so the ops
+commute with cutting the rows. Each program is a function of fp64 tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def int8(x: torch.Tensor) -> torch.Tensor:
 
 
 def trained_experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Experts' results, summed before they are scattered."""
+    """The experts' matmuls, their sum, and a reduce-scatter of it. It has a backward."""
     return ScatterTokens.apply((x.relu() @ w).sum(0), 0, world())
 
 
@@ -50,12 +50,13 @@ def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def trained_norm(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """A layer whose norm stands behind its gather."""
+    """A layer that gathers its input before the norm. It has a backward."""
     hidden = F.silu(rms(GatherTokens.apply(x, 1, world()), g) @ w)
     return ScatterTokens.apply(hidden @ v, 1, world())
 
 
-# {name: (function, shapes of its inputs by the world size, (pattern, kind and role of every matmul))}
+# name: (function, world size -> shapes of its inputs, (pattern, "kind role" of each matmul in alphabetical order))
+# A role is the matmul's dim that is cut: M, N, K, or B for a batch.
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expected]] = {
     "rms norm": (lambda x, g, w: rms(gather(x), g) @ w, lambda n: [(4, 16), (16,), (16, 6)], (GATHER, ["mm M"])),
     "rms norm of a sequence": (
@@ -89,79 +90,79 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expe
         lambda n: [(2, 3, 16), (16, 6)],
         (GATHER, ["mm M"]),
     ),
-    "a scale of more dims": (
+    "a scale with more dims than the input": (
         lambda x, s, w: (gather(x) * s).mT @ w,
         lambda n: [(4, 8), (1, 1, 1), (1, 4 * n, 6)],
         (GATHER, ["bmm K"]),
     ),
     "softmax": (lambda x, w: gather(x).softmax(-1) @ w, lambda n: [(4, 16), (16, 6)], (GATHER, ["mm M"])),
-    "norm, contracted": (
+    "norm, contracted along the gathered dim": (
         lambda x, g, y: y @ rms(gather(x), g),
         lambda n: [(4, 16), (16,), (6, 4 * n)],
         (GATHER, ["mm K"]),
     ),
-    "norm, columns": (
+    "norm, gathered as columns": (
         lambda x, g, y: y @ rms(gather(x), g).t(),
         lambda n: [(4, 16), (16,), (6, 16)],
         (GATHER, ["mm N"]),
     ),
-    "one scale of the rank's own": (
+    "one scale, different on each rank": (
         lambda x, s, w: (gather(x) * s) @ w,
         lambda n: [(4, 16), (1,), (16, 6)],
         (GATHER, ["mm M"]),
     ),
-    "a scale of rows": (
+    "a scale for each row": (
         lambda x, s, w: (gather(x) * s) @ w,
         lambda n: [(4, 16), (4 * n, 1), (16, 6)],
         (GATHER, ["mm M"]),
     ),
-    "a scale of rows of a sequence": (
+    "a scale for each row of a sequence": (
         lambda x, s, w: (gather(x, 1) * s[..., None]) @ w,
         lambda n: [(2, 3, 16), (2, 3 * n), (16, 6)],
         (GATHER, ["mm M"]),
     ),
-    "a scale of tokens that all batches share": (
+    "a scale for each token, the same for all batches": (
         lambda x, s, w: (gather(x, 1) * s[:, None]) @ w,
         lambda n: [(2, 3, 16), (3 * n,), (16, 6)],
         (GATHER, ["mm M"]),
     ),
-    "a scale of batches": (
+    "a scale for each batch": (
         lambda x, s, w: (gather(x, 1) * s) @ w,
         lambda n: [(4, 3, 16), (4, 1, 1), (16, 6)],
         (GATHER, ["mm M"]),
     ),
-    "a mask": (
+    "a mask of rows": (
         lambda x, m, w: gather(x).masked_fill((m > 0)[:, None], 0.0) @ w,
         lambda n: [(4, 16), (4 * n,), (16, 6)],
         (GATHER, ["mm M"]),
     ),
-    "columns": (lambda x, w: gather(x)[:, 3:11] @ w, lambda n: [(4, 16), (8, 6)], (GATHER, ["mm M"])),
-    "halves of columns": (
+    "some of the columns": (lambda x, w: gather(x)[:, 3:11] @ w, lambda n: [(4, 16), (8, 6)], (GATHER, ["mm M"])),
+    "both halves of the columns, multiplied": (
         lambda x, w: F.silu((y := gather(x).chunk(2, 1))[0]) * y[1] @ w,
         lambda n: [(4, 16), (8, 6)],
         (GATHER, ["mm M"]),
     ),
-    "other columns beside": (
+    "concatenated with other columns": (
         lambda x, y, w: torch.cat([gather(x), y], 1) @ w,
         lambda n: [(4, 16), (4 * n, 3), (19, 6)],
         (GATHER, ["mm M"]),
     ),
-    "a residual of all rows": (
+    "a residual with all rows": (
         lambda x, y, g, w: rms(gather(x) + y, g) @ w,
         lambda n: [(4, 16), (4 * n, 16), (16,), (16, 6)],
         (GATHER, ["mm M"]),
     ),
-    "a batch that is gathered": (
+    "gathered along the batch": (
         lambda x, w: gather(x) @ w,
         lambda n: [(2, 4, 16), (2 * n, 16, 6)],
         (GATHER, ["bmm B"]),
     ),
-    "a batch that is gathered, with a bias": (
+    "gathered along the batch, with a bias": (
         lambda x, w, b: torch.baddbmm(b, gather(x), w),
         lambda n: [(2, 4, 16), (2 * n, 16, 6), (2 * n, 4, 6)],
         (GATHER, ["baddbmm B"]),
     ),
-    "a batch that is gathered on the right": (
+    "right operand gathered along the batch": (
         lambda x, w: w @ gather(x),
         lambda n: [(2, 4, 16), (2 * n, 5, 4)],
         (GATHER, ["bmm B"]),
@@ -171,7 +172,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expe
         lambda n: [(4, 16), (16, 8)],
         (GATHER, ["int_mm M"]),
     ),
-    "int8, contracted": (
+    "int8, contracted along the gathered dim": (
         lambda x, w: torch._int_mm(int8(w), gather(int8(x))),
         lambda n: [(4, 16), (5, 4 * n)],
         (GATHER, ["int_mm K"]),
@@ -217,38 +218,42 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expe
         lambda n: [(3, 4 * n, 16), (3, 16, 8), (4 * n, 8), (8,)],
         (SCATTER, ["bmm M"]),
     ),
-    "columns of two matmuls, reduced": (
+    "columns of two matmuls concatenated, reduced": (
         lambda x, y, w, v: reduce(torch.cat([x @ w, y @ v], 1)),
         lambda n: [(7, 16), (7, 12), (16, 8), (12, 5)],
         (REDUCE, ["mm M", "mm M"]),
     ),
-    "columns of three matmuls and others, scattered": (
+    "columns of three matmuls and an input concatenated, scattered": (
         lambda x, y, w, v, s: scatter(torch.cat([x @ w, torch.cat([x @ v, (x @ w).relu()], 1), y], 1) * s),
         lambda n: [(4 * n, 16), (4 * n, 3), (16, 8), (16, 5), (24,)],
         (SCATTER, ["mm M", "mm M", "mm M"]),
     ),
-    "columns of two matmuls, columns scattered": (
+    "rows of two matmuls concatenated, columns scattered": (
         lambda x, y, w: scatter(torch.cat([x @ w, y @ w], 0), 1),
         lambda n: [(5, 16), (4, 16), (16, 4 * n)],
         (SCATTER, ["mm N", "mm N"]),
     ),
-    "columns of two sequences, scattered": (
+    "columns of two matmuls of a sequence concatenated, scattered": (
         lambda x, w, v: scatter(torch.cat([x @ w, x @ v], 2), 1),
         lambda n: [(2, 2 * n, 16), (16, 8), (16, 5)],
         (SCATTER, ["mm M", "mm M"]),
     ),
-    "a number, reduced": (lambda x, w, b: reduce(x @ w + b), lambda n: [(7, 16), (16, 6), ()], (REDUCE, ["addmm M"])),
-    "a number, scattered": (
+    "a scalar bias, reduced": (
+        lambda x, w, b: reduce(x @ w + b),
+        lambda n: [(7, 16), (16, 6), ()],
+        (REDUCE, ["addmm M"]),
+    ),
+    "a scalar bias, scattered": (
         lambda x, w, b: scatter(x @ w + b, 1),
         lambda n: [(7, 16), (16, 4 * n), ()],
         (SCATTER, ["addmm N"]),
     ),
-    "a number, gathered": (
+    "a scalar bias, gathered": (
         lambda x, w, b: gather(x @ w + b),
         lambda n: [(7, 16), (16, 6), ()],
         ("matmul_all_gather", ["addmm M"]),
     ),
-    "rows without padding, and all of them in another order": (
+    "all rows but the last, and all rows in another order": (
         lambda x, w, v: ((y := gather(x))[:-1] @ w, y.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) @ v),
         lambda n: [(4, 16), (16, 6), (16, 5)],
         (GATHER, ["mm M"]),
@@ -257,14 +262,23 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expe
     "a layer, trained": (trained_norm, lambda n: [(2, 3, 16), (16,), (16, 6), (6, 16)], (GATHER, ["mm M"])),
 }
 TRAINED = {"a layer, trained", "experts, trained"}
+"""Programs that are run with their backward."""
 
 
 LOOPING = {"norm without a weight", "softmax"}
-"""What one op computes, too: the shard's rows before they travel."""
-OWN = {"one scale of the rank's own", "rms norm", "a number, reduced", "a number, scattered", "a number, gathered"}
-"""What no looping op computes: a rank would scale its rows for others with its own tensor; a bias is more than a
-number."""
+"""Programs that a looping op can compute, too: each rank applies the ops to its own rows before it sends them."""
+OWN = {
+    "one scale, different on each rank",
+    "rms norm",
+    "a scalar bias, reduced",
+    "a scalar bias, scattered",
+    "a scalar bias, gathered",
+}
+"""Programs that no looping op can compute. In the gathers, a rank would scale the rows that it sends with its own
+tensor, but each receiver must scale them with the receiver's. In the others, the bias is a scalar, and the ops take
+a row or a whole matrix."""
 
 
 def arguments(name: str, world_size: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """Random fp64 inputs of the program ``name`` on the CPU."""
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in PROGRAMS[name][1](world_size)]

@@ -51,6 +51,7 @@ from overlap_inductor.sites.sizes import machine_of
 from overlap_inductor.sites.sizes import sizes_at
 from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.torch_compat.distributed import why_no_backend
 
 PATTERN, SCHEDULE = "matmul_all_to_all", "pairs"
 
@@ -156,7 +157,11 @@ class Pairs:
     name, transports, patterns, noun, called = SCHEDULE, ("p2p",), (PATTERN,), "pair", "in pairs"
     ops: tuple[str, ...] = ()
     called_by_others = False
+    holds_workspace = False
     single_op = None
+
+    def why_not_between(self, ranks: tuple[int, ...], device: torch.device) -> str | None:
+        return why_no_backend(device)
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
         return None

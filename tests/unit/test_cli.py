@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from overlap_inductor.cli import demo
+from overlap_inductor.cli import demo_text
 from overlap_inductor.cli import main as cli
+from overlap_inductor.cli import slow_link
 from overlap_inductor.cli.demo import DemoOptions
-from overlap_inductor.cli.demo import Progress
+from overlap_inductor.cli.demo_progress import Progress
 from overlap_inductor.cli.explain_script import LAUNCHER_VARIABLES
 from overlap_inductor.cli.local_ranks import RankError
 from overlap_inductor.cli.local_ranks import rank_environment
@@ -204,8 +206,7 @@ def test_explain_of_a_script_that_a_launcher_starts(
     shown = capsys.readouterr()
     command = f"torchrun --nproc-per-node 2 -m overlap_inductor explain '{script}' --steps 2\n"
     assert (f"{variable} is not set" in shown.err and shown.err.endswith(command)) == bool(variable)
-    assert ("torchrun" in shown.err) == bool(variable)
-    assert ("compiled no graph" in shown.out) == (not variable)
+    assert ("torchrun" in shown.err) == (f"explain --ranks 8 '{script}' --steps 2\n" in shown.err) == bool(variable)
 
 
 def test_the_reader_of_an_explained_script_may_go_away(tmp_path: Path) -> None:
@@ -220,6 +221,109 @@ def test_the_reader_of_an_explained_script_may_go_away(tmp_path: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == cli.READER_GONE
+
+
+LAUNCHED = """
+import os
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+device = os.environ.get("SCRIPT_DEVICE", "cpu")
+dist.init_process_group("nccl")
+print("ranks", dist.get_world_size(), os.environ["WORLD_SIZE"], os.environ["RANK"])
+def up(x, w):
+    return collectives.all_gather_tensor(x, 0, dist.group.WORLD) @ w
+def down(x, w):
+    return collectives.wait_tensor(collectives.all_reduce(x @ w, "sum", dist.group.WORLD))
+x = torch.empty(1024, 4096, dtype=torch.bfloat16, device=device)
+torch.compile(up)(x, torch.empty(4096, 1792, dtype=torch.bfloat16, device=device))
+torch.compile(down)(torch.empty(16, 8), torch.empty(8, 8))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Path:
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED)
+    return script
+
+
+def test_explain_for_another_machine(launched: Path) -> None:
+    """The whole command: a script as torchrun starts it, on a machine without GPUs, planned for 8 of them."""
+    done = python("-m", "overlap_inductor", "explain", "--machine", "h200", "--ranks", "8", str(launched))
+    assert done.returncode == 0, done.stderr
+    assert "ranks 8 8 0\n" in done.stdout
+    assert re.search(
+        r"all_gather_matmul +mm \[8192 x 1792 x 4096\] bf16 +kept: report_mode, would be (chunked|fused)/", done.stdout
+    )
+    assert re.search(r"^graph +phase +sites +as written +as planned +ratio$", done.stdout, re.M)
+    (total,) = re.findall(
+        r"^total of 2 sites of 2 graphs: estimated (\d+) us -> (\d+) us, (.*)x \((.*) % less\)$", done.stdout, re.M
+    )
+    keep, plan, ratio, percent = map(float, total)
+    assert 380 < keep < 500 and plan < keep
+    assert ratio == pytest.approx(keep / plan, abs=0.01) and percent == pytest.approx(100 * (1 - plan / keep), abs=0.5)
+    assert "estimates of the cost model for h200: 8 x NVIDIA H200" in done.stdout and "nothing was sent" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_explain_without_a_number_of_ranks_takes_the_machines(launched: Path) -> None:
+    done = python("-m", "overlap_inductor", "explain", "--machine", "h200", str(launched))
+    assert "ranks 8 8 0\n" in done.stdout, done.stderr
+
+
+def test_explain_with_ranks_alone_plans_for_this_machine(launched: Path) -> None:
+    done = python("-m", "overlap_inductor", "explain", "--ranks", "2", str(launched), CUDA_VISIBLE_DEVICES="")
+    assert "ranks 2 2 0\n" in done.stdout, done.stderr
+    assert "would be ring/p2p" in done.stdout or "too_small" in done.stdout
+    assert "cost model for this machine" in done.stdout and "fused/" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--machine", "b200"], "--machine b200: .*; expected one of: h200"),
+        (["--machine", "h200", "--ranks", "16"], "--ranks 16: expected 2 to 8"),
+        (["--ranks", "1"], "--ranks 1: expected 2 or more"),
+    ],
+)
+def test_explain_for_a_machine_that_cannot_be(
+    launched: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["explain", *arguments, str(launched)]) == 2
+    assert re.search(text, capsys.readouterr().err)
+
+
+def test_explain_for_another_machine_is_not_launched(
+    launched: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert cli.main(["explain", "--machine", "h200", str(launched)]) == 2
+    assert "WORLD_SIZE is 4" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the script finds its GPU")
+def test_explain_of_a_script_that_needs_a_gpu(launched: Path) -> None:
+    done = python("-m", "overlap_inductor", "explain", "--machine", "h200", str(launched), SCRIPT_DEVICE="cuda")
+    assert done.returncode == 1
+    assert "the script asks for a GPU, and this machine has none" in done.stderr
+
+
+def test_explain_of_a_script_that_asks_for_other_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "user.py"
+    script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo', rank=0, world_size=4)")
+    done = python("-m", "overlap_inductor", "explain", "--machine", "h200", "--ranks", "2", str(script))
+    assert done.returncode == 2 and "world_size=4, and --ranks is 2" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_rich_is_not_imported_with_torch_or_the_package() -> None:
+    script = (
+        "import sys, torch, overlap_inductor\nfrom overlap_inductor.switch import backend, explain, install\n"
+        "install.enable()\nimport torch._inductor.compile_fx\nprint('rich' in sys.modules)"
+    )
+    done = python("-c", script, OVERLAP_INDUCTOR="1")
+    assert done.stdout == "False\n", done.stderr
 
 
 def test_explain_of_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,6 +342,8 @@ def test_explain_of_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ({"parts": ("mamba",)}, "--parts mamba"),
         ({"parts": ()}, "--parts"),
         ({"device": "cuda", "ranks": 512}, "--device cuda"),
+        ({"link": "fast"}, "--link fast: expected auto, none, or a rate"),
+        ({"link": "0"}, "--link 0"),
     ],
 )
 def test_demo_options_that_cannot_be(options: dict[str, Any], names: str) -> None:
@@ -275,7 +381,8 @@ def test_demo_takes_as_many_gpus_as_its_model_divides_among(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert demo._resolve(DemoOptions(parts=("block",))) == ("cuda", ranks)
+    setup = demo._resolve(DemoOptions(parts=("block",)))
+    assert (setup.device, setup.ranks, setup.hidden, setup.tokens, setup.megabits) == ("cuda", ranks, 4096, 4096, None)
 
 
 @pytest.mark.parametrize("below", ["", "x/y"])
@@ -292,22 +399,46 @@ def test_demo_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         demo.run_demo(DemoOptions())
 
 
-def result(part: str = "block", overlapped: int = 2, passed: bool = True) -> dict[str, Any]:
+def test_a_link_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default the ranks do without it and say why; asked for by its rate, it is an error."""
+    monkeypatch.setattr(slow_link, "why_not", lambda: "needs root")
+    setup = demo._resolve(DemoOptions(device="cpu", parts=("block",)))
+    assert (setup.megabits, setup.no_link) == (None, "needs root")
+    with pytest.raises(ConfigError, match="--link 300: needs root"):
+        demo._resolve(DemoOptions(device="cpu", parts=("block",), link="300"))
+    monkeypatch.setattr(slow_link, "why_not", lambda: None)
+    assert demo._resolve(DemoOptions(device="cpu", parts=("block",))).megabits == demo.MEGABITS
+    assert demo._resolve(DemoOptions(device="cpu", parts=("block",), link="300")).megabits == 300
+    assert demo._resolve(DemoOptions(device="cpu", parts=("block",), link="none")).megabits is None
+
+
+def test_why_no_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "root" in (slow_link.why_not() or "")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(slow_link.shutil, "which", lambda tool: None)
+    assert "iproute2" in (slow_link.why_not() or "")
+    monkeypatch.setattr(slow_link.shutil, "which", lambda tool: tool)
+    refused = subprocess.CompletedProcess([], 1, "", "RTNETLINK answers: Operation not permitted\n")
+    commands: list[list[str]] = []
+    monkeypatch.setattr(slow_link.subprocess, "run", lambda command, **_: commands.append([*command]) or refused)
+    assert re.search("`ip link add .*` answered: .*not permitted", slow_link.why_not() or "")
+    assert ["ip", "link", "del", commands[0][3]] in commands, "what was made is removed"
+
+
+def result(part: str = "block", overlapped: int = 2, passed: bool = True, ms: float = 20.0) -> dict[str, Any]:
     check = {"name": "output", "difference": 0.5, "largest": 1.0, "tolerance": 0.1, "passed": passed}
     graph = {
         "graph": "0_0",
         "phase": "forward",
         "headline": "2 sites found",
+        "found": 2,
         "overlapped": overlapped,
+        "reason": "too slow" if overlapped == 0 else "",
         "rows": [["m", 1, "p", "mm", "x"]],
     }
-    return {
-        "part": part,
-        "checks": [check],
-        "plain_against_eager": [check],
-        "times_ms": {"plain": 10.0, "overlap": 20.0},
-        "graphs": [graph],
-    }
+    form = {"name": "auto", "checks": [check], "ms": ms if overlapped else None, "graphs": [graph]}
+    return {"part": part, "plain_ms": 10.0, "plain_against_eager": [check], "forms": [form]}
 
 
 @pytest.mark.parametrize(
@@ -328,18 +459,34 @@ def test_demo_status_is_what_was_found(
 ) -> None:
     """Catches a demo that passes though numbers differ, nothing was overlapped, or a part gave no result."""
 
-    def run(command: Any, ranks: int, folder: Path, *, on_line: Any, **rest: Any) -> None:
-        assert ranks == 2 and folder == tmp_path
+    def run(command: Any, ranks: int, folder: Path, *, hosts: Any, on_line: Any, **rest: Any) -> None:
+        assert ranks == 2 and folder == tmp_path and not hosts
         for one in results:
             on_line(json.dumps(one))
 
     monkeypatch.setattr(demo, "run_ranks", run)
-    assert demo.run_demo(DemoOptions(device="cpu", parts=("block",), keep_dir=str(tmp_path))) == status
+    options = DemoOptions(device="cpu", parts=("block",), link="none", keep_dir=str(tmp_path))
+    assert demo.run_demo(options) == status
     out = capsys.readouterr().out
     assert ("PASSED" in out) == (status == 0)
     assert str(tmp_path / "reports") in out
-    if results:
+    assert "cannot gain" in out and "--link none was given" in out
+    if results and results[0]["forms"][0]["ms"]:
         assert "2.00x SLOWER" in out
+
+
+def test_the_demo_says_of_every_form_what_it_did() -> None:
+    form = result(ms=8.0)
+    kept = {**result(overlapped=0)["forms"][0], "name": "fused"}
+    form["forms"].append(kept)
+    text = demo_text.part(form, shared_cpu=False)
+    assert "auto is 1.25x faster than plain torch.compile here." in text
+    assert re.search(r"plain +10.00 ms\n +auto +8.00 ms +1.25x +2 of 2 sites overlapped\n", text)
+    assert re.search(r"fused +as plain +0 of 2 sites overlapped: too slow\n", text)
+    assert "as fast as plain" in demo_text.of_auto(result(ms=10.1), shared_cpu=True)
+    assert "takes the cores" in demo_text.of_auto(result(ms=15.0), shared_cpu=True)
+    assert "bugreport" in demo_text.of_auto(result(ms=15.0), shared_cpu=False)
+    assert "keeps every site" in demo_text.of_auto(result(overlapped=0), shared_cpu=False)
 
 
 def test_demo_shows_the_failing_ranks_traceback(
@@ -349,15 +496,9 @@ def test_demo_shows_the_failing_ranks_traceback(
         raise RankError("rank 1 ended with exit status 1. The end of its log:\n  | ValueError: mine")
 
     monkeypatch.setattr(demo, "run_ranks", run)
-    assert demo.run_demo(DemoOptions(device="cpu", parts=("block",), keep_dir=str(tmp_path))) == 1
+    assert demo.run_demo(DemoOptions(device="cpu", parts=("block",), link="none", keep_dir=str(tmp_path))) == 1
     shown = capsys.readouterr()
     assert "ValueError: mine" in shown.err and str(tmp_path) in shown.err
-
-
-def test_times_are_said_plainly() -> None:
-    assert "1.50x faster" in demo.times_line(15.0, 10.0, "cpu")
-    assert "no difference" in demo.times_line(10.0, 10.1, "cpu")
-    assert "1.50x SLOWER" in demo.times_line(10.0, 15.0, "cuda")
 
 
 def test_progress_passes_on_what_is_not_its_own() -> None:

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
+from bench import report
+from bench import summaries
 from overlap_inductor.lowerings import registry
 from tests.unit import near_miss_reasons  # noqa: F401  (registers its graphs)
 from tests.unit import site_reasons  # noqa: F401
@@ -30,6 +34,12 @@ def test_generated_parts_are_up_to_date() -> None:
     """A switch, reason, drawing or row that changed, with a page that still shows the old one."""
     outdated = [path.name for path in make_docs.outdated()]
     assert not outdated, f"{', '.join(outdated)}: run python tools/make_docs.py"
+
+
+def test_the_picture_was_drawn_from_the_rows() -> None:
+    """Rows that changed, with a picture that still shows the old ones."""
+    with Image.open(report.PICTURE) as image:
+        assert json.loads(image.info["Description"]) == summaries.headline_rows(), "run python -m bench.report"
 
 
 def test_every_part_stands_on_a_page() -> None:

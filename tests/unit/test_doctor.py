@@ -7,8 +7,11 @@ import importlib.metadata
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,8 +25,12 @@ from overlap_inductor.cli.doctor_checks import GOOD
 from overlap_inductor.cli.doctor_checks import NOTE
 from overlap_inductor.cli.doctor_checks import Check
 from overlap_inductor.cli.doctor_checks import as_text
+from overlap_inductor.cli.doctor_registered import HERE
+from overlap_inductor.cli.doctor_registered import runs_here
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.inductor import probe
+from overlap_inductor.lowerings.registry import SCHEDULES
+from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat import versions
 
 
@@ -158,15 +165,116 @@ def test_no_backend_for_transfers_is_bad(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_gpus_without_peer_access_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"GPU model {i}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: (8, i))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) != (2, 0))
     monkeypatch.setattr(
         doctor_machine, "tool_output", lambda command: "GPU 0\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
     )
     monkeypatch.setattr(doctor_machine, "symmetric_memory", list)
     checks = doctor_machine.gpus()
-    assert named(checks, "GPUs").value.splitlines()[2] == "2: GPU model 2"
+    assert named(checks, "GPUs").value.splitlines()[2] == "2: GPU model 2, compute capability 8.2"
     assert named(checks, "peer access").value == "missing: 2->0"
     assert named(checks, "NVLink").value == "2 links active on 3 GPUs"
+
+
+def gpus(
+    monkeypatch: pytest.MonkeyPatch, number: int, capability: tuple[int, int] = (9, 0), cut_off: tuple[int, ...] = ()
+) -> None:
+    """This machine has ``number`` GPUs, of which those of ``cut_off`` reach no other one."""
+    current = [0]
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: not {a, b} & set(cut_off))
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(symmetric, "_reach", symmetric._reach.__wrapped__)
+
+
+def answers() -> dict[str, str]:
+    return {check.name: check.answer for check in runs_here()[1:]}
+
+
+def test_every_schedule_says_whether_it_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    ranks, *checks = runs_here()
+    assert (ranks.answer, ranks.value) == ("2", "on CPUs, because no GPU is visible")
+    assert [check.name for check in checks] == [schedule.name for schedule in SCHEDULES]
+    assert [check.name for check in checks if check.answer == "yes"] == ["ring"]
+    for check in checks[1:]:
+        assert check.answer == "no" and check.state == NOTE and "needs NVIDIA GPUs" in check.value
+
+
+def test_schedules_on_gpus_that_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 4)
+    assert runs_here()[0].value == "one on each GPU"
+    assert set(answers().values()) == {"yes"}
+
+
+def test_schedules_on_gpus_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2, capability=(8, 0))
+    assert answers() == {schedule.name: "yes" if schedule.name == "ring" else "no" for schedule in SCHEDULES}
+    assert "compute capability (8, 0)" in named(runs_here(), "fused").value
+
+
+def test_schedules_on_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four GPUs only the last is cut off; each GPU says which ones it does not reach."""
+    gpus(monkeypatch, 4, cut_off=(3,))
+    assert [name for name, answer in answers().items() if answer == "yes"] == ["ring", "wave_groups"]
+    assert named(runs_here(), "chunked").value.splitlines() == [
+        "GPU 0, 1, 2: this GPU cannot reach the memory of GPUs (3,)",
+        "GPU 3: this GPU cannot reach the memory of GPUs (0, 1, 2)",
+    ]
+
+
+def test_one_gpu_reaches_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1)
+    assert "one of them on another machine" in runs_here()[0].value
+    assert named(runs_here(), "fused").value == "this process sees 1 of the 2 GPUs"
+    assert answers()["ring"] == "yes"
+
+
+def test_a_torch_without_the_backend_runs_no_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2)
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name != "nccl")
+    assert "without nccl" in named(runs_here(), "ring").value
+
+
+def test_the_doctor_names_no_schedule() -> None:
+    """Catches a list of schedules in the doctor, which a new schedule would not be in."""
+    sources = [path.read_text() for path in Path(doctor.__file__).parent.glob("doctor*.py")]
+    assert len(sources) >= 4
+    assert not re.findall(rf"\b({'|'.join(schedule.name for schedule in SCHEDULES)})\b", "".join(sources))
+
+
+@pytest.mark.parametrize(("mode", "bad_names"), [("on", ["OVERLAP_INDUCTOR_SCHEDULE=fused"]), ("off", [])])
+def test_a_schedule_that_is_asked_for_and_cannot_run_here(
+    monkeypatch: pytest.MonkeyPatch, mode: str, bad_names: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("OVERLAP_INDUCTOR", mode)
+    monkeypatch.setenv("OVERLAP_INDUCTOR_SCHEDULE", "fused")
+    monkeypatch.setattr(probe, "config_in_slot", lambda: OverlapConfig.from_environment())
+    checks = doctor.switches()
+    assert bad(checks) == bad_names
+    monkeypatch.setenv("OVERLAP_INDUCTOR_SCHEDULE", "ring")
+    assert bad(doctor.switches()) == []
+
+
+def test_symmetric_memory_names_the_schedules_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "symmetric_memory_backend", lambda: "CUDA")
+    monkeypatch.setattr(probe, "has_multicast", lambda: True)
+    assert doctor_machine.symmetric_memory()[0].value == "backend CUDA; used by fused, chunked, small_message"
 
 
 def test_symmetric_memory_that_is_absent_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +283,10 @@ def test_symmetric_memory_that_is_absent_is_no_failure(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(probe, "symmetric_memory_backend", absent)
     (check,) = doctor_machine.symmetric_memory()
-    assert check.state == NOTE and "no CUDA" in check.value
+    assert check.state == NOTE
+    assert check.value == (
+        "not available: no CUDA; needed by fused, chunked, small_message; not needed by ring, wave_groups"
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,22 +326,55 @@ def test_a_tool_that_is_absent_fails_or_hangs_gives_nothing(
 
 
 def test_text_marks_every_state_and_ends_with_the_verdict() -> None:
-    checks = [Check("A", "one", GOOD, "1"), Check("A", "two", NOTE, "2\n3"), Check("B", "three", BAD, "4", "Do this.")]
+    checks = [
+        Check("A", "one", GOOD, "1"),
+        Check("A", "two", NOTE, "2\n3"),
+        Check("B", "three", BAD, "4", "Do this.", "yes"),
+    ]
     utf8, ascii_ = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "ascii")
     assert as_text(checks, utf8).splitlines() == [
         "A",
-        "  \u2713 one    1",
-        "  \u00b7 two    2",
-        "           3",
+        "  \u2713 one  1",
+        "  \u00b7 two  2",
+        "         3",
         "",
         "B",
-        "  \u2717 three  4",
-        "           -> Do this.",
+        "  \u2717 three  yes  4",
+        "                -> Do this.",
         "",
         "Not usable as asked: three.",
     ]
     assert as_text(checks, ascii_).isascii(), "a terminal without UTF-8 must not break it"
     assert as_text(checks[:2], utf8).endswith("Usable.\n")
+
+
+LONG = "a reason of many words that is longer than a terminal is wide, as a path or a list of GPUs may be " * 3
+
+
+def test_a_pipe_gets_whole_lines_without_escape_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches texts cut or wrapped to the 80 columns that a pipe is taken to have, and codes in a log file."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    text = as_text([Check("A [x]", "one", BAD, LONG, "[bold]Do[/bold] this.", "no")], io.StringIO())
+    assert f"one  no  {LONG.rstrip()}\n" in text and "\x1b" not in text
+    assert "A [x]\n" in text and "-> [bold]Do[/bold] this.\n" in text, "brackets are text and no markup"
+
+
+def test_a_terminal_gets_lines_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = as_text([Check("A", "one", BAD, LONG, answer="no"), Check("A", "two", GOOD, "short")], Terminal())
+    assert "\x1b[" in text
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.splitlines()]
+    assert max(map(len, lines)) <= 60
+    start = lines[1].index("a reason")
+    words = [line[start:].strip() for line in lines if line[:start].strip() in ("", "\u2717 one  no", "x one  no")]
+    assert " ".join(filter(None, words)) == LONG.strip(), "the reason stays in its column"
 
 
 def test_json_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +384,7 @@ def test_json_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         value = json.loads(capsys.readouterr().out)
         assert value == {
             "usable": status == 0,
-            "checks": [{"section": "S", "name": "n", "state": state, "value": "v", "advice": "a"}],
+            "checks": [{"section": "S", "name": "n", "state": state, "value": "v", "advice": "a", "answer": ""}],
         }
         assert doctor.run_doctor() == status
         assert "n  v" in capsys.readouterr().out
@@ -257,5 +401,5 @@ def test_this_machine_in_a_process_of_its_own() -> None:
     assert done.returncode == 1, done.stderr
     value = json.loads(done.stdout)
     assert "by environment" in [check["name"] for check in value["checks"] if check["state"] == BAD]
-    sections = {"Software", "Distributed", "GPUs", "Patterns", "Schedules", "Transports", "Switched on"}
+    sections = {"Software", "Distributed", "GPUs", "Patterns", "Schedules", HERE, "Transports", "Switched on"}
     assert {check["section"] for check in value["checks"]} == sections

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import html
+
 import pytest
 
 from overlap_inductor.facts.decision import Decision
 from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.report import totals
 from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.report.report import SiteReport
 from overlap_inductor.report.text import render_text
 from overlap_inductor.switch.explain import Explanation
 from tests.support.html_page import Page
@@ -50,9 +53,12 @@ def test_a_notebook_shows_a_fragment(report: OverlapReport) -> None:
 
 def test_an_explanation_shows_its_reports_in_both_forms() -> None:
     both = Explanation([samples.llama(2), samples.block()])
-    assert str(both) == f"{samples.llama(2)}\n{samples.block()}"
-    assert both._repr_html_() == samples.llama(2)._repr_html_() + samples.block()._repr_html_()
-    assert both.to_text() == f"{render_text(samples.llama(2))}\n{render_text(samples.block())}"
+    total = totals.line_of_all(both.reports)
+    assert total.startswith("total of 6 sites of 2 graphs: estimated ")
+    assert str(both) == f"{samples.llama(2)}\n{samples.block()}\n{total}"
+    both_tables = samples.llama(2)._repr_html_() + samples.block()._repr_html_()
+    assert both._repr_html_() == f"{both_tables}<p>{html.escape(total)}</p>"
+    assert both.to_text() == f"{render_text(samples.llama(2))}\n{render_text(samples.block())}\n{total}\n"
     for text in (str(Explanation([])), Explanation([])._repr_html_(), Explanation([]).to_text()):
         assert text.startswith("No graph was compiled: ")
 
@@ -80,6 +86,30 @@ def test_of_several_pieces_the_fastest_serves_the_example() -> None:
     pieces = [samples.KEEP, PlanPiece("ring", "p2p", (512, None), {}, {"keep": 50.0, "ring": 80.0})]
     assert totals.of_decision(Decision("overlapped", "analytic", pieces)) == totals.Times(50.0, 50.0)
     assert totals.of_decision(Decision("overlapped", "forced", pieces[1:])) == totals.Times(50.0, 80.0)
+
+
+def test_the_total_of_all_graphs_counts_kept_sites_as_written() -> None:
+    """Catches a gain over the overlapped sites alone, shown as if it were that over all sites."""
+    kept = Decision("kept", "analytic", [PlanPiece("keep", None, (0, None), {}, {"keep": 1000.0, "ring": 1100.0})])
+    moved = Decision(
+        "overlapped", "analytic", [PlanPiece("ring", "p2p", (0, None), {}, {"keep": 3000.0, "ring": 2000.0})]
+    )
+    refused = Decision("refused", "analytic", [PlanPiece("keep")])
+
+    def graph(*decisions: Decision) -> OverlapReport:
+        facts = samples.llama(1).sites[0].facts
+        return samples.empty(sites=[SiteReport(facts, decision) for decision in decisions])
+
+    assert totals.line_of_all([graph(kept, moved), graph(moved)]) == (
+        "total of 3 sites of 2 graphs: estimated 7000 us -> 5000 us, 1.40x (28.6 % less)"
+    )
+    assert totals.line_of_all([graph(moved, refused)]) == (
+        "total of 2 sites of 1 graph: estimated 3000 us -> 2000 us, 1.50x (33.3 % less); 1 site without an estimate"
+        " not counted"
+    )
+    assert totals.line_of_all([graph(kept)]).endswith("estimated 1000 us -> 1000 us, 1.00x")
+    assert totals.line_of_all([graph(refused)]) == "total of 1 site of 1 graph: no site has an estimate"
+    assert totals.line_of_all([graph()]) == totals.line_of_all([]) == ""
 
 
 def test_times_of_nothing_have_no_ratio() -> None:

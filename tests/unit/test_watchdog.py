@@ -46,7 +46,7 @@ class Scene:
         self.dog.watch(self.faults, lambda: self.alive, lambda: self.in_flight)
 
     def give_up(self, rank: int = 0, stamp: int = 0) -> None:
-        """Leave the record of a kernel on rank ``rank`` that waited in vain for call 8 of the group's second rank."""
+        """Leave the record of a kernel on rank ``rank``: it timed out waiting for call 8 of the group's second rank."""
         record = self.faults.board.record(rank)
         record[1:5] = torch.tensor([WAIT_KINDS * self.site + WAIT_PART, 1, 8, 7])
         record[6:] = torch.tensor([stamp]).view(torch.int32)
@@ -73,7 +73,9 @@ def test_a_fault_is_logged_once_and_ends_the_process_after_the_grace_period(capl
         scene.look(100.1, 100.2, 160)
     assert scene.ends == [], "its patience begins when the fault is seen"
     assert [r.levelname for r in caplog.records] == ["ERROR"]
-    assert "site mlp/up of group 'tp' waited in vain for rows from rank 5: call 8 was wanted, 7 had come" in caplog.text
+    assert (
+        "site mlp/up of group 'tp' timed out waiting for rows from rank 5: expected call 8, saw call 7" in caplog.text
+    )
     scene.look(160.2)
     assert (
         len(scene.ends) == 1 and "rank 5" in scene.ends[0] and "Within 60 s no call raised this error" in scene.ends[0]
@@ -88,7 +90,7 @@ def test_the_rank_that_gave_up_first_is_named_and_waits_here_are_stopped(caplog:
     assert not scene.faults.stop[0]
     with caplog.at_level(logging.ERROR, "overlap_inductor"):
         scene.look(0)
-    assert "rank 6 gave up first: site mlp/up of group 'tp' waited in vain for rows from rank 5" in caplog.text
+    assert "rank 6 gave up first: site mlp/up of group 'tp' timed out waiting for rows from rank 5" in caplog.text
     assert scene.faults.stop[0] == 1
     with pytest.raises(TransferError, match="rank 6 gave up first"):
         scene.faults.check()
@@ -98,7 +100,7 @@ def test_a_call_whose_number_is_past_2_to_31_is_named() -> None:
     scene = Scene()
     scene.give_up()
     scene.faults.board.record(0)[3:5] = torch.tensor([-(2**31), 2**31 - 1])
-    with pytest.raises(TransferError, match="call 2147483648 was wanted, 2147483647 had come"):
+    with pytest.raises(TransferError, match="expected call 2147483648, saw call 2147483647"):
         scene.faults.check()
 
 
@@ -239,7 +241,7 @@ watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS = 0.01, {grace}
 class Faults:
     told = {told}
     def error(self):
-        return "site a waited in vain for rank 1."
+        return "site a timed out waiting for rank 1."
     def stop_waits(self):
         pass
 alive, in_flight = [True], [False]
@@ -259,7 +261,7 @@ def _run(rest: str, before: str = "", told: bool = False, grace: float = 60.0) -
 def test_a_program_that_is_stuck_is_ended_as_by_nccl() -> None:
     status, said = _run("time.sleep(50)", grace=0.2)
     assert status == -signal.SIGABRT
-    assert "site a waited in vain for rank 1. Within 0.2 s no call raised" in said
+    assert "site a timed out waiting for rank 1. Within 0.2 s no call raised" in said
     assert 'File "<string>", line 14 in <module>' in said, "where it was stuck"
 
 
@@ -280,7 +282,7 @@ def test_a_program_that_is_well_ends_well() -> None:
 PENDING = """
 watchdog.EXIT_SECONDS = 1.0
 given_up = []
-Faults.error = lambda self: "site a waited in vain for rank 1." if given_up else None
+Faults.error = lambda self: "site a timed out waiting for rank 1." if given_up else None
 import threading
 in_flight[0] = True
 ends = lambda: in_flight.__setitem__(0, False)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated parts of a page: the lines between ``<!-- made: NAME -->`` and ``<!-- end -->``."""
+"""Finds and replaces the generated parts of the pages in ``docs/``.
+
+A generated part is the lines between ``<!-- made: NAME -->`` and ``<!-- end -->``.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,17 @@ _PART = re.compile(r"(?<=<!-- made: )([\w.-]+)( -->\n)(.*?)(?=<!-- end -->)", re
 
 
 def filled(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
-    """``text`` with every generated part made anew.
+    """A page's ``text`` with every generated part generated again.
 
     Args:
-        parts: what makes a part, by its name.
+        parts: for the name of each part, a function that returns its text.
 
     Raises:
-        KeyError: the page names a part that nothing makes.
-        ValueError: a part has no end.
+        KeyError: the page names a part that is not in ``parts``.
+        ValueError: the page has more starts of parts than ends, or fewer.
     """
     if text.count("<!-- made: ") != text.count("<!-- end -->"):
-        raise ValueError("each '<!-- made: NAME -->' needs one '<!-- end -->'")
+        raise ValueError("each '<!-- made: NAME -->' needs one '<!-- end -->'; the numbers of the two differ")
     return _PART.sub(lambda match: f"{match[1]}{match[2]}\n{parts[match[1]]().strip()}\n\n", text)
 
 
@@ -35,5 +38,5 @@ def names(text: str) -> list[str]:
 
 
 def pages() -> list[Path]:
-    """Every page of ``docs/``, in the order of their names."""
+    """The path of every page in ``docs/``, sorted by name."""
     return sorted(DOCS.glob("*.md"))

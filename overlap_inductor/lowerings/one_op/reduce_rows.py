@@ -140,7 +140,9 @@ def summed(nodes: ReduceNodes) -> Biases:
     """``biases_of`` for a site that was planned as a sum. Raises ``RuntimeError`` if it is not a sum any more."""
     biases = biases_of(nodes, nodes.computed)
     if biases is None:
-        raise RuntimeError("the site was planned as a sum of matmuls, but the graph has changed and it is not one now")
+        raise RuntimeError(
+            "the site was planned as a sum of matmuls, but the graph has changed and has no such sum now"
+        )
     return biases
 
 

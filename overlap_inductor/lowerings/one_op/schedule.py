@@ -124,6 +124,13 @@ class OneOpSchedule:
     def single_op(self) -> SingleOp:
         return self
 
+    @property
+    def holds_workspace(self) -> bool:
+        return self.needed is not None
+
+    def why_not_between(self, ranks: tuple[int, ...], device: torch.device) -> str | None:
+        return self.reach(ranks, device)
+
     def why_no_call(self, call: OpCall, transport: str, device: torch.device) -> str | None:
         moving = self.plan.transports_of(call.pattern)
         if transport and transport not in moving:
@@ -134,7 +141,7 @@ class OneOpSchedule:
         limits = self.why_not_scaled if call.scaled else self.plan.why_not
         if limits is None:
             return f"no {self.noun} multiplies fp8 with scales"
-        return limits(call.dtype, call.inner, call.columns) or self.reach(call.ranks, device)
+        return limits(call.dtype, call.inner, call.columns) or self.why_not_between(call.ranks, device)
 
     def settings_of(self, call: OpCall, transport: str) -> dict[str, Any]:
         return self.plan.settings_for(call.pattern, transport)
@@ -193,7 +200,7 @@ class OneOpSchedule:
             if reason is not None:
                 return reason
         source = tools.value(site.collectives[0].input)
-        return self.reach(facts.collective.ranks, source.device)
+        return self.why_not_between(facts.collective.ranks, source.device)
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
         return self.pieces(site, config, 0)

@@ -113,12 +113,21 @@ def chooses_at_run_time(nodes: GatherNodes) -> bool:
 def rewrite(
     emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route: str
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """Returns ``(next token of the chain, {old node: its replacement})``. Each replacement has the shape and strides of
-    the old node."""
+    """Write the site as one op. Returns ``(next token of the chain, {old node: its replacement})``. Each replacement
+    has the shape and strides of the old node.
+
+    Args:
+        parts: sub-chunks of a shard.
+        floor: below this token count, the op runs the plain collective.
+        route: ``ring`` or ``bidirectional`` (``transports.routes``).
+
+    Raises:
+        RuntimeError: no looping op can compute the site.
+    """
     forms = forms_of(nodes)
     if forms is None:
         raise RuntimeError(
-            "the site was planned as one looping op, but the graph has changed and no op computes it now"
+            "the site was planned as one looping op, but the graph has changed and no looping op can compute it now"
         )
     first, shape = nodes.consumers[0], shard_shape(nodes, forms)
     operand = behind_views(first.operand_node, nodes)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a reduction, or a gathered output, as one of the looping ops of ``lowerings.ring.looped_reduce_ops``.
+"""Writes matmuls and the collective after them (reduce-scatter, all-reduce or all-gather) as one looping op of
+``lowerings.ring.looped_reduce_ops``.
 
-These ops compute the same sites as the other schedules' ops (``lowerings.one_op.reduce_rows``), and more: they add a
-bias of the result's shape, and reduce in another dtype than the matmuls'.
+The ops of other schedules are written by ``lowerings.one_op.reduce_rows``, which this module shares. Looping ops differ
+from them in three ways: they can add a bias that has the result's shape, they can reduce in another dtype than the
+matmuls', and they compute no fp8 matmuls.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ overlap = torch.ops.overlap_inductor
 
 
 def computes(pattern: str, nodes: ReduceNodes) -> bool:
-    """Whether a looping op computes this site."""
+    """Whether a looping op can compute a site of this ``pattern``."""
     biases = _biases(nodes)
     if biases is None or any(m.kind not in PLAIN for m in nodes.leaves):
         return False
@@ -33,12 +35,15 @@ def computes(pattern: str, nodes: ReduceNodes) -> bool:
 
 
 def _biases(nodes: ReduceNodes) -> reduce_rows.Biases | None:
+    """The bias of each matmul; ``None`` if the site computes more than a sum of matmuls and biases. A cast of the sum
+    is allowed, because the op reduces in the dtype to which it casts."""
     terms = nodes.computed
     return reduce_rows.biases_of(nodes, terms if len(terms) > 1 else [_before_cast(terms[0], nodes)])
 
 
 def _bias_fits(matmul: MatmulNode, bias: fx.Node | None) -> bool:
-    """Whether ``bias`` is one row, or has the result's shape. A scalar, or one number for each row, does not fit."""
+    """Whether ``bias`` is ``None``, one row as wide as the result, or a tensor of the result's shape. Neither a scalar
+    nor a column fits."""
     if bias is None:
         return True
     mine, wanted = tools.shape(bias), tools.shape(matmul.node)
@@ -48,8 +53,10 @@ def _bias_fits(matmul: MatmulNode, bias: fx.Node | None) -> bool:
 
 
 def _before_cast(node: fx.Node, nodes: ReduceNodes) -> fx.Node:
-    """The input of ``node`` if ``node`` is a cast, else ``node``. Only the last cast is skipped: two casts can round
-    twice."""
+    """The input of the cast whose result is ``node`` or is viewed by ``node``; ``node`` itself if there is no cast.
+
+    Only one cast is skipped, because two casts can round twice.
+    """
     cast = node
     while cast in nodes.through:
         cast = nodes.through[cast]
@@ -66,12 +73,20 @@ def chooses_at_run_time(pattern: str, nodes: ReduceNodes) -> bool:
 def rewrite(
     emit: StepEmitter, pattern: str, nodes: ReduceNodes, parts: int, floor: int
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """Returns ``(next token of the chain, {old node: its replacement})``. The result is contiguous and has the
-    collective's shape."""
+    """Write the site as one op. Returns ``(next token of the chain, {old node: its replacement})``. The result is
+    contiguous and has the collective's shape.
+
+    Args:
+        parts: sub-chunks of a shard.
+        floor: below this token count, the op runs the plain collective.
+
+    Raises:
+        RuntimeError: no looping op can compute the site.
+    """
     biases = _biases(nodes)
     if biases is None:
         raise RuntimeError(
-            "the site was planned as one looping op, but the graph has changed and no op computes it now"
+            "the site was planned as one looping op, but the graph has changed and no looping op can compute it now"
         )
     dtype, where = tools.dtype(nodes.collectives[0].input), (emit.group_name, emit.site, *emit.transport)
 

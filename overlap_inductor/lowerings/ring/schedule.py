@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from overlap_inductor.config import OverlapConfig
@@ -28,7 +29,9 @@ from overlap_inductor.sites.sizes import hint
 from overlap_inductor.sites.sizes import machine_of
 from overlap_inductor.sites.sizes import sizes_at
 from overlap_inductor.sites.step_emitter import StepEmitter
+from overlap_inductor.torch_compat.distributed import why_no_backend
 from overlap_inductor.torch_compat.ordering import moving_pass
+from overlap_inductor.torch_compat.target import on_gpu
 from overlap_inductor.transports.registry import names_of
 from overlap_inductor.transports.registry import transport_named
 from overlap_inductor.transports.transport import Exchanges
@@ -44,11 +47,15 @@ class RingSchedule:
     called = "as a ring"
     ops = tuple(f"overlap_inductor.lowerings.ring.{name}" for name in ("ops", "looped_gather_ops", "looped_reduce_ops"))
     called_by_others = False
+    holds_workspace = False
     single_op = None
 
     @property
     def transports(self) -> tuple[str, ...]:
         return names_of(Exchanges)
+
+    def why_not_between(self, ranks: tuple[int, ...], device: torch.device) -> str | None:
+        return why_no_backend(device)
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
         device = tools.value(site.collectives[0].input).device
@@ -120,7 +127,7 @@ def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | N
     multiples of 8 for the other two sizes."""
     parts, world_size = _parameters(site, config)["sub_chunks"], site.facts.collective.world_size
     for i, (matmul, facts) in enumerate(zip(site.matmuls, site.facts.matmuls, strict=True)):
-        if matmul.kind != "int_mm" or not tools.value(matmul.lhs).is_cuda:
+        if matmul.kind != "int_mm" or not on_gpu(tools.value(matmul.lhs).device):
             continue
         sizes = {"M": facts.m, "N": facts.n, "K": facts.k}
         if not all(isinstance(size, int) for size in sizes.values()):

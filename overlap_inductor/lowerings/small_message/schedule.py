@@ -44,13 +44,13 @@ from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports import sm_push
 
 SETTINGS = "{}"
-"""Each call's rows decide how its kernel runs."""
+"""Nothing is fixed: the kernel's launch depends on each call's rows."""
 ONE_BY_ONE = '{"replays": false}'
 
 
 class SmallMessageSchedule:
-    """See ``SiteSchedule``. The vendor's matmul stays; of a dynamic token count beyond the largest small message the
-    plain collective, or another schedule's op (``beyond``: its name and settings)."""
+    """See ``SiteSchedule``. The matmul stays the vendor's. If the token count is dynamic, calls with more rows than the
+    largest small message run the plain collective, or another schedule's op (``beyond``: its name and settings)."""
 
     name = "small_message"
     transports = (sm_push.NAME,)
@@ -59,15 +59,19 @@ class SmallMessageSchedule:
     called = "as a small message"
     ops = ("overlap_inductor.lowerings.small_message.ops",)
     called_by_others = False
+    holds_workspace = True
     parameters = small_plan.SmallParameters
 
     @property
     def single_op(self) -> SingleOp:
         return self
 
+    def why_not_between(self, ranks: tuple[int, ...], device: torch.device) -> str | None:
+        return symmetric.why_no_symmetric_memory(ranks, device)
+
     def why_no_call(self, call: OpCall, transport: str, device: torch.device) -> str | None:
         reason = small_plan.why_not(call.dtype, len(call.ranks), call.tokens, call.columns)
-        return reason or symmetric.why_no_symmetric_memory(call.ranks, device)
+        return reason or self.why_not_between(call.ranks, device)
 
     def settings_of(self, call: OpCall, transport: str) -> dict[str, Any]:
         return {}
@@ -80,18 +84,21 @@ class SmallMessageSchedule:
         facts = site.facts
         if (between := form_of(site).computed_between(site)) is not None:
             return (
-                f"{between.name} ({between.target}) stands between its matmuls and the collective; a small-message"
-                " kernel computes nothing there"
+                f"{between.name} ({between.target}) is between the matmuls and the collective; a {self.noun} cannot"
+                " compute it"
             )
         if not loopable(site) or len(site.matmuls) > 1:
-            return "its rows do not lie in the ranks' order, or it is no single plain matmul with a bias of one row"
+            return (
+                "the rows cannot be put in the ranks' order, or the site is not one plain matmul with at most one"
+                " row of bias"
+            )
         rows, columns, like = site.nodes.tokens, *_columns(site)
         if not isinstance(columns, int):
-            return f"rows of {columns} elements are only known when it runs"
+            return f"the row length is only known at run time: {columns}"
         reason = small_plan.why_not(
             like.dtype, facts.collective.world_size, rows if isinstance(rows, int) else 1, columns
         )
-        return reason or symmetric.why_no_symmetric_memory(facts.collective.ranks, like.device)
+        return reason or self.why_not_between(facts.collective.ranks, like.device)
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
         parameters: dict[str, Any] = {
@@ -109,16 +116,16 @@ class SmallMessageSchedule:
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         most = _most_rows(site)
-        # (What pays for the most rows pays for fewer: the plain collective's fixed cost is the larger one.)
+        # If the kernel pays at the most rows, it pays at fewer: the plain collective has the larger fixed cost.
         scale = 1.0 if isinstance(site.nodes.tokens, int) else most / max(hint(site.nodes.tokens), 1)
         return self.forced(site, config) if cost.pays(sizes_at(site, scale), machine_of(site)) else None
 
     def joined(self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]) -> list[PlanPiece]:
-        """Small messages serve few tokens, whatever the example has; what serves many is beside them."""
+        """Small messages serve the few-token calls at any example size; the other schedule serves the rest."""
         return _joined(own[0], others[0]) if others else own
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        """Its calls are one node each."""
+        """Does nothing: each call is one node, so the graph's budget of nodes does not matter."""
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request:
         rows, (columns, like) = site.nodes.tokens, _columns(site)
@@ -177,7 +184,7 @@ class SmallMessageSchedule:
 
 
 def _joined(small: PlanPiece, large: list[PlanPiece]) -> list[PlanPiece]:
-    """A plan with ``small`` for few tokens and the moving piece of ``large`` for many; one op serves both."""
+    """A plan with ``small`` for few tokens and the overlapped piece of ``large`` for many. One op serves both."""
     moving = next(p for p in large if p.schedule != "keep")
     most = small.tokens[1] or 0
     first = max(moving.tokens[0], most + 1)
@@ -205,13 +212,13 @@ def _most_rows(site: OverlapSite) -> int:
 
 
 def _norm(site: OverlapSite) -> NormEpilogue | None:
-    """The norm that the kernel computes too. Not with a dynamic token count, where calls that are no small messages
-    would compute it op by op."""
+    """The norm that the kernel also computes, or ``None``. With a dynamic token count it is ``None``, because larger
+    calls would compute the norm op by op."""
     nodes = nodes_of(site, ReduceNodes)
     if len(nodes.collectives) > 1 or nodes.collectives[0].reduce_op != "sum" or not isinstance(site.nodes.tokens, int):
         return None
     norm = find_norm(nodes.result)
-    # (Another all-reduce, whose site may take the norm as well.)
+    # A residual that is another all-reduce's result: that all-reduce's site may take the norm instead.
     if (
         norm is None
         or collectives.is_a_wait(norm.residual)

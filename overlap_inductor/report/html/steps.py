@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bars of a timeline, for each way in which a matmul and a transfer run beside each other.
+"""Lays out the bars of a timeline: one function for each way of running a matmul and a transfer together.
 
-Each function takes the microseconds of the whole matmul and of the whole transfer, and returns bars that do both. Bars
-of one lane do not overlap.
+Arguments of these functions:
+
+- ``matmul``, ``transfer``: microseconds of the whole matmul and of the whole transfer, or 1 each if there is no
+  estimate. The bars of each kind add up to these times. Bars of one lane do not overlap.
+- ``world_size``: ranks, at least 2.
+- ``parts``: sub-chunks of a shard, or bands of a result, at least 1.
 """
 
 from __future__ import annotations
@@ -16,12 +20,13 @@ from dataclasses import replace
 
 @dataclass(frozen=True)
 class Bar:
-    """A piece of work.
+    """One box of a timeline.
 
     Attributes:
-        kind: ``matmul`` | ``transfer`` | ``fixed``; of a transfer that was cut at the matmuls' bars ``hidden`` |
-            ``exposed``.
-        start / end: microseconds.
+        kind: ``matmul``, ``transfer`` or ``fixed`` (fixed costs). ``with_exposed`` cuts each ``transfer`` into parts of
+            kind ``hidden`` or ``exposed``.
+        start / end: time since the start of the timeline, in the unit of ``matmul`` and ``transfer``.
+        label: the box's tooltip.
     """
 
     kind: str
@@ -31,35 +36,39 @@ class Bar:
 
     @property
     def lane(self) -> str:
+        """The row in which the bar is drawn: ``matmul``, ``transfer`` or ``fixed``."""
         return "transfer" if self.kind in ("hidden", "exposed") else self.kind
 
 
 def end(bars: Iterable[Bar]) -> float:
+    """The time at which the last bar ends. ``bars`` must not be empty."""
     return max(bar.end for bar in bars)
 
 
 def behind(matmul: float, transfer: float) -> list[Bar]:
-    """Matmul, then transfer."""
+    """A matmul, and the whole transfer after it."""
     return [Bar("matmul", 0.0, matmul, "matmul"), Bar("transfer", matmul, matmul + transfer, "transfer")]
 
 
 def beside(matmul: float, transfer: float) -> list[Bar]:
-    """A matmul and the transfer of its result, which cannot end before the matmul does."""
+    """A matmul and, at the same time, the transfer of its result. The transfer does not end before the matmul."""
     last = max(matmul, transfer)
     return [Bar("matmul", 0.0, matmul, "matmul"), Bar("transfer", last - transfer, last, "transfer")]
 
 
 def beside_gather(matmul: float, transfer: float) -> list[Bar]:
-    """A gather and the matmul of what has come; the matmul cannot end before the gather does."""
+    """A gather and, at the same time, the matmul of the rows that have arrived. The matmul does not end before the
+    gather."""
     last = max(matmul, transfer)
     return [Bar("transfer", 0.0, transfer, "transfer"), Bar("matmul", last - matmul, last, "matmul")]
 
 
 def gather(matmul: float, transfer: float, world_size: int, parts: int) -> list[Bar]:
-    """Gather, then matmul: the own shard is multiplied while the others arrive, and a sub-chunk once it has arrived."""
+    """Gather, then matmul. The rank multiplies its own shard while the others arrive, then each sub-chunk after its
+    arrival."""
     hops = (world_size - 1) * parts
     hop, step = transfer / hops, matmul / (world_size * parts)
-    bars = [Bar("transfer", i * hop, (i + 1) * hop, f"arrives {i + 1}/{hops}") for i in range(hops)]
+    bars = [Bar("transfer", i * hop, (i + 1) * hop, f"sub-chunk {i + 1}/{hops} arrives") for i in range(hops)]
     now = step * parts
     bars.append(Bar("matmul", 0.0, now, "own shard"))
     for i in range(hops):
@@ -70,7 +79,8 @@ def gather(matmul: float, transfer: float, world_size: int, parts: int) -> list[
 
 
 def reduce(matmul: float, transfer: float, world_size: int, parts: int) -> list[Bar]:
-    """Matmul, then reduce: the others' slices come first, and each is sent while the next is multiplied."""
+    """Matmul, then reduce-scatter. The other ranks' slices are multiplied first. Each is sent to its owner while the
+    next is multiplied."""
     hops = (world_size - 1) * parts
     hop, step = transfer / hops, matmul / (world_size * parts)
     bars: list[Bar] = []
@@ -85,7 +95,8 @@ def reduce(matmul: float, transfer: float, world_size: int, parts: int) -> list[
 
 
 def reduce_and_give_back(matmul: float, transfer: float, world_size: int, parts: int) -> list[Bar]:
-    """Matmul, then all-reduce, in bands: a band's sums go to all ranks while the next band is multiplied."""
+    """Matmul, then all-reduce, one band of rows after the other. A band's sum is sent to all ranks while the next band
+    is multiplied."""
     step = matmul / (world_size * parts)
     hop = transfer / (2 * (world_size - 1) * parts)
     bars: list[Bar] = []
@@ -100,29 +111,30 @@ def reduce_and_give_back(matmul: float, transfer: float, world_size: int, parts:
                 bars.append(Bar("transfer", free - hop, free, f"band {band}, partial {piece} to its owner"))
         begin = max(free, now)
         free = begin + hop * (world_size - 1)
-        bars.append(Bar("transfer", begin, free, f"band {band}, sum to all"))
+        bars.append(Bar("transfer", begin, free, f"band {band}, sum to all ranks"))
     return bars
 
 
 def bands(matmul: float, transfer: float, parts: int) -> list[Bar]:
-    """Matmul, then all-gather: a band of the output is sent while the next is multiplied."""
+    """Matmul, then all-gather. A band of the result is sent to all ranks while the next is multiplied."""
     bars: list[Bar] = []
     now = free = 0.0
     for i in range(1, parts + 1):
         bars.append(Bar("matmul", now, now + matmul / parts, f"band {i}"))
         now += matmul / parts
         free = max(free, now) + transfer / parts
-        bars.append(Bar("transfer", free - transfer / parts, free, f"band {i} to all"))
+        bars.append(Bar("transfer", free - transfer / parts, free, f"band {i} to all ranks"))
     return bars
 
 
 def with_exposed(bars: Sequence[Bar]) -> list[Bar]:
-    """``bars`` with each transfer cut into the parts that have a matmul beside them (``hidden``) and the others."""
+    """``bars`` with each transfer cut into parts: ``hidden`` while a matmul runs, else ``exposed``."""
     busy = _joined((bar.start, bar.end) for bar in bars if bar.kind == "matmul")
     return [part for bar in bars for part in (_cut(bar, busy) if bar.kind == "transfer" else [bar])]
 
 
 def _joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of ``spans`` as separate spans, in order."""
     joined: list[tuple[float, float]] = []
     for start, stop in sorted(spans):
         if joined and start <= joined[-1][1] + 1e-9:
@@ -133,6 +145,7 @@ def _joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _cut(bar: Bar, busy: Sequence[tuple[float, float]]) -> Iterator[Bar]:
+    """The parts of ``bar`` inside (``hidden``) and outside (``exposed``) the spans of ``busy``."""
     now = bar.start
     for start, stop in busy:
         start, stop = max(start, now), min(stop, bar.end)

@@ -5,13 +5,14 @@ The lengths are ``estimate_us``: of ``matmul`` and ``collective`` alone, of ``ke
 and of the piece's schedule (where the row of the plan ends). The steps between are a model:
 
 - a piece with parameter ``route`` (``transports.routes``) moves in sub-chunks, step by step;
-- any other piece runs matmul and transfer beside each other: neither ends before what it needs of the other has ended;
-- a piece that does not ``overlap`` runs the transfer behind the matmul.
+- any other piece runs matmul and transfer at the same time. The one that needs the other's result does not end before
+  the other;
+- a piece that does not ``overlap`` runs the transfer after the matmul.
 
-Where the steps end before the estimate does, the rest is drawn as fixed costs: launches, steps, credits, waits, and
-what the estimate adds for running beside each other. Where they end behind it, the schedule's own transfer is shorter
-than the collective, and the transfer is shortened until both ends meet. The part of a transfer with no matmul beside it
-is exposed.
+If the steps end before the estimate does, the rest is drawn as fixed costs: launches, steps, credits, waits, and what
+the estimate adds because both run at the same time. If the steps end after the estimate, the schedule's own transfer is
+shorter than the collective. Then the transfer is shortened until both ends meet. The part of a transfer during which no
+matmul runs is exposed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Row:
 
     @property
     def exposed(self) -> float:
-        """Microseconds of transfers with no matmul beside them."""
+        """Microseconds of transfers during which no matmul runs."""
         return sum(bar.end - bar.start for bar in self.bars if bar.kind == "exposed")
 
     @property
@@ -79,14 +80,15 @@ def sketch(facts: SiteFacts, piece: PlanPiece) -> Sketch:
 
 
 def _gathers_first(facts: SiteFacts, piece: PlanPiece) -> bool:
-    """Whether the collective stands before the matmul. A pattern's name has the two in their order."""
+    """Whether the collective runs before the matmul. A pattern's name has the two in this order."""
     if "route" in piece.parameters:
         return piece.parameters["route"] in _SHARDS_TRAVEL
     return not facts.collective.reduce_op and not facts.pattern.startswith("matmul")
 
 
 def _in_turn(gathers_first: bool, matmul: float, keep: float) -> list[Bar]:
-    """One after the other. (The rest of ``keep``, for its parts were rounded one by one.)"""
+    """Collective and matmul one after the other. The collective takes the rest of ``keep``, because the parts of
+    ``keep`` were rounded one by one."""
     between = keep - matmul if gathers_first else matmul
     first, second = ("transfer", "matmul") if gathers_first else ("matmul", "transfer")
     names = {"transfer": "collective", "matmul": "matmul"}
@@ -126,10 +128,10 @@ def _fitted(shape: Callable[[float, float], list[Bar]], matmul: float, transfer:
         bars = shape(matmul, low)
     last = steps.end(bars)
     if last > total:
-        # Estimated to take less time than the matmul alone: all is shortened alike.
+        # The estimate is shorter than the matmul alone, so all bars are shortened by the same factor.
         factor = total / last
         return [replace(bar, start=bar.start * factor, end=bar.end * factor) for bar in bars]
     if total - last > 1e-3 * total:
         return [*bars, Bar("fixed", last, total, "fixed costs")]
-    # What a rounded estimate leaves is no fixed cost.
+    # The remainder comes from rounding the estimates; it is not a fixed cost.
     return [replace(bar, end=total) if bar.end == last else bar for bar in bars]

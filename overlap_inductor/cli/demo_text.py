@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's results as text: sites, differences and times of each part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TITLES = {
+    "llama": 'Hugging Face Llama, tp_plan="auto", inference',
+    "block": "DTensor sequence-parallel block, forward and backward",
+}
+FASTER, SLOWER = 1.02, 0.98
+"""A ratio of times between these is called no difference."""
+
+
+def overlapped(form: dict[str, Any]) -> int:
+    """Number of sites that a compiled form overlaps."""
+    return sum(graph["overlapped"] for graph in form["graphs"])
+
+
+def passed(result: dict[str, Any]) -> bool:
+    """Whether all numbers of a part agree and some form overlaps a site."""
+    checks = [check for form in result["forms"] for check in form["checks"]]
+    return any(map(overlapped, result["forms"])) and all(check["passed"] for check in checks)
+
+
+def part(result: dict[str, Any], shared_cpu: bool) -> str:
+    """One part. ``shared_cpu``: the ranks are processes of one CPU and no link is between them."""
+    forms = result["forms"]
+    lines = ["", TITLES[result["part"]]]
+    shown = next((form for form in forms if overlapped(form)), None)
+    if shown is None:
+        lines.append("  FAIL: no schedule overlapped a site")
+    for graph in (shown or forms[0])["graphs"]:
+        lines.append(f"  graph {graph['graph']} {graph['phase']}, schedule {(shown or forms[0])['name']}:")
+        lines += [f"    {line}" for line in (graph["headline"], *_aligned(graph["rows"]))]
+    lines.append("  largest difference from plain torch.compile (in brackets: plain from eager)")
+    lines += [f"    {line}" for line in _checks(result)]
+    lines.append("  median times")
+    lines += [f"    {line}" for line in _times(result)]
+    lines.append(f"  {of_auto(result, shared_cpu)}")
+    return "\n".join(lines)
+
+
+def _checks(result: dict[str, Any]) -> list[str]:
+    """For each output the form that differs most, and every form that differs too much."""
+    lines = []
+    for index, noise in enumerate(result["plain_against_eager"]):
+        found = [(form["name"], form["checks"][index]) for form in result["forms"]]
+        worst = max(found, key=lambda pair: pair[1]["difference"])
+        for name, check in [pair for pair in found if not pair[1]["passed"]] or [worst]:
+            verdict = "ok" if check["passed"] else "FAIL"
+            lines.append(
+                f"{check['name']:28} {check['difference']:.2e} ({name})  [{noise['difference']:.2e}]  allowed"
+                f" {check['tolerance']:.2e}, largest value {check['largest']:.2e}  {verdict}"
+            )
+    return lines
+
+
+def _times(result: dict[str, Any]) -> list[str]:
+    plain = result["plain_ms"]
+    rows = [["plain", f"{plain:.2f} ms", "", ""]]
+    for form in result["forms"]:
+        sites = f"{overlapped(form)} of {sum(graph['found'] for graph in form['graphs'])} sites overlapped"
+        if form["ms"] is None:
+            reason = next((graph["reason"] for graph in form["graphs"] if graph["reason"]), "")
+            rows.append([form["name"], "as plain", "", f"{sites}: {reason}" if reason else sites])
+        else:
+            rows.append([form["name"], f"{form['ms']:.2f} ms", f"{plain / form['ms']:.2f}x", sites])
+    return _aligned(rows)
+
+
+def of_auto(result: dict[str, Any], shared_cpu: bool) -> str:
+    """One sentence on schedule ``auto``, which is what users get."""
+    auto = next(form for form in result["forms"] if form["name"] == "auto")
+    if auto["ms"] is None:
+        return "auto keeps every site, so the model runs as with plain torch.compile."
+    ratio = result["plain_ms"] / auto["ms"]
+    if ratio >= FASTER:
+        return f"auto is {ratio:.2f}x faster than plain torch.compile here."
+    if ratio > SLOWER:
+        return "auto is as fast as plain torch.compile here."
+    why = (
+        "expected: between processes of one CPU a transfer takes the cores that the matmuls need"
+        if shared_cpu
+        else "its estimate was wrong; `overlap-inductor bugreport FOLDER` packs what is needed to report it"
+    )
+    return f"auto is {1 / ratio:.2f}x SLOWER than plain torch.compile here ({why})."
+
+
+def _aligned(rows: list[list[Any]]) -> list[str]:
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))] if cells else []
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts joined by a slow link, on one Linux machine: a network namespace for each rank, a bridge, and a rate limit in
+each direction.
+
+Needs root and Debian's iproute2. Namespaces, links and the bridge are removed at the end, also after an error.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Host:
+    """A network namespace.
+
+    Attributes:
+        name: as ``ip netns`` knows it.
+        address: its IPv4 address on the bridge.
+        interface: its end of the link.
+    """
+
+    name: str
+    address: str
+    interface: str
+
+    @property
+    def command(self) -> list[str]:
+        """What runs a program on this host, when written before the program's command."""
+        return ["ip", "netns", "exec", self.name]
+
+
+def why_not() -> str | None:
+    """Why this process cannot make a slow link, or ``None`` if it can."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return "making network namespaces needs root; run the command as root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"the slow link needs {' and '.join(missing)}; install the package iproute2"
+    try:
+        with slow_hosts(2, 1000):
+            return None
+    except OSError as error:
+        return str(error)
+
+
+@contextmanager
+def slow_hosts(count: int, megabits: int) -> Iterator[list[Host]]:
+    """``count`` hosts on one bridge. Each sends and receives at most ``megabits`` Mbit/s.
+
+    Raises:
+        OSError: the system refuses a namespace, a link or a rate limit; the message holds the command and its answer.
+    """
+    # Several runs on one machine keep apart by the process number. Names of interfaces have at most 15 characters.
+    prefix = f"ovl{os.getpid() % 100000}"
+    hosts = [Host(f"{prefix}h{i}", f"10.77.0.{i + 1}", f"{prefix}i{i}") for i in range(count)]
+    bridge = f"{prefix}br"
+    # A burst of two full segments and a queue of 20 ms: long queues delay the acknowledgements of the other direction.
+    limit = ["rate", f"{megabits}mbit", "burst", "128kb", "latency", "20ms"]
+    try:
+        _run("ip", "link", "add", bridge, "type", "bridge")
+        _run("ip", "link", "set", bridge, "up")
+        for index, host in enumerate(hosts):
+            outside = f"{prefix}o{index}"
+            _run("ip", "netns", "add", host.name)
+            _run("ip", "link", "add", outside, "type", "veth", "peer", "name", host.interface, "netns", host.name)
+            _run("ip", "link", "set", outside, "master", bridge, "up")
+            _run(*host.command, "ip", "addr", "add", f"{host.address}/24", "dev", host.interface)
+            _run(*host.command, "ip", "link", "set", host.interface, "up")
+            _run(*host.command, "ip", "link", "set", "lo", "up")
+            _run("tc", "qdisc", "add", "dev", outside, "root", "tbf", *limit)
+            _run(*host.command, "tc", "qdisc", "add", "dev", host.interface, "root", "tbf", *limit)
+        yield hosts
+    finally:
+        for index, host in enumerate(hosts):
+            _remove("ip", "netns", "del", host.name)
+            _remove("ip", "link", "del", f"{prefix}o{index}")
+        _remove("ip", "link", "del", bridge)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"the slow link cannot be made: `{' '.join(command)}` answered: {done.stderr.strip()}")
+
+
+def _remove(*command: str) -> None:
+    """Run a command that removes something. What was never made cannot be removed, so its failure is no error."""
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose the sites to overlap: find them, decide each, and find again if that overlaps more."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import fx
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.facts.decision import Decision
+from overlap_inductor.facts.decision import PlanPiece
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.lowerings.registry import SCHEDULES
+from overlap_inductor.passes import check as legality
+from overlap_inductor.passes import fused_sums
+from overlap_inductor.passes import plan as planner
+from overlap_inductor.passes.find import SiteFinder
+from overlap_inductor.sites.nodes import DecidedSite
+from overlap_inductor.sites.nodes import OverlapSite
+
+
+class Choice(NamedTuple):
+    """What one walk found: ``sites`` with their decisions, of which ``chosen`` are to be overlapped."""
+
+    found: SiteFinder
+    sites: list[DecidedSite]
+    chosen: list[DecidedSite]
+
+
+def find_and_choose(
+    graph: fx.Graph, config: OverlapConfig, phase: str, refusal: str | None, failed: dict[str, Reason]
+) -> Choice:
+    """Find and decide all sites.
+
+    If a term of a sum is another site's matmul, the reduction leaves it to that site. Two repairs follow, each kept
+    only if it overlaps more:
+
+    - If that other site is not overlapped, find again and leave it nothing.
+    - If the matmul that was left holds the rest of the sum as its bias, take it apart (``fused_sums.unfold``) and find
+      again.
+    """
+
+    def chosen_without(idle: set[str]) -> Choice:
+        found = SiteFinder(graph, phase, idle).run()
+        return Choice(found, *choose(found.sites, config, refusal, failed))
+
+    def improved() -> Choice:
+        best, idle = chosen_without(set()), set[str]()
+        while not (more := _idle_owners(best)) <= idle:
+            idle = idle | more
+            other = chosen_without(idle)
+            if _served(other) <= _served(best):
+                break
+            best = other
+        return best
+
+    best = improved()
+    if not fused_sums.unfold(best.found.left):
+        return best
+    served, unfolded = _served(best), improved()
+    if _served(unfolded) > served:
+        return unfolded
+    fused_sums.put_back(graph, unfolded_only=True)
+    return improved()
+
+
+def _idle_owners(choice: Choice) -> set[str]:
+    """Names of the collectives of sites that are not overlapped, though a reduction left them a matmul."""
+    taken, left = {s.facts.id for s in choice.chosen}, choice.found.left
+    return {
+        s.collectives[0].node.name
+        for s in choice.sites
+        if s.facts.id not in taken and not left.isdisjoint(m.node for m in s.matmuls)
+    }
+
+
+def _served(choice: Choice) -> tuple[int, int]:
+    """Number of sites to overlap, and of their matmuls."""
+    return len(choice.chosen), sum(len(s.matmuls) for s in choice.chosen)
+
+
+def choose(
+    sites: list[OverlapSite], config: OverlapConfig, refusal: str | None, failed: dict[str, Reason]
+) -> tuple[list[DecidedSite], list[DecidedSite]]:
+    """Decide every site: ``(all sites with their decisions, those to overlap)``. ``failed``: by id, why a site's
+    rewrite has failed already."""
+    context = legality.Context(config, refusal)
+    decided = [_decide(site, config, context, failed) for site in sites]
+    planner.fit_workspace(_overlapped(decided), config)
+    for schedule in SCHEDULES:
+        schedule.fit([s for s in _overlapped(decided) if s.decision.moving.schedule == schedule.name], config)
+    chosen = _overlapped(decided)
+    if config.mode == "report":
+        for site in chosen:
+            site.decision.status = "kept"
+            text = "OVERLAP_INDUCTOR=report does not change the graph; set OVERLAP_INDUCTOR=on to overlap this site"
+            site.decision.reasons.append(Reason("report_mode", text))
+    return decided, chosen
+
+
+def _decide(
+    site: OverlapSite, config: OverlapConfig, context: legality.Context, failed: dict[str, Reason]
+) -> DecidedSite:
+    """The site with its decision. A site that is to be overlapped is accepted into ``context``."""
+    keep = [PlanPiece("keep")]
+    if site.facts.id in failed:
+        return site.decided(Decision("failed", "analytic", keep, [failed[site.facts.id]]))
+    reason = legality.refuse(site, context)
+    if reason is not None:
+        status = "kept" if reason.code in _NOT_A_FAILURE else "refused"
+        return site.decided(Decision(status, "forced" if reason.code == "switched_off" else "analytic", keep, [reason]))
+    decision = planner.plan(site, config)
+    if decision.status == "overlapped":
+        context.accept(site)
+    return site.decided(decision)
+
+
+def _overlapped(sites: list[DecidedSite]) -> list[DecidedSite]:
+    return [s for s in sites if s.decision.status == "overlapped"]
+
+
+_NOT_A_FAILURE = {"switched_off", "world_size_one"}

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A graph as text, for reports and golden files."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import fx
+
+from overlap_inductor.torch_compat import operators
+
+
+def readable(graph: fx.Graph) -> str:
+    """The graph as text, with dtypes and shapes, one node a line; without metadata that differs between ranks or
+    runs."""
+    lines = []
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        kind = ""
+        if isinstance(value, torch.Tensor):
+            kind = f": {str(value.dtype).removeprefix('torch.')}[{', '.join(str(s) for s in value.shape)}]"
+        target = operators.lowering_name(node) or str(node.target).removeprefix("torch.ops.")
+        arguments = ", ".join(
+            [*(_argument(a) for a in node.args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())]
+        )
+        if node.op == "placeholder":
+            lines.append(f"{node.name}{kind} = input")
+        elif node.op == "output":
+            lines.append(f"return {arguments}")
+        else:
+            lines.append(f"{node.name}{kind} = {target}({arguments})")
+    return "\n".join(lines) + "\n"
+
+
+def _argument(value: object) -> str:
+    """One argument as text. The plan that ``agree`` carries is shortened to its digest."""
+    if isinstance(value, str):
+        return f"plan {json.loads(value)['plan']}" if value.startswith('{"config"') else repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_argument(v) for v in value)}]"
+    return str(value)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewrite a graph or restore it: a failed rewrite leaves no trace in the graph."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+from torch import fx
+
+from overlap_inductor.facts.exchange import ExchangePlan
+from overlap_inductor.passes.rewrite import Rewriter
+from overlap_inductor.report.failure import BUG_REPORT
+from overlap_inductor.report.failure import Failure
+from overlap_inductor.sites.nodes import DecidedSite
+
+log = logging.getLogger("overlap_inductor")
+
+
+def rewrite_or_restore(
+    graph: fx.Graph, chosen: list[DecidedSite], rewriter: Rewriter
+) -> tuple[ExchangePlan, list[str]] | Failure:
+    """Rewrite ``chosen``; if that fails, restore the graph.
+
+    Returns:
+        what ``Rewriter.apply`` returns; or the failure, with the site that failed, or with all sites if no single one
+        can be blamed.
+    """
+    snapshot = fx.Graph()
+    _copy(graph, snapshot)
+    try:
+        return rewriter.apply(chosen)
+    except Exception as error:  # noqa: BLE001  (the model must compile in any case; the report names the error)
+        blamed = [rewriter.current] if rewriter.current is not None else chosen
+        ids = " or ".join(site.facts.id for site in blamed)
+        log.warning(
+            "overlap_inductor: could not rewrite site %s (%s); the graph was restored and the site runs as written. %s",
+            ids,
+            error,
+            BUG_REPORT,
+            exc_info=True,
+        )
+        # The graph may be out of order, so erasing users first is not possible: cut every edge, then erase. A node that
+        # was inserted before an erased one is not in ``graph.nodes``, but is still a user of nodes that are.
+        for node in {*graph.nodes, *(user for n in graph.nodes for user in n.users)}:
+            node.args, node.kwargs = (), {}
+        for node in list(graph.nodes):
+            graph.erase_node(node)
+        _copy(snapshot, graph)
+        return Failure.of(error, "rewrite", [site.facts.id for site in blamed])
+
+
+def _copy(source: fx.Graph, target: fx.Graph) -> None:
+    mapping: dict[fx.Node, fx.Node] = {}
+    result = target.graph_copy(source, mapping)
+    output = target.output(result)
+    output.meta = copy.copy(next(n for n in reversed(source.nodes) if n.op == "output").meta)
+    for node, twin in mapping.items():
+        twin.meta = copy.copy(node.meta)
+        # Without this a copy gets another name, because the graph still counts the erased names as taken.
+        twin.name = node.name

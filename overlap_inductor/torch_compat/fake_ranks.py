@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets one process be rank 0 of as many ranks as a program asks for, by PyTorch's ``fake`` backend: nothing is sent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.device_mesh as device_mesh
+import torch.distributed.distributed_c10d as distributed_c10d
+
+from overlap_inductor.errors import ConfigError
+
+_MODULES = (dist, distributed_c10d, device_mesh)
+"""Where programs and PyTorch find the functions that make groups."""
+
+
+class RanksError(ConfigError):
+    """The program asks for another number of ranks than it can get."""
+
+
+@contextmanager
+def one_process_as(ranks: int, fixed: bool, most: int | None = None) -> Iterator[None]:
+    """Inside, every process group that the program makes is a ``fake`` one, in which this process is rank 0; the
+    variables of ``torchrun`` say so, too.
+
+    Args:
+        ranks: size of the default group, unless the program asks for a size by itself.
+        fixed: whether another size that the program asks for is an error (``RanksError``).
+        most: the largest size that a program may ask for.
+    """
+
+    def init_process_group(
+        backend: Any = None,
+        init_method: Any = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        rank: int = -1,
+        *rest: Any,
+        **keywords: Any,
+    ) -> None:
+        size = world_size if world_size > 0 else ranks
+        if fixed and size != ranks:
+            raise RanksError(
+                f"the script asks for world_size={size}, and --ranks is {ranks}; leave --ranks out, or let the script"
+                " read WORLD_SIZE"
+            )
+        if most is not None and size > most:
+            raise RanksError(f"the script asks for world_size={size}, and the machine has {most} GPUs")
+        os.environ.update(_variables(size))
+        make_group("fake", timeout=timeout, world_size=size, rank=rank if 0 <= rank < size else 0)
+
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *rest: Any, **keywords: Any) -> Any:
+        # A group of another backend would look for the other ranks.
+        return make_subgroup(ranks, timeout, None, *rest, **keywords)
+
+    make_group, make_subgroup = dist.init_process_group, dist.new_group
+    before = {name: os.environ.get(name) for name in _variables(ranks)}
+    os.environ.update(_variables(ranks))
+    _replace(init_process_group, new_group)
+    try:
+        yield
+    finally:
+        _replace(make_group, make_subgroup)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _replace(init_process_group: Any, new_group: Any) -> None:
+    for module in _MODULES:
+        setattr(module, "init_process_group", init_process_group)
+        setattr(module, "new_group", new_group)
+
+
+def _variables(ranks: int) -> dict[str, str]:
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+    return {
+        **rank,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine that plans are made for: the one this process runs on, unless ``planning_for`` names another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from overlap_inductor.facts.machine import Box
+
+_target: Box | None = None
+
+
+@contextmanager
+def planning_for(box: Box | None) -> Iterator[None]:
+    """Inside, graphs of this process are planned as if their ranks ran on the GPUs of ``box``, whatever device their
+    tensors lie on. Such a plan cannot be run here. ``None``: they are planned for this machine."""
+    global _target
+    outer, _target = _target, box
+    try:
+        yield
+    finally:
+        _target = outer
+
+
+def target() -> Box | None:
+    """The machine that plans are made for; ``None`` if it is this one."""
+    return _target
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether a tensor that lies on ``device`` here lies on a GPU where the plan is made for."""
+    return device.type == "cuda" or target() is not None
