@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -175,6 +176,19 @@ def _writable(folder: str) -> Path:
         ) from error
 
 
+def _lack_of_gpus(usable: int) -> str:
+    """Why fewer than two GPUs can be used, and what to change."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        missing = "CUDA" if torch.version.cuda is None else "NCCL"
+        return f"this torch ({torch.__version__}) is built without {missing}; install a build that has it"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    where = "this machine" if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden}"
+    return f"{where} has {usable} that torch can use; run it where nvidia-smi shows two"
+
+
 def _resolve(options: DemoOptions) -> Setup:
     """The options for this machine. Raises as ``run_demo`` does."""
     unknown = [part for part in options.parts if part not in PARTS]
@@ -214,8 +228,7 @@ def _device(options: DemoOptions) -> tuple[str, int]:
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     device = ("cuda" if gpus >= 2 else "cpu") if options.device == "auto" else options.device
     if device == "cuda" and gpus < 2:
-        why = f"has {gpus} usable GPUs" if dist.is_nccl_available() else "has a torch that is built without NCCL"
-        raise ConfigError(f"--device cuda: the demo needs 2 GPUs, and this machine {why}; use --device cpu")
+        raise ConfigError(f"--device cuda: the demo needs 2 GPUs, and {_lack_of_gpus(gpus)}, or use --device cpu")
     ranks = options.ranks or (max(n for n in (2, 4, HEADS) if n <= gpus) if device == "cuda" else 2)
     if device == "cuda" and ranks > gpus:
         raise ConfigError(

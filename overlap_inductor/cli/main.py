@@ -157,9 +157,11 @@ def _report(chosen: argparse.Namespace) -> int:
     print(read_reports(chosen.folder))
     for folder in page_folders(chosen.folder):
         try:
-            print(f"Page over all graphs: {write_overview(folder)}")
+            page = write_overview(folder)
         except OSError as error:
             print(f"overlap-inductor report: the page over all graphs cannot be written: {error}", file=sys.stderr)
+        else:
+            print(f"Page over all graphs: {page}")
     return 0
 
 

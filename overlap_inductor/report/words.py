@@ -170,7 +170,9 @@ def parameters(piece: PlanPiece) -> str:
 
 def headline(report: OverlapReport) -> str:
     """``5 sites found: 4 overlapped (ring), 1 refused; 2 near misses``."""
-    if not report.sites:
+    if pass_failed(report):
+        text = "the overlap pass failed: nothing is overlapped"
+    elif not report.sites:
         text = "no sites found"
     else:
         statuses = Counter(status(s.decision) for s in report.sites)
@@ -179,6 +181,11 @@ def headline(report: OverlapReport) -> str:
     if report.near_misses:
         text += f"; {count(len(report.near_misses), 'near miss').replace('misss', 'misses')}"
     return text
+
+
+def pass_failed(report: OverlapReport) -> bool:
+    """Whether the whole pass failed on this graph, so that nothing is known of its sites."""
+    return any(failure.stage == "pass" for failure in report.failures)
 
 
 def reason_codes(report: OverlapReport) -> list[str]:
