@@ -191,13 +191,17 @@ def variables() -> tuple[str, ...]:
 def _refuse_unknown(environment: Mapping[str, str]) -> None:
     """Raises ``ConfigError`` if a variable has the package's prefix and is no switch: a misspelt one would change
     nothing, silently."""
-    known = variables()
     for variable in sorted(environment):
-        if variable.startswith(f"{ENVIRONMENT_PREFIX}_") and variable not in known:
-            fields = [f.name for f in dataclasses.fields(OverlapConfig)]
-            near = difflib.get_close_matches(variable.removeprefix(f"{ENVIRONMENT_PREFIX}_").lower(), fields, n=1)
-            meant = f"Did you mean {_variable(near[0])}? " if near else ""
-            raise ConfigError(
-                f"{variable}={environment[variable]!r} is no switch of overlap_inductor. {meant}Rename or unset it. The"
-                f" switches are {', '.join(known)}."
-            )
+        if reason := why_unknown(variable):
+            raise ConfigError(f"{variable}={environment[variable]!r} is {reason}")
+
+
+def why_unknown(variable: str) -> str:
+    """What is wrong with a variable that has the package's prefix and is no switch, with the nearest switch; empty for
+    every other variable."""
+    if not variable.startswith(f"{ENVIRONMENT_PREFIX}_") or variable in variables():
+        return ""
+    fields = [f.name for f in dataclasses.fields(OverlapConfig)]
+    near = difflib.get_close_matches(variable.removeprefix(f"{ENVIRONMENT_PREFIX}_").lower(), fields, n=1)
+    meant = f"Did you mean {_variable(near[0])}?" if near else f"The switches are {', '.join(variables())}."
+    return f"no switch of overlap_inductor. {meant} Rename or unset it."

@@ -75,9 +75,9 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def median_ms(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, float]:
-    """Median time of each call in milliseconds, on the slowest rank. The calls take turns; each is called once before,
-    which is not counted."""
+def quartiles_ms(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, list[float]]:
+    """The first quartile, the median and the third quartile of each call's times in milliseconds, on the slowest rank.
+    The calls take turns; each is called once before, which is not counted."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(REPEATS + 1):
         for name, call in calls.items():
@@ -88,9 +88,9 @@ def median_ms(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, 
             synchronize(device)
             if repeat:
                 times[name].append(time.perf_counter() - start)
-    slowest = torch.tensor([statistics.median(found) * 1e3 for found in times.values()], device=device)
+    slowest = torch.tensor([statistics.quantiles(found, method="inclusive") for found in times.values()], device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return dict(zip(times, slowest.tolist(), strict=True))
+    return dict(zip(times, (slowest * 1e3).tolist(), strict=True))
 
 
 def compare(name: str, value: torch.Tensor, reference: torch.Tensor, tolerance: float) -> dict[str, Any]:
@@ -144,7 +144,9 @@ def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Se
 
     say(step=f"{part}: timing")
     timed = {c.name: c.model for c in compiled if c.overlaps()}
-    times = median_ms({name: partial(call, form) for name, form in {"plain": plain, **timed}.items()}, settings.device)
+    times = quartiles_ms(
+        {name: partial(call, form) for name, form in {"plain": plain, **timed}.items()}, settings.device
+    )
     noise = [compare(key, expected[key], eager[key], tolerance) for key in expected]
     forms = [
         {"name": c.name, "checks": c.checks, "ms": times.get(c.name), "graphs": [describe(r) for r in c.reports]}
