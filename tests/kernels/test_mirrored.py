@@ -86,5 +86,5 @@ def test_a_margin_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     pair = [torch.zeros(4096, dtype=torch.int32) for _ in range(2)]
     buffer: Any = SimpleNamespace(local=pair[0], peers=pair)
-    with pytest.raises(ValueError, match="turned back beyond a margin of 16 elements"):
+    with pytest.raises(ValueError, match="of 4 sources, 32 elements apart, need .* the margin has 16 elements"):
         mirrored.mirrored(buffer, 4, 32, 16, turned=True)
