@@ -8,6 +8,7 @@ used it, and not of ``import torch``.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,6 +58,11 @@ def _positive(name: str, value: Any) -> int:
 
 def _key(default: Any) -> Any:
     return field(default=default, metadata={"cache_key": True})
+
+
+def _no_key(default: Any) -> Any:
+    """A field that changes no generated code."""
+    return field(default=default, metadata={"cache_key": False})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +119,12 @@ class OverlapConfig:
     """Seconds that a rank waits for the others to publish their plan of a graph (never more than the group's timeout).
     """
 
-    dump: str | None = field(default=None, metadata={"cache_key": False})
+    dump: str | None = _no_key(None)
     """Folder for reports; not part of any cache key."""
+
+    notice: str = _no_key("on")
+    """``on``: rank 0 writes one line to standard error for each compiled graph that has a collective. ``off``: only to
+    the log, at level INFO. Not part of any cache key."""
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -124,6 +134,7 @@ class OverlapConfig:
         _choice("numerics", self.numerics, NUMERICS)
         _choice("tune", self.tune, SWITCH)
         _choice("replay", self.replay, SWITCH)
+        _choice("notice", self.notice, SWITCH)
         if self.tune == "on":
             raise _wrong("tune", "on", "is not available in this version; expected 'off'")
         _choice("ring_direction", self.ring_direction, ("unidirectional", "bidirectional"))
@@ -151,7 +162,8 @@ class OverlapConfig:
             environment: the variables; by default ``os.environ``.
 
         Raises:
-            ConfigError: a variable or an override has a value that is not allowed, or an override is not a field.
+            ConfigError: a variable or an override has a value that is not allowed, or an override is not a field. Or
+                a variable ``OVERLAP_INDUCTOR_...`` is no switch; mode ``off`` allows that.
         """
         environment = os.environ if environment is None else environment
         names = {f.name for f in dataclasses.fields(cls)}
@@ -160,9 +172,32 @@ class OverlapConfig:
             raise ConfigError(f"{', '.join(unknown)}: no such switch; expected one of: {', '.join(sorted(names))}")
         values: dict[str, Any] = {n: environment[_variable(n)] for n in names if _variable(n) in environment}
         values.update(overrides)
-        return cls(**values)
+        config = cls(**values)
+        if config.mode != "off":
+            _refuse_unknown(environment)
+        return config
 
     def cache_key(self) -> tuple[tuple[str, Any], ...]:
         """The fields that decide which code is generated, as (name, value). Used for a pass's ``uuid`` and for the
         agreement between ranks."""
         return tuple((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata["cache_key"])
+
+
+def variables() -> tuple[str, ...]:
+    """Every environment variable that the package knows, in the order of the fields."""
+    return tuple(_variable(f.name) for f in dataclasses.fields(OverlapConfig))
+
+
+def _refuse_unknown(environment: Mapping[str, str]) -> None:
+    """Raises ``ConfigError`` if a variable has the package's prefix and is no switch: a misspelt one would change
+    nothing, silently."""
+    known = variables()
+    for variable in sorted(environment):
+        if variable.startswith(f"{ENVIRONMENT_PREFIX}_") and variable not in known:
+            fields = [f.name for f in dataclasses.fields(OverlapConfig)]
+            near = difflib.get_close_matches(variable.removeprefix(f"{ENVIRONMENT_PREFIX}_").lower(), fields, n=1)
+            meant = f"Did you mean {_variable(near[0])}? " if near else ""
+            raise ConfigError(
+                f"{variable}={environment[variable]!r} is no switch of overlap_inductor. {meant}Rename or unset it. The"
+                f" switches are {', '.join(known)}."
+            )

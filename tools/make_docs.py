@@ -22,6 +22,7 @@ if str(ROOT) not in sys.path:
 
 from bench import summaries  # noqa: E402
 from tools.doc_parts import drawings  # noqa: E402
+from tools.doc_parts import hardware  # noqa: E402
 from tools.doc_parts import reasons  # noqa: E402
 from tools.doc_parts import samples  # noqa: E402
 from tools.doc_parts import switches  # noqa: E402
@@ -30,30 +31,36 @@ from tools.doc_parts.pages import filled  # noqa: E402
 from tools.doc_parts.pages import pages  # noqa: E402
 
 PARTS: dict[str, Callable[[], str]] = {
+    "hardware": hardware.table,
     "switches": switches.table,
     "reasons": reasons.sections,
     **{f"drawing.{name}": partial(drawings.picture, name) for name in drawings.PICTURES},
     **{f"measured.{name}": make for name, make in summaries.TABLES.items()},
 }
 """What makes each generated part."""
+README = ROOT / "README.md"
 RUN = ("getting-started.md", "reading-a-report.md", "switches.md", "testing.md")
-"""The pages whose blocks are run, in this order and in one folder."""
+"""The pages whose blocks are run, in this order and in one folder. README's are run before, in one of its own."""
 
 
 def outdated() -> dict[Path, str]:
     """The pages whose tables or drawings are out of date, each with what it should be."""
-    found = {path: filled(path.read_text(encoding="utf-8"), PARTS) for path in pages()}
+    found = {path: filled(path.read_text(encoding="utf-8"), PARTS) for path in (README, *pages())}
     return {path: text for path, text in found.items() if text != path.read_text(encoding="utf-8")}
 
 
-def run_samples(folder: Path) -> list[tuple[Path, samples.Sample, str]]:
-    """Run the blocks of the pages ``RUN`` in ``folder``. Returns each output block with what it should be."""
+def run_samples(paths: Sequence[Path], folder: Path) -> list[tuple[Path, samples.Sample, str]]:
+    """Run the blocks of the pages in ``folder``. Returns each output block with what it should be."""
     found = []
-    for name in RUN:
-        path = DOCS / name
+    for path in paths:
         outputs = samples.run(samples.samples(path.read_text(encoding="utf-8")), folder)
         found += [(path, sample, output) for sample, output in outputs]
     return found
+
+
+def page_runs() -> list[list[Path]]:
+    """The pages whose blocks share a folder."""
+    return [[README], [DOCS / name for name in RUN]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,8 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check:
         return 1 if changed else 0
     if options.samples:
-        with tempfile.TemporaryDirectory() as folder:
-            outputs = run_samples(Path(folder))
+        outputs = []
+        for paths in page_runs():
+            with tempfile.TemporaryDirectory() as folder:
+                outputs += run_samples(paths, Path(folder))
         for path in {path for path, _, _ in outputs}:
             mine = [(sample, output) for where, sample, output in outputs if where == path]
             path.write_text(samples.with_outputs(path.read_text(encoding="utf-8"), mine), encoding="utf-8")

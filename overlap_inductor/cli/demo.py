@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,11 +29,13 @@ from overlap_inductor.cli.local_ranks import rank_environment
 from overlap_inductor.cli.local_ranks import run_ranks
 from overlap_inductor.errors import ConfigError
 from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.facts.machine import BOXES
+from overlap_inductor.facts.machine import machine_for
 
 PARTS = ("llama", "block")
 HEADS = 8
 LLAMA_NEEDS = ("transformers", "accelerate")
-SIZES = {"cpu": 512, "cuda": 4096}
+SIZES = {"cpu": (512, 1024), "cuda": (4096, 4096)}
 """Default hidden size and sequence length: large enough for matmuls and collectives that last longer than a launch."""
 MEGABITS = 500
 """Default rate of the slow link, Mbit/s: there a collective of the demo lasts about as long as its matmul."""
@@ -114,6 +119,14 @@ def run_demo(options: DemoOptions) -> int:
             "\nThese ranks are processes of one CPU and cannot gain: a transfer takes the cores that the matmuls need."
             f"\nNo slow link joins them: {setup.no_link}."
         )
+    elif setup.megabits is not None:
+        gigabits = machine_for("cpu").link_bytes * 8 / 1e9
+        print(
+            f"\nauto estimates with the shipped figures for CPU ranks, a link of {gigabits:.0f} Gbit/s. It does not"
+            f" know that this link has {setup.megabits} Mbit/s, so it may keep sites that gain here."
+        )
+    if setup.device == "cpu":
+        _estimate()
     complete = [result["part"] for result in progress.results] == list(options.parts)
     print(f"\nReports: {folder / 'reports'} (open an index.html; or: overlap-inductor report {folder / 'reports'})")
     good = complete and all(map(demo_text.passed, progress.results))
@@ -125,6 +138,22 @@ def run_demo(options: DemoOptions) -> int:
         else f"FAILED: a part returned no result; see the ranks' logs in {folder}"
     )
     return 0 if good else 1
+
+
+def _estimate() -> None:
+    """Print what the block, in the size of a real layer, would gain on the first machine whose figures are known.
+
+    Raises:
+        UnsupportedError: the estimate failed; the message has the end of its output.
+    """
+    box = next(iter(BOXES.values()))
+    print(f"\nAn estimate for {box.title}: the same block with the sizes of a Llama-3-8B layer", flush=True)
+    script = Path(__file__).with_name("demo_estimate.py")
+    command = [sys.executable, "-m", "overlap_inductor", "explain", "--machine", box.name, "--short", str(script)]
+    done = subprocess.run(command, env=rank_environment("cpu"), capture_output=True, text=True)
+    if done.returncode:
+        raise UnsupportedError(f"the estimate failed: {' '.join(command)}\n{done.stderr[-2000:]}")
+    print(textwrap.indent(done.stdout.rstrip(), "  "))
 
 
 def _described(setup: Setup) -> str:
@@ -147,6 +176,19 @@ def _writable(folder: str) -> Path:
         ) from error
 
 
+def _lack_of_gpus(usable: int) -> str:
+    """Why fewer than two GPUs can be used, and what to change."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        missing = "CUDA" if torch.version.cuda is None else "NCCL"
+        return f"this torch ({torch.__version__}) is built without {missing}; install a build that has it"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    where = "this machine" if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden}"
+    return f"{where} has {usable} that torch can use; run it where nvidia-smi shows two"
+
+
 def _resolve(options: DemoOptions) -> Setup:
     """The options for this machine. Raises as ``run_demo`` does."""
     unknown = [part for part in options.parts if part not in PARTS]
@@ -162,7 +204,10 @@ def _resolve(options: DemoOptions) -> Setup:
 
     require_supported_torch()
     device, ranks = _device(options)
-    hidden, tokens = (SIZES[device] if size is None else size for size in (options.hidden, options.tokens))
+    hidden, tokens = (
+        default if size is None else size
+        for size, default in zip((options.hidden, options.tokens), SIZES[device], strict=True)
+    )
     if options.layers < 1:
         raise ConfigError(f"--layers {options.layers}: expected at least 1")
     if ranks < 2 or HEADS % ranks:
@@ -183,8 +228,7 @@ def _device(options: DemoOptions) -> tuple[str, int]:
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     device = ("cuda" if gpus >= 2 else "cpu") if options.device == "auto" else options.device
     if device == "cuda" and gpus < 2:
-        why = f"has {gpus} usable GPUs" if dist.is_nccl_available() else "has a torch that is built without NCCL"
-        raise ConfigError(f"--device cuda: the demo needs 2 GPUs, and this machine {why}; use --device cpu")
+        raise ConfigError(f"--device cuda: the demo needs 2 GPUs, and {_lack_of_gpus(gpus)}, or use --device cpu")
     ranks = options.ranks or (max(n for n in (2, 4, HEADS) if n <= gpus) if device == "cuda" else 2)
     if device == "cuda" and ranks > gpus:
         raise ConfigError(

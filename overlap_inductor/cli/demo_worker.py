@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.lowerings.registry import SCHEDULES
-from overlap_inductor.lowerings.schedule import OpCall
 from overlap_inductor.report import publish as reporting
 from overlap_inductor.report import words as report_words
 from overlap_inductor.report.groups import group_sites
@@ -170,24 +169,9 @@ def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Se
 
 
 def serving(settings: Settings) -> list[str]:
-    """Names of the schedules that can run on this group's devices. A schedule may still refuse single sites."""
-    ranks = tuple(range(dist.get_world_size()))
-    device = torch.device(settings.device)
-    found = []
-    for schedule in SCHEDULES:
-        call = OpCall(
-            schedule.patterns[0],
-            ranks,
-            settings.tokens,
-            settings.hidden,
-            settings.hidden,
-            settings.dtype,
-            settings.dtype,
-            False,
-        )
-        if schedule.single_op is None or schedule.single_op.why_no_call(call, "", device) is None:
-            found.append(schedule.name)
-    return found
+    """Names of the schedules that can run between these ranks. A schedule may still refuse single sites."""
+    ranks, device = tuple(range(dist.get_world_size())), torch.device(settings.device)
+    return [schedule.name for schedule in SCHEDULES if schedule.why_not_between(ranks, device) is None]
 
 
 def backend() -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator
@@ -35,18 +36,28 @@ _NO_GPU = (
     " --machine all the same."
 )
 
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-def explain_script(script: str, arguments: Sequence[str], machine: str | None = None, ranks: int | None = None) -> int:
+
+def explain_script(
+    script: str,
+    arguments: Sequence[str],
+    machine: str | None = None,
+    ranks: int | None = None,
+    short: bool = False,
+) -> int:
     """Run ``script`` in this process as ``__main__`` with ``arguments``, and print every graph's report when it has
     ended, and the estimated time of all sites together.
 
     Graphs stay as they are, unless the script itself switches overlap on. Of several ranks only the first one prints.
-    Returns the script's own exit status, or 1 if it raised, after its traceback.
+    Returns the script's own exit status, or 1 if it raised, after its traceback. If it raised because it needs a
+    launcher's variables, a line says how to start it.
 
     Args:
         machine: name of the machine that plans are made for; ``None``: this one.
         ranks: size of the group of which this process plays rank 0; ``None``: that of the machine, or the script runs
             as it is started.
+        short: whether to print a few lines of each report, instead of the whole report.
 
     Raises:
         OverlapError: there is no such script.
@@ -62,7 +73,7 @@ def explain_script(script: str, arguments: Sequence[str], machine: str | None = 
     from overlap_inductor.switch.install import enable
     from overlap_inductor.torch_compat.telemetry import global_rank
 
-    enable(mode="report")
+    enable(mode="report", notice="off")  # the reports come at the end
     rank = global_rank()
     if box is None and ranks is None:
         status = _run(script, arguments)
@@ -70,7 +81,7 @@ def explain_script(script: str, arguments: Sequence[str], machine: str | None = 
         with _elsewhere(box, ranks):
             status = _run(script, arguments)
     if rank == 0:
-        _show(reporting.all_reports(), box, ranks)
+        _show(reporting.all_reports(), box, ranks, short)
     return status
 
 
@@ -85,12 +96,14 @@ def _run(script: str, arguments: Sequence[str]) -> int:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as ending:
         return _status(ending)
-    except RanksError:
-        raise
+    except (RanksError, BrokenPipeError):
+        raise  # the pipe may be our output, whose reader went away: main() knows
     except Exception as error:  # noqa: BLE001  (the script's own error: shown, and its reports after it)
         traceback.print_exc()
         if _lacks_a_gpu(error):
             print(f"\n{_NO_GPU}", file=sys.stderr)
+        if variable := _missing_variable(error):
+            print(f"\n{_no_launcher(variable, shlex.join([script, *arguments]))}", file=sys.stderr)
         return 1
     finally:
         sys.argv, sys.path = before
@@ -137,7 +150,7 @@ def _lacks_a_gpu(error: Exception) -> bool:
     return not torch.cuda.is_available() and re.search(r"cuda|nvidia", str(error), re.IGNORECASE) is not None
 
 
-def _show(reports: Sequence[OverlapReport], box: Box | None, ranks: int | None) -> None:
+def _show(reports: Sequence[OverlapReport], box: Box | None, ranks: int | None, short: bool) -> None:
     from overlap_inductor.cli import tables
     from overlap_inductor.report import totals
     from overlap_inductor.report.text import render_text
@@ -145,7 +158,7 @@ def _show(reports: Sequence[OverlapReport], box: Box | None, ranks: int | None) 
     if not reports:
         print(_NO_GRAPH)
         return
-    print("\n".join(render_text(report) for report in reports))
+    print("\n".join(str(report) if short else render_text(report) for report in reports))
     if len(reports) > 1:
         table = tables.headed(
             ("graph", "phase", "sites", "as written", "as planned", "ratio"), _rows(reports), (2, 3, 4)
@@ -176,6 +189,30 @@ def _rows(reports: Sequence[OverlapReport]) -> list[tuple[str, ...]]:
         estimated = ("", "", "") if times is None else (*map(words.microseconds, (times.keep, times.plan)), times.ratio)
         rows.append((report.graph, report.phase, str(len(report.sites)), *estimated))
     return rows
+
+
+def _no_launcher(variable: str, command: str) -> str:
+    return (
+        f"overlap-inductor explain: the script needs the variables that torchrun sets, and {variable} is not set."
+        f" Either let one process play all ranks, here 8:\n  overlap-inductor explain --ranks 8 {command}\n"
+        "or start as many processes as the script needs, here 2:\n"
+        f"  torchrun --nproc-per-node 2 -m overlap_inductor explain {command}"
+    )
+
+
+def _missing_variable(error: BaseException) -> str:
+    """The variable of a launcher, such as ``RANK``, whose absence led to ``error``; empty if none did."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, KeyError):
+            name = str(cause.args[0]) if cause.args else ""
+        else:
+            found = re.search(r"environment variable (\w+) expected", str(cause))
+            name = found[1] if found else ""
+        if name in LAUNCHER_VARIABLES and name not in os.environ:
+            return name
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def _status(ending: SystemExit) -> int:

@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--layers", type=int, default=2, help="decoder layers of the Llama (default: %(default)s)")
     demo.add_argument("--hidden", type=int, help="hidden size (default: 512, on GPUs 4096)")
-    demo.add_argument("--tokens", type=int, help="sequence length (default: 512, on GPUs 4096)")
+    demo.add_argument("--tokens", type=int, help="sequence length (default: 1024, on GPUs 4096)")
     demo.add_argument(
         "--link",
         default="auto",
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     explain = commands.add_parser(
         "explain",
         help="run a script in mode report and show the sites that were found",
-        usage="overlap-inductor explain [-h] [--machine NAME] [--ranks N] SCRIPT [ARGUMENTS ...]",
+        usage="overlap-inductor explain [-h] [--machine NAME] [--ranks N] [--short] SCRIPT [ARGUMENTS ...]",
     )
     explain.add_argument(
         "--machine",
@@ -73,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="let this one process be rank 0 of N; nothing is sent or computed (with --machine the default is the"
         " number of its GPUs)",
     )
+    explain.add_argument("--short", action="store_true", help="a few lines for each graph, not the whole report")
     explain.add_argument("script", help="a Python script that uses torch.compile")
     explain.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     explain.set_defaults(run=_explain)
@@ -145,7 +146,7 @@ def _doctor(chosen: argparse.Namespace) -> int:
 def _explain(chosen: argparse.Namespace) -> int:
     from overlap_inductor.cli.explain_script import explain_script
 
-    return explain_script(chosen.script, chosen.arguments, chosen.machine, chosen.ranks)
+    return explain_script(chosen.script, chosen.arguments, chosen.machine, chosen.ranks, chosen.short)
 
 
 def _report(chosen: argparse.Namespace) -> int:
@@ -156,9 +157,11 @@ def _report(chosen: argparse.Namespace) -> int:
     print(read_reports(chosen.folder))
     for folder in page_folders(chosen.folder):
         try:
-            print(f"Page over all graphs: {write_overview(folder)}")
+            page = write_overview(folder)
         except OSError as error:
             print(f"overlap-inductor report: the page over all graphs cannot be written: {error}", file=sys.stderr)
+        else:
+            print(f"Page over all graphs: {page}")
     return 0
 
 

@@ -382,7 +382,7 @@ def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = T
         report.graph = compile_scope.current_graph_name() or report.graph
         report.notices += graph_breaks.new_notices()
         try:
-            reporting.activate(report, from_cache=from_cache, dump=config.dump if config else None)
+            reporting.activate(report, config, from_cache=from_cache)
         except StrictError as error:
             if not strict:
                 continue

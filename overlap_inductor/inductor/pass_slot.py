@@ -91,7 +91,7 @@ class OverlapPass(_Base):
             return
         from overlap_inductor.report import publish as reporting
 
-        reporting.activate(report, dump=config.dump)
+        reporting.activate(report, config)
 
     def uuid(self) -> str:
         # Inductor asks for it before it reads a cache. A loaded graph calls our ops, so they must exist by then.

@@ -41,7 +41,7 @@ ADVICE = {
     "shares_nodes": "Nothing to do: another site holds this matmul, and the reason names it.",
     "split_contraction": "Gather along a dim that the scaled matmul does not contract.",
     "stream_boundary": "Put the matmul and its collective on one stream.",
-    "strides": "Call .contiguous() on the tensor that the reason names.",
+    "strides": "Make the tensor that the reason names dense, for example with .to_dense().",
     "switched_off": "Set OVERLAP_INDUCTOR_PATTERNS or OVERLAP_INDUCTOR_SCHEDULE so that it allows this site.",
     "taken_by_async_tp": "Set torch._inductor.config._micro_pipeline_tp to False; overlap_inductor then has the site.",
     "too_many_steps": "Raise OVERLAP_INDUCTOR_STEP_NODE_BUDGET, or lower OVERLAP_INDUCTOR_SUB_CHUNKS.",

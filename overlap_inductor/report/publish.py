@@ -10,9 +10,15 @@ import threading
 from collections import Counter
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
+from overlap_inductor.config import OverlapConfig
 from overlap_inductor.errors import StrictError
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.report import totals
+from overlap_inductor.report import words
 from overlap_inductor.report.failure import BUG_REPORT
+from overlap_inductor.report.notice import show
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.report.report import SiteReport
 from overlap_inductor.torch_compat import telemetry
@@ -42,12 +48,12 @@ def forget_reports() -> None:
         _reports.clear()
 
 
-def activate(report: OverlapReport, from_cache: bool = False, dump: str | None = None) -> None:
+def activate(report: OverlapReport, config: OverlapConfig | None = None, *, from_cache: bool = False) -> None:
     """Publish a graph's report, in the same way after a compile and after a load from a cache.
 
     Args:
+        config: the switches that are set now. They say where the report goes, which a cached report does not hold.
         from_cache: True if the graph was loaded from a cache; the log line says so.
-        dump: the folder for reports that is set now (it is not part of the cached report).
 
     Raises:
         StrictError: the report's mode is ``strict``, and a site was refused or the pass failed. It is raised last.
@@ -55,12 +61,9 @@ def activate(report: OverlapReport, from_cache: bool = False, dump: str | None =
     with _lock:
         _reports.append(report)
     telemetry.count(report.counters())
-    _log(report, from_cache)
     _trace(report)
-    if dump:
-        from overlap_inductor.report.dump import write_dump
-
-        write_dump(report, dump, telemetry.global_rank())
+    where = _dump(report, config.dump) if config is not None and config.dump else "set OVERLAP_INDUCTOR_DUMP=FOLDER"
+    _log(report, where, from_cache, shown=config is not None and config.notice == "on")
     if report.mode == "strict":
         _insist(report)
 
@@ -81,6 +84,8 @@ def fell_back(reports: Sequence[OverlapReport], text: str, dump: str | None = No
 
 def summary(report: OverlapReport) -> str:
     """One line: ``graph 0_0 forward: 5 sites found, 4 overlapped (4 ring), 1 kept (too_small)``."""
+    if words.pass_failed(report):
+        return f"graph {report.graph} {report.phase}: {words.headline(report)}"
     schedules: Counter[str] = Counter()
     others: dict[str, list[SiteReport]] = {}
     for site in report.sites:
@@ -100,10 +105,49 @@ def summary(report: OverlapReport) -> str:
     return f"graph {report.graph} {report.phase}: {', '.join(parts)}"
 
 
-def _log(report: OverlapReport, from_cache: bool) -> None:
+def _dump(report: OverlapReport, folder: str) -> str:
+    """Write the report below ``folder``. Returns where its text is, or that it was not written."""
+    from overlap_inductor.report.dump import write_dump
+
+    place = write_dump(report, folder, telemetry.global_rank())
+    if place is None:
+        return "not written, see the warning"
+    return str(Path(folder, place.parent.name, place.name, "report.txt"))
+
+
+def announcement(report: OverlapReport, where: str, from_cache: bool = False) -> str:
+    """``summary``, then the estimate, or the main reason if nothing is overlapped, and ``where`` the report is::
+
+    graph 0_0 forward: 2 sites found, 2 overlapped (2 ring), estimated 9.10 ms -> 7.90 ms, 1.15x; report: FILE
+    graph 0_0 forward: 1 site found, 0 overlapped, 1 kept (too_small): estimated ...; report: FILE
+    """
+    text = summary(report)
+    if times := totals.of_report(report):
+        text += f", {'would be ' if report.mode == 'report' else ''}estimated {times.text()}"
+    elif (reason := _main_reason(report)) is not None:
+        text += f": {reason.text}"
+    return f"{text}{' [from cache]' if from_cache else ''}; report: {where}"
+
+
+def _main_reason(report: OverlapReport) -> Reason | None:
+    """If nothing is overlapped, the reason that most sites have, or most near misses if there are no sites."""
+    if any(site.decision.status == "overlapped" for site in report.sites):
+        return None
+    reasons = [r for site in report.sites for r in site.decision.reasons]
+    reasons = reasons or [miss.reason for miss in report.near_misses]
+    codes = Counter(reason.code for reason in reasons)
+    return max(reasons, key=lambda reason: codes[reason.code], default=None)
+
+
+def _log(report: OverlapReport, where: str, from_cache: bool, shown: bool) -> None:
     # The plan is the same on every rank of a group; one rank's lines are enough unless somebody asks for all.
-    level = logging.INFO if telemetry.global_rank() == 0 else logging.DEBUG
-    log.log(level, "%s%s", summary(report), " [from cache]" if from_cache else "")
+    first = telemetry.global_rank() == 0
+    level = logging.INFO if first else logging.DEBUG
+    line = announcement(report, where, from_cache)
+    if first and shown and (report.sites or report.near_misses or words.pass_failed(report)):
+        show(line)
+    else:
+        log.log(level, "%s", line)
     for notice in report.notices:
         log.log(level, "graph %s %s: %s", report.graph, report.phase, notice)
     if not log.isEnabledFor(logging.DEBUG):

@@ -65,7 +65,7 @@ def _sites(report: OverlapReport, groups: Sequence[SiteGroup]) -> list[str]:
         for g in groups
     ]
     lines = _table(("module", "sites", "pattern", "matmul [M x N x K]", "outcome"), rows)
-    present = {g.decision.status for g in groups}
+    present = {words.status(g.decision) for g in groups}
     lines.append("")
     lines += [f"{status}: {words.STATUS_MEANING[status]}" for status in words.STATUSES if status in present]
     if not has_layer_numbers(report):
@@ -78,7 +78,7 @@ def _reasons(groups: Sequence[SiteGroup]) -> list[str]:
     for group in groups:
         if not group.reasons:
             continue
-        lines.append(f"{group.module} ({group.facts.pattern}): {group.decision.status}")
+        lines.append(f"{group.module} ({group.facts.pattern}): {words.status(group.decision)}")
         for reason in group.reasons:
             lines += _hanging(f"  {reason.code}: ", reason.text)
     return _section("reasons", lines) if lines else []

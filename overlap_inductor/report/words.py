@@ -21,10 +21,13 @@ from overlap_inductor.facts.site import SiteFacts
 if TYPE_CHECKING:
     from overlap_inductor.report.report import OverlapReport
 
-STATUSES = ("overlapped", "kept", "refused", "failed")
+WOULD = "would be overlapped"
+"""The status that people read of a site which only mode ``report`` keeps."""
+STATUSES = ("overlapped", WOULD, "kept", "refused", "failed")
 
 STATUS_MEANING = {
     "overlapped": "its transfers run in pieces under the matmuls, or in a faster kernel after them (small_message)",
+    WOULD: "runs as written, because mode report changes nothing; mode on would run its plan",
     "kept": "runs as written: it could be overlapped, but no gain is estimated, or a switch asks for this",
     "refused": "runs as written: overlapping it is not supported, or could change the result",
     "failed": "runs as written: the rewrite raised an error, and the graph was restored",
@@ -114,6 +117,11 @@ def schedule(piece: PlanPiece) -> str:
     return " ".join(shown)
 
 
+def status(decision: Decision) -> str:
+    """The decision's status as people read it: ``WOULD`` if only mode ``report`` keeps the site."""
+    return WOULD if any(reason.code == "report_mode" for reason in decision.reasons) else decision.status
+
+
 def outcome(decision: Decision) -> str:
     """``overlapped: ring/p2p S=4``, ``kept: too_small``, ``overlapped: ring/p2p S=4 (tokens >= 513)``: a site's status,
     and its plan or its reason codes."""
@@ -121,10 +129,8 @@ def outcome(decision: Decision) -> str:
     several = len(decision.plan) > 1
     plan = "; ".join(schedule(piece) + (f" (tokens {tokens(piece)})" if several else "") for piece in moving)
     codes = list(dict.fromkeys(r.code for r in decision.reasons))
-    if "report_mode" in codes and plan:
-        return f"{decision.status}: report_mode, would be {plan}"
-    shown = plan if decision.status == "overlapped" else ", ".join(codes)
-    return f"{decision.status}: {shown}" if shown else decision.status
+    shown = plan if status(decision) in ("overlapped", WOULD) else ", ".join(codes)
+    return f"{status(decision)}: {shown}" if shown else status(decision)
 
 
 def tokens(piece: PlanPiece) -> str:
@@ -164,15 +170,22 @@ def parameters(piece: PlanPiece) -> str:
 
 def headline(report: OverlapReport) -> str:
     """``5 sites found: 4 overlapped (ring), 1 refused; 2 near misses``."""
-    if not report.sites:
+    if pass_failed(report):
+        text = "the overlap pass failed: nothing is overlapped"
+    elif not report.sites:
         text = "no sites found"
     else:
-        statuses = Counter(s.decision.status for s in report.sites)
+        statuses = Counter(status(s.decision) for s in report.sites)
         parts = [f"{statuses[s]} {s}" for s in STATUSES if statuses[s]]
         text = f"{count(len(report.sites), 'site')} found: " + ", ".join(parts)
     if report.near_misses:
         text += f"; {count(len(report.near_misses), 'near miss').replace('misss', 'misses')}"
     return text
+
+
+def pass_failed(report: OverlapReport) -> bool:
+    """Whether the whole pass failed on this graph, so that nothing is known of its sites."""
+    return any(failure.stage == "pass" for failure in report.failures)
 
 
 def reason_codes(report: OverlapReport) -> list[str]:

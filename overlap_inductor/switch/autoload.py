@@ -3,8 +3,8 @@
 installed.
 
 An exception here would break ``import torch`` for everybody, and time spent here slows it for everybody. So the entry
-point reads one variable, and only if that switches something on does it leave a hook for the import of
-``torch._inductor.config``. The first compile checks the values of the variables, and reports bad ones.
+point reads two variables. Only if they ask for something does it leave a hook for the import of a module of Inductor.
+The first compile checks the values of the variables, and reports bad ones.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ OFF = ("", "0", "off")
 
 def autoload() -> None:
     """Switch on what ``OVERLAP_INDUCTOR`` asks for. Never raises."""
-    if os.environ.get("OVERLAP_INDUCTOR", "") not in OFF:
+    mode = os.environ.get("OVERLAP_INDUCTOR", "")
+    if mode not in OFF:
         _try(_wait)
+    elif not mode and os.environ.get("OVERLAP_INDUCTOR_DUMP"):
+        _try(_watch_dump)
 
 
 def _wait() -> None:
@@ -27,6 +30,18 @@ def _wait() -> None:
 
     telemetry.register_log_name()
     when_imported("torch._inductor.config", lambda: _try(_enable))
+
+
+def _watch_dump() -> None:
+    from overlap_inductor.inductor.import_hook import when_imported
+
+    when_imported("torch._inductor.compile_fx", lambda: _try(_say_at_first_compile))
+
+
+def _say_at_first_compile() -> None:
+    from overlap_inductor.inductor.unused_dump import say_at_first_compile
+
+    say_at_first_compile()
 
 
 def _enable() -> None:

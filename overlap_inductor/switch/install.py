@@ -20,6 +20,8 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.inductor import import_hook
 from overlap_inductor.inductor.import_hook import when_imported
+from overlap_inductor.torch_compat import telemetry
+from overlap_inductor.torch_compat.compiled import compiled_by_inductor
 from overlap_inductor.torch_compat.versions import unsupported_reason
 
 log = logging.getLogger("overlap_inductor")
@@ -49,7 +51,8 @@ _lock = threading.RLock()
 def enable(**fields: Any) -> OverlapConfig:
     """Overlap in every graph that Inductor compiles from now on, in all threads, until ``disable()``.
 
-    A second call replaces the first one's switches. Graphs that are already compiled stay as they are.
+    A second call replaces the first one's switches. Graphs that are already compiled stay as they are; a warning names
+    their functions, if the new switches would change them.
 
     Args:
         fields: fields of ``OverlapConfig``. The environment's variables hold for the others.
@@ -61,8 +64,11 @@ def enable(**fields: Any) -> OverlapConfig:
     require_supported_torch()
     config = OverlapConfig.from_environment(**fields)
     with _lock:
+        before = _switch.base or _switch.environment
         _switch.base = config
         _apply()
+    if _key(before) != _key(config):
+        _warn_about_compiled()
     return config
 
 
@@ -156,6 +162,25 @@ def install_hooks() -> None:
     from overlap_inductor.passes.pipeline import POST_GRAD
 
     hooks.install(effective, _shared_pass(POST_GRAD))
+
+
+def _key(config: OverlapConfig | None) -> object:
+    """What decides the generated code: equal for two configurations that are off."""
+    return config.cache_key() if config is not None and config.mode != "off" else None
+
+
+def _warn_about_compiled() -> None:
+    compiled = compiled_by_inductor()
+    if not compiled:
+        return
+    names = ", ".join(compiled[:3]) + (", ..." if len(compiled) > 3 else "")
+    log.log(
+        logging.WARNING if telemetry.global_rank() == 0 else logging.DEBUG,
+        "overlap_inductor.enable() holds for what is compiled from now on. What is compiled already keeps its code: %s."
+        " To compile it again with the new switches, call torch.compiler.reset(), or call enable() before the first"
+        " call of a compiled function.",
+        names,
+    )
 
 
 def _apply() -> None:

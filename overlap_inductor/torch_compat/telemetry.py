@@ -4,6 +4,7 @@ and profiler ranges."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -41,6 +42,19 @@ def register_log_name() -> None:
 
     if not _internal.log_registry.is_log(LOG_NAME):
         _internal.register_log(LOG_NAME, LOG_NAME)
+
+
+def has_handlers_of_others(logger: logging.Logger) -> bool:
+    """Whether a record of ``logger`` reaches a handler that PyTorch did not install. PyTorch gives each registered
+    logger one, whether ``TORCH_LOGS`` names it or not."""
+    from torch._logging import _internal
+
+    found: logging.Logger | None = logger
+    while found is not None:
+        if not all(map(_internal._is_torch_handler, found.handlers)):
+            return True
+        found = found.parent if found.propagate else None
+    return False
 
 
 def global_rank() -> int:

@@ -129,6 +129,49 @@ def test_second_enable_replaces_the_first() -> None:
     assert schedules() == ["keep"] and slot() is None
 
 
+def compiled_here(x: torch.Tensor) -> torch.Tensor:
+    return x @ x
+
+
+def said_by(caplog: pytest.LogCaptureFixture, switch: Callable[[], Any]) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "overlap_inductor"):
+        switch()
+    return [r.getMessage() for r in ours_of(caplog)]
+
+
+def test_enable_names_what_is_compiled_already(caplog: pytest.LogCaptureFixture) -> None:
+    """It would run without overlap, which nobody would see."""
+    compiled = torch.compile(compiled_here)
+    compiled(torch.ones(2, 2))
+    (text,) = said_by(caplog, lambda: overlap_inductor.enable(schedule="ring"))
+    assert "compiled_here (test_install.py:" in text and "torch.compiler.reset()" in text
+    compiled(torch.ones(2, 2))
+    assert calls == [], "it keeps its code, as the text says"
+    torch.compiler.reset()
+    compiled(torch.ones(2, 2))
+    assert len(calls) == 1, "the advice helps"
+    assert said_by(caplog, lambda: overlap_inductor.enable(schedule="ring", dump=None)) == [], "nothing changes"
+    assert len(said_by(caplog, lambda: overlap_inductor.enable(schedule="keep"))) == 1
+
+
+def test_enable_names_a_module_of_torch(caplog: pytest.LogCaptureFixture) -> None:
+    torch.compile(torch.nn.Sequential(torch.nn.Linear(2, 2)))(torch.ones(2, 2))
+    (text,) = said_by(caplog, overlap_inductor.enable)
+    assert "keeps its code: a module of torch.nn. " in text
+
+
+@pytest.mark.parametrize("before", ["nothing", "eager", "ours", "reset", "off"])
+def test_enable_says_nothing_where_nothing_keeps_its_code(caplog: pytest.LogCaptureFixture, before: str) -> None:
+    if before != "nothing":
+        compiler: Any = {"eager": "eager", "ours": backend}.get(before, "inductor")
+        torch.compile(compiled_here, backend=compiler)(torch.ones(2, 2))
+    if before == "reset":
+        torch.compiler.reset()
+    mode = "off" if before == "off" else "on"
+    assert said_by(caplog, lambda: overlap_inductor.enable(mode=mode)) == []
+
+
 def test_a_bad_field_leaves_the_old_state() -> None:
     overlap_inductor.enable(schedule="ring")
     with pytest.raises(overlap_inductor.errors.ConfigError, match="OVERLAP_INDUCTOR_SCHEDULE='rings'"):

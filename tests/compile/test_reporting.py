@@ -74,13 +74,18 @@ def test_log_lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyP
     overlap_inductor.enable()
     with caplog.at_level(logging.INFO, "overlap_inductor"):
         inference()
-    assert [r.getMessage() for r in ours_of(caplog)] == ["graph 0_0 inference: 1 site found, 1 overlapped (1 ring)"]
+    assert [r.getMessage() for r in ours_of(caplog)] == [
+        "graph 0_0 inference: 1 site found, 1 overlapped (1 ring); report: set OVERLAP_INDUCTOR_DUMP=FOLDER"
+    ]
     caplog.clear()
     monkeypatch.setitem(fake_pass.STATUS, "status", "kept")
     with caplog.at_level(logging.DEBUG, "overlap_inductor"):
         inference()
     lines = [r.getMessage() for r in ours_of(caplog)]
-    assert lines[0] == "graph 0_0 inference: 1 site found, 0 overlapped, 1 kept (made_up)"
+    assert lines[0] == (
+        "graph 0_0 inference: 1 site found, 0 overlapped, 1 kept (made_up): the test asked for it; report: set"
+        " OVERLAP_INDUCTOR_DUMP=FOLDER"
+    )
     assert lines[1].startswith("site s0_mm matmul_all_reduce layers.s0_mm: kept (analytic)")
 
 

@@ -197,6 +197,8 @@ def test_a_failing_pass_is_no_failing_compile(monkeypatch: pytest.MonkeyPatch) -
         assert (failure.stage, failure.sites) == ("pass", [])
         assert 'File "overlap_inductor/passes/overlap_pass.py"' in failure.traceback
         assert failure.traceback in render_text(report)
+        assert "\nthe overlap pass failed: nothing is overlapped\n" in render_text(report)
+        assert publish.summary(report).endswith(": the overlap pass failed: nothing is overlapped")
         publish.activate(report)
         strict = made.run(mode="strict")
         with pytest.raises(StrictError, match="(?s)ZeroDivisionError.*overlap-inductor bugreport"):

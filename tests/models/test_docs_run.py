@@ -10,24 +10,17 @@ import pytest
 from tools import make_docs
 from tools.doc_parts import samples
 from tools.doc_parts.pages import DOCS
-from tools.doc_parts.pages import ROOT
 from tools.doc_parts.pages import pages
 
 
 @pytest.mark.timeout(1800)
-def test_pages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("paths", make_docs.page_runs(), ids=["README", "docs"])
+def test_pages(tmp_path: Path, paths: list[Path]) -> None:
     """A command that fails, or prints something else than the page shows."""
-    outputs = make_docs.run_samples(tmp_path)
-    assert len(outputs) >= 5
+    outputs = make_docs.run_samples(paths, tmp_path)
+    assert outputs
     for path, sample, output in outputs:
         assert samples.same(sample.content, output), f"{path.name}: run python tools/make_docs.py --samples\n{output}"
-
-
-@pytest.mark.timeout(1800)
-def test_readme(tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text()
-    for sample, output in samples.run(samples.samples(text), tmp_path):
-        assert samples.same(sample.content, output), f"README.md: it prints now\n{output}"
 
 
 def test_every_page_with_samples_is_run() -> None:

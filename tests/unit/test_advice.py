@@ -4,13 +4,20 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+import torch
 
 import overlap_inductor
 from overlap_inductor.report.advice import ADVICE
 from overlap_inductor.report.advice import advice_for
 from overlap_inductor.report.text import render_text
+from tests.support.fake_group import fake_group
 from tests.unit import sample_reports as samples
+from tests.unit.reasons import gather_site
 
 PACKAGE = Path(overlap_inductor.__file__).parent
 
@@ -49,3 +56,18 @@ def test_the_text_has_advice_for_sites_and_near_misses() -> None:
         "other_users",
         "op_between",
     ]
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_the_advice_for_layouts_helps(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The call that the advice names makes a tensor that the check accepts."""
+    (call,) = re.findall(r"\.(\w+)\(\)", ADVICE["strides"])
+    found = []
+    for advised in (False, True):
+        with fake_group(2):
+            made = gather_site()
+            with made.mode:
+                value = make(torch.ones(4, 16))
+                next(iter(made.graph.nodes)).meta["val"] = getattr(value, call)() if advised else value
+            found.append([reason.code for site in made.run().sites for reason in site.decision.reasons])
+    assert found == [["strides"], []]

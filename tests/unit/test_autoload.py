@@ -110,6 +110,48 @@ def test_a_bad_value_is_an_error_of_the_first_compile(installed: Path, variable:
     assert f"ConfigError: {variable}='banana' is not a known value; expected one of" in done.stderr
 
 
+@pytest.mark.parametrize("mode", ["1", "off"])
+def test_a_variable_that_is_no_switch_is_an_error_of_the_first_compile(
+    installed: Path, mode: str, tmp_path: Path
+) -> None:
+    """Only if overlap is switched on."""
+    variables = {"OVERLAP_INDUCTOR": mode, "OVERLAP_INDUCTOR_SHEDULE": "ring", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = run(COMPILE, installed, **variables)
+    assert "imported" in done.stdout
+    assert (done.returncode != 0) == (mode == "1"), done.stderr
+    named = "ConfigError: OVERLAP_INDUCTOR_SHEDULE='ring' is no switch of overlap_inductor. Did you mean"
+    assert (f"{named} OVERLAP_INDUCTOR_SCHEDULE?" in done.stderr) == (done.returncode != 0)
+
+
+UNUSED = "OVERLAP_INDUCTOR_DUMP is set, but overlap_inductor is not switched on"
+TWICE = COMPILE + "torch.compile(lambda x: x + 1)(torch.ones(2, 2))\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "variables", "said"),
+    [
+        ("", {}, 1),
+        ("", {"OVERLAP_INDUCTOR": "off"}, 0),
+        ("", {"RANK": "1"}, 0),
+        ("import torch._inductor.compile_fx, overlap_inductor; overlap_inductor.enable()", {}, 0),
+    ],
+    ids=["alone", "switched off", "another rank", "enable"],
+)
+def test_a_dump_folder_alone_is_said_at_the_first_compile(
+    installed: Path, first: str, variables: dict[str, str], said: int, tmp_path: Path
+) -> None:
+    """Once, on rank 0, and not if the program switches overlap on by itself."""
+    folders = {"OVERLAP_INDUCTOR_DUMP": str(tmp_path / "dump"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = run(f"{first}\n{TWICE}", installed, **folders, **variables)
+    assert done.returncode == 0 and done.stderr.count(UNUSED) == said, done.stderr
+
+
+def test_a_dump_folder_costs_no_import_of_inductor(installed: Path) -> None:
+    got = value(AFTER_IMPORT, installed, OVERLAP_INDUCTOR_DUMP="x")
+    assert got["found"] == ["torch._inductor.compile_fx"] and got["slot"] == "NoneType"
+    assert "torch._inductor.compile_fx" not in got["names"]
+
+
 def test_disable_before_inductor_is_imported(installed: Path) -> None:
     code = (
         "import json, torch, overlap_inductor; overlap_inductor.disable()\n"

@@ -22,11 +22,13 @@ from overlap_inductor.cli import main as cli
 from overlap_inductor.cli import slow_link
 from overlap_inductor.cli.demo import DemoOptions
 from overlap_inductor.cli.demo_progress import Progress
+from overlap_inductor.cli.explain_script import LAUNCHER_VARIABLES
 from overlap_inductor.cli.local_ranks import RankError
 from overlap_inductor.cli.local_ranks import rank_environment
 from overlap_inductor.cli.local_ranks import run_ranks
 from overlap_inductor.errors import ConfigError
 from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.report import overview
 from overlap_inductor.report import publish as reporting
 from overlap_inductor.report.dump import write_dump
 from overlap_inductor.switch import install
@@ -90,6 +92,24 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path: Path) -> Non
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == cli.READER_GONE
+
+
+def test_a_reader_that_goes_away_is_not_taken_for_a_page_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_dump(samples.llama(3), tmp_path, 0)
+    reader, writer = os.pipe()
+
+    def written(dump: Path) -> Path:
+        os.close(reader)
+        return dump / "index.html"
+
+    monkeypatch.setattr(overview, "write_overview", written)
+    with os.fdopen(writer, "w", buffering=1) as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert cli.main(["report", str(tmp_path)]) == cli.READER_GONE
+        monkeypatch.undo()
+    assert capsys.readouterr().err == ""
 
 
 def test_another_broken_pipe_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +181,51 @@ def test_explain_of_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFi
     assert "compiled no graph" in shown.out
 
 
+@pytest.mark.parametrize(
+    ("line", "variable"),
+    [
+        ("dist.init_process_group('gloo')", "RANK"),
+        ("os.environ['LOCAL_RANK']", "LOCAL_RANK"),
+        ("try: os.environ['WORLD_SIZE']\nexcept KeyError: raise OSError('tp_plan needs a group')", "WORLD_SIZE"),
+        ("{}['RANKS']", ""),
+    ],
+)
+def test_explain_of_a_script_that_a_launcher_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, variable: str
+) -> None:
+    """The cause is the missing launcher, and the command is to be read off the screen."""
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    # An init_process_group that fails has counted its group, which would change the names of later tests' groups.
+    world = torch.distributed.distributed_c10d._world
+    monkeypatch.setattr(world, "group_count", world.group_count)
+    script = tmp_path / "my train.py"
+    script.write_text(f"import os\nimport torch.distributed as dist\n{line}\n")
+    reporting.forget_reports()
+    try:
+        assert cli.main(["explain", str(script), "--steps", "2"]) == 1
+    finally:
+        install.disable()
+    shown = capsys.readouterr()
+    command = f"torchrun --nproc-per-node 2 -m overlap_inductor explain '{script}' --steps 2\n"
+    assert (f"{variable} is not set" in shown.err and shown.err.endswith(command)) == bool(variable)
+    assert ("torchrun" in shown.err) == (f"explain --ranks 8 '{script}' --steps 2\n" in shown.err) == bool(variable)
+
+
+def test_the_reader_of_an_explained_script_may_go_away(tmp_path: Path) -> None:
+    """``overlap-inductor explain script.py | head -1``, while the script itself prints."""
+    script = tmp_path / "user.py"
+    script.write_text("while True:\n    print('a line of the script', flush=True)\n")
+    command = [sys.executable, "-m", "overlap_inductor", "explain", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"a line of the script\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == cli.READER_GONE
+
+
 LAUNCHED = """
 import os
 import torch
@@ -193,7 +258,7 @@ def test_explain_for_another_machine(launched: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "ranks 8 8 0\n" in done.stdout
     assert re.search(
-        r"all_gather_matmul +mm \[8192 x 1792 x 4096\] bf16 +kept: report_mode, would be (chunked|fused)/", done.stdout
+        r"all_gather_matmul +mm \[8192 x 1792 x 4096\] bf16 +would be overlapped: (chunked|fused)/", done.stdout
     )
     assert re.search(r"^graph +phase +sites +as written +as planned +ratio$", done.stdout, re.M)
     (total,) = re.findall(
@@ -291,14 +356,25 @@ def test_demo_options_that_cannot_be(options: dict[str, Any], names: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("gpus", "nccl", "why"),
-    [(0, True, "has 0 usable GPUs"), (1, True, "has 1 usable GPUs"), (8, False, "without NCCL")],
+    ("gpus", "nccl", "cuda", "visible", "why"),
+    [
+        (0, True, "13.0", None, "this machine has 0 that torch can use; run it where nvidia-smi shows two,"),
+        (1, True, "13.0", "3", "CUDA_VISIBLE_DEVICES=3 has 1 that torch can use;"),
+        (8, False, "13.0", None, "is built without NCCL; install"),
+        (0, False, None, None, "is built without CUDA; install"),
+    ],
 )
-def test_demo_on_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch, gpus: int, nccl: bool, why: str) -> None:
-    """Catches the number of ranks blamed, which nobody asked for."""
+def test_demo_on_gpus_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, nccl: bool, cuda: str | None, visible: str | None, why: str
+) -> None:
+    """Catches the number of ranks blamed, which nobody asked for, and a GPU looked for where torch is at fault."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
-    with pytest.raises(ConfigError, match=f"--device cuda: the demo needs 2 GPUs, and this machine .*{why}.*cpu"):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ConfigError, match=f"--device cuda: the demo needs 2 GPUs, and .*{why}.* or use --device cpu"):
         demo.run_demo(DemoOptions(device="cuda", parts=("block",)))
 
 
@@ -393,13 +469,21 @@ def test_demo_status_is_what_was_found(
 
     monkeypatch.setattr(demo, "run_ranks", run)
     options = DemoOptions(device="cpu", parts=("block",), link="none", keep_dir=str(tmp_path))
+    monkeypatch.setattr(demo, "_estimate", lambda: print("estimated"))
     assert demo.run_demo(options) == status
     out = capsys.readouterr().out
     assert ("PASSED" in out) == (status == 0)
     assert str(tmp_path / "reports") in out
-    assert "cannot gain" in out and "--link none was given" in out
+    assert "cannot gain" in out and "\nestimated\n" in out and "--link none was given" in out
     if results and results[0]["forms"][0]["ms"]:
         assert "2.00x SLOWER" in out
+
+
+def test_the_demo_ends_with_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the block in the sizes of a real layer, on a machine whose figures are known."""
+    demo._estimate()
+    out = capsys.readouterr().out
+    assert "8 x NVIDIA H200" in out and re.search(r"total of 4 sites of 2 graphs: estimated .* 1\.\d\dx", out)
 
 
 def test_the_demo_says_of_every_form_what_it_did() -> None:
@@ -410,10 +494,13 @@ def test_the_demo_says_of_every_form_what_it_did() -> None:
     assert "auto is 1.25x faster than plain torch.compile here." in text
     assert re.search(r"plain +10.00 ms\n +auto +8.00 ms +1.25x +2 of 2 sites overlapped\n", text)
     assert re.search(r"fused +as plain +0 of 2 sites overlapped: too slow\n", text)
-    assert "as fast as plain" in demo_text.of_auto(result(ms=10.1), shared_cpu=True)
-    assert "takes the cores" in demo_text.of_auto(result(ms=15.0), shared_cpu=True)
-    assert "bugreport" in demo_text.of_auto(result(ms=15.0), shared_cpu=False)
-    assert "keeps every site" in demo_text.of_auto(result(overlapped=0), shared_cpu=False)
+    assert "as fast as plain" in demo_text.verdict(result(ms=10.1), shared_cpu=True)
+    assert "takes the cores" in demo_text.verdict(result(ms=15.0), shared_cpu=True)
+    assert "bugreport" in demo_text.verdict(result(ms=15.0), shared_cpu=False)
+    assert "keeps every site" in demo_text.verdict(result(overlapped=0), shared_cpu=False)
+    other = result(overlapped=0)
+    other["forms"].append({**result(ms=5.0)["forms"][0], "name": "ring"})
+    assert demo_text.verdict(other, shared_cpu=False).endswith("ring, forced, is 2.00x faster.")
 
 
 def test_demo_shows_the_failing_ranks_traceback(

@@ -14,6 +14,7 @@ import pytest
 from overlap_inductor.config import MODES
 from overlap_inductor.config import NUMERICS
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.config import variables
 from overlap_inductor.errors import ConfigError
 from overlap_inductor.facts import names
 
@@ -32,6 +33,7 @@ BAD = [
     ("OVERLAP_INDUCTOR_TUNE", "maybe", ("off", "on")),
     ("OVERLAP_INDUCTOR_TUNE", "on", ("off",)),
     ("OVERLAP_INDUCTOR_REPLAY", "0", ("off", "on")),
+    ("OVERLAP_INDUCTOR_NOTICE", "1", ("off", "on")),
     ("OVERLAP_INDUCTOR_RING_DIRECTION", "left", ("unidirectional", "bidirectional")),
     ("OVERLAP_INDUCTOR_SUB_CHUNKS", "0", ("at least 1",)),
     ("OVERLAP_INDUCTOR_SUB_CHUNKS", "-4", ("at least 1",)),
@@ -90,7 +92,9 @@ def test_every_field_is_read_from_its_variable() -> None:
         "OVERLAP_INDUCTOR_REPLAY": "off",
         "OVERLAP_INDUCTOR_AGREEMENT_TIMEOUT": "9",
         "OVERLAP_INDUCTOR_DUMP": "some/folder",
+        "OVERLAP_INDUCTOR_NOTICE": "off",
     }
+    assert set(environment) == set(variables())
     config = OverlapConfig.from_environment(environment)
     assert config.patterns == ("all_gather_matmul", "matmul_all_reduce")
     default = OverlapConfig()
@@ -107,12 +111,38 @@ def test_other_variables_are_not_read() -> None:
     assert OverlapConfig.from_environment({"OVERLAP": "strict", "SCHEDULE": "ring"}) == OverlapConfig()
 
 
-def test_cache_key_has_every_field_but_the_dump() -> None:
-    """A switch missing from the key would let a cache give code made for another setting."""
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("OVERLAP_INDUCTOR_SHEDULE", "Did you mean OVERLAP_INDUCTOR_SCHEDULE? "),
+        ("OVERLAP_INDUCTOR_MODE", "Did you mean OVERLAP_INDUCTOR? "),
+        ("OVERLAP_INDUCTOR_DUMP_DIR", "Did you mean OVERLAP_INDUCTOR_DUMP? "),
+        ("OVERLAP_INDUCTOR_schedule", "Did you mean OVERLAP_INDUCTOR_SCHEDULE? "),
+        ("OVERLAP_INDUCTOR_XYZ", "is no switch of overlap_inductor. Rename"),
+    ],
+)
+def test_a_variable_that_is_no_switch_is_an_error_with_the_nearest(variable: str, meant: str) -> None:
+    """A misspelt switch changes nothing, which nobody would see."""
+    with pytest.raises(ConfigError) as error:
+        OverlapConfig.from_environment({variable: "ring", "OVERLAP_INDUCTOR": "1"})
+    message = str(error.value)
+    assert message.startswith(f"{variable}='ring' is no switch") and meant in message
+    assert all(name in message for name in variables())
+
+
+def test_switched_off_a_variable_that_is_no_switch_is_no_error() -> None:
+    environment = {"OVERLAP_INDUCTOR_SHEDULE": "ring", "OVERLAP_INDUCTOR": "off"}
+    assert OverlapConfig.from_environment(environment).mode == "off"
+    assert OverlapConfig.from_environment({"OVERLAP_INDUCTORS": "2"}).mode == "on"
+
+
+def test_cache_key_has_every_field_that_changes_code() -> None:
+    """A switch missing from the key would let a cache give code made for another setting. One that is in it for nothing
+    would compile again what a cache holds."""
     config = OverlapConfig()
     fields = {f.name for f in dataclasses.fields(config)}
-    assert {name for name, _ in config.cache_key()} == fields - {"dump"}
-    assert dataclasses.replace(config, dump="x").cache_key() == config.cache_key()
+    assert {name for name, _ in config.cache_key()} == fields - {"dump", "notice"}
+    assert dataclasses.replace(config, dump="x", notice="off").cache_key() == config.cache_key()
     assert dataclasses.replace(config, sub_chunks=5).cache_key() != config.cache_key()
 
 

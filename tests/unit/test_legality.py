@@ -134,4 +134,4 @@ def test_strict_mode_raises_for_refused_and_failed_sites_alone(name: str, raises
         report = function()
     report.mode = "strict"
     with pytest.raises(StrictError, match=code) if raises else contextlib.nullcontext():
-        publish.activate(report, from_cache=False, dump=None)
+        publish.activate(report)

@@ -147,7 +147,7 @@ def test_report_mode_says_that_the_graph_was_left_alone() -> None:
     report.sites = [samples.site("lm_head", decision)]
     text = render_text(report)
     assert "the graph was not changed" in text
-    assert "kept: report_mode, would be ring/p2p S=4" in text
+    assert "would be overlapped: ring/p2p S=4" in text
 
 
 def test_units() -> None:

@@ -13,7 +13,7 @@ from overlap_inductor.report.advice import ADVICE
 
 # Forbids the page to load anything, whatever a name in a graph holds.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-TONES = {"overlapped": "good", "kept": "wait", "refused": "warn", "failed": "bad"}
+TONES = {"overlapped": "good", words.WOULD: "good", "kept": "wait", "refused": "warn", "failed": "bad"}
 """Status -> the CSS class that colours it."""
 
 

@@ -51,7 +51,7 @@ def render_html(report: OverlapReport, before: str | None = None, after: str | N
     identities = dict.fromkeys(s.facts.id for s in report.sites if s.facts.id)
     # Only sites that the graph's text names get an anchor: a link that leads nowhere is worse than none.
     anchors = {identity: f"line-{n}" for n, identity in enumerate(identities) if identity in text}
-    statuses = Counter(s.decision.status for s in report.sites)
+    statuses = Counter(words.status(s.decision) for s in report.sites)
     drawn, undrawn = figures(groups)
     return render(
         "graph.html",
@@ -104,7 +104,7 @@ def _refusals(report: OverlapReport, groups: Sequence[SiteGroup]) -> list[Refusa
     for group in groups:
         where = f"{group.module} ({len(group.sites)})"
         for reason in group.reasons:
-            entries.setdefault((group.decision.status, reason.code), []).append((where, reason.text))
+            entries.setdefault((words.status(group.decision), reason.code), []).append((where, reason.text))
     for miss in group_near_misses(report):
         where = f"{miss.module} ({len(miss.misses)}): {words.collective(miss.collective)}"
         entries.setdefault(("near miss", miss.reason.code), []).append((where, miss.reason.text))

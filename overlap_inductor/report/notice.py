@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows a line of the log to users who did not configure logging: what overlap does is to be seen without a switch.
+
+Whoever did configure it decides: a level for the logger ``overlap_inductor`` (``logging``, or ``TORCH_LOGS``) shows or
+hides the line, and handlers get it in place of standard error. No line is shown twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from overlap_inductor.torch_compat import telemetry
+
+log = logging.getLogger("overlap_inductor")
+
+
+def show(text: str) -> None:
+    """Log ``text`` at level INFO, and show it also if nobody asked for that level."""
+    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+        log.info("%s", text)
+        return
+    refused = log.disabled or log.manager.disable >= logging.INFO or log.level > logging.INFO
+    if refused:
+        return
+    record = log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None)
+    if telemetry.has_handlers_of_others(log):
+        log.handle(record)
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    handler.handle(record)

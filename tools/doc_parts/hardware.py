@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README's table of hardware: which schedules run there, by the schedules' own answers, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bench import rows
+from bench.tables import header
+from bench.tables import line
+from overlap_inductor.facts.machine import Box
+from overlap_inductor.facts.machine import machine_for
+from overlap_inductor.lowerings.registry import SCHEDULES
+from overlap_inductor.torch_compat.target import planning_for
+
+GPUS = {
+    "NVIDIA H200": (9, 0),
+    "NVIDIA H100": (9, 0),
+    "NVIDIA A100": (8, 0),
+    "NVIDIA Blackwell (B200)": (10, 0),
+}
+"""Compute capabilities, by what the table calls the GPU."""
+RANKS = tuple(range(8))
+
+
+def table() -> str:
+    lines = [[f"{name}, one machine with NVLink", _names(_on_gpus(name)), _measured(name)] for name in GPUS]
+    own = [s.name for s in SCHEDULES if s.why_not_between(RANKS, torch.device("cpu")) is None]
+    # Several machines or vendors: what runs without this package's kernels.
+    several = [s.name for s in SCHEDULES if s.name in _on_gpus("NVIDIA A100")]
+    lines.append(["other GPUs; several machines", _names(several), "not yet"])
+    lines.append(["CPUs (gloo)", _names(own), "2 and 4 ranks over slow links"])
+    return "\n".join([*header("hardware", "schedules that run", "measured"), *(line(*cells) for cells in lines)])
+
+
+def _on_gpus(name: str) -> list[str]:
+    """Names of the schedules that run between 8 GPUs of one machine that reach each other's memory."""
+    with planning_for(Box(name, name, len(RANKS), GPUS[name], machine_for("cuda"))):
+        # Where a plan is made for another machine, the tensors here may be on the CPU.
+        return [s.name for s in SCHEDULES if s.why_not_between(RANKS, torch.device("cpu")) is None]
+
+
+def _names(schedules: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in schedules) or "none"
+
+
+def _measured(name: str) -> str:
+    found = {row["world_size"] for row in rows.read(rows.RESULTS / "operators.jsonl") if row["gpu"] == name}
+    counts = [str(count) for count in sorted(found)]
+    return f"{', '.join(counts[:-1])} and {counts[-1]} GPUs" if len(counts) > 1 else "not yet"
