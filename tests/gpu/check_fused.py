@@ -74,7 +74,7 @@ def fp8(schedule: str, rank: int, world_size: int, calls: int, count: int) -> li
     problems = against_fp64(schedule, rank, sites, scaled_sites.made)
     torch._dynamo.reset()
     repeated = []
-    for name in ("gather rows, row-wise, scales gathered behind", "scatter rows, row-wise", "all-reduce, tensor-wise"):
+    for name in ("gather rows and scales, row-wise", "scatter rows, row-wise", "all-reduce, tensor-wise"):
         function, inputs, _ = sites[name]
         tensors = [t.cuda() for t in scaled_sites.made(inputs, torch.Generator().manual_seed(rank))]
         call = functools.partial(compiled_as(schedule, function), *tensors)

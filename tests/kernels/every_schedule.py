@@ -110,10 +110,10 @@ def _small(two_shot: bool, norm: bool) -> Call:
 EVERY = {
     **{f"fused {pattern}": _fused(pattern) for pattern in (GATHER, SCATTER, REDUCE)},
     "fused gather in slices": _fused(GATHER, replace(FUSED, slices=2, slices_tiles=2**20, slices_pushers=1)),
-    "fused gather, gathered used": _with_gathered(_fused_with_gathered),
+    "fused gather, gathered tensor read": _with_gathered(_fused_with_gathered),
     "fused gather by copies": _fused(GATHER, replace(FUSED, copies_from=0)),
     **{f"chunked {pattern}, pushed": _chunked(pattern) for pattern in (GATHER, SCATTER, REDUCE)},
-    "chunked gather, pushed, gathered used": _with_gathered(_chunked_with_gathered),
+    "chunked gather, pushed, gathered tensor read": _with_gathered(_chunked_with_gathered),
     "chunked all-reduce, copied in bands": _chunked(REDUCE, replace(CHUNKED, transport="copy_engine", bands=2)),
     "small_message, one-shot": _small(False, False),
     "small_message, one-shot with norm": _small(False, True),

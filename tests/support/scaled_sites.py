@@ -74,19 +74,19 @@ def _cases(w: int) -> dict[str, tuple[Callable[..., Any], list[Input], int]]:
             [("fp8", (s, 32)), weight, one, one],
             1,
         ),
-        "gather rows, row-wise, scales gathered behind": (
+        "gather rows and scales, row-wise": (
             lambda x, a, v, b: multiply(gather_bytes(x, 0, g), v.t(), all_gather(a, 0, g), b),
             [("fp8", (s, 32)), ("scale", (s, 1)), weight, columns],
             1,
         ),
-        "gather rows, two matmuls, one with bias, gathered used": (
+        "gather rows, two matmuls, one with bias, gathered tensor read": (
             lambda x, v, a, b, u, c, d, bias: (
                 lambda y: (multiply(y, v.t(), a, b), multiply(y, u.t(), c, d, bias), y.to(torch.float32))
             )(gather_bytes(x, 0, g)),
             [("fp8", (s, 32)), weight, ("scale", (s * w, 1)), columns, ("fp8", (16, 32)), one, one, ("bias", (16,))],
             1,
         ),
-        "gather rows of the wide kind": (
+        "gather rows, wide fp8": (
             lambda x, v, a, b: multiply(all_gather(x, 0, g), v.t(), a, b),
             [("fp8 wide", (s, 32)), weight, one, one],
             1,
@@ -128,7 +128,7 @@ def _cases(w: int) -> dict[str, tuple[Callable[..., Any], list[Input], int]]:
             [("fp8", (s * w, 32)), weight, one, one],
             1,
         ),
-        "all-reduce of rows that do not fall evenly, row-wise": (
+        "all-reduce of rows that the ranks do not divide, row-wise": (
             lambda x, v, a, b: all_reduce(multiply(x, v.t(), a, b), "sum", g),
             [("fp8", (s * w - 1, 32)), weight, ("scale", (s * w - 1, 1)), columns],
             1,

@@ -118,7 +118,7 @@ def test_other_variables_are_not_read() -> None:
         ("OVERLAP_INDUCTOR_MODE", "Did you mean OVERLAP_INDUCTOR? "),
         ("OVERLAP_INDUCTOR_DUMP_DIR", "Did you mean OVERLAP_INDUCTOR_DUMP? "),
         ("OVERLAP_INDUCTOR_schedule", "Did you mean OVERLAP_INDUCTOR_SCHEDULE? "),
-        ("OVERLAP_INDUCTOR_XYZ", "is no switch of overlap_inductor. Rename"),
+        ("OVERLAP_INDUCTOR_XYZ", "is not a switch of overlap_inductor. Rename"),
     ],
 )
 def test_a_variable_that_is_no_switch_is_an_error_with_the_nearest(variable: str, meant: str) -> None:
