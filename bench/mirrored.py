@@ -107,8 +107,8 @@ def mirrored(
     back = world_size * shift * other.element_size() if turned else 0
     if back > margin * other.element_size():
         raise ValueError(
-            f"turned flags of {world_size} sources, {shift} elements apart, need a margin of at least the product of"
-            f" both; the margin has {margin} elements"
+            f"turned flags need a margin of {world_size} * {shift} elements (ranks * shift), but the margin has only"
+            f" {margin} elements; allocate the buffer with margin_words"
         )
     peers = (local, *(other[(world_size - p) * shift :] for p in range(1, world_size)))
     addresses = [peer.data_ptr() - (back if p else 0) for p, peer in enumerate(peers)]

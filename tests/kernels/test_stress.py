@@ -152,12 +152,12 @@ def test_every_variant(tmp_path: Path) -> None:
     assert run_ranks(2, _run, str(tmp_path), ["--iterations", "1", "--only", "poison"], False) == [0, 0]
 
 
-def test_a_mesh(tmp_path: Path) -> None:
+def test_groups_of_a_mesh(tmp_path: Path) -> None:
     options = ["--iterations", "10", "--schedules", "chunked", "--only", "two_groups", "subgroup"]
     assert run_ranks(4, _run, str(tmp_path), options, True) == [0] * 4
 
 
-def test_transfers_that_do_not_happen_are_found(tmp_path: Path) -> None:
+def test_missing_transfers_are_reported(tmp_path: Path) -> None:
     options = [
         "--iterations",
         "40",

@@ -53,7 +53,7 @@ def test_slots_fit_the_buffer(route: str, world_size: int, parts: int) -> None:
 
 @every_size
 @pytest.mark.parametrize("route", GATHERS)
-def test_gathers(route: str, world_size: int, parts: int) -> None:
+def test_gathers_bring_every_shard_to_every_rank(route: str, world_size: int, parts: int) -> None:
     """Catches a rank that sends a shard before it has received it, a shard that never arrives, and a shard that arrives
     later than ``distances`` says."""
     have = [{(rank, part) for part in range(parts)} for rank in range(world_size)]
@@ -80,7 +80,7 @@ def test_distances_name_every_other_rank_once(route: str, world_size: int) -> No
 
 
 @every_size
-def test_owner(world_size: int, parts: int) -> None:
+def test_owner_sends_every_partial_sum_to_its_owner(world_size: int, parts: int) -> None:
     """Hop (i, j) sends the partial sum for rank r + 1 + i straight to that rank. For each part, each rank must get one
     from every other rank."""
     inbox: list[list[tuple[int, int, int]]] = [[] for _ in range(world_size)]
@@ -98,7 +98,7 @@ def test_owner(world_size: int, parts: int) -> None:
 
 
 @every_size
-def test_travel(world_size: int, parts: int) -> None:
+def test_travel_adds_every_partial_sum_once(world_size: int, parts: int) -> None:
     """At step i, rank r sends the accumulator of slice r - 1 - i to the next rank. In the accumulator that reaches the
     owner, the partial sum of every other rank must be added exactly once."""
     arrived: list[dict[tuple[int, int], tuple[int, Counter[int]]]] = [{} for _ in range(world_size)]
@@ -121,7 +121,7 @@ def test_travel(world_size: int, parts: int) -> None:
 
 
 @every_size
-def test_broadcast(world_size: int, parts: int) -> None:
+def test_broadcast_sends_every_shard_to_every_rank(world_size: int, parts: int) -> None:
     """Every rank sends its own pieces to every other rank. A piece's slot must be its owner's rank."""
     have = [{(rank, part) for part in range(parts)} for rank in range(world_size)]
     for ranks in hops("broadcast", world_size, parts):
@@ -132,7 +132,7 @@ def test_broadcast(world_size: int, parts: int) -> None:
     assert all(len(h) == world_size * parts for h in have)
 
 
-def test_hop_counts() -> None:
+def test_hop_counts_are_those_of_the_table() -> None:
     """The counts must be those of the table in the docstring of ``routes``. Two directions halve the steps."""
     assert [routes.hop_count(r, 8, 3) for r in routes.ROUTES] == [21, 12, 21, 21, 3]
     assert [routes.hop_count(r, 5, 1) for r in routes.ROUTES] == [4, 2, 4, 4, 1]
@@ -140,7 +140,7 @@ def test_hop_counts() -> None:
 
 @pytest.mark.parametrize("parts", range(1, 9))
 @pytest.mark.parametrize("total", range(20))
-def test_bounds(total: int, parts: int) -> None:
+def test_bounds_cut_all_rows_evenly(total: int, parts: int) -> None:
     """Catches rows that are lost or doubled at a cut, and pieces whose sizes differ by more than one row."""
     cuts = routes.bounds(total, parts)
     sizes = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
