@@ -60,8 +60,7 @@ class GraphPass(Protocol):
     def run(self, graph: fx.Graph, context: GraphContext) -> OverlapReport | None:
         """Rewrite ``graph`` in place. Returns a report, or ``None`` if there is nothing to report.
 
-        An exception fails the compile. If a rewrite fails that the graph does not need, the pass restores the graph and
-        returns instead.
+        An exception fails the compile. If an optional rewrite fails, the pass restores the graph and returns instead.
         """
         ...
 

@@ -175,11 +175,10 @@ def unrolled_nodes(site: DecidedSite) -> int:
 def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     """Decide which rings are unrolled, and write that into their decisions. The others become looping ops.
 
-    Rings are unrolled in graph order while their nodes fit the graph's ``budget`` of nodes. Sites that no looping op
-    can compute are considered first; if their nodes do not fit, they are refused and run as ``keep``. Two kinds of
-    sites are never unrolled: those whose op chooses by the token count, and all sites of a graph if a later pass of
-    Inductor moves nodes (``moving_pass``). Only values that are the same on all ranks are read, so all ranks unroll the
-    same sites.
+    Rings are unrolled in graph order while their nodes fit the graph's ``budget`` of nodes; those that no looping op
+    can compute come first. A ring is not unrolled if its op chooses by the token count, or if a later pass of Inductor
+    moves nodes (``moving_pass``). A site that is not unrolled and that no looping op can compute is refused. Only
+    values that are the same on all ranks are read, so all ranks unroll the same sites.
     """
     mover = moving_pass()
     loopable = {s.facts.id: form_of(s).loopable(s) for s in rings}
