@@ -51,8 +51,7 @@ plan = {
     "mlp.2": parallel.RowwiseParallel(output_layouts=tensor.Shard(0)),
 }
 block = parallel.parallelize_module(Block(32), mesh, plan)
-x = torch.randn(16, 32)  # this rank's part of the sequence
-expected = step(block, x)
+expected = step(block, x := torch.randn(16, 32))  # x: this rank's part of the sequence
 block.compile(backend="overlap_inductor", options={"schedule": "ring"})
 torch.testing.assert_close(step(block, x), expected)
 if dist.get_rank() == 0:

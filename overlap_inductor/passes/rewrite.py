@@ -169,6 +169,7 @@ class Rewriter:
         """Write one site's steps; return ``{old node: its replacement}``."""
         module = {k: site.matmuls[0].node.meta[k] for k in _STACK if k in site.matmuls[0].node.meta}
         piece = site.decision.moving
+        ends = {n for c in site.collectives for n in c.chain()}
         with self.graph.inserting_before(anchor):
             group = site.facts.collective
             emit = StepEmitter(
@@ -191,7 +192,6 @@ class Rewriter:
                 )
             for reader in old.replace_all_uses_with(new):
                 self.values.keep(reader)
-        ends = {n for c in site.collectives for n in (c.wait, c.node)}
         ends |= site.nodes.unused_after(replaced)
         self._erase_unused([*replaced, *ends], ends)
         self.emitted.setdefault(group.group_name, []).extend(emit.emitted)

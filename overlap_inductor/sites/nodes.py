@@ -28,8 +28,8 @@ from overlap_inductor.sites.placement import Placement
 
 @dataclass(frozen=True)
 class CollectiveNode:
-    """A functional collective and its wait. ``node.args[0]`` is the input; ``wait`` is the result. ``ranks``: global
-    ranks of the group."""
+    """A functional collective and its wait. ``node.args[0]`` is the input; ``wait`` is the result, the last wait if a
+    program waits several times. ``ranks``: global ranks of the group."""
 
     node: fx.Node
     wait: fx.Node
@@ -41,6 +41,13 @@ class CollectiveNode:
     @property
     def input(self) -> fx.Node:
         return self.node.args[0]
+
+    def chain(self) -> list[fx.Node]:
+        """The result's wait, the waits that it waits for, and the collective."""
+        found = [self.wait]
+        while found[-1] is not self.node:
+            found.append(found[-1].args[0])
+        return found
 
     @property
     def world_size(self) -> int:

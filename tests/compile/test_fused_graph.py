@@ -40,6 +40,19 @@ def test_one_text_for_every_rank(kind: str, world_size: int) -> None:
     assert len(texts) == 1
 
 
+@pytest.mark.parametrize("schedule", ["ring", "fused", "chunked"])
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
+def test_a_second_wait_is_erased_with_the_site(kind: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``wait_tensor(all_gather_tensor(x))``: the functional collective has waited already. Before, the first wait kept
+    the collective alive, so that the rewrite failed and the site ran as written."""
+    wait = HandGraph.wait
+    monkeypatch.setattr(HandGraph, "wait", lambda made, x: wait(made, wait(made, x)))
+    with fake_group(8, 0):
+        report = SITES[kind]().run(schedule=schedule)
+    assert [p.schedule for s in report.sites for p in s.decision.plan] == [schedule], report.notices
+    assert "wait_tensor" in report.before and "wait_tensor" not in report.after
+
+
 def refused_sites() -> Iterator[tuple[str, Callable[[], HandGraph], str]]:
     def without_multiples() -> HandGraph:
         return gather_site(columns=12)
