@@ -55,7 +55,9 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         type=int,
         help="calls of each variant; most scenarios make a fifth of them; default: 10000, or 50 if ranks share GPUs",
     )
-    parser.add_argument("--only", nargs="+", choices=SCENARIOS, help="names of the scenarios to run; default: all")
+    parser.add_argument(
+        "--only", nargs="+", choices=SCENARIOS, help="scenarios to run; default: all, or WHERE_SHARED if ranks share GPUs"
+    )
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--ranks-share-gpus", action="store_true")
     parser.add_argument("--one-by-one", action="store_true", help="never replay a repeated call as a CUDA graph")
