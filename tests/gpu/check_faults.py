@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--way", default="", help="way of a variant (tests.gpu.stress_sites); default: the first")
     parser.add_argument("--ranks-share-gpus", action="store_true")
     parser.add_argument(
-        "--pattern", choices=PATTERNS, help="matmul_reduce_scatter without, or matmul_all_reduce of small_message"
+        "--pattern", choices=PATTERNS, help="default: matmul_reduce_scatter; of small_message matmul_all_reduce"
     )
     arguments = parser.parse_args()
     arguments.pattern = arguments.pattern or (

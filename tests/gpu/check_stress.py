@@ -56,7 +56,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         help="calls of each variant; most scenarios make a fifth of them; default: 10000, or 50 if ranks share GPUs",
     )
     parser.add_argument(
-        "--only", nargs="+", choices=SCENARIOS, help="scenarios to run; default: all, or WHERE_SHARED if ranks share GPUs"
+        "--only", nargs="+", choices=SCENARIOS, help="default: all, or WHERE_SHARED if ranks share GPUs"
     )
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--ranks-share-gpus", action="store_true")
