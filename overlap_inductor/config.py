@@ -197,8 +197,8 @@ def _refuse_unknown(environment: Mapping[str, str]) -> None:
 
 
 def why_unknown(variable: str) -> str:
-    """What is wrong with a variable that has the package's prefix but is not a switch, with the nearest switch; empty for
-    every other variable."""
+    """What is wrong with a variable that has the package's prefix but is not a switch, with the nearest switch. Empty
+    for every other variable."""
     if not variable.startswith(f"{ENVIRONMENT_PREFIX}_") or variable in variables():
         return ""
     fields = [f.name for f in dataclasses.fields(OverlapConfig)]

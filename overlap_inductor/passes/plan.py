@@ -106,8 +106,8 @@ def _too_small(able: list[SiteSchedule], estimate: dict[str, float]) -> Reason:
     return Reason(
         "too_small",
         f"estimated {schedules}, against {microseconds(estimate['keep'])} as written (matmul"
-        f" {microseconds(parts['matmul'])}, collective {microseconds(parts['collective'])}). Hiding all of the {shorter}"
-        f" would save {most:.1f} %",
+        f" {microseconds(parts['matmul'])}, collective {microseconds(parts['collective'])}); hiding all of the"
+        f" {shorter} would save {most:.1f} %",
     )
 
 
