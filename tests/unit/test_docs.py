@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 
 from bench import report
-from bench import summaries
 from overlap_inductor.lowerings import registry
 from tests.unit import near_miss_reasons  # noqa: F401  (registers its graphs)
 from tests.unit import site_reasons  # noqa: F401
@@ -36,10 +35,26 @@ def test_generated_parts_are_up_to_date() -> None:
     assert not outdated, f"{', '.join(outdated)}: run python tools/make_docs.py"
 
 
-def test_the_picture_was_drawn_from_the_rows() -> None:
+@pytest.mark.parametrize("path", report.PICTURES, ids=lambda path: path.name)
+def test_pictures_were_drawn_from_the_rows(path: Path) -> None:
     """Rows that changed, with a picture that still shows the old ones."""
-    with Image.open(report.PICTURE) as image:
-        assert json.loads(image.info["Description"]) == summaries.headline_rows(), "run python -m bench.report"
+    rows, _ = report.PICTURES[path]
+    with Image.open(path) as image:
+        assert json.loads(image.info["Description"]) == rows(), "run python -m bench.report"
+
+
+def test_pictures_of_the_pages_are_pictures() -> None:
+    """A file under a picture's name that no browser can show, for example the text of a symbolic link."""
+    found = {
+        (path.parent / name).resolve()
+        for path in (make_docs.README, *pages.pages())
+        for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", path.read_text())
+    }
+    assert found == set(report.PICTURES)
+    for path in found:
+        with Image.open(path) as image:
+            image.load()
+            assert min(image.size) > 300
 
 
 def test_every_part_stands_on_a_page() -> None:
