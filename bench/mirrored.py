@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's view of a larger group, on 2 GPUs: parameters for 4 and 8 GPUs can be tried, checked and timed on two.
+"""Plays one rank of a larger group on 2 GPUs, to try, check and time parameters for 4 and 8 GPUs.
 
-    torchrun --nproc-per-node 2 -m bench.mirrored --world-size 8 --tokens 1024 4096 [--variants '{"name": ["fused",
-    {"parts": 2}]}'] [--out rows.jsonl]
+    torchrun --nproc-per-node 2 -m bench.mirrored --world-size 8 --tokens 1024 4096 [--out rows.jsonl] \\
+        [--variants '{"name": ["fused", {"parts": 2}]}']
 
-Each GPU plays rank 0 of ``--world-size`` ranks, and the other GPU plays all its peers: what rank 0 sends to peer ``p``
-is written into the other GPU's workspace as if it came from as far behind. So a GPU multiplies, sends and receives
-exactly what it would in the larger group, through the same NVLink (each GPU's links end in a switch, so that one peer
-may take a GPU's whole bandwidth). What is missing: peers that are late one by one, contention in the switch, and NCCL's
-collective, so there is no ``keep`` here: times stand beside the matmul alone, and bytes over time beside the links'
-rate.
+Each GPU plays rank 0 of ``--world-size`` ranks, and the other GPU plays all of its peers. A GPU multiplies, sends and
+receives exactly what it would in the larger group, over the same NVLink. (The links of a GPU end in a switch, so one
+peer can use the GPU's whole bandwidth.) To a receiver ``p`` ranks ahead, rank 0 is ``p`` ranks behind. So what rank 0
+sends to peer ``p`` is written into the other GPU's workspace at the place of rank ``world_size - p``.
 
-How far off. Of 8 ranks, gathers and scatters from 2048 tokens on come within 5 % of what 8 GPUs take, and all-reduces
-of ``fused`` are 6 to 13 % too low. All-reduces of ``chunked`` in bands are 25 to 37 % too low: eight ranks that send to
-all at once meet at receivers (``transports.copy_engine``), and one peer that stands for seven meets nobody. That
-inverts rankings (4096 tokens: 2 bands 574 us here and 720 there, 4 bands 692 and 914): never choose a number of bands,
-or bands against ``fused``, by these rows.
+Three things are missing: delays of single peers, contention at receivers, and NCCL's collective. So there is no row for
+``keep``; times are compared with the matmul alone.
 
-Results are right where each rank's are: they are compared with fp32 on random data before anything is timed. A peer's
-credits are taken as given (calls are kept apart by a collective before each of them).
+Accuracy as one of 8 ranks, against 8 GPUs. From 2048 tokens on, the times of gathers and scatters are within 5 %. On 8
+GPUs, all-reduces of ``fused`` take 6 to 13 % longer than here. All-reduces of ``chunked`` in bands take 25 to 37 %
+longer (4096 tokens: 720 us for 574 us here in 2 bands, 914 for 692 in 4 bands). There, several ranks send to the same
+receiver at once (``transports.copy_engine``); here, each receiver has one sender. So do not choose the number of bands
+by these rows, nor between bands and ``fused``.
+
+Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset. A barrier or
+an all-reduce before each call keeps calls apart instead.
 """
 
 from __future__ import annotations
@@ -56,19 +57,25 @@ HIDDEN, WIDE = 8192, 28672
 PATIENCE_NS = 2_000_000_000
 SIGNALS = 64
 TOLERANCE = 2e-2
+"""Largest error of a right result, relative to the largest element."""
 GIVEN = WINDOW // 2
-"""A credit for more calls than there will be."""
+"""A preset credit. It allows more calls than a run makes."""
 
 
 def margin_words(world_size: int) -> int:
-    """Words before a site's flags: see ``mirrored``."""
+    """int32 words to leave free before a site's flags: the ``margin`` of ``mirrored``."""
     return world_size * SIGNALS * FLAG_WORDS
 
 
 @dataclass(frozen=True)
 class MirroredBuffer:
-    """The other GPU's memory in place of every peer's, shifted so that rank 0's writes land where rank ``p`` would
-    write."""
+    """The buffers of ``world_size`` ranks, made from those of two GPUs (``mirrored``).
+
+    Attributes:
+        local: this GPU's memory.
+        peers: entry 0 is ``local``; entry ``p`` is the part of the other GPU's memory that stands for peer ``p``.
+        pointers: int64 ``[world_size]``, the addresses that kernels use for ``peers``.
+    """
 
     local: torch.Tensor
     peers: tuple[torch.Tensor, ...]
@@ -78,22 +85,30 @@ class MirroredBuffer:
 def mirrored(
     buffer: symmetric.SymmetricBuffer, world_size: int, shift: int, margin: int = 0, turned: bool = False
 ) -> MirroredBuffer:
-    """``shift``: elements from what one source writes to what the next one writes. For a rank ``p`` steps further on,
-    the sender is ``p`` steps further back: so what is sent first to those behind comes first from those ahead, as in
-    the larger group.
+    """Make two GPUs' ``buffer`` look like the buffers of ``world_size`` ranks to rank 0.
 
-    ``turned``: for flags that copy engines write by address (``peers``) and that a gather's turns read through
-    ``pointers``. A turn waits for what the source ``world_size - 1`` has sent to receiver ``p``. Written as source 0's
-    flags lie, that would be the flag of source ``2 * world_size - 1 - p``, whom nobody plays. The table turns
-    it back by a whole round: source ``world_size - 1 - p``, whose part this GPU has sent just before. What kernels
-    write through this table (credits) then falls into the ``margin`` of elements that the buffer has before everything
-    else.
+    What rank 0 writes at peer ``p`` as source 0 reaches the place of source ``world_size - p`` in the other GPU's
+    memory. So a GPU receives from its peers in the order in which it would in the larger group.
+
+    Args:
+        shift: elements from the place of one source to that of the next.
+        margin: elements to leave free at the beginning of the buffer.
+        turned: for the flags of a gather by copy engines with turns. Copies write them through ``peers``, and a turn
+            reads them through ``pointers``. A turn at receiver ``p`` reads the flag of source ``world_size - 1``.
+            Through ``peers``, that would be source ``2 * world_size - 1 - p`` of the other GPU, which does not exist.
+            So ``pointers`` are lower by ``world_size * shift`` elements, and the turn reads the flag of source
+            ``world_size - 1 - p``, which this GPU has set just before. Credits that kernels write through ``pointers``
+            then fall into the margin.
+
+    Raises:
+        ValueError: the margin is smaller than ``world_size * shift`` elements, and ``turned`` is set.
     """
     local, other = buffer.local[margin:], buffer.peers[1 - dist.get_rank()][margin:]
     back = world_size * shift * other.element_size() if turned else 0
     if back > margin * other.element_size():
         raise ValueError(
-            f"{world_size} sources, {shift} elements apart, are turned back beyond a margin of {margin} elements"
+            f"turned flags need a margin of {world_size} * {shift} elements (ranks * shift), but the margin has only"
+            f" {margin} elements; allocate the buffer with margin_words"
         )
     peers = (local, *(other[(world_size - p) * shift :] for p in range(1, world_size)))
     addresses = [peer.data_ptr() - (back if p else 0) for p, peer in enumerate(peers)]
@@ -126,7 +141,8 @@ class Site:
         return torch.mm(self.whole, self.b, out=self.out)
 
     def expected(self, bands: int) -> torch.Tensor:
-        """In fp32, from what the other GPU multiplies; ``bands``: in each of which every rank owns rows."""
+        """The right result in fp32, computed from both GPUs' operands. Both ranks call this together. ``bands``: number
+        of bands of rows; every rank owns rows of each band."""
         mine = self.a.float() if self.pattern == "all_gather_matmul" else self.a.float() @ self.b.float()
         both = torch.empty(2, *mine.shape, device="cuda")
         dist.all_gather_into_tensor(both, mine)
@@ -149,8 +165,9 @@ class Site:
         )
 
     def provider(self, schedule: str, settings: dict[str, Any]) -> tuple[Callable[[], torch.Tensor], int]:
-        """A call of the schedule with these parameters, and its bands. All ranks make and use providers in the same
-        order, one at a time."""
+        """Returns a call of the schedule with these parameters, and its number of bands. Both ranks make and use
+        providers in the same order, one at a time. Raises ``ValueError`` if a parameter is out of range, or bands are
+        not of one size."""
         text, sms, pattern = json.dumps(settings), symmetric.multiprocessors(self.a.device), self.pattern
         width = self.a.shape[1] if pattern == "all_gather_matmul" else self.b.shape[1]
         if schedule == "fused":
@@ -168,7 +185,8 @@ class Site:
             from_source = bands[0][1]
         if len({size for _, size in bands}) > 1:
             raise ValueError(
-                f"{len(bands)} bands of {self.rows} rows are not equal: what each source writes has no one distance"
+                f"the {len(bands)} bands of a shard of {self.rows} rows differ in size; expected equal bands, so that"
+                " the places of all sources are equally far apart"
             )
         words = torch.zeros(1 + QUEUE_WORDS + 2 * self.world_size * SIGNALS, dtype=torch.int32, device="cuda")
         tiles = torch.zeros(self.data.local.numel() // TILE_BYTES, dtype=torch.int32, device="cuda")
@@ -195,7 +213,7 @@ class Site:
         return run, len(bands)
 
     def forget(self) -> None:
-        """Reset the flags to their state before the first call."""
+        """Reset the flags to their state before the first call, with all credits given."""
         torch.cuda.synchronize()
         dist.barrier()
         self.flags.local.zero_()
@@ -224,10 +242,13 @@ DEFAULTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         **{f"chunked copy_engine b{b}": ("chunked", {"transport": "copy_engine", "bands": b}) for b in (1, 2, 4)},
     },
 }
-"""What is tried where nothing else is asked for; a fused kernel's parameters stand before the tuned ones."""
+"""The variants that run without ``--variants``: by pattern and name, ``(schedule, parameters)``. For ``fused``, the
+parameters override the tuned ones."""
 
 
 def measure(site: Site, variants: dict[str, tuple[str, dict[str, Any]]], repeats: int) -> list[dict[str, Any]]:
+    """Check and time each variant. Returns a row for the matmul alone, then a row for each variant. ``us`` is the
+    median of ``repeats`` samples on the slower GPU; it is missing if the result was wrong."""
     rows: list[dict[str, Any]] = []
     known: dict[int, torch.Tensor] = {}
     alone = worst(statistics.median(timed({"matmul": site.matmul}, repeats)["matmul"]))
@@ -243,11 +264,12 @@ def measure(site: Site, variants: dict[str, tuple[str, dict[str, Any]]], repeats
         site.forget()
         off = 0.0
         for _ in range(2):
-            # Give credits: a call must not begin before the other GPU has read what the call before has sent.
+            # The barrier replaces credits: a call must not begin before the other GPU has read the data of the previous
+            # call.
             found = run()
             torch.cuda.synchronize()
             error = float((found.float() - known[bands]).abs().max() / known[bands].abs().max())
-            # Python's maximum of a number and NaN is the number.
+            # ``max`` of a number and NaN would be the number.
             off = max(off, error) if error == error else float("inf")
             dist.barrier()
         off = worst(off)
@@ -269,7 +291,7 @@ def main() -> None:
     parser.add_argument(
         "--variants",
         type=json.loads,
-        help="JSON: name to [schedule, parameters], instead of those that are tried otherwise",
+        help='JSON, {"name": ["schedule", {parameters}]}: the variants to run in place of the default ones',
     )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out")
@@ -278,7 +300,7 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl", device_id=device)
     if dist.get_world_size() != 2:
-        raise SystemExit("bench.mirrored runs on 2 GPUs (torchrun --nproc-per-node 2)")
+        raise SystemExit("bench.mirrored needs 2 ranks; start it with torchrun --nproc-per-node 2 -m bench.mirrored")
     largest, most = max(arguments.tokens), max(arguments.world_size)
     data = symmetric.allocate(3 * largest * HIDDEN * 2 + 2**24, torch.uint8, device, dist.group.WORLD)
     flags = symmetric.allocate(

@@ -83,7 +83,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--dtype",
         default="bfloat16",
         choices=list(DTYPES),
-        help="fp8: one scale an operand; fp8_rows: one a row and column",
+        help="fp8: one scale per operand; fp8_rows: one per row and column",
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--repeats", type=int, default=20, help="samples of a provider, at most")

@@ -2,7 +2,7 @@
 """What computes a case: ``keep``, Inductor's async TP, every schedule over every transport of it, ``auto``, and
 schedules with other parameters.
 
-A provider is a call. With the host hidden a schedule that is one op a site is that op; the ring and ``auto`` are
+A provider is a call. With the host hidden a schedule that is one op per site is that op; the ring and ``auto`` are
 compiled graphs. In setting ``compiled`` all are, but for async TP, whose op is called as Inductor's output code calls
 it.
 """

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and plots of stored rows of ``bench.operators``: ``operators.md`` and two plots for each kind of machine
-beside the rows, and the pictures of the pages (``PICTURES``).
+"""Write tables and plots of the stored rows of ``bench.operators``.
 
-python -m bench.report [--rows bench/results/operators.jsonl] [--out bench/results]
+The output folder gets ``operators.md``, and two plots for each machine, shape and dtype. From the default rows, the
+pictures of README and ``docs/`` are drawn as well.
+
+    python -m bench.report [--rows bench/results/operators.jsonl] [--out bench/results]
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = rows.read(options.rows)
     if not found:
         parser.error(
-            f"{options.rows} holds no rows of bench.operators; torchrun --nproc-per-node 8 -m bench.operators makes"
-            " some"
+            f"{options.rows} has no rows of bench.operators; measure some with: torchrun --nproc-per-node 8 -m"
+            " bench.operators"
         )
     options.out.mkdir(parents=True, exist_ok=True)
     table = options.out / "operators.md"

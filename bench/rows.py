@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of measurements, one JSON object a line: what a row holds, where it was measured, and how files are read."""
+"""Rows of measurements, one JSON object per line: what a row holds, where it was measured, and how files are read."""
 
 from __future__ import annotations
 

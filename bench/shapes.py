@@ -38,8 +38,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
     "fp8": torch.float8_e4m3fn, "fp8_rows": torch.float8_e4m3fn,
 }  # fmt: skip
-"""What a matmul's operands may be. Of fp8 the result is bf16: one scale an operand, or (``fp8_rows``) one a row of the
-left and a column of the right one."""
+"""Dtypes of a matmul's operands, by name. The result of fp8 operands is bf16. ``fp8``: one scale for each operand.
+``fp8_rows``: a scale for each row of the left operand and for each column of the right one."""
 
 
 @dataclass(frozen=True)

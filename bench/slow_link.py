@@ -3,7 +3,7 @@
 
     sudo .venv/bin/python -m bench.slow_link            # two and four ranks, about five minutes
 
-Writes one JSON line a row to ``bench/results/slow_link.jsonl``, the table to ``slow_link.md`` and the plot to
+Writes one JSON line per row to ``bench/results/slow_link.jsonl``, the table to ``slow_link.md`` and the plot to
 ``docs/assets/slow_link.png``.
 """
 

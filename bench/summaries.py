@@ -17,7 +17,7 @@ from bench.tables import line
 
 Row = dict[str, Any]
 NOT_SCHEDULES = ("keep", "auto", "async_tp")
-"""Providers of ``bench.operators`` that are no schedule by its name."""
+"""Providers of ``bench.operators`` whose names are not those of schedules."""
 
 
 def _read(name: str) -> list[Row]:

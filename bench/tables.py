@@ -14,7 +14,7 @@ def overlap_efficiency(serial: float, overlapped: float, matmul: float, collecti
     """The hidden share of what can be hidden: ``(serial - t) / (serial - max(matmul, collective))``; times in one unit.
 
     Raises:
-        ValueError: nothing can be hidden (``serial`` is no more than the longer of the two).
+        ValueError: nothing can be hidden (``serial`` is not more than the longer of the two).
     """
     hideable = serial - max(matmul, collective)
     if hideable <= 0:

@@ -163,7 +163,7 @@ class OverlapConfig:
 
         Raises:
             ConfigError: a variable or an override has a value that is not allowed, or an override is not a field. Or
-                a variable ``OVERLAP_INDUCTOR_...`` is no switch; mode ``off`` allows that.
+                a variable ``OVERLAP_INDUCTOR_...`` is not a switch; mode ``off`` allows that.
         """
         environment = os.environ if environment is None else environment
         names = {f.name for f in dataclasses.fields(cls)}
@@ -189,15 +189,19 @@ def variables() -> tuple[str, ...]:
 
 
 def _refuse_unknown(environment: Mapping[str, str]) -> None:
-    """Raises ``ConfigError`` if a variable has the package's prefix and is no switch: a misspelt one would change
-    nothing, silently."""
-    known = variables()
+    """Raises ``ConfigError`` if a variable has the package's prefix but is not a switch. Otherwise a misspelt switch
+    would have no effect."""
     for variable in sorted(environment):
-        if variable.startswith(f"{ENVIRONMENT_PREFIX}_") and variable not in known:
-            fields = [f.name for f in dataclasses.fields(OverlapConfig)]
-            near = difflib.get_close_matches(variable.removeprefix(f"{ENVIRONMENT_PREFIX}_").lower(), fields, n=1)
-            meant = f"Did you mean {_variable(near[0])}? " if near else ""
-            raise ConfigError(
-                f"{variable}={environment[variable]!r} is no switch of overlap_inductor. {meant}Rename or unset it. The"
-                f" switches are {', '.join(known)}."
-            )
+        if reason := why_unknown(variable):
+            raise ConfigError(f"{variable}={environment[variable]!r} is {reason}")
+
+
+def why_unknown(variable: str) -> str:
+    """What is wrong with a variable that has the package's prefix but is not a switch, with the nearest switch. Empty
+    for every other variable."""
+    if not variable.startswith(f"{ENVIRONMENT_PREFIX}_") or variable in variables():
+        return ""
+    fields = [f.name for f in dataclasses.fields(OverlapConfig)]
+    near = difflib.get_close_matches(variable.removeprefix(f"{ENVIRONMENT_PREFIX}_").lower(), fields, n=1)
+    meant = f"Did you mean {_variable(near[0])}?" if near else f"The switches are {', '.join(variables())}."
+    return f"not a switch of overlap_inductor. {meant} Rename or unset it."

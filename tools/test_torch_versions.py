@@ -46,6 +46,9 @@ def interpreters(versions: Sequence[str]) -> list[tuple[str, str | None]]:
             venv.create(home, with_pip=True)
         pip = [str(python), "-m", "pip", "install", "-q"]
         needs = (
+            "rich>=13",
+            "packaging>=22",
+            "matplotlib",
             "numpy<2.4",
             "pytest",
             "pytest-timeout",

@@ -12,7 +12,7 @@ from typing import TextIO
 
 
 class Progress:
-    """Shows rank 0's steps and how long each takes, one line a step. On a terminal the running step's time counts up.
+    """Shows rank 0's steps and how long each takes, one line per step. On a terminal the running step's time counts up.
 
     ``line`` is called by the thread that reads rank 0's output, ``wait`` by the one that watches the ranks.
     """

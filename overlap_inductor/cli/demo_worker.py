@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the demo: run a model eager, compiled, and compiled with overlap by each schedule; compare the results
-and time the compiled forms.
+"""One rank of the demo. It runs each model eager, compiled, and compiled with overlap by each schedule. It compares the
+results and times the compiled models.
 
-Standard output holds one JSON object a line: ``{"step": ...}`` when a step begins, ``{"part": ...}`` for each result.
+Rank 0 writes one JSON object per line to standard output: ``{"step": ...}`` when a step begins, and ``{"part": ...}``
+with the results of a part.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from overlap_inductor.report.report import OverlapReport
 REPEATS = 9
 GROUP_TIMEOUT = timedelta(seconds=120)
 
-# A split matmul may use another kernel, and the sum over ranks another order. The results then differ by some units in
-# the last place of the largest value, by more with the short mantissa of bfloat16.
+# Relative to the largest value. A split matmul may use another kernel, and the sum over ranks may be in another order.
+# The results then differ by some units in the last place of the largest value; such a unit is larger in bfloat16.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 Outputs = dict[str, torch.Tensor]
@@ -42,7 +43,13 @@ Outputs = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the demo was asked for. ``tokens``: length of the whole sequence."""
+    """What the parent process asks for (``cli.demo``).
+
+    Attributes:
+        tokens: length of the whole sequence.
+        parts: names in ``PARTS``.
+        folder: where the models and the reports are written.
+    """
 
     device: str
     layers: int
@@ -75,9 +82,9 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def median_ms(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, float]:
-    """Median time of each call in milliseconds, on the slowest rank. The calls take turns; each is called once before,
-    which is not counted."""
+def quartiles_ms(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, list[float]]:
+    """The first quartile, the median and the third quartile of each call's times in milliseconds, on the slowest rank.
+    The calls take turns for ``REPEATS`` rounds, after one round that is not counted. All ranks call this together."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(REPEATS + 1):
         for name, call in calls.items():
@@ -88,14 +95,15 @@ def median_ms(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, 
             synchronize(device)
             if repeat:
                 times[name].append(time.perf_counter() - start)
-    slowest = torch.tensor([statistics.median(found) * 1e3 for found in times.values()], device=device)
+    slowest = torch.tensor([statistics.quantiles(found, method="inclusive") for found in times.values()], device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return dict(zip(times, slowest.tolist(), strict=True))
+    return dict(zip(times, (slowest * 1e3).tolist(), strict=True))
 
 
 def compare(name: str, value: torch.Tensor, reference: torch.Tensor, tolerance: float) -> dict[str, Any]:
-    """The largest difference on any rank, the largest value of the reference, and whether the difference is within
-    ``tolerance`` times that value."""
+    """Compare ``value`` with ``reference`` on all ranks; all ranks call this together. The result holds the largest
+    difference, the largest value of the reference, and whether the comparison passed: ``value`` is finite, and the
+    difference is at most ``tolerance`` times the largest value."""
     difference = (value.float() - reference.float()).abs().max()
     largest = reference.float().abs().max()
     both = torch.stack([difference, largest])
@@ -109,7 +117,14 @@ def compare(name: str, value: torch.Tensor, reference: torch.Tensor, tolerance: 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A model compiled with overlap by one schedule."""
+    """A model compiled with overlap.
+
+    Attributes:
+        name: the schedule that was asked for, or ``auto``.
+        model: the compiled model.
+        checks: a result of ``compare`` for each output.
+        reports: the overlap reports of its graphs.
+    """
 
     name: str
     model: Any
@@ -121,8 +136,8 @@ class Compiled:
 
 
 def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Settings) -> None:
-    """Run a model eager, plain and overlapped by each schedule; compare the outputs, time what overlaps something, and
-    send the result to the parent."""
+    """Run a model eager, compiled plain, and compiled with overlap by each schedule. Compare the outputs, and time the
+    plain model and those in which a site is overlapped. Send the results to the parent process."""
     say(step=f"{part}: eager")
     eager = call(model)
 
@@ -144,7 +159,9 @@ def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Se
 
     say(step=f"{part}: timing")
     timed = {c.name: c.model for c in compiled if c.overlaps()}
-    times = median_ms({name: partial(call, form) for name, form in {"plain": plain, **timed}.items()}, settings.device)
+    times = quartiles_ms(
+        {name: partial(call, form) for name, form in {"plain": plain, **timed}.items()}, settings.device
+    )
     noise = [compare(key, expected[key], eager[key], tolerance) for key in expected]
     forms = [
         {"name": c.name, "checks": c.checks, "ms": times.get(c.name), "graphs": [describe(r) for r in c.reports]}
@@ -154,13 +171,14 @@ def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Se
 
 
 def serving(settings: Settings) -> list[str]:
-    """Names of the schedules that can run between these ranks. Which sites each computes is its own answer."""
+    """Names of the schedules that can run between these ranks. A schedule may still refuse single sites."""
     ranks, device = tuple(range(dist.get_world_size())), torch.device(settings.device)
     return [schedule.name for schedule in SCHEDULES if schedule.why_not_between(ranks, device) is None]
 
 
 def backend() -> Any:
-    """The backend's name if the package is installed, else (in a source tree) the function behind it."""
+    """The name of our backend if the package is installed. In a source tree, which registers no backend, the backend's
+    function."""
     from importlib.metadata import entry_points
 
     if entry_points(group="torch_dynamo_backends", name="overlap_inductor"):
@@ -171,7 +189,7 @@ def backend() -> Any:
 
 
 def describe(report: OverlapReport) -> dict[str, Any]:
-    """What the parent shows of a report."""
+    """The parts of a report that the parent process prints, as JSON values."""
     counters = report.counters()
     rows = [
         [g.module, len(g.sites), g.facts.pattern, report_words.matmuls(g.facts), report_words.outcome(g.decision)]

@@ -22,6 +22,7 @@ from overlap_inductor.cli.doctor_registered import registered
 from overlap_inductor.cli.doctor_registered import why_not_here
 from overlap_inductor.config import ENVIRONMENT_PREFIX
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.config import why_unknown
 from overlap_inductor.errors import ConfigError
 
 ENTRY_POINTS = {
@@ -56,7 +57,9 @@ def switches() -> list[Check]:
     try:
         config = OverlapConfig.from_environment()
     except ConfigError as error:
-        return [*checks, Check(SWITCHES, "configuration", BAD, "not valid", f"{error}.")]
+        if any(check.state == BAD for check in checks if check.name.startswith(ENVIRONMENT_PREFIX)):
+            return checks
+        return [*checks, Check(SWITCHES, "configuration", BAD, "not valid", f"{str(error).rstrip('.')}.")]
     # If the variable is not set, nothing is asked for, whatever the default mode of enable() is.
     asked = ENVIRONMENT_PREFIX in os.environ and config.mode != "off"
     if asked:
@@ -85,15 +88,13 @@ def _registered(group: str) -> bool:
 
 def _variables() -> list[Check]:
     names = sorted(name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX))
-    fields = [f.name for f in dataclasses.fields(OverlapConfig) if f.name != "mode"]
-    known = {ENVIRONMENT_PREFIX, *(f"{ENVIRONMENT_PREFIX}_{name.upper()}" for name in fields)}
     checks = []
     for name in names:
-        if name in known:
-            checks.append(Check(SWITCHES, name, GOOD, os.environ[name]))
-        else:
-            advice = f"No such switch, so it has no effect. The switches are {', '.join(sorted(known))}."
+        if reason := why_unknown(name):
+            advice = f"This is {reason} A compile with overlap on stops while it is set."
             checks.append(Check(SWITCHES, name, BAD, os.environ[name], advice))
+        else:
+            checks.append(Check(SWITCHES, name, GOOD, os.environ[name]))
     return checks
 
 

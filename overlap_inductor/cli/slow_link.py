@@ -31,12 +31,12 @@ class Host:
 
     @property
     def command(self) -> list[str]:
-        """What runs a program on this host, when written before the program's command."""
+        """The words to put before a program's command to run it on this host."""
         return ["ip", "netns", "exec", self.name]
 
 
 def why_not() -> str | None:
-    """Why this process cannot make a slow link, or ``None`` if it can."""
+    """Why this process cannot make a slow link, or ``None`` if it can. It makes one and removes it to find out."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "making network namespaces needs root; run the command as root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -51,12 +51,14 @@ def why_not() -> str | None:
 
 @contextmanager
 def slow_hosts(count: int, megabits: int) -> Iterator[list[Host]]:
-    """``count`` hosts on one bridge. Each sends and receives at most ``megabits`` Mbit/s.
+    """Make ``count`` hosts on one bridge, and remove them at the end. Each sends and receives at most ``megabits``
+    Mbit/s. Host ``i`` has the address 10.77.0.(i+1).
 
     Raises:
         OSError: the system refuses a namespace, a link or a rate limit; the message holds the command and its answer.
     """
-    # Several runs on one machine keep apart by the process number. Names of interfaces have at most 15 characters.
+    # Names contain the process id, so that runs on one machine do not collide. An interface name has at most 15
+    # characters.
     prefix = f"ovl{os.getpid() % 100000}"
     hosts = [Host(f"{prefix}h{i}", f"10.77.0.{i + 1}", f"{prefix}i{i}") for i in range(count)]
     bridge = f"{prefix}br"
@@ -90,5 +92,5 @@ def _run(*command: str) -> None:
 
 
 def _remove(*command: str) -> None:
-    """Run a command that removes something. What was never made cannot be removed, so its failure is no error."""
+    """Run a command that removes something. It may fail, because after an error not everything was made."""
     subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

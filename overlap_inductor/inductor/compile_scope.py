@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CompileScope``: what is known about the graph that Inductor is compiling on this thread. Imports nothing of
-torch."""
+"""``CompileScope``: what is known about the graph that Inductor is compiling on this thread.
+
+Importing this module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,16 @@ class CompileScope:
     """One call of Inductor's compiler for one graph.
 
     Attributes:
-        graph_id, is_backward, is_inference, cpp_wrapper: as Inductor was called.
-        pinned: the graph must use ``config``, whatever is switched on now. A backward follows its forward so.
+        graph_id, is_backward, is_inference, cpp_wrapper: arguments of the same names of Inductor's
+            ``compile_fx_inner``.
+        pinned: whether the graph must use ``config`` instead of the configuration that is in effect. A backward is
+            pinned to the configuration of its forward.
         config: the configuration of a pinned scope; ``None`` if overlap is off.
-        without_us: the graph was compiled, or loaded from a cache, and the pass has not seen it.
+        without_us: whether the result, compiled now or loaded from a cache, was compiled without the pass.
         refusal: why nothing may be overlapped in the graph, or ``None``.
-        reports: reports of the pass that no compiled graph carries yet. A subgraph's comes before its graph's.
-        seen: FX graphs that the pass has visited, by ``id``. They are kept alive so that no ``id`` is used again.
+        reports: reports of the pass that are not yet stored with a compiled graph. The report of a subgraph comes
+            before that of the graph that holds it.
+        seen: FX graphs that the pass has visited, by ``id``. The dictionary keeps them alive, so no ``id`` is reused.
     """
 
     graph_id: int | None = None
@@ -74,13 +79,14 @@ _local = _Local()
 
 
 def current() -> CompileScope | None:
-    """The scope of the compile in progress on this thread, the innermost if they nest; ``None`` outside."""
+    """The scope of the compile in progress on this thread, or ``None`` if there is none. If compiles nest, the
+    innermost."""
     return _local.scope
 
 
 @contextmanager
 def entered(scope: CompileScope) -> Iterator[CompileScope]:
-    """Inside, ``scope`` is ``current`` on this thread."""
+    """Inside the ``with`` block, ``current`` returns ``scope`` on this thread."""
     outer, _local.scope = _local.scope, scope
     try:
         yield scope
@@ -90,8 +96,8 @@ def entered(scope: CompileScope) -> Iterator[CompileScope]:
 
 @contextmanager
 def plain(scope: CompileScope) -> Iterator[None]:
-    """Compiles inside use ``scope``, which switches overlap off: for the plain program of a graph whose ranks
-    differ."""
+    """Inside the ``with`` block, compiles on this thread use ``scope``, which must switch overlap off. It is used to
+    compile the plain program that ranks run if their plans of a graph differ."""
     outer, _local.plain = _local.plain, scope
     try:
         yield
@@ -100,12 +106,12 @@ def plain(scope: CompileScope) -> Iterator[None]:
 
 
 def forced() -> CompileScope | None:
-    """The scope of the enclosing ``plain``, or ``None``."""
+    """The scope of the ``plain`` block around the caller, or ``None`` if there is none."""
     return _local.plain
 
 
 def current_graph_name() -> str | None:
-    """Dynamo's compile id as a name, such as ``0_0``, the same on all ranks; ``None`` outside Dynamo."""
+    """Dynamo's compile id as a name, such as ``0_0``. It is the same on all ranks. ``None`` outside Dynamo."""
     from torch._guards import CompileContext
 
     compile_id = CompileContext.current_compile_id()
@@ -113,23 +119,25 @@ def current_graph_name() -> str | None:
 
 
 def current_phase() -> str | None:
-    """The phase of the graph that Inductor compiles on this thread; ``None`` if it compiles none."""
+    """The phase of the graph that Inductor is compiling on this thread, or ``None`` if it is compiling none."""
     scope = current()
     return scope.phase if scope is not None else None
 
 
 def refusal_context() -> str | None:
-    """Why no site may be overlapped in the graph that Inductor compiles now, or ``None``. The reason is that the
-    generated code would run in a process without our Python ops (AOTInductor), would call them from C++
-    (cpp_wrapper), or is the scope's ``refusal``."""
+    """Why no site may be overlapped in the graph that Inductor is compiling, or ``None``.
+
+    The reason is one of these: AOTInductor's code runs in a process without our Python ops; ``cpp_wrapper`` generates
+    C++, which cannot call them; or the scope has a ``refusal``.
+    """
     from torch._inductor import config
     from torch._inductor.virtualized import V
 
     if V.aot_compilation:
-        return "AOTInductor compiles for a program without Python, where overlap_inductor's ops do not exist"
+        return "AOTInductor's code runs without Python, but overlap_inductor's ops can only be called from Python"
     scope = current()
     if scope is not None and scope.refusal is not None:
         return scope.refusal
     if config.cpp_wrapper or (scope is not None and scope.cpp_wrapper):
-        return "torch._inductor.config.cpp_wrapper is on, and overlap_inductor's ops are called from Python only"
+        return "torch._inductor.config.cpp_wrapper is on, but overlap_inductor's ops can only be called from Python"
     return None

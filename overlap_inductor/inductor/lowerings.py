@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor lowerings of ``take``, ``assemble``, ``narrow`` and ``after`` as views and scheduling edges without copies,
-and of ``packed`` as a copy.
+"""Inductor lowerings of the ring's ops. ``take``, ``narrow`` and ``assemble`` become views, ``after`` and
+``gather_step`` add scheduling edges, and ``packed`` becomes a copy.
 
-The rank is a symbol of the generated code (``rank_symbol``), made before a group's first transfer. A rank-rotated slice
-is a ``ReinterpretView`` with a symbolic offset. Inductor's own matmuls and pointwise kernels read such a view in place,
-and write the pieces of a result straight to their rank-rotated places, as ``aten.cat`` does with constant offsets::
+This process's rank is a symbol in the generated code (``rank_symbol``), defined before a group's first transfer. The
+slice of rank ``r + shift`` is a ``ReinterpretView`` whose offset contains this symbol. Inductor's own matmuls and
+pointwise kernels read such a view in place. They also write the pieces of a result straight to their places in it, as
+for ``aten.cat``, where the offsets are constant::
 
     a = take(x, 0, 1, 4, 0, 4, "tp")               u0 = torch.ops.overlap_inductor.group_rank.default('tp')
     b = mm(a, w)                                   buf = empty_strided(...)
@@ -32,7 +33,7 @@ from overlap_inductor.torch_compat.ordering import starts_transfer
 
 
 def _expression(size: Any) -> Any:
-    """A size as Inductor's layouts expect it, a sympy expression or an int."""
+    """A size in the form that Inductor's layouts expect: a sympy expression or an int."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
@@ -45,7 +46,7 @@ def _slot(group_name: str, shift: int) -> sympy.Expr:
 
 
 def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any:
-    """The block of a realized buffer that begins at ``offsets`` and has ``sizes``, as a view."""
+    """A view of the block of a realized buffer that begins at index ``offsets`` and has shape ``sizes``."""
     storage, layout = ir.as_storage_and_layout(box)
     offset = layout.offset + sum(o * s for o, s in zip(offsets, layout.stride, strict=True))
     fixed = ir.FixedLayout(layout.device, layout.dtype, list(sizes), list(layout.stride), offset)
@@ -53,17 +54,17 @@ def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any
 
 
 def _agree(group_name: str, *args: Any) -> Any:
-    """The op itself. If a transfer of the group follows, the rank's symbol is made first: made later, its host code
-    would stand inside the transfer and cut a CUDA graph there.
+    """Call the op as it is. If the graph has a transfer of the group, the rank's symbol is defined before. Otherwise
+    the symbol's host code could come between the steps of the transfer, and split a CUDA graph there.
 
     Raises:
         OverlapError: another pass has moved a step of a transfer.
     """
     if (node := moved(V.graph.graph)) is not None:
         raise OverlapError(
-            f"{node} is a step of a transfer in flight, and a pass that runs after overlap_inductor's has moved it"
-            " without regard to writes in place. Put overlap_inductor's pass last, or set"
-            " OVERLAP_INDUCTOR_STEP_NODE_BUDGET=1, so that a ring is one op."
+            f"{node} is a step of a transfer in flight, but a pass that runs after overlap_inductor's has moved it past"
+            " a write to the same buffer. Put overlap_inductor's pass last, or set"
+            " OVERLAP_INDUCTOR_STEP_NODE_BUDGET=1, so that each ring is one op."
         )
     ops = torch.ops.overlap_inductor
     if any(starts_transfer(n) and argument(n, "group_name") == group_name for n in V.graph.graph.nodes):
@@ -94,10 +95,10 @@ def _packed(x: Any) -> Any:
 
 
 def _after(piece: Any, token: Any) -> Any:
-    """``piece`` itself. The kernel that computes it is scheduled after the one that computes ``token``.
+    """Return ``piece``, and schedule the kernel that computes it after the one that computes ``token``.
 
-    ``control_deps`` does not serve here. It lowers the matmul as the output of a subgraph, whose strides Inductor then
-    compares, and each comparison of a symbolic size adds a guard.
+    ``control_deps`` is not used here, because it lowers the matmul as the output of a subgraph. Inductor compares the
+    strides of such an output, and each comparison of symbolic sizes adds a guard.
     """
     piece.realize()
     token.realize()
@@ -107,8 +108,11 @@ def _after(piece: Any, token: Any) -> Any:
 
 
 def _gather_step(*args: Any) -> Any:
-    """The op itself, scheduled after the kernels of ``computed``. These keep a flexible layout, so that ``assemble``
-    can place them."""
+    """Call the op, scheduled after the kernels that compute its last argument ``computed``.
+
+    The tensors in ``computed`` are not inputs of the generated call. So their layouts stay flexible, and ``assemble``
+    can place them.
+    """
     op = torch.ops.overlap_inductor.gather_step.default
     plain, computed = args[:7], args[7] if len(args) > 7 else ()
     token = lowering.fallback_handler(op, add_to_fallback_set=False)(*plain)
@@ -122,10 +126,14 @@ def _gather_step(*args: Any) -> Any:
 
 
 def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
-    """Make the kernel that computes ``source`` write into ``view``. Copies only if that kernel cannot.
+    """Make the kernel that computes ``source`` write into ``view``, which has the same sizes. If the kernel cannot, its
+    result is copied. Returns the buffer that is written.
 
-    ``ConcatKernel.realize_into`` does so for pointwise kernels and for templates with a flexible layout. An extern
-    matmul has a fixed layout but takes ``out=``, so its output can be the view too if sizes and strides are equal.
+    ``ConcatKernel.realize_into`` does this for pointwise kernels, and for templates with a flexible layout. An extern
+    matmul has a fixed layout but takes ``out=``, so it can write into the view if the strides are equal.
+
+    Args:
+        node: the FX node of ``source``.
     """
     data = source.data if isinstance(source, ir.TensorBox) else source
     buffer = data.data if isinstance(data, ir.StorageBox) else None
@@ -134,8 +142,8 @@ def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
         same = len(buffer.get_stride()) == len(view.get_stride()) and all(
             known(a, b) for a, b in zip(buffer.get_stride(), view.get_stride(), strict=True)
         )
-        # Other users may read the matmul's buffer only before the whole is complete, because the whole may be freed
-        # then. ``after`` ensures this order.
+        # Other users of the matmul must read it before the assembled tensor is complete, because that tensor may be
+        # freed afterwards. ``after`` ensures this order.
         if same and (
             len(node.users) == 1
             or any(u.target is torch.ops.overlap_inductor.after.default for u in V.graph.current_node.users)
@@ -143,7 +151,7 @@ def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
             buffer.layout = ir.NonOwningLayout(view)
             return buffer
     written = ir.ConcatKernel.realize_into(source, view)
-    # For ``hooks``: Inductor may fuse this alias into a template.
+    # Tells ``inductor.hooks`` that Inductor may fuse this alias into a template.
     written.overlap_piece = True
     return written
 

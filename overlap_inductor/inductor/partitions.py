@@ -2,7 +2,7 @@
 """Keeps Inductor from capturing a ring's transfer in halves when it cuts a graph into partitions
 (``torch._inductor.config.graph_partition``).
 
-Inductor captures what lies between two nodes that no CUDA graph can hold by itself::
+If no CUDA graph can contain some nodes, Inductor captures the nodes between them in graphs of their own::
 
     | gather_start  mm |  .item()  | gather_step  mm |        two captures, the transfer begins in one and ends in the
                                                               other

@@ -4,7 +4,7 @@ graph.
 
 ::
 
-    u0 = torch.ops.overlap_inductor.group_rank.default('tp')      # once a call, before any kernel with such a view
+    u0 = torch.ops.overlap_inductor.group_rank.default('tp')      # once per call, before any kernel with such a view
     buf0 = 0
     extern_kernels.mm(reinterpret_tensor(x, (4, 8), (8, 1), 32*u0), w, out=buf1)
 
@@ -31,7 +31,7 @@ _KNOWN = "_overlap_inductor_ranks"
 
 
 class GroupRank(ir.ExternKernel):
-    """Defines the symbol of this process's rank in a group. Generated code asks the group once a call."""
+    """Defines the symbol of this process's rank in a group. Generated code asks the group once per call."""
 
     def __init__(self, symbol: sympy.Symbol, group_name: str) -> None:
         super().__init__(None, ir.NoneLayout(device=torch.device("cpu")), [])
@@ -60,7 +60,7 @@ class GroupRank(ir.ExternKernel):
 
 
 def rank_symbol(group_name: str) -> sympy.Symbol:
-    """The symbol of this process's rank in the group, one a group and graph, range-checked to ``[0, world_size)``.
+    """The symbol of this process's rank in the group, one per group and graph, range-checked to ``[0, world_size)``.
     Raises ``OverlapError`` if there is no such group."""
     known: dict[str, GroupRank] = V.graph.__dict__.setdefault(_KNOWN, {})
     if group_name not in known:

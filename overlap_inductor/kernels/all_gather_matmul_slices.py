@@ -9,9 +9,9 @@ the pipeline of loads, so this does not pay with several waves.
 The ``PUSHERS`` blocks that begin first, whichever they are (each block takes a ticket), store this rank's shard into
 the peers' workspace, the first slice to all peers before the second (``push.push_slice``). Then they multiply.
 
-Forward progress. If a block runs that is no pusher, all tickets of pushers have been taken, by blocks that run or have
-ended. A pusher waits only for credits, which depend on the call before. It multiplies when every piece of its rank is
-claimed. So whatever a rank's tiles wait for, its shard leaves, with one resident block as with all. All waits are
+Forward progress. If a block runs that is not a pusher, all tickets of pushers have been taken, by blocks that run or
+have ended. A pusher waits only for credits, which depend on the call before. It multiplies when every piece of its rank
+is claimed. So a rank sends its shard whatever its tiles wait for, even if only one block is resident. All waits are
 bounded (``signals``).
 
 Memory ordering, CUDA graphs: as in ``all_gather_matmul``. A slice has a flag of its own, and each wait for a slice has

@@ -36,7 +36,7 @@ data for which its waits succeeded. One thread may see the word set while anothe
 that signals for both must look later than both (``count_and_signal``), or ask all of them
 (``group_signals.signal_ranks``).
 
-The abort word lies in symmetric memory of the GPU that looks at it. Only the board is in the host's memory
+The abort word is in symmetric memory of the GPU that reads it. Only the board is in the host's memory
 (``STOP_WORDS`` says where the addresses lie). A waiting block must not look at the host's memory. On an H100, 108
 blocks that looked there at every 64th turn slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that
 looked only at the GPU's memory, however often, did not slow it. So a wait that does not spin pays nothing for looking,
@@ -305,7 +305,7 @@ abort (``look``). ``add_flag(flag, value)``: adds ``value`` to the flag, by a re
 @triton.jit
 def count_and_signal(counter, target, flag, value, stop):
     """Count one of ``target`` pieces as stored. The last one to be counted sets the peer's ``flag`` to ``value`` and
-    clears ``counter``, which lies in this GPU's own memory. Nothing is signalled once the group's abort word is set,
+    clears ``counter``, which is in this GPU's own memory. Nothing is signalled once the group's abort word is set,
     because stores may have been left out.
 
     Ordering: the block's stores, a barrier, one thread's acquire-release add at GPU scope. The thread that adds last

@@ -28,7 +28,7 @@ Memory ordering. Tiles are stored by bulk stores and ``store_fence``, or by ordi
 (barrier, release). The waiting kernel acquires the last addition, and with it all additions before: additions to a
 counter are one release sequence. The collective's kernel starts when the waiting kernel has ended.
 
-Aborts (``signals``). The collective is not ours: it cannot be kept from sending what lies there. So behind a wait that
+Aborts (``signals``). The collective is not ours: it cannot be kept from sending the group's rows. So behind a wait that
 was given up, and in all calls after it, the waiting kernel overwrites the group's rows with NaN. The collective's sum
 carries the NaN to every rank, even where no abort word reaches it (another machine). Where an abort word does reach it,
 the board says so before the collective's kernel starts, and so before any rank has its result. A tile that is stored

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find every site of a graph, and give a reason for every collective that is no site.
+"""Find every site of a graph, and give a reason for every collective that is not part of one.
 
 The walk names no pattern: it asks the patterns of ``passes.patterns`` that start at the collective's kind, in their
 order. The graph does not change::

@@ -59,8 +59,8 @@ def _pieces(cat: fx.Node) -> tuple[fx.Node, list[tuple[Any, Any]]] | None:
 def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason | None:
     """For ``cat`` of the rank shards of one gathered tensor: ``(tensor, rows kept)``, with ``None`` if all are kept.
 
-    Returns a ``Reason`` if the pieces are no plain gather (wrong order, overlap, gaps), and ``None`` for another kind
-    of cat.
+    Returns a ``Reason`` if the pieces are not a plain gather (wrong order, overlap, gaps), and ``None`` for another
+    kind of cat.
     """
     found = _pieces(cat)
     if found is None:
@@ -360,7 +360,7 @@ def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
 
 
 class AllGatherMatmul:
-    """See ``Pattern``. A gather of a weight (FSDP) is no site."""
+    """See ``Pattern``. A gather of a weight (FSDP) is not a site."""
 
     name = "all_gather_matmul"
     kind = "all_gather"

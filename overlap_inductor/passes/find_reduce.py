@@ -110,7 +110,7 @@ class Tracer:
         through: the source of each view-like node.
         leaves: the matmuls found, in the order of the walk.
         externals: tensors that the region reads and does not compute.
-        obstacle: set if a ``cat`` is no plain scatter.
+        obstacle: set if a ``cat`` is not a plain scatter.
         region: nodes computed piece by piece, with the leaves.
         unfolded: biases that were followed.
         padding: the node that appends zeros before a gather, or ``None``.

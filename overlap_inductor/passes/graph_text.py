@@ -12,7 +12,7 @@ from overlap_inductor.torch_compat import operators
 
 
 def readable(graph: fx.Graph) -> str:
-    """The graph as text, with dtypes and shapes, one node a line; without metadata that differs between ranks or
+    """The graph as text, with dtypes and shapes, one node per line; without metadata that differs between ranks or
     runs."""
     lines = []
     for node in graph.nodes:

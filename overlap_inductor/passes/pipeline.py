@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline lists which pass runs in which slot of ``torch.compile``, in order.
+"""The pipeline: our passes, and the slot of ``torch.compile`` in which each of them runs.
 
 ::
 
-    joint graph        JOINT      before the partitioner chooses what is saved for backward; inference graphs, too
-    post-grad graphs   POST_GRAD  forward, backward and inference graphs, one at a time
-                                  overlap: matmuls beside collectives become overlap ops
+    slot       runs on
+    JOINT      the joint graph, before the partitioner chooses what is saved for backward; also inference graphs
+    POST_GRAD  forward, backward and inference graphs, each on its own
+               pass "overlap": collectives and the matmuls beside them become overlap ops
 
-A slot without a pass changes neither Inductor's setting nor its cache keys. A pass that is added while the switches are
-on takes effect when they are set the next time.
+If a slot has no pass, Inductor's setting for it and Inductor's cache keys stay as they were. If such a slot gets a pass
+while overlap is enabled, the pass runs from the next call of ``enable``, ``disable`` or ``overlap`` on.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ SLOTS = (POST_GRAD, JOINT)
 
 @dataclass(frozen=True)
 class GraphContext:
-    """What a pass gets besides the graph.
+    """What a pass is told besides the graph.
 
     Attributes:
-        is_inference: ``None`` where Inductor does not say (joint graphs).
+        config: the configuration for this graph.
+        is_inference: ``None`` if Inductor does not say, as for joint graphs.
         graph_id: Dynamo's name of the graph, the same on all ranks.
         refusal: why nothing may be overlapped in the graph, or ``None``.
     """
@@ -42,11 +44,13 @@ class GraphContext:
 
 
 class GraphPass(Protocol):
-    """A pass over one FX graph. It changes the graph in place, does not communicate, and decides alike on all ranks.
+    """A pass over one FX graph, which it changes in place. It does not communicate, but must make the same decisions on
+    all ranks.
 
     Attributes:
-        name: how messages call the pass.
-        version: part of Inductor's cache keys, because two versions may write different graphs.
+        name: the name of the pass in Inductor's cache keys.
+        version: the version of the pass in Inductor's cache keys, because two versions may write different graphs. If
+            it is empty, the pass is not in the keys.
     """
 
     @property
@@ -54,13 +58,15 @@ class GraphPass(Protocol):
     @property
     def version(self) -> str: ...
     def run(self, graph: fx.Graph, context: GraphContext) -> OverlapReport | None:
-        """Run on ``graph`` and report. An exception fails the compile. A pass that can do without its rewrite restores
-        the graph and returns."""
+        """Rewrite ``graph`` in place. Returns a report, or ``None`` if there is nothing to report.
+
+        An exception fails the compile. If an optional rewrite fails, the pass restores the graph and returns instead.
+        """
         ...
 
 
 class Overlap:
-    """Runs ``passes.overlap_pass``. ``version`` is empty: the cache key holds the package's sources already."""
+    """Runs ``passes.overlap_pass``. Its ``version`` is empty: the cache keys already cover the package's sources."""
 
     name, version = "overlap", ""
 

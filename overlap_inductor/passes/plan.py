@@ -24,6 +24,7 @@ from overlap_inductor.facts.decision import Reason
 from overlap_inductor.lowerings.registry import SCHEDULES
 from overlap_inductor.lowerings.registry import schedule_named
 from overlap_inductor.lowerings.schedule import SiteSchedule
+from overlap_inductor.report.words import microseconds
 from overlap_inductor.runtime.arena import CREDITS
 from overlap_inductor.runtime.arena import SLOTS
 from overlap_inductor.runtime.arena import Request
@@ -98,11 +99,15 @@ def _estimate_us(site: OverlapSite, config: OverlapConfig, able: list[SiteSchedu
 
 
 def _too_small(able: list[SiteSchedule], estimate: dict[str, float]) -> Reason:
-    schedules = " and ".join(f"{estimate[s.name]:.0f} us {s.called}" for s in able)
+    schedules = " and ".join(f"{microseconds(estimate[s.name])} {s.called}" for s in able)
+    parts = {name: estimate[name] for name in ("matmul", "collective")}
+    shorter = min(parts, key=parts.__getitem__)
+    most = 100 * parts[shorter] / estimate["keep"]
     return Reason(
         "too_small",
-        f"estimated {schedules}, against {estimate['keep']:.0f} us as written "
-        f"(matmul {estimate['matmul']:.0f}, collective {estimate['collective']:.0f})",
+        f"estimated {schedules}, against {microseconds(estimate['keep'])} as written (matmul"
+        f" {microseconds(parts['matmul'])}, collective {microseconds(parts['collective'])}); hiding all of the"
+        f" {shorter} would save {most:.1f} %",
     )
 
 

@@ -45,7 +45,8 @@ ADVICE = {
     "switched_off": "Set OVERLAP_INDUCTOR_PATTERNS or OVERLAP_INDUCTOR_SCHEDULE so that it allows this site.",
     "taken_by_async_tp": "Set torch._inductor.config._micro_pipeline_tp to False; overlap_inductor then has the site.",
     "too_many_steps": "Raise OVERLAP_INDUCTOR_STEP_NODE_BUDGET, or lower OVERLAP_INDUCTOR_SUB_CHUNKS.",
-    "too_small": "Use more tokens in a call. OVERLAP_INDUCTOR_SCHEDULE=<name> overlaps it all the same, to measure it.",
+    "too_small": "If much could be saved, use more tokens in a call; else leave it. OVERLAP_INDUCTOR_SCHEDULE=<name>"
+    " forces a schedule, to measure it.",
     "weight_depends_on_collective": "Compute the operand that the reason names from something that is not gathered."
     f" {_PART_OF_THE_MODEL}",
     "workspace": "Raise OVERLAP_INDUCTOR_WORKSPACE_LIMIT, or lower OVERLAP_INDUCTOR_MAX_TOKENS.",

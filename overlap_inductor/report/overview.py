@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page over all graphs and ranks of a dump folder: ``<folder>/index.html``."""
+"""Write ``<folder>/index.html``, the page that lists the reports of all graphs and ranks in a dump folder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from overlap_inductor.report.html.environment import render
 
 PAGE = "index.html"
 _SHARE = 20
-"""A process makes the page again at the earliest after this many times what it took last: 5 % of a compile's time."""
+"""After a process has written the page, it waits this many times as long as the writing took before it writes the page
+again. So writing takes at most 5 % of a compile's time."""
 _TRIES = 3
+"""How often ``write_overview`` writes the page if ranks keep adding reports meanwhile."""
 
 _lock = threading.Lock()
 _due: dict[Path, float] = {}
@@ -28,7 +30,8 @@ _due: dict[Path, float] = {}
 
 @dataclass(frozen=True)
 class GraphRow:
-    """A graph of a run on the ranks that wrote the same report of it. ``links``: (rank, path from the dump folder)."""
+    """A row of the page: a graph of a run, and the ranks that wrote the same report of the graph. ``links``: for each
+    rank, ``(rank, path of its report relative to the dump folder)``."""
 
     graph: str
     ranks: str
@@ -38,10 +41,11 @@ class GraphRow:
 
 
 def write_overview(dump: Path) -> Path:
-    """Make ``<dump>/index.html`` from what the folder holds. Raises ``OSError`` if it cannot be written.
+    """Write ``<dump>/index.html`` from the reports in the folder, and return its path. Raises ``OSError`` if it cannot
+    be written.
 
-    Ranks write it at the same time, each as a whole. The last one to replace the page looks again afterwards, so that
-    no report is missing for good.
+    Several ranks may do this at the same time; each replaces the whole file. After writing, a rank reads the folder
+    again. If a report was added meanwhile, it writes the page again, up to ``_TRIES`` times in all.
     """
     for _ in range(_TRIES):
         runs = runs_of(dump)
@@ -52,8 +56,11 @@ def write_overview(dump: Path) -> Path:
 
 
 def keep_overview(dump: Path) -> None:
-    """Make the page after a report was written, if the last time is long enough ago, and once more when the process
-    ends. Raises ``OSError`` if it cannot be written."""
+    """Write the page after a report was written, and once more when the process ends.
+
+    Does nothing now if the last write was too recent (``_SHARE``), or another thread is writing the page. Raises
+    ``OSError`` if the page cannot be written.
+    """
     start = time.monotonic()
     with _lock:
         if dump not in _due:
@@ -70,7 +77,7 @@ def keep_overview(dump: Path) -> None:
 
 
 def render_overview(dump: Path, runs: list[Run]) -> str:
-    """The page's text: the runs, newest first, each with its graphs."""
+    """The page as HTML: the runs, newest first, each with its graphs."""
     return render(
         "overview.html",
         runs=[(run, ranges(run.ranks), graph_rows(dump, run)) for run in reversed(runs)],
@@ -78,7 +85,8 @@ def render_overview(dump: Path, runs: list[Run]) -> str:
 
 
 def graph_rows(dump: Path, run: Run) -> list[GraphRow]:
-    """A run's graphs in the order in which they were compiled, ranks with the same report in one row."""
+    """The rows of a run, in the order in which the graphs were compiled. Ranks with the same report of a graph share a
+    row."""
     alike: dict[tuple[str, str], list[Written]] = {}
     for written in run.reports:
         alike.setdefault((written.place.name, written.mark.text if written.mark else str(written.place)), []).append(
@@ -104,5 +112,5 @@ def _at_exit(dump: Path) -> None:
         try:
             write_overview(dump)
         except OSError as error:
-            # Python is on its way out; there may be no logging any more.
+            # Python is shutting down, so logging may no longer work.
             print(f"overlap_inductor: {dump / PAGE} could not be written: {error}", file=sys.stderr)

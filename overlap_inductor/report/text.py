@@ -76,10 +76,12 @@ def _sites(report: OverlapReport, groups: Sequence[SiteGroup]) -> list[str]:
 def _reasons(groups: Sequence[SiteGroup]) -> list[str]:
     lines = []
     for group in groups:
-        if not group.reasons:
+        # Mode report is no property of the site, and the report's head names it.
+        reasons = [reason for reason in group.reasons if reason.code != "report_mode"]
+        if not reasons:
             continue
         lines.append(f"{group.module} ({group.facts.pattern}): {words.status(group.decision)}")
-        for reason in group.reasons:
+        for reason in reasons:
             lines += _hanging(f"  {reason.code}: ", reason.text)
     return _section("reasons", lines) if lines else []
 

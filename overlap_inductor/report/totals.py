@@ -79,7 +79,7 @@ def of_decision(decision: Decision) -> Times | None:
 
 def of_report(report: OverlapReport) -> Times | None:
     """The times of all sites that are overlapped (mode ``report``: would be), at the example's sizes; ``None`` if there
-    is no such site or one was not estimated."""
+    is none, or one of them was not estimated."""
     return added(of_decision(s.decision) for s in report.sites if moves(s.decision))
 
 

@@ -200,11 +200,12 @@ def reason_codes(report: OverlapReport) -> list[str]:
 
 
 def switches(report: OverlapReport) -> list[tuple[str, str, str]]:
-    """Every switch of the configuration as (name, requested, effective in this graph)."""
+    """Every switch of the configuration as (name, requested, effective in this graph). In mode ``report`` the last one
+    is what the plan would make effective."""
     effective = {
         "schedule": _tally(_main_schedule(s.decision) for s in report.sites),
         "transport": _tally(p.transport for p in _moving_pieces(report) if p.transport),
-        "patterns": _tally(s.facts.pattern for s in report.sites if s.decision.status == "overlapped"),
+        "patterns": _tally(s.facts.pattern for s in report.sites if _planned(s.decision)),
         "sub_chunks": _tally(
             p.parameters["sub_chunks"] for p in _moving_pieces(report) if "sub_chunks" in p.parameters
         ),
@@ -219,8 +220,12 @@ def switches(report: OverlapReport) -> list[tuple[str, str, str]]:
     return rows
 
 
+def _planned(decision: Decision) -> bool:
+    return status(decision) in ("overlapped", WOULD)
+
+
 def _main_schedule(decision: Decision) -> str:
-    names = [p.schedule for p in decision.plan if p.schedule != "keep"] if decision.status == "overlapped" else []
+    names = [p.schedule for p in decision.plan if p.schedule != "keep"] if _planned(decision) else []
     return "/".join(dict.fromkeys(names)) or "keep"
 
 
@@ -232,7 +237,7 @@ def _direction(route: str) -> str:
 
 
 def _moving_pieces(report: OverlapReport) -> list[PlanPiece]:
-    sites = [s for s in report.sites if s.decision.status == "overlapped"]
+    sites = [s for s in report.sites if _planned(s.decision)]
     return [piece for site in sites for piece in site.decision.plan if piece.schedule != "keep"]
 
 

@@ -80,7 +80,7 @@ class Slot:
             share one allocation because each allocation may fail on one rank alone and must then fail on all.
         calls: int32 ``[1]`` on the device, number of this rank's calls that have used the slot.
         queues: int32 on the device, zero between calls; blocks of a kernel claim work and count by it. ``QUEUE_WORDS``,
-            and one word a peer and signal.
+            and one word per peer and signal.
         tiles: int32 on the device, zero between calls; blocks signal finished tiles to each other by it. One word for
             each ``TILE_BYTES`` of ``nbytes``.
         protocol: ``CREDITS`` or ``HALVES``.

@@ -6,7 +6,7 @@ waiting records what it waited for.
 
     word 0                   not 0: a rank has given up, or has aborted the group
     word 1                   1: the source from which abort words are copied
-    from ``BOARD_HEAD`` on   ``FAULT_WORDS`` words a rank: its record (``kernels.layout``), written by that rank alone
+    from ``BOARD_HEAD`` on   ``FAULT_WORDS`` words per rank: its record (``kernels.layout``), written by that rank alone
 
 The order of writes is: the record, then word 0, then the abort words of the GPUs (``kernels.signals``). So a rank whose
 kernel was stopped finds the record as soon as that kernel has ended. And a host that looks at one word of its own
@@ -95,7 +95,7 @@ def shared_board(rank: int, exchange: Exchange, together: Together) -> Board:
 
     Args:
         rank: of this process in the group.
-        exchange: at least 2 words a rank, by which the first rank tells the file's number.
+        exchange: at least 2 words per rank, by which the first rank tells the file's number.
         together: makes an attempt on every rank, and fails on all of them if it failed on one.
 
     Raises:

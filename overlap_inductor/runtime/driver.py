@@ -108,8 +108,8 @@ BUFFER_ID = 7
 
 
 def allocation(address: int) -> int:
-    """The number of the allocation in which ``address`` of a GPU's memory lies. Raises ``RuntimeError`` if it lies in
-    none."""
+    """The number of the allocation that contains ``address``, an address in GPU memory. Raises ``RuntimeError`` if none
+    contains it."""
     found = ctypes.c_ulonglong()
     _function("cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)(
         ctypes.byref(found), BUFFER_ID, address
@@ -120,8 +120,8 @@ def allocation(address: int) -> int:
 def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     """A new stream of the current ``device``, never given back. ``priority``: -1 is higher than 0.
 
-    ``torch.cuda.Stream`` hands out 32 streams in turn. Work of two users of one stream would be captured together, or
-    wait for each other.
+    ``torch.cuda.Stream`` returns one of 32 streams in turn. If two users get the same stream, their work is captured
+    together, or waits for each other.
 
     Raises:
         RuntimeError: the driver refuses.

@@ -21,7 +21,7 @@ def new_number() -> int:
 
 
 def path_of(number: int) -> Path:
-    """Where the file of a ``new_number`` lies."""
+    """The path of the file with this ``new_number``."""
     return SHARED_FOLDER / f"overlap_inductor_{number:016x}"
 
 

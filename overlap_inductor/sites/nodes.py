@@ -136,8 +136,8 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def order_sent(self) -> tuple[Layout, Layout] | None:
-        """``(layout in which pieces are computed, layout in which they are sent)``; ``None`` if shards are sent as they
-        lie."""
+        """``(layout in which pieces are computed, layout in which they are sent)``; ``None`` if both are
+        the same."""
 
     @abstractmethod
     def computed_ahead(self) -> list[str]:

@@ -30,8 +30,8 @@ aten = tools.aten
 
 
 def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
-    """Where ``lead``, the atom along which shards are cut, stands in a dim with ``atoms``: ``(place, rows that one of
-    its indices spans)``, or ``None`` if a part of it is no run of rows.
+    """The place of ``lead``, the atom along which shards are cut, in a dim with ``atoms``: ``(place, rows that one of
+    its indices spans)``. ``None`` if a part of ``lead`` is not a run of rows.
 
     The place is ``chunk`` (right after the rank), ``outer`` (first, before the rank) or ``cross`` (first in a dim
     without the rank).

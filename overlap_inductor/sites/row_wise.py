@@ -2,14 +2,15 @@
 """Compute the layout of a row-wise op's result after a gather: a norm, a scale, a mask, a slice of columns or a ``cat``
 of columns.
 
-An op is row-wise if each index of the gathered dim is computed from that index alone. Such an op can be computed on one
-rank's shard, or on a part of one, as well as on the whole::
+An op is row-wise if each index of the gathered dim of its result depends only on the same index of its inputs. Such an
+op can be computed on one rank's shard, or on a part of one, as well as on the whole tensor. In the notation of
+``sites.layouts``::
 
-    gathered [R s] [h] -> pow, mean(-1), rsqrt, mul -> [R s] [h]      mean: [R s] [], of all of h
-    gathered [R s] [h] * share [rows, 1]                              share is cut with the rows
+    gathered [R s] [h] -> pow, mean(-1), rsqrt, mul -> [R s] [h]      the mean needs the whole of h
+    gathered [R s] [h] * scale [rows, 1] -> [R s] [h]                 scale is cut with the rows
     cat(gathered [R s] [h], y [rows, c], 1) -> [R s] [h + c]          y is cut with the rows
 
-``whole`` holds the dims that an op needs whole (the ``h`` of a mean). They must not be cut.
+A dim that an op needs whole, such as the ``h`` of a mean, must not be cut. ``RowWise.whole`` lists these dims.
 """
 
 from __future__ import annotations
@@ -47,8 +48,13 @@ ALONG = {aten._softmax.default, aten._log_softmax.default, aten.cumsum.default}
 
 @dataclass
 class RowWise:
-    """The result of an op: its layout, and the dims that the op needs whole. ``rows_of``: tensors from elsewhere that
-    are indexed by the gathered dim too, and are cut with it."""
+    """What is known about the result of a row-wise op.
+
+    Attributes:
+        layout: the result's layout.
+        whole: atoms of the dims that the op needs whole.
+        rows_of: inputs that do not come from the gather but also have the gathered dim. They are cut with it.
+    """
 
     layout: Layout
     whole: list[Atom] = field(default_factory=list)
@@ -56,15 +62,22 @@ class RowWise:
 
 
 def may_be(node: fx.Node) -> bool:
-    """Whether ``node`` is an op that ``result`` handles."""
+    """Whether ``result`` knows the op of ``node``. It may still find that the op is not row-wise."""
     known = REDUCTIONS | ALONG | tools.SPLITS | {aten.slice.Tensor, aten.cat.default}
     element = getattr(node.target, "__name__", "") == "getitem"
     return node.target in known or element or (tools.is_pointwise(node) and not operators.is_mutable(node))
 
 
 def result(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
-    """The result of ``node``, whose inputs in ``layouts`` are forms of the gathered tensor. Raises ``LayoutError`` with
-    the reason if ``node`` is not row-wise."""
+    """Compute the layout of the result of ``node``, an op for which ``may_be`` is true.
+
+    Args:
+        layouts: the layouts of tensors that are computed from the gathered tensor. At least one of them is an input of
+            ``node``.
+
+    Raises:
+        LayoutError: ``node`` is not row-wise; the message says why.
+    """
     if operators.has_tag(node, torch.Tag.nondeterministic_seeded):
         raise LayoutError(f"{node.target} draws random numbers for the whole tensor")
     if getattr(node.target, "__name__", "") == "getitem":
@@ -87,7 +100,7 @@ def result(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     if node.target in tools.SPLITS:
         (dim,) = _dims_of(operators.argument(node, "dim"), len(dims))
         _none_gathered(node, [dims[dim]])
-        # A split node keeps its source's layout. ``_element`` gives the layouts of the pieces.
+        # A split returns a list, so its node gets its source's layout. ``_element`` computes those of the pieces.
         return RowWise(layouts[source], list(dims[dim]))
     if node.target is aten.slice.Tensor:
         (dim,) = _dims_of(operators.argument(node, "dim"), len(dims))
@@ -127,7 +140,7 @@ def _joined(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     parts: list[fx.Node] = list(node.args[0])
     whole = [a for part in parts if part in layouts for a in layouts[part].refined().dims[joined]]
     if any(a.rank for a in whole):
-        raise LayoutError(f"{node.name} joins the gathered tensor with others along the gathered dim")
+        raise LayoutError(f"{node.name} concatenates the gathered tensor with others along the gathered dim")
     dims = [(Atom(size),) if d == joined else _dim(node, d, parts, layouts, 0, whole) for d, size in enumerate(shape)]
     return RowWise(Layout(tuple(dims)), whole, [p for p in parts if p not in layouts])
 
@@ -138,7 +151,7 @@ def _pointwise(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     whole: list[Atom] = []
     dims = tuple(_dim(node, d, inputs, layouts, len(shape), whole) for d in range(len(shape)))
     if sum(any(a.rank for a in dim) for dim in dims) != 1:
-        raise LayoutError(f"{node.name} does not have the gathered dim in exactly one of its dims")
+        raise LayoutError(f"{node.name} has the gathered dim in none or in several of its dims; expected exactly one")
     gathered = next(d for d, dim in enumerate(dims) if any(a.rank for a in dim))
     rows_of = []
     for other in inputs:
@@ -151,9 +164,18 @@ def _pointwise(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
 def _dim(
     node: fx.Node, dim: int, inputs: list[fx.Node], layouts: Mapping[fx.Node, Layout], rank: int, whole: list[Atom]
 ) -> Dim:
-    """The atoms of dim ``dim`` of a result with ``rank`` dims. ``inputs`` are aligned from the right; with ``rank`` 0
-    all have the result's dims. If the inputs hold different atoms there (two halves of the columns), the dim gets a new
-    atom, and theirs are added to ``whole``. Raises ``LayoutError`` if inputs are sharded differently."""
+    """The atoms of dim ``dim`` of the result of ``node``.
+
+    If the inputs have different atoms in this dim, such as two halves of the columns, the result gets a new atom.
+
+    Args:
+        rank: number of dims of the result, if inputs with fewer dims broadcast to it; 0 if all inputs have its dims.
+        whole: if the result gets a new atom, the inputs' atoms are added to this list.
+
+    Raises:
+        LayoutError: an input cannot be shown to have the result's size here, or the inputs hold the gathered rows in
+            different orders.
+    """
     size, found = tools.shape(node)[dim], list[Dim]()
     for source in inputs:
         at = dim - (rank and rank - len(tools.shape(source)))
@@ -162,13 +184,16 @@ def _dim(
         if source in layouts:
             found.append(layouts[source].refined().dims[at])
         elif not same_size(tools.shape(source)[at], size):
-            raise LayoutError(f"{source.name} of shape {tools.shape(source)} is not sharded like the gathered tensor")
+            raise LayoutError(
+                f"{source.name} of shape {tools.shape(source)} cannot be shown to have as many rows or columns as the"
+                " gathered tensor"
+            )
     if not found:
         return () if _is_one(size) else (Atom(size),)
     if all(Layout((other,)).same_elements(Layout((found[0],))) for other in found[1:]):
         return found[0]
     if any(a.rank for mine in found for a in mine):
-        raise LayoutError(f"{node.name} combines elements of the gathered tensor in two different orders")
+        raise LayoutError(f"{node.name} combines tensors that hold the gathered rows in different orders")
     whole += [a for mine in found for a in mine]
     return (Atom(size),)
 

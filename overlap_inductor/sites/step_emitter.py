@@ -121,8 +121,8 @@ class StepEmitter:
 
     def without_padding(self, x: fx.Node, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
         """``x`` with zeros in the padding rows; its dim ``sharded.dim`` is ``block`` of rank ``r + shift``. Padding
-        rows lie behind the last row of the gathered dim. Whatever a rank sent there, they add nothing to a sum over
-        rows."""
+        rows come after the last row of the gathered dim. As zeros, they add nothing to a sum over rows, whatever a rank
+        sent in them."""
         if not sharded.short:
             return x
         dim, shape = sharded.dim, tools.shape(x)

@@ -17,8 +17,9 @@ Inductor, which fuses it into a later kernel at no cost. Of several possible end
 ``tanh`` are left to Inductor, too: on tiles the tensor cores idle meanwhile, and a GELU took 3 % of a matmul longer
 than in a kernel after it (2 H200s, K = 8192).
 
-No node falls to two sites. The other tensors that a tail reads stand before its own collective and are no collective's
-result. After a collective's result, that collective's site may take the same nodes (a norm, ``sites.norm_epilogue``).
+No node belongs to two sites. The other tensors that a tail reads come before its own collective in the graph, and are
+not results of collectives. After a collective's result, that collective's site may take the same nodes (a norm,
+``sites.norm_epilogue``).
 """
 
 from __future__ import annotations

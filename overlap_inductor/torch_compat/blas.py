@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that decide which kernel the vendor's library takes for a matmul, besides its operands."""
+"""Read the settings by which PyTorch and the vendor's BLAS library choose a kernel for a matmul."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ _GETTERS = tuple(
         "_get_deterministic_algorithms",
         "_get_sm_carveout_experimental",
     )
-    # A later torch may have fewer of them.
+    # A later torch may have removed some of them.
     if hasattr(torch._C, name)
 )
 
 
 def switches() -> tuple[object, ...]:
-    """The process-wide settings of ``torch.backends.cuda`` that a program may change between two calls. They are read
-    at every call, so not by their slow public names."""
+    """The current values of these process-wide settings, such as ``torch.backends.cuda.preferred_blas_library()`` and
+    ``torch.are_deterministic_algorithms_enabled()``. A program may change them between two calls, so ``runtime.replay``
+    replays a call only if they are as they were.
+
+    This reads private getters, because it runs at every call and the public functions are slower.
+    """
     return tuple(getter() for getter in _GETTERS)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells an observer when torch begins or ends the capture of a CUDA graph, and when it replays one.
 
-torch has no hook for that, so three methods of its graph class are wrapped, once a process. Their arguments, results
+torch has no hook for that, so three methods of its graph class are wrapped, once per process. Their arguments, results
 and effects stay the same. Graphs that are captured and replayed by other means (the driver itself, another library) are
 not seen here.
 """

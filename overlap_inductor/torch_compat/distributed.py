@@ -93,12 +93,12 @@ def why_no_send(group_name: str, device: torch.device) -> str | None:
     except RuntimeError as error:
         return f"group {group_name!r} has no backend for tensors on {device.type}: {error}"
     if device.type != "cpu" and backend.lower() == "gloo":
-        return f"gloo sends from the host's memory only, and the tensors of group {group_name!r} lie on {device.type}"
+        return f"gloo sends from the host's memory only, but the tensors of group {group_name!r} are on {device.type}"
     return None
 
 
 def why_no_backend(device: torch.device) -> str | None:
-    """Why this torch has no backend for groups whose tensors lie on ``device``, or ``None`` if it has one."""
+    """Why this torch has no backend for groups with tensors on ``device``, or ``None`` if it has one."""
     if not dist.is_available():
         return "this torch was built without torch.distributed"
     backend = dist.get_default_backend_for_device(device)

@@ -15,8 +15,8 @@ _target: Box | None = None
 
 @contextmanager
 def planning_for(box: Box | None) -> Iterator[None]:
-    """Inside, graphs of this process are planned as if their ranks ran on the GPUs of ``box``, whatever device their
-    tensors lie on. Such a plan cannot be run here. ``None``: they are planned for this machine."""
+    """Inside the ``with`` block, graphs of this process are planned as if their ranks ran on the GPUs of ``box``,
+    whatever the device of their tensors. Such a plan cannot be run here. ``None``: plan for this machine."""
     global _target
     outer, _target = _target, box
     try:
@@ -31,5 +31,5 @@ def target() -> Box | None:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether a tensor that lies on ``device`` here lies on a GPU where the plan is made for."""
+    """Whether a tensor that is on ``device`` here is on a GPU of the machine that is planned for."""
     return device.type == "cuda" or target() is not None

@@ -15,8 +15,8 @@ def torch_version() -> str:
 
 
 def release(version: str) -> tuple[int, int] | None:
-    """``(major, minor)`` of a version, also of one before its release: ``2.13.0a0+git1`` is ``(2, 13)``. ``None`` if
-    it is no version by PEP 440."""
+    """``(major, minor)`` of a version, also of a pre-release: ``2.13.0a0+git1`` gives ``(2, 13)``. ``None`` if it is
+    not a version by PEP 440."""
     # Imported here, since ``import torch`` imports this module for every user of torch.
     from packaging.version import InvalidVersion
     from packaging.version import Version

@@ -40,7 +40,7 @@ def receive_kernel(
     launch: Launch, everyone: torch.Tensor, finished: torch.Tensor, transfer: Transfer, sms: int
 ) -> Callable[[torch.Tensor], None]:
     """What copies every peer's finished rows, parts of ``transfer``, from the workspace to a result when they have
-    arrived. Both lie in the order of ranks.
+    arrived. In both, rows are in the order of ranks.
 
     Args:
         everyone: an example of the result, ``[world_size * rows, width]``, fp16 or bf16.

@@ -93,7 +93,7 @@ class Exchange:
         """Start hop ``index``.
 
         Args:
-            piece: what is sent, flat and contiguous, if it does not lie in the buffer.
+            piece: what is sent, flat and contiguous, if it is not in the buffer.
 
         Raises:
             TransferError: the transport could not start a message.

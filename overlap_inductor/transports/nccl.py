@@ -48,5 +48,5 @@ class Nccl:
 def communication_stream(device: torch.device) -> torch.cuda.Stream:
     """The device's one stream for collectives, of the highest priority: a collective takes the next free SM before
     blocks of a later matmul do."""
-    # (-5 is the highest that any GPU has; a GPU takes what lies beyond its range as its highest.)
+    # (-5 is the highest that any GPU has; a GPU takes a higher one as its own highest.)
     return torch.cuda.Stream(device, priority=-5)

@@ -53,7 +53,7 @@ def distances(route: str, world_size: int) -> list[tuple[int, ...]]:
     if route == "bidirectional":
         right, left = world_size // 2, (world_size - 1) // 2
         return [(-(i + 1), i + 1) if i < left else (-(i + 1),) for i in range(right)]
-    raise ValueError(f"route {route!r} gathers nothing in steps; expected 'ring' or 'bidirectional'")
+    raise ValueError(f"route {route!r} does not gather in steps; expected 'ring' or 'bidirectional'")
 
 
 def hop_count(route: str, world_size: int, parts: int) -> int:

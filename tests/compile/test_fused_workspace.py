@@ -76,7 +76,7 @@ def test_a_dynamic_token_count_holds_workspace_up_to_the_planned_maximum(monkeyp
     with fake_group(2):
         made = dynamic_site()
         report = made.run(schedule="fused", max_tokens=1000)
-    # 500 rows a shard are four tiles of 128.
+    # 500 rows per shard are four tiles of 128.
     assert workspace_of(report, made) == {"0": [[2 * 2 * 512 * 4096 * 2, 4]]}
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
     with fake_group(2):

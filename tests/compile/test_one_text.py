@@ -100,7 +100,7 @@ OPS = {
 
 @pytest.mark.parametrize("kind", HAND_MADE)
 def test_node_count_is_bounded_in_a_large_world(kind: str) -> None:
-    """Unrolled steps of 1024 ranks would be thousands of nodes a site; the bound must not be reached by refusing
+    """Unrolled steps of 1024 ranks would be thousands of nodes per site; the bound must not be reached by refusing
     either."""
     with fake_group(1024, 77):
         made = hand_made(kind, 1024)

@@ -137,7 +137,7 @@ def test_one_op_serves_a_site(schedule: str, pattern: str, transport: str) -> No
             lambda made: made.scatter(product(made, "x")),
             "no small-message kernel computes matmul_reduce_scatter",
         ),
-        ("small_message", lambda made: made.reduce(product(made, "x", rows=2**18)), "are no small message"),
+        ("small_message", lambda made: made.reduce(product(made, "x", rows=2**18)), "are too many for a small message"),
         (
             "wave_groups",
             lambda made: made.mm(

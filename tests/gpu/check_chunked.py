@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of schedule ``chunked`` on GPUs, called as a rewritten graph calls them: both transports, several chunks and
-bands, eager and in CUDA graphs.
+"""Checks the ops of schedule ``chunked`` on GPUs, called as in a rewritten graph: both transports, several numbers of
+chunks and bands, eager calls and CUDA graphs.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_chunked [--calls 60] [--tokens 2048]
 
-One JSON row a setting: worst error over the bound of the plain computation in fp32, calls and replays whose bits differ
-from the first call's, microseconds of the host. Ends with status 1 where something is wrong. (``check_fused --schedule
-chunked`` checks the same from the compiled model on.)
+Prints one JSON row per setting: the worst error, relative to the error bound of the plain computation in fp32; how many
+calls and replays differ in a bit from the first call; and microseconds of host time. The exit status is 1 if something
+is wrong. (``check_fused --schedule chunked`` checks the same with compiled models.)
 """
 
 from __future__ import annotations

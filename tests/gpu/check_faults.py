@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults on GPUs: peers that are killed, skip a call or are late, and the watchdog's part. One command that starts its
-own ranks, each scenario's anew (a launcher would end all ranks when one dies); one JSON row a scenario. ``found``: rank
-0's error.
+"""Checks faults on GPUs: peers that are killed, skip a call or are late, and what the watchdog does.
+
+The command starts new ranks for each scenario. (A launcher would end all ranks when one dies.) It prints one JSON row
+per scenario. ``found`` is the error of rank 0.
 
     python -m tests.gpu.check_faults [--ranks 2] [--late 15] [--only killed skipped]
     python -m tests.gpu.check_faults --late 60 --only late
     python -m tests.gpu.check_faults --only killed skipped --schedule chunked --pattern matmul_all_reduce
     python -m tests.gpu.check_faults --ranks 3 --ranks-share-gpus --schedule small_message --way two_shot --only uneven
 
-The last rank is the one that fails. Every rank is told, those that no kernel of theirs waited on, too. With
-``--ranks-share-gpus`` ranks go round however few GPUs there are, without NCCL. Ranks of all scenarios import and
-compile at one time, and then wait for their turn.
+The last rank is the one that fails. Every other rank must be told of the fault, even if none of its kernels waited.
+With ``--ranks-share-gpus``, several ranks may share a GPU, and NCCL is not used. The ranks of all scenarios import and
+compile at the same time, and then wait for their turn.
 """
 
 from __future__ import annotations
@@ -190,12 +191,12 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--late", type=float, default=15.0, help="seconds by which the late peer is late")
-    parser.add_argument("--only", nargs="*", help="names of scenarios; all of them without")
+    parser.add_argument("--only", nargs="*", help="names of the scenarios to run; default: all")
     parser.add_argument("--schedule", default="fused", choices=SCHEDULES)
-    parser.add_argument("--way", default="", help="of tests.gpu.stress_sites.variants, as two_shot; the first without")
+    parser.add_argument("--way", default="", help="way of a variant (tests.gpu.stress_sites); default: the first")
     parser.add_argument("--ranks-share-gpus", action="store_true")
     parser.add_argument(
-        "--pattern", choices=PATTERNS, help="matmul_reduce_scatter without, or matmul_all_reduce of small_message"
+        "--pattern", choices=PATTERNS, help="default: matmul_reduce_scatter; of small_message matmul_all_reduce"
     )
     arguments = parser.parse_args()
     arguments.pattern = arguments.pattern or (

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused``, or another that is one op a site, on GPUs: every pattern compiled, calls under stress, CUDA
-graphs. One torchrun, one GPU a rank; one JSON row a check.
+"""Checks schedule ``fused``, or another schedule that writes each site as one op, on GPUs: compiled patterns, calls
+under stress, and CUDA graphs. Each rank has a GPU. Each check prints one JSON row.
 
-    torchrun --nproc-per-node 4 -m tests.gpu.check_fused [--schedule chunked] [--calls 2000] [--replays 2000] [--only
-    stress graphs] torchrun --nproc-per-node 4 -m tests.gpu.check_fused --only epilogues kernels "epilogue us" "weights
-    us"
+    torchrun --nproc-per-node 4 -m tests.gpu.check_fused [--schedule chunked] [--calls 2000] [--only stress graphs]
+    torchrun --nproc-per-node 4 -m tests.gpu.check_fused --only epilogues kernels "epilogue us" "weights us"
 
-``--only fp8``, of schedule ``chunked``: the patterns through ``_scaled_mm``, against fp64 of the dequantised operands.
+Schedule ``chunked`` has one more check, ``fp8``: patterns with ``_scaled_mm``, compared with fp64 matmuls of the
+dequantised operands.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ from tests.support.fused_cases import sums
 from tests.support.ring_cases import as_tuple
 
 FACTOR = 17
-"""Sizes of the patterns: 24 * 17 rows a shard and so on, multiples of eight that are no multiples of a tile."""
+"""Multiplies the sizes of ``cases``: a shard then has 24 * 17 rows. The sizes are multiples of 8, but not of a tile."""
 MEASURED = ("host", "kernels", "epilogue us", "weights us")
-"""Checks that only say what they have found."""
+"""Checks that only measure and cannot fail."""
 
 
 def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
-    """``function`` compiled with every site on ``schedule``, or an error."""
+    """``function``, compiled with ``schedule`` forced in mode ``strict``: a call raises ``StrictError`` if a site
+    cannot use it. The function has a new code object, so that it shares Dynamo's cache with no other."""
     namespace = {"function": function}
     exec("def overlapped(*args): return function(*args)", namespace)
     made = torch.compile(namespace["overlapped"], dynamic=False, **keywords)
@@ -67,13 +68,13 @@ def patterns(schedule: str, rank: int, world_size: int) -> list[str]:
 
 
 def fp8(schedule: str, rank: int, world_size: int, calls: int, count: int) -> list[str]:
-    """Problems of all patterns; of some, also calls under stress and graphs whose results differ from the first one in
-    a bit."""
+    """Problems of all fp8 patterns. Three of them are also called under stress and replayed in CUDA graphs. Each of
+    these results must be bitwise equal to the first one."""
     sites = scaled_sites.cases(world_size, FACTOR)
     problems = against_fp64(schedule, rank, sites, scaled_sites.made)
     torch._dynamo.reset()
     repeated = []
-    for name in ("gather rows, row-wise, scales gathered behind", "scatter rows, row-wise", "all-reduce, tensor-wise"):
+    for name in ("gather rows and scales, row-wise", "scatter rows, row-wise", "all-reduce, tensor-wise"):
         function, inputs, _ = sites[name]
         tensors = [t.cuda() for t in scaled_sites.made(inputs, torch.Generator().manual_seed(rank))]
         call = functools.partial(compiled_as(schedule, function), *tensors)
@@ -88,9 +89,12 @@ def against_fp64(
     sites: dict[str, tuple[Any, Any, int]],
     make: Callable[[Any, torch.Generator], list[torch.Tensor]],
 ) -> list[str]:
-    """Problems of ``sites``, each compiled and called three times with inputs from ``make``: results further off than 2
-    % of the largest number and than twice the uncompiled function's error. (An activation magnifies its inputs'
-    rounding in both.)"""
+    """Compile each of ``sites``, and call it three times with inputs from ``make``. Returns a text for each problem.
+
+    The error of a result may be up to 2 % of the largest element of the fp64 result. If twice the error of the
+    uncompiled function is more, it may be up to that, because an activation may magnify the rounding of its input in
+    both functions.
+    """
     problems = []
     for name, (function, shapes, expected) in sites.items():
         torch._dynamo.reset()
@@ -115,13 +119,14 @@ def against_fp64(
 
 ALL_PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 PATTERNS_OF = {"wave_groups": ALL_PATTERNS[1:], "small_message": ALL_PATTERNS[2:]}
-"""Of schedules that do not serve all three."""
+"""The patterns of schedules that do not serve all three."""
 
 
 def patterns_of(
     schedule: str, world_size: int, tokens: int
 ) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
-    """Functions and inputs of those parts of an MLP of hidden size 2048 that a schedule serves."""
+    """``{pattern: (function, inputs)}`` for the parts of an MLP that ``schedule`` serves. The MLP has hidden size 2048
+    and runs on ``tokens`` tokens."""
     g, rows = dist.group.WORLD, tokens // world_size
     up, down = (torch.randn(1024, 2048, device="cuda").bfloat16() / 32 for _ in range(2))
     x, y = torch.randn(rows, 2048, device="cuda").bfloat16(), torch.randn(tokens, 1024, device="cuda").bfloat16()
@@ -134,8 +139,8 @@ def patterns_of(
 
 
 def stress(schedule: str, rank: int, world_size: int, calls: int) -> dict[str, int]:
-    """Calls of all patterns and two sizes in turn, each rank late at random; every result must be bit for bit the first
-    one."""
+    """Call all patterns at two token counts in turn, with random delays on each rank. Every result must be bitwise
+    equal to the first one. Returns the number of wrong results by name."""
     sites = []
     for tokens in (512, 1000 // world_size * world_size):
         torch._dynamo.reset()
@@ -150,7 +155,7 @@ def stress(schedule: str, rank: int, world_size: int, calls: int) -> dict[str, i
 
 
 def graphs(schedule: str, world_size: int, count: int) -> dict[str, int]:
-    """Two captured graphs alive, replayed in turn and mixed with eager calls."""
+    """Capture two CUDA graphs and replay them in turn, mixed with eager calls. Returns the number of wrong results."""
     torch._dynamo.reset()
     calls = {
         name: functools.partial(compiled_as(schedule, function), *inputs)
@@ -160,7 +165,8 @@ def graphs(schedule: str, world_size: int, count: int) -> dict[str, int]:
 
 
 def reduce_overhead(schedule: str, world_size: int) -> dict[str, int]:
-    """``mode="reduce-overhead"``: Inductor's own graphs."""
+    """Compile with ``mode="reduce-overhead"``, so that Inductor captures CUDA graphs. Returns the number of wrong
+    results."""
     wrong = 0
     for function, inputs in patterns_of(schedule, world_size, 512).values():
         torch._dynamo.reset()
@@ -173,8 +179,9 @@ def reduce_overhead(schedule: str, world_size: int) -> dict[str, int]:
 
 
 def host_cost(schedule: str, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of the host while the GPU is busy: the op alone, the compiled function with it and without; and one
-    allocation, of which an op makes two or more, to tell how fast the host is."""
+    """Microseconds of host time while the GPU is busy, by pattern: for the op alone, for the compiled function with
+    overlap and without it, and for one allocation. An op makes at least two allocations, so the time of one shows how
+    fast the host is."""
     return {
         name: _host_cost(schedule, name, function, inputs)
         for name, (function, inputs) in patterns_of(schedule, world_size, 512).items()
@@ -212,13 +219,13 @@ def _host_cost(schedule: str, name: str, function: Callable[..., Any], inputs: l
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--schedule", default="fused", help="one whose ops are called <schedule>_<pattern>")
+    parser.add_argument("--schedule", default="fused", help="a schedule that writes each site as one op")
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--replays", type=int, default=2000)
-    parser.add_argument("--only", nargs="*", help="names of checks; all of them without")
+    parser.add_argument("--only", nargs="*", help="names of the checks to run; default: all")
     arguments = parser.parse_args()
     rank, world_size = start_rank()
-    # Beyond the limit Dynamo runs a function uncompiled, and the kernels would not be checked.
+    # Beyond the limit, Dynamo would run a function uncompiled, and the kernels would not be checked.
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     failed, schedule = 0, arguments.schedule
     checks: list[tuple[str, Callable[[], Any]]] = [

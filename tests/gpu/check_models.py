@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model tests on NCCL, Inductor's kernels for a chunk, and a trace of transfers under matmuls. One GPU a rank.
+"""Runs the model tests with NCCL. Also checks Inductor's kernels for a chunk, and a trace of transfers under matmuls.
+Each rank has a GPU.
 
-torchrun --nproc-per-node 4 -m tests.gpu.check_models
+    torchrun --nproc-per-node 4 -m tests.gpu.check_models
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of calls on GPUs: beside receives that are queued behind them, in graphs beside calls on another stream,
-and from two threads; and workspace that no GPU has room for. One JSON row a scenario.
+"""Checks the order of calls on GPUs: with receives queued after them, in graphs with calls on another stream, and from
+two threads. Also checks workspace that does not fit in GPU memory. Prints one JSON row per scenario.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_order [--rounds 30] [--ranks-share-gpus]
 
-With ``--ranks-share-gpus`` two ranks do with one GPU, on which processes take turns: a call takes tens of milliseconds.
-Every result is compared bit for bit with the first one of its inputs, which was compared with fp64. Status 1 where a
-result was wrong, a wait was given up or a capture that had to be refused was not.
+With ``--ranks-share-gpus``, two ranks can share one GPU. They then take turns on it, so a call takes tens of
+milliseconds. For each input, the first result is compared with fp64, and later results must be bitwise equal to it. The
+exit status is 1 if a result was wrong, a wait was given up, or a capture was not refused although it had to be.
 """
 
 from __future__ import annotations

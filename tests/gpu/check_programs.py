@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs drawn at random (``tests.support.random_programs``) on GPUs, compiled by Inductor, by every schedule. One
-torchrun, one GPU a rank; one JSON row a schedule.
+"""Checks programs drawn at random (``tests.support.random_programs``) on GPUs, compiled by Inductor with every
+schedule. Each rank has a GPU. Prints one JSON row per schedule.
 
-    torchrun --nproc-per-node 2 -m tests.gpu.check_programs [--schedules chunked fused ring auto] [--seeds 0 30]
-    [--trains] [--mode reduce-overhead] [--dynamic] [--seconds 120]
+    torchrun --nproc-per-node 2 -m tests.gpu.check_programs [--schedules chunked fused ring auto] [--seeds 0 30] \\
+        [--trains] [--mode reduce-overhead] [--dynamic] [--seconds 120]
 
-Each is called three times, with other numbers each time, and must be as near to fp64 as the function is that is not
-compiled. Status 1 where one is wrong or a rewrite failed.
+Each program is called three times, with different numbers. Its result must be as close to fp64 as the uncompiled
+function's. The exit status is 1 if a result is wrong or a rewrite failed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``small_message`` on GPUs under stress: both kernels and several token counts in one slot, ranks late at
-random, eager calls between graph replays.
+"""Checks schedule ``small_message`` under stress on GPUs: both kernels and several token counts in one slot, random
+delays on each rank, and eager calls between graph replays.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_small_message [--calls 6000] [--replays 300]
 
-One JSON row a check; every result must be bit for bit the first one, and the first one near fp32. Ends within a minute.
+Prints one JSON row per check. The first result must be close to fp32, and every later one bitwise equal to the first.
+Takes less than a minute.
 """
 
 from __future__ import annotations

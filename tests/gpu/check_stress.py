@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every schedule and pattern under stress on GPUs. One JSON row a scenario and variant; status 1 where a result was
-wrong.
+"""Checks every schedule and pattern under stress on GPUs. Prints one JSON row per scenario and variant. The exit status
+is 1 if a result was wrong.
 
-    torchrun --nproc-per-node 2 -m tests.gpu.check_stress [--iterations 10000] [--only delays poison] [--schedules fused
-    chunked small_message wave_groups]
+    torchrun --nproc-per-node 2 -m tests.gpu.check_stress [--iterations 10000] [--only delays poison] \\
+        [--schedules fused chunked small_message wave_groups]
 
-Scenarios: ``tests.gpu.stress_scenarios.SCENARIOS``. Every call is compared on the GPU, bit for bit with the first one
-of its inputs, which was compared with fp64. Variants in the environment are the caller's:
+The scenarios are in ``tests.gpu.stress_scenarios.SCENARIOS``. For each input, the first result is compared with fp64,
+and later results must be bitwise equal to it. Environment variables are set by the caller:
 
     CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 -m tests.gpu.check_stress --iterations 2000
     CUDA_MODULE_LOADING=LAZY (and EAGER) torchrun --nproc-per-node 2 -m tests.gpu.check_stress --only lazy
 
-Run to run: rows of scenario ``lazy`` hold a digest of the bits of all first results on all ranks, equal in every run on
-as many ranks (the matmuls of ``chunked`` and ``small_message`` being the vendor's, and the sums of ``wave_groups`` the
-collective's, those may differ from one version or one GPU to another).
+Comparing runs. A row of scenario ``lazy`` has a digest of the bits of all first results on all ranks. It is the same in
+every run on the same number of ranks. With another GPU or another version of a library it may differ: ``chunked`` and
+``small_message`` use the vendor's matmuls, and ``wave_groups`` uses the collective's sums.
 
-More ranks than GPUs: ``torchrun --nproc-per-node 8 -m tests.gpu.check_stress --ranks-share-gpus`` puts 8 ranks on
-however few GPUs there are, for what ranks compute of their numbers and say to each other. Processes take turns on a
-GPU, so that a call takes tens of milliseconds; without NCCL, and so without ``wave_groups``.
+More ranks than GPUs. ``torchrun --nproc-per-node 8 -m tests.gpu.check_stress --ranks-share-gpus`` runs 8 ranks on
+fewer GPUs, to check the arithmetic on rank numbers and the protocol between ranks. Processes take turns on a GPU, so a
+call takes tens of milliseconds. NCCL cannot run in this way, so ``wave_groups`` is left out.
 
-A wait in a kernel ends after ``PATIENCE_PART`` of ``--row-seconds``, and a row after all of them, with the stacks of
-all threads on standard error.
+A wait in a kernel times out after ``PATIENCE_PART`` times ``--row-seconds``. If a row takes longer than
+``--row-seconds``, the process prints the stacks of all threads to standard error and ends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PATIENCE_PART = 0.7
 """Share of a row's time after which a wait times out, so that the wait is reported before the row is ended."""
 SCHEDULES = ("fused", "chunked", "small_message", "wave_groups")
 WHERE_SHARED = ("lazy", "delays", "poison", "graphs")
-"""Scenarios where ranks share GPUs, unless named: those in which ranks' numbers matter."""
+"""The default scenarios if ranks share GPUs: those that depend on rank numbers."""
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
@@ -53,14 +53,14 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--iterations",
         type=int,
-        help="calls of each variant, a fifth of them in most scenarios; 10000, or 50 where ranks share GPUs",
+        help="calls of each variant; most scenarios make a fifth of them; default: 10000, or 50 if ranks share GPUs",
     )
-    parser.add_argument("--only", nargs="+", choices=SCENARIOS, help="scenarios; all of them without")
+    parser.add_argument(
+        "--only", nargs="+", choices=SCENARIOS, help="default: all, or WHERE_SHARED if ranks share GPUs"
+    )
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--ranks-share-gpus", action="store_true")
-    parser.add_argument(
-        "--one-by-one", action="store_true", help="start every launch of a call by itself, also where it comes again"
-    )
+    parser.add_argument("--one-by-one", action="store_true", help="never replay a repeated call as a CUDA graph")
     parser.add_argument("--row-seconds", type=float, default=120.0)
     found = parser.parse_args(arguments)
     found.iterations = found.iterations or (50 if found.ranks_share_gpus else 10000)

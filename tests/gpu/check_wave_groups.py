@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``wave_groups`` on GPUs: numbers, calls under stress, CUDA graphs. One torchrun, one GPU a rank; one JSON
-row a check.
+"""Checks schedule ``wave_groups`` on GPUs: results, calls under stress, and CUDA graphs. Each rank has a GPU. Prints
+one JSON row per check.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_wave_groups [--calls 1000] [--replays 500] [--only stress graphs]
 
-To be run as it stands, with ``NCCL_P2P_DISABLE=1`` and with ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
+Run it three times: as above, with ``NCCL_P2P_DISABLE=1``, and with ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--replays", type=int, default=500)
-    parser.add_argument("--only", nargs="*", help="names of checks; all of them without")
+    parser.add_argument("--only", nargs="*", help="names of the checks to run; default: all")
     arguments = parser.parse_args()
     rank, world_size = start_rank()
     failed = 0

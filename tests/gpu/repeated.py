@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 ROUNDS = 15
 Repeated = tuple[str, Callable[[], torch.Tensor], torch.Tensor]
-"""``(name, call, its first result)``: every later result must be bit for bit the first one."""
+"""``(name, call, its first result)``. Every later result must be bitwise equal to the first one."""
 
 
 def _counters(sites: Sequence[Repeated]) -> dict[str, torch.Tensor]:
@@ -24,7 +24,7 @@ def _counters(sites: Sequence[Repeated]) -> dict[str, torch.Tensor]:
 
 
 def _late_call(site: Repeated, wrong: dict[str, torch.Tensor], chance: random.Random) -> None:
-    """One call, this rank late at random; compared on the GPU."""
+    """Make one call, at random after a delay on this rank, and compare its result on the GPU."""
     name, call, first = site
     if chance.random() < 0.2:
         torch.cuda._sleep(chance.randrange(200_000))
@@ -38,15 +38,16 @@ def drawn_calls(
     streams: Sequence[torch.cuda.Stream] = (),
     before: Callable[[int], None] = lambda i: None,
 ) -> dict[str, int]:
-    """Call sites in a random order, the same on all ranks, each rank late at random; returns the number of wrong
-    results by name.
+    """Call sites in a random order, which is the same on all ranks, with random delays on each rank. Returns the number
+    of wrong results by name.
 
-    In a random order, what a call wrongly reads of an earlier call comes mostly from other inputs, and shows.
+    A call may wrongly read data of an earlier call. In a random order, the earlier call mostly had other inputs, so the
+    result is wrong.
 
     Args:
-        streams: ``streams[i]`` is that of ``sites[i]``, the current one for all without; none is joined with another. A
-            name's sites have one stream.
-        before: what else happens before each call, given its number.
+        streams: ``streams[i]`` is the stream of ``sites[i]``; default: the current stream for all. Streams do not wait
+            for each other. Sites with the same name must have the same stream.
+        before: called before each call, with the call's number.
     """
     chance, order = random.Random(rank), random.Random(0)
     wrong = _counters(sites)
@@ -62,8 +63,8 @@ def drawn_calls(
 
 
 def late_calls(sites: Sequence[Repeated], calls: int, rank: int) -> dict[str, int]:
-    """Sites in turn, each rank late at random, now and then on another stream, as when two parts of a program run side
-    by side: wrong results by name."""
+    """Call sites in turn, with random delays on each rank. Some calls are on another stream, as if two parts of a
+    program ran side by side. Returns the number of wrong results by name."""
     chance = random.Random(rank)
     wrong = _counters(sites)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
@@ -78,8 +79,8 @@ def late_calls(sites: Sequence[Repeated], calls: int, rank: int) -> dict[str, in
 
 
 def replays(sites: Sequence[Repeated], count: int, others: Sequence[Repeated] = ()) -> dict[str, int]:
-    """Two captured graphs of all sites alive, the second one of ``others`` where there are any, replayed in turn and
-    mixed with eager calls of the first one's: the number of wrong results."""
+    """Capture two CUDA graphs and replay them in turn, mixed with eager calls of ``sites``. The first graph calls
+    ``sites``, the second one ``others``, or ``sites`` again if there are none. Returns the number of wrong results."""
     captured = []
     torch.cuda.synchronize()
     dist.barrier()
@@ -104,9 +105,9 @@ def replays(sites: Sequence[Repeated], count: int, others: Sequence[Repeated] = 
 
 
 def host_us(call: Callable[[], Any], calls: int = 20) -> float:
-    """Microseconds of the host for one call, beside the queue of a GPU that is busy: the median of ``ROUNDS`` rounds of
-    ``calls``. The rounds are short, since a full queue would stop the host. The median leaves out a round's first call,
-    which wakes the host and takes 200 us."""
+    """Host time of one call in microseconds, while the GPU is busy: the median over ``ROUNDS`` rounds of ``calls``
+    calls. The rounds are short, because a full queue would block the host. The first call of a round takes 200 us,
+    because it wakes the host; the median is not affected by it."""
     took = []
     for _ in range(ROUNDS):
         dist.barrier()

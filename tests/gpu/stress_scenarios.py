@@ -2,8 +2,8 @@
 """The scenarios of ``tests.gpu.check_stress``: each function makes a number of calls of one variant of a schedule and
 pattern.
 
-A scenario returns wrong results by name. On every rank all of it happens in one order; only delays and foreign work are
-each rank's own.
+A scenario returns the number of wrong results by name. All ranks make the same calls in the same order. Only delays and
+foreign work differ between ranks.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from tests.gpu.stress_sites import Variant
 
 LATE_SECONDS = 0.5
 POISON_EVERY = 20
-"""Calls from one poisoning to the next: each drains the group."""
+"""Calls from one poisoning to the next. Each poisoning waits for all work of the group."""
 GIVE_BACK_EVERY = 12
 BESIDE_ELEMENTS = 8 << 20
 """fp32 elements of the collectives beside the sites: 32 MiB."""
 FOREIGN_SIZE, FOREIGN_MATMULS, FOREIGN_CYCLES = 8192, 6, 35_000_000
-"""Of foreign matmuls, each filling the chip for about 1.5 ms, and of a kernel that sleeps for 20 ms."""
+"""Foreign work: size and number of matmuls, each of which fills the GPU for about 1.5 ms, and the cycles of a kernel
+that sleeps for 20 ms."""
 
 
 def make_groups(rank: int, world_size: int, seconds: float) -> dict[str, dist.ProcessGroup]:
@@ -93,7 +94,7 @@ class Stress:
         return self._sites[key]
 
     def check_faults(self) -> None:
-        """Raises ``TransferError`` if a wait was given up."""
+        """Raises ``TransferError`` if a wait timed out."""
         for group in self.groups.values():
             workspace_of(group, gpu_ranks.device()).faults.check()
 
@@ -112,7 +113,7 @@ def lazy(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def delays(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """One site of one shape, every rank late at random."""
+    """One site of one shape, with random delays on each rank."""
     return drawn_calls(stress.sites(variant)[0][:INPUTS], calls, stress.rank)
 
 
@@ -178,7 +179,7 @@ def given_back(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def subgroup(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Pairs of ranks, each a group of its own, all at work."""
+    """A site in the group of each pair of ranks. All pairs run at the same time."""
     return drawn_calls(stress.sites(variant, "pair")[0], calls, stress.rank)
 
 
@@ -228,7 +229,7 @@ def foreign(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def determinism(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """The same inputs at other sites, in another group's workspace: the same bits."""
+    """The same inputs at other sites, in another group's workspace, must give the same bits."""
     (a, b), (c, d) = stress.sites(variant), stress.sites(variant, "second")
     same = [(name, run, first) for (*_, first), (name, run, _) in zip(a + b, c + d, strict=True)]
     return drawn_calls(same, calls, stress.rank)
@@ -251,7 +252,7 @@ SCENARIOS: dict[str, tuple[Scenario, int]] = {
     }.items()
     for scenario in scenarios
 }
-"""Scenarios by name: what they do, and for which part of the iterations."""
+"""By name, ``(function, divisor of the number of iterations)``."""
 
 
 def applies(scenario: str, variant: Variant, share_gpus: bool) -> bool:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of every schedule whose own kernels wait for peers, for tests of what they have in common. Each rank knows the
-right result."""
+"""Calls of every schedule that has kernels which wait for peers, for tests that apply to all of them. Each rank can
+compute the right result alone."""
 
 from __future__ import annotations
 
@@ -32,8 +32,13 @@ CHUNKED = ChunkedParameters(2, "sm_push", 1, grain=8, pushers=2)
 
 @dataclass(frozen=True)
 class Call:
-    """``run(launch, value)``: a call on operands that are all ``value``. Every element of its result is ``16 * value``
-    if it ``gathers``, else ``16`` times the sum of all ranks' values."""
+    """A call of a schedule.
+
+    Attributes:
+        run: ``run(launch, value)`` makes the call on matrices full of ``value`` and of ones. All ranks pass the same
+            ``value``. Every element of the result is ``right(value, world_size)``.
+        gathers: whether the pattern is a gather. In a reduction, the results of all ranks are added.
+    """
 
     run: Callable[[Launch, float], torch.Tensor]
     gathers: bool = False
@@ -58,7 +63,8 @@ def _fused(pattern: str, parameters: FusedParameters = FUSED) -> Call:
 
 
 def _with_gathered(run: Callable[[torch.Tensor, torch.Tensor, Launch], Sequence[torch.Tensor]]) -> Call:
-    """A gather whose gathered tensor is returned, too; here multiplied by the number of terms of a product."""
+    """A gather that also returns the gathered tensor. This is multiplied by 16, the number of terms in each element of
+    the product, so that all elements of the result are equal."""
 
     def both(launch: Launch, value: float) -> torch.Tensor:
         product, gathered = run(*_operands(GATHER, launch, value), launch)
@@ -95,7 +101,7 @@ def _small(two_shot: bool, norm: bool) -> Call:
             return small_message.all_reduce(product, launch, parameters)
         residual, weight = torch.zeros(4, 32).half(), torch.ones(32).half()
         normed, residual_out = small_message.all_reduce_norm(product, residual, weight, 0.0, launch, parameters)
-        # RMSNorm makes rows of equal numbers one.
+        # RMSNorm turns a row of equal numbers into ones. If it has not, its result is returned, which is wrong.
         return torch.where((normed == 1).all(), residual_out, normed)
 
     return Call(run)
@@ -104,10 +110,10 @@ def _small(two_shot: bool, norm: bool) -> Call:
 EVERY = {
     **{f"fused {pattern}": _fused(pattern) for pattern in (GATHER, SCATTER, REDUCE)},
     "fused gather in slices": _fused(GATHER, replace(FUSED, slices=2, slices_tiles=2**20, slices_pushers=1)),
-    "fused gather, gathered used": _with_gathered(_fused_with_gathered),
+    "fused gather, gathered tensor read": _with_gathered(_fused_with_gathered),
     "fused gather by copies": _fused(GATHER, replace(FUSED, copies_from=0)),
     **{f"chunked {pattern}, pushed": _chunked(pattern) for pattern in (GATHER, SCATTER, REDUCE)},
-    "chunked gather, pushed, gathered used": _with_gathered(_chunked_with_gathered),
+    "chunked gather, pushed, gathered tensor read": _with_gathered(_chunked_with_gathered),
     "chunked all-reduce, copied in bands": _chunked(REDUCE, replace(CHUNKED, transport="copy_engine", bands=2)),
     "small_message, one-shot": _small(False, False),
     "small_message, one-shot with norm": _small(False, True),
@@ -118,5 +124,5 @@ NBYTES, SIGNALS = 40_000, 64
 
 
 def workspace(world_size: int) -> SharedWorkspace:
-    """A workspace with room for a call of any of them."""
+    """A workspace that is large enough for each call in ``EVERY``."""
     return SharedWorkspace.of(world_size, NBYTES, SIGNALS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator bench in Triton's interpreter, with schedules that are one op a site; a wrong result ends it."""
+"""The operator bench in Triton's interpreter, with schedules that are one op per site; a wrong result ends it."""
 
 from __future__ import annotations
 

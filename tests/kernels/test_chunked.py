@@ -57,7 +57,7 @@ CASES = {
     "gather, three ranks, pushed": Case(GATHER, 3, 40, replace(SMALL, transport="sm_push")),
     "gather, uneven chunks of one shard, bias": Case(GATHER, 2, 40, replace(SMALL, chunks=2), bias=True),
     "gather, uneven chunks across shards": Case(GATHER, 3, 20, replace(SMALL, chunks=3)),
-    "gather, two matmuls, gathered used, pushed": Case(
+    "gather, two matmuls, gathered tensor read, pushed": Case(
         GATHER, 3, 16, replace(SMALL, chunks=2, transport="sm_push"), two=True
     ),
     "gather, as many chunks as hide transfers": Case(GATHER, 4, 16, replace(SMALL, chunks=None), columns=7200),

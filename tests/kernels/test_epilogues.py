@@ -195,7 +195,7 @@ CASES = {
     "gather, three weights, two with epilogues": Case(
         "all_gather_matmul", 2, (Epilogue((), SILU), None, RESIDUAL), (24, 16, 40)
     ),
-    "gather, rows that are no multiple of a tile, gathered used": Case(
+    "gather, rows that are no multiple of a tile, gathered tensor read": Case(
         "all_gather_matmul", 3, (SCALED,), rows=20, keep=True
     ),
     "scatter, residual": Case("matmul_reduce_scatter", 2, (RESIDUAL,), rows=40),

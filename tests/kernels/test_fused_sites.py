@@ -94,7 +94,7 @@ def test_every_pattern_agrees_with_fp64(tmp_path: Path) -> None:
 
 def test_three_ranks(tmp_path: Path) -> None:
     names = [
-        "gather rows, two matmuls, one with bias, gathered used",
+        "gather rows, two matmuls, one with bias, gathered tensor read",
         "gather an uneven sequence, batch 2",
         "scatter uneven rows",
         "all-reduce",
@@ -104,16 +104,16 @@ def test_three_ranks(tmp_path: Path) -> None:
 
 
 def test_schedule_chunked(tmp_path: Path) -> None:
-    """Sites of every layout by ``chunked``, which also is one op a site."""
+    """Sites of every layout by ``chunked``, which also is one op per site."""
     names = [
-        "gather rows, two matmuls, one with bias, gathered used",
+        "gather rows, two matmuls, one with bias, gathered tensor read",
         "gather rows, and a weight's gradient",
         "gather sequence, batch 2, and a weight's gradient",
         "gather sequence, batch 2",
         "gather an uneven sequence, batch 2",
         "scatter uneven rows",
         "scatter the last dim",
-        "all-reduce of rows that do not fall evenly",
+        "all-reduce of rows that the ranks do not divide",
         "an MLP, gathered and scattered",
     ]
     for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), names, "chunked", timeout=400)):

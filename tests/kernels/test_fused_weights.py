@@ -37,7 +37,9 @@ CASES = {
     "two, gate and up": Case(2, (32, 32), "--"),
     "three of other widths, no multiples of a tile": Case(3, (40, 8, 24), "-b-"),
     "four, all with bias, in rows": Case(2, (16, 24, 8, 40), "bbbb", in_rows=True),
-    "two, rows that are no multiple of a tile, gathered used": Case(2, (8, 24), "b-", rows=20, inner=40, keep=True),
+    "two, rows that are no multiple of a tile, gathered tensor read": Case(
+        2, (8, 24), "b-", rows=20, inner=40, keep=True
+    ),
 }
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench.mirrored`` on one process: two buffers are two GPUs, each of which plays one rank and, to the other, all its
-peers."""
+"""``bench.mirrored`` in one process. Two buffers stand for two GPUs. Each GPU plays one rank, and all peers of the
+other GPU's rank."""
 
 from __future__ import annotations
 
@@ -64,27 +64,27 @@ class OneOfMany:
 
 @pytest.mark.parametrize("gathers", [True, False], ids=["gather", "scatter"])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_a_turn_waits_for_a_flag_that_somebody_writes(
+def test_every_flag_that_a_turn_waits_for_is_set(
     world_size: int, gathers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("overlap_inductor.torch_compat.symmetric.hardware_queues", lambda: 8)
     one = OneOfMany(world_size, gathers, monkeypatch)
     one.send()
     assert one.faults.error() is None
-    assert one.signalled() == [[1] * PARTS] * (world_size - 1), "and the other GPU has got every part"
+    assert one.signalled() == [[1] * PARTS] * (world_size - 1), "the other GPU has not got every part"
 
 
 @pytest.mark.parametrize("gathers", [True, False], ids=["gather", "scatter"])
-def test_a_calls_end_writes_into_no_flag_that_a_call_waits_for(gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_call_sets_no_flag_that_a_call_waits_for(gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     one = OneOfMany(4, gathers, monkeypatch)
     end_kernel(one.launch)()
     assert not any(map(any, one.signalled()))
-    assert int(one.flags[1].count_nonzero()) == 3, "and into memory of the buffer"
+    assert int(one.flags[1].count_nonzero()) == 3, "the credits were not written into the buffer"
 
 
 def test_a_margin_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     pair = [torch.zeros(4096, dtype=torch.int32) for _ in range(2)]
     buffer: Any = SimpleNamespace(local=pair[0], peers=pair)
-    with pytest.raises(ValueError, match="turned back beyond a margin of 16 elements"):
+    with pytest.raises(ValueError, match=r"a margin of 4 \* 32 elements .* has only 16 elements"):
         mirrored.mirrored(buffer, 4, 32, 16, turned=True)

@@ -22,7 +22,7 @@ from tests.support.ring_cases import as_tuple
 from tests.support.shared_memory import SMALL_TILES
 from tests.support.shared_memory import use_shared_memory
 
-SITES = ("gather rows, two matmuls, one with bias, gathered used", "scatter rows", "all-reduce")
+SITES = ("gather rows, two matmuls, one with bias, gathered tensor read", "scatter rows", "all-reduce")
 
 
 def _problems(schedule: str, transport: Any, names: tuple[str, ...], rank: int, world_size: int) -> list[str]:

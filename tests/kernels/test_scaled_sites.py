@@ -62,7 +62,7 @@ def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
     problems = []
     for name in (
         "gather rows, tensor-wise",
-        "gather rows, row-wise, scales gathered behind",
+        "gather rows and scales, row-wise",
         "all-reduce, tensor-wise",
         "scatter rows, row-wise",
     ):
@@ -102,7 +102,7 @@ def test_uneven_and_batched_cases_agree_with_fp64_on_three_ranks(tmp_path: Path)
     names = [
         "gather sequence, batch 2, row-wise",
         "scatter sequence, batch 2, row-wise",
-        "all-reduce of rows that do not fall evenly, row-wise",
+        "all-reduce of rows that the ranks do not divide, row-wise",
     ]
     for rank, problems in enumerate(run_ranks(3, _check, str(tmp_path), names, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"

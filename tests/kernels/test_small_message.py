@@ -214,7 +214,7 @@ def test_what_a_kernel_is_not_made_for_is_said() -> None:
         small_message.all_reduce(x.float(), launch, p)
     with pytest.raises(UnsupportedError, match="rows of 12 elements"):
         small_message.all_reduce(torch.zeros(4, 12).half(), launch, p)
-    with pytest.raises(UnsupportedError, match="no small message"):
+    with pytest.raises(UnsupportedError, match="too many for a small message"):
         small_message.all_reduce(torch.zeros(2**20, 8).half(), launch, p)
     with pytest.raises(UnsupportedError, match="empty, or not contiguous"):
         small_message.all_reduce(torch.zeros(64, 8).half().t()[:, ::8].t(), launch, p)

@@ -119,7 +119,7 @@ CASES = {
     "chunked gather, four results and the gathered tensor": lambda patch: _chunked("all_gather_matmul", patch),
     "chunked scatter": lambda patch: _chunked("matmul_reduce_scatter", patch),
     "fused gather": lambda patch: _fused(False, patch),
-    "fused gather, gathered used": lambda patch: _fused(True, patch),
+    "fused gather, gathered tensor read": lambda patch: _fused(True, patch),
 }
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stress checks for GPUs, run between gloo processes with interpreted kernels: they run, and they find wrong
-results."""
+"""Runs the stress checks for GPUs (``tests.gpu.check_stress``) on gloo processes, with kernels in Triton's interpreter.
+The checks must pass. If data is not sent, they must report wrong results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.shared_memory import use_shared_memory
 
 SHAPES = (Shape(32, 4, 16, 16), Shape(24, 2, 16, 24))
 QUICK = {"chunked": ("copy_engine", "matmul_reduce_scatter"), "small_message": ("one_shot", "matmul_all_reduce")}
-"""A variant of a schedule that the interpreter runs in no time."""
+"""``{schedule: (way, pattern)}``: for each schedule, a variant that the interpreter runs quickly."""
 plain_variants, plain_results = stress_sites.variants, stress_sites.first_results
 
 
@@ -49,14 +49,14 @@ def _quick_variants(schedules: Sequence[str], replays: bool) -> list[stress_site
 
 
 class _NoStream:
-    """A stream on a CPU, where everything runs in order."""
+    """Replaces ``torch.cuda.Stream``. On a CPU all calls run in order, so it does nothing."""
 
     def __init__(self, priority: int = 0) -> None:
         pass
 
 
 class _Graph:
-    """Replays by calling again what was called while it was captured."""
+    """Replaces ``torch.cuda.CUDAGraph``. A replay repeats the calls that were made during the capture."""
 
     captured: _Graph | None = None
 
@@ -86,7 +86,12 @@ def _capturable(calls: Sequence[stress_sites.Call]) -> list[Repeated]:
 
 
 def _run(rank: int, world_size: int, folder: str, options: list[str], quick: bool, broken: bool = False) -> int:
-    """The rows with wrong results when these options run on this process's CPU."""
+    """Run ``check_stress`` with ``options`` as one rank, on the CPU. Returns the number of rows with wrong results.
+
+    Args:
+        quick: run only the variants in ``QUICK``.
+        broken: leave out copies (``_break_copies``).
+    """
     use_shared_memory(folder)
     for name in ("synchronize", "_sleep"):
         setattr(torch.cuda, name, lambda *a: None)
@@ -103,8 +108,8 @@ def _run(rank: int, world_size: int, folder: str, options: list[str], quick: boo
 
 
 def _break_copies() -> None:
-    """From the first scenario that repeats its calls on, leave out the copies of every third transfer, but not their
-    signals."""
+    """Break the transport ``copy_engine``: every third transfer sends its signals but no data. This begins with the
+    first call of ``drawn_calls``, so the first results, with which later ones are compared, are right."""
     plain_prepare, plain_calls, sent = CopyEngine.prepare, stress_scenarios.drawn_calls, itertools.count()
     repeated: list[bool] = []
 
@@ -112,7 +117,7 @@ def _break_copies() -> None:
         self: CopyEngine, launch: Any, transfer: Any, numbers: Any, source: Any, share: Any, guarded: bool = False
     ) -> Any:
         send = plain_prepare(self, launch, transfer, numbers, source, share, guarded)
-        # Copies to the rank itself.
+        # The same transfer, with its copies going to memory that no rank reads.
         signals = plain_prepare(
             self,
             replace(launch, slot=replace(launch.slot, data=_Elsewhere(launch.slot.data))),
@@ -132,7 +137,7 @@ def _break_copies() -> None:
 
 
 class _Elsewhere:
-    """A buffer whose peers are memory that nobody reads."""
+    """Replaces a slot's data buffer. In place of each peer's memory, it has memory that no rank reads."""
 
     def __init__(self, buffer: Any) -> None:
         self.peers = tuple(torch.empty_like(peer) for peer in buffer.peers)
@@ -147,12 +152,12 @@ def test_every_variant(tmp_path: Path) -> None:
     assert run_ranks(2, _run, str(tmp_path), ["--iterations", "1", "--only", "poison"], False) == [0, 0]
 
 
-def test_a_mesh(tmp_path: Path) -> None:
+def test_groups_of_a_mesh(tmp_path: Path) -> None:
     options = ["--iterations", "10", "--schedules", "chunked", "--only", "two_groups", "subgroup"]
     assert run_ranks(4, _run, str(tmp_path), options, True) == [0] * 4
 
 
-def test_transfers_that_do_not_happen_are_found(tmp_path: Path) -> None:
+def test_missing_transfers_are_reported(tmp_path: Path) -> None:
     options = [
         "--iterations",
         "40",

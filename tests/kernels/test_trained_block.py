@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sequence-parallel block, forward and backward, by schedules of one op a site: between processes, whose kernels are
-interpreted, against fp64."""
+"""Forward and backward of a sequence-parallel block, by schedules that write each site as one op. The block runs on
+several processes with interpreted kernels, and is compared with fp64."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ with torch.no_grad():
     eager = model(ids, use_cache=False).logits
     compiled = torch.compile(model)(ids, use_cache=False).logits
 breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-# A file a rank: lines that two processes print at once run into each other.
+# A file per rank: lines that two processes print at once run into each other.
 difference = ((compiled - eager).abs().max() / eager.abs().max()).item()
 Path(results, f"rank{dist.get_rank()}.json").write_text(json.dumps([difference, breaks]))
 dist.barrier()

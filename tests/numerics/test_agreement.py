@@ -70,7 +70,7 @@ def _check(
 
 
 GENERATED = [
-    "gather rows, two matmuls, one with bias, gathered used",
+    "gather rows, two matmuls, one with bias, gathered tensor read",
     "gather sequence, batch 1",
     "gather the contracted dim",
     "dgrad and wgrad on one gather",
@@ -89,7 +89,7 @@ GENERATED = [
 
 
 LOOPING_GATHERS = [
-    "gather rows, two matmuls, one with bias, gathered used",
+    "gather rows, two matmuls, one with bias, gathered tensor read",
     "gather the contracted dim",
     "dgrad and wgrads of either side, batch 2",
     "the contracted dim of either side, with bias",
@@ -102,7 +102,7 @@ LOOPING_GATHERS = [
 
 
 SAMPLE = [
-    "gather rows, two matmuls, one with bias, gathered used",
+    "gather rows, two matmuls, one with bias, gathered tensor read",
     "gather sequence, batch 2",
     "gather the contracted dim",
     "dgrad and wgrad on one gather",

@@ -34,7 +34,7 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
     inputs = torch.randn(8, 16), torch.randn(16, 12), torch.randn(12, 16)
     exact = _layer(*(i.double() for i in inputs))
     with toy.registered(toy.Pigeons()) as pigeons:
-        # Unrolled steps, and one looping op a site.
+        # Unrolled steps, and one looping op per site.
         for budget in (3000, 1):
             torch._dynamo.reset()
             pigeons.carried = 0

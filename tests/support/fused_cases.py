@@ -32,12 +32,12 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
     g, s = dist.group.WORLD, 24
     return {
         "gather rows": (lambda x, a: torch.relu(all_gather(x, 0, g) @ a), [(s, 16), (16, 24)], 1),
-        "gather rows, two matmuls, one with bias, gathered used": (
+        "gather rows, two matmuls, one with bias, gathered tensor read": (
             lambda x, a, b, c: (lambda y: (y @ a.t(), torch.addmm(c, y, b), y + 1))(all_gather(x, 0, g)),
             [(s, 16), (24, 16), (16, 8), (8,)],
             1,
         ),
-        "gather rows, six weights, five that lie alike": (
+        "gather rows, six weights, five of one layout": (
             lambda x, a, b, c: (
                 lambda y: (y @ a.t(), y @ b.t(), y @ (a + 1).t(), y @ (b + 1).t(), y @ (b + 2).t(), y @ c)
             )(all_gather(x, 0, g)),
@@ -81,7 +81,7 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
             [(1, s * w, 16), (8, 16), (8,)],
             1,
         ),
-        "all-reduce of rows that do not fall evenly": (
+        "all-reduce of rows that the ranks do not divide": (
             lambda x, a: all_reduce(x @ a, "sum", g),
             [(s * w - 1, 16), (16, 24)],
             1,
@@ -91,7 +91,7 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
             [(s + 1, 16), (16, 32)],
             1,
         ),
-        "a bias with gaps, a bias of one element": (
+        "a strided bias, a bias of one element": (
             lambda x, a, b: (lambda y: (torch.addmm(b[::2], y, a), torch.addmm(b[1:2], y, a + 1)))(all_gather(x, 0, g)),
             [(s, 16), (16, 24), (48,)],
             1,
@@ -123,7 +123,7 @@ def sums(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]],
                 [(s * w, 16), (16, 24), (s * w, 40), (40, 24)],
                 1,
             ),
-            "all-reduce a sum of three matrices, one with bias, rows that do not fall evenly": (
+            "all-reduce a sum of three matrices, one with bias, rows that the ranks do not divide": (
                 lambda x, a, y, b, z, c, d: all_reduce(x @ a + torch.addmm(d, y, b) + z @ c, "avg", g),
                 [(s * w - 1, 16), (16, 24), (s * w - 1, 40), (40, 24), (s * w - 1, 8), (8, 24), (24,)],
                 1,
@@ -154,7 +154,7 @@ def sums(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]],
                 pair,
                 1,
             ),
-            "all-reduce a sum of rows that do not fall evenly": (
+            "all-reduce a sum of rows that the ranks do not divide": (
                 lambda x, a, y, b: all_reduce(x @ a + y @ b, "sum", g),
                 [(1, s * w - 1, 16), (16, 24), (1, s * w - 1, 40), (40, 24)],
                 1,

@@ -34,7 +34,7 @@ def cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, ..
     w, s = world_size, size
     return {
         "gather rows": (lambda x, a: torch.relu(all_gather(x, 0, g) @ a), [(s, 16), (16, 12)], 1),
-        "gather rows, two matmuls, one with bias, gathered used": (
+        "gather rows, two matmuls, one with bias, gathered tensor read": (
             lambda x, a, b, c: (lambda y: (y @ a, torch.addmm(c, y, b), y + 1))(all_gather(x, 0, g)),
             [(s, 16), (16, 12), (16, 6), (6,)],
             1,

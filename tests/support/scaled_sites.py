@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites of fp8 matmuls as a model spells them. Each function runs in fp8 through ``_scaled_mm``, and in fp64 as its
-reference."""
+"""Sites of fp8 matmuls, spelled as in models. With fp8 inputs, each function calls ``_scaled_mm``. With fp64 inputs, it
+computes the reference."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 
 FP8, FP8_WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 Input = tuple[str, tuple[int, ...]]
-"""Kind and shape of an input: ``fp8``, ``fp8 wide``, ``scale`` or ``bias``."""
+"""``(kind, shape)`` of an input. Kinds: ``fp8`` (e4m3), ``fp8 wide`` (e5m2), ``scale`` (fp32) and ``bias`` (bf16)."""
 LARGEST = 448.0
+"""The largest number of ``FP8``."""
 
 
 def multiply(
@@ -28,7 +29,8 @@ def multiply(
     bias: torch.Tensor | None = None,
     fast: bool = False,
 ) -> torch.Tensor:
-    """``(x * a) @ (w * b) + bias``: in bf16, or in fp64 if ``x`` is."""
+    """``(x * a) @ (w * b) + bias`` with scales ``a`` and ``b``, in bf16, or in fp64 if ``x`` is fp64. ``fast``: whether
+    ``_scaled_mm`` uses fast accumulation."""
     if x.dtype == torch.float64:
         exact = (x @ w) * a * b
         return exact if bias is None else exact + bias
@@ -36,7 +38,7 @@ def multiply(
 
 
 def gather_bytes(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """Gather fp8 as bytes, since not every backend moves fp8."""
+    """All-gather ``x`` on ``dim``. fp8 is sent as uint8, because not every backend can send fp8."""
     return (
         all_gather(x, dim, group)
         if x.dtype == torch.float64
@@ -45,7 +47,8 @@ def gather_bytes(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
 
 
 def quantised(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``y`` in fp8, and a scale for each row."""
+    """``y [rows, columns]`` divided by a scale for each row and rounded to fp8, and the scales ``[rows, 1]`` in fp32.
+    Both are returned in fp64 if ``y`` is fp64."""
     scale = y.abs().amax(1, keepdim=True).float() / LARGEST
     rounded = (y / scale).to(FP8)
     return rounded.to(y.dtype) if y.dtype == torch.float64 else rounded, scale.to(
@@ -54,7 +57,7 @@ def quantised(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def cases(w: int, factor: int = 1) -> dict[str, tuple[Callable[..., Any], list[Input], int]]:
-    """``name: (function, inputs, sites)`` on ``w`` ranks; ``factor`` makes all sizes larger."""
+    """``{name: (function, inputs, number of sites)}`` for ``w`` ranks. ``factor`` multiplies every size above 2."""
     found = _cases(w)
     return {
         name: (function, [(kind, tuple(n * factor if n > 2 else n for n in shape)) for kind, shape in inputs], sites)
@@ -71,19 +74,19 @@ def _cases(w: int) -> dict[str, tuple[Callable[..., Any], list[Input], int]]:
             [("fp8", (s, 32)), weight, one, one],
             1,
         ),
-        "gather rows, row-wise, scales gathered behind": (
+        "gather rows and scales, row-wise": (
             lambda x, a, v, b: multiply(gather_bytes(x, 0, g), v.t(), all_gather(a, 0, g), b),
             [("fp8", (s, 32)), ("scale", (s, 1)), weight, columns],
             1,
         ),
-        "gather rows, two matmuls, one with bias, gathered used": (
+        "gather rows, two matmuls, one with bias, gathered tensor read": (
             lambda x, v, a, b, u, c, d, bias: (
                 lambda y: (multiply(y, v.t(), a, b), multiply(y, u.t(), c, d, bias), y.to(torch.float32))
             )(gather_bytes(x, 0, g)),
             [("fp8", (s, 32)), weight, ("scale", (s * w, 1)), columns, ("fp8", (16, 32)), one, one, ("bias", (16,))],
             1,
         ),
-        "gather rows of the wide kind": (
+        "gather rows, wide fp8": (
             lambda x, v, a, b: multiply(all_gather(x, 0, g), v.t(), a, b),
             [("fp8 wide", (s, 32)), weight, one, one],
             1,
@@ -125,7 +128,7 @@ def _cases(w: int) -> dict[str, tuple[Callable[..., Any], list[Input], int]]:
             [("fp8", (s * w, 32)), weight, one, one],
             1,
         ),
-        "all-reduce of rows that do not fall evenly, row-wise": (
+        "all-reduce of rows that the ranks do not divide, row-wise": (
             lambda x, v, a, b: all_reduce(multiply(x, v.t(), a, b), "sum", g),
             [("fp8", (s * w - 1, 32)), weight, ("scale", (s * w - 1, 1)), columns],
             1,

@@ -152,7 +152,7 @@ class MatmulAllToAll:
 
 
 class Pairs:
-    """See ``SiteSchedule``: one op a site, which sends each peer's rows when they are multiplied."""
+    """See ``SiteSchedule``: one op per site, which sends each peer's rows when they are multiplied."""
 
     name, transports, patterns, noun, called = SCHEDULE, ("p2p",), (PATTERN,), "pair", "in pairs"
     ops: tuple[str, ...] = ()

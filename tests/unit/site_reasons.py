@@ -17,7 +17,7 @@ from tests.unit.reasons import gather_site
 from tests.unit.reasons import reduce_site
 from tests.unit.reasons import weight
 
-# Checks of legality.py
+# Checks of passes/check.py
 
 
 @case("backend_not_supported", "refused")

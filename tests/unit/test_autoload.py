@@ -119,7 +119,7 @@ def test_a_variable_that_is_no_switch_is_an_error_of_the_first_compile(
     done = run(COMPILE, installed, **variables)
     assert "imported" in done.stdout
     assert (done.returncode != 0) == (mode == "1"), done.stderr
-    named = "ConfigError: OVERLAP_INDUCTOR_SHEDULE='ring' is no switch of overlap_inductor. Did you mean"
+    named = "ConfigError: OVERLAP_INDUCTOR_SHEDULE='ring' is not a switch of overlap_inductor. Did you mean"
     assert (f"{named} OVERLAP_INDUCTOR_SCHEDULE?" in done.stderr) == (done.returncode != 0)
 
 

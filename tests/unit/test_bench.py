@@ -208,7 +208,7 @@ def test_what_cannot_run_is_left_out_with_its_reason() -> None:
     assert chosen(arguments.schedules, arguments.variants, case(), CPU) == ["keep", "ring/p2p", "auto"]
     assert chosen(["fused/sm_push"], [], case(), CPU) == ["keep"]
     assert "async TP has no op" in str(why_not("async_tp", case("matmul_all_reduce"), CPU))
-    assert "no small message" in str(why_not("small_message/sm_push", case("matmul_all_reduce"), CPU))
+    assert "too many for a small message" in str(why_not("small_message/sm_push", case("matmul_all_reduce"), CPU))
     assert "no signalling matmul computes all_gather_matmul" in str(why_not("wave_groups/nccl", case(), CPU))
     assert "the matrices are torch.float32" in str(why_not("fused parts=2", case(operands="float32"), CPU))
 

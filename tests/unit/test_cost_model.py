@@ -220,7 +220,7 @@ def test_chunks_agree_with_what_was_measured_and_leave_the_host_time() -> None:
     ), "a quarter of them each time"
 
 
-# Layers of 2 H200s whose matmuls are short (bench/results/operators.jsonl), one call a launch.
+# Layers of 2 H200s whose matmuls are short (bench/results/operators.jsonl), one call per launch.
 # Keys: (pattern, hidden, wide). Of each token count: (keep, chunked) in microseconds.
 SHORT = {
     ("all_gather_matmul", 8192, 28672): {512: (215, 198), 1024: (360, 355), 1536: (547, 483)},

@@ -117,12 +117,17 @@ def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(text in check.advice for text in ("OVERLAP_INDUCTOR_SCHEDULE", "spiral", "ring"))
 
 
-@pytest.mark.parametrize("name", ["OVERLAP_INDUCTOR_SHEDULE", "OVERLAP_INDUCTOR_MODE"])
-def test_a_switch_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("OVERLAP_INDUCTOR_SHEDULE", "OVERLAP_INDUCTOR_SCHEDULE?"), ("OVERLAP_INDUCTOR_MODE", "OVERLAP_INDUCTOR?")],
+)
+def test_a_switch_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch, name: str, near: str) -> None:
     """Catches a misspelt variable passing as set: it would change nothing, silently."""
     monkeypatch.setenv(name, "ring")
     check = named(doctor.switches(), name)
-    assert check.state == BAD and "OVERLAP_INDUCTOR_SCHEDULE" in check.advice
+    assert check.state == BAD and f"Did you mean {near}" in check.advice
+    bad = [other.name for other in doctor.switches() if other.state == BAD and "entry point" not in other.name]
+    assert bad == [name], "said once"
 
 
 def test_dump_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

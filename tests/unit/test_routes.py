@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes, simulated on all ranks: a rank sends only what it has, receives only what was sent, and in the end has
-everything."""
+"""Simulates every route on all ranks. A rank must send only pieces that it has, and receive only pieces that were sent
+to it. At the end it must have all pieces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ every_size = pytest.mark.parametrize(("world_size", "parts"), [(w, s) for w in W
 
 
 def hops(route: str, world_size: int, parts: int) -> list[list[routes.Hop]]:
-    """``[hop index][rank]``."""
+    """All hops of a route, as ``[hop index][rank]``."""
     count = routes.hop_count(route, world_size, parts)
     return [[routes.hop(route, world_size, rank, parts, i) for rank in range(world_size)] for i in range(count)]
 
@@ -25,7 +25,8 @@ def hops(route: str, world_size: int, parts: int) -> list[list[routes.Hop]]:
 @every_size
 @pytest.mark.parametrize("route", routes.ROUTES)
 def test_every_hop_is_a_permutation(route: str, world_size: int, parts: int) -> None:
-    """Two senders to one receiver on one link, a send to oneself, or a receive that nobody sends: a hang."""
+    """Catches two senders to one receiver on one link, a send to oneself, and a receive without a send. Each would be a
+    hang."""
     for ranks in hops(route, world_size, parts):
         for link in range(len(ranks[0].sends)):
             assert sorted(h.sends[link].peer for h in ranks) == list(range(world_size))
@@ -38,7 +39,7 @@ def test_every_hop_is_a_permutation(route: str, world_size: int, parts: int) -> 
 @every_size
 @pytest.mark.parametrize("route", routes.ROUTES)
 def test_slots_fit_the_buffer(route: str, world_size: int, parts: int) -> None:
-    """A piece behind the end of the exchange buffer, or two pieces received into one place."""
+    """Catches a piece beyond the end of the exchange buffer, and two pieces received into the same place."""
     received: Counter[tuple[int, int, int]] = Counter()
     for ranks in hops(route, world_size, parts):
         for rank, h in enumerate(ranks):
@@ -52,8 +53,9 @@ def test_slots_fit_the_buffer(route: str, world_size: int, parts: int) -> None:
 
 @every_size
 @pytest.mark.parametrize("route", GATHERS)
-def test_gathers(route: str, world_size: int, parts: int) -> None:
-    """A rank passes on a shard before it has it, or a shard never arrives; ``distances`` promises a shard too early."""
+def test_gathers_bring_every_shard_to_every_rank(route: str, world_size: int, parts: int) -> None:
+    """Catches a rank that sends a shard before it has received it, a shard that never arrives, and a shard that arrives
+    later than ``distances`` says."""
     have = [{(rank, part) for part in range(parts)} for rank in range(world_size)]
     for index, ranks in enumerate(hops(route, world_size, parts)):
         before = [set(h) for h in have]
@@ -71,15 +73,16 @@ def test_gathers(route: str, world_size: int, parts: int) -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("route", GATHERS)
 def test_distances_name_every_other_rank_once(route: str, world_size: int) -> None:
-    """A slice multiplied twice, or never."""
+    """Catches a shard that is multiplied twice or never."""
     found = [shift % world_size for shifts in routes.distances(route, world_size) for shift in shifts]
     assert sorted(found) == list(range(1, world_size))
     assert len(routes.distances(route, world_size)) == routes.hop_count(route, world_size, 1)
 
 
 @every_size
-def test_owner(world_size: int, parts: int) -> None:
-    """Hop (i, j) carries the partial for rank r + 1 + i, straight there: the owner must get one from everybody."""
+def test_owner_sends_every_partial_sum_to_its_owner(world_size: int, parts: int) -> None:
+    """Hop (i, j) sends the partial sum for rank r + 1 + i straight to that rank. For each part, each rank must get one
+    from every other rank."""
     inbox: list[list[tuple[int, int, int]]] = [[] for _ in range(world_size)]
     for index, ranks in enumerate(hops("owner", world_size, parts)):
         step, part = divmod(index, parts)
@@ -95,9 +98,9 @@ def test_owner(world_size: int, parts: int) -> None:
 
 
 @every_size
-def test_travel(world_size: int, parts: int) -> None:
-    """The accumulator of slice r - 1 - i leaves rank r at step i and ends at its owner with every rank's partial in it,
-    once."""
+def test_travel_adds_every_partial_sum_once(world_size: int, parts: int) -> None:
+    """At step i, rank r sends the accumulator of slice r - 1 - i to the next rank. In the accumulator that reaches the
+    owner, the partial sum of every other rank must be added exactly once."""
     arrived: list[dict[tuple[int, int], tuple[int, Counter[int]]]] = [{} for _ in range(world_size)]
     for index, ranks in enumerate(hops("travel", world_size, parts)):
         step, part = divmod(index, parts)
@@ -118,8 +121,8 @@ def test_travel(world_size: int, parts: int) -> None:
 
 
 @every_size
-def test_broadcast(world_size: int, parts: int) -> None:
-    """Own piece to every other rank, under the slot of its owner."""
+def test_broadcast_sends_every_shard_to_every_rank(world_size: int, parts: int) -> None:
+    """Every rank sends its own pieces to every other rank. A piece's slot must be its owner's rank."""
     have = [{(rank, part) for part in range(parts)} for rank in range(world_size)]
     for ranks in hops("broadcast", world_size, parts):
         for rank, h in enumerate(ranks):
@@ -129,16 +132,16 @@ def test_broadcast(world_size: int, parts: int) -> None:
     assert all(len(h) == world_size * parts for h in have)
 
 
-def test_hop_counts() -> None:
-    """The table in the module's text; two directions halve the steps."""
+def test_hop_counts_are_those_of_the_table() -> None:
+    """The counts must be those of the table in the docstring of ``routes``. Two directions halve the steps."""
     assert [routes.hop_count(r, 8, 3) for r in routes.ROUTES] == [21, 12, 21, 21, 3]
     assert [routes.hop_count(r, 5, 1) for r in routes.ROUTES] == [4, 2, 4, 4, 1]
 
 
 @pytest.mark.parametrize("parts", range(1, 9))
 @pytest.mark.parametrize("total", range(20))
-def test_bounds(total: int, parts: int) -> None:
-    """Rows lost or twice at a cut, or pieces of very different size."""
+def test_bounds_cut_all_rows_evenly(total: int, parts: int) -> None:
+    """Catches rows that are lost or doubled at a cut, and pieces whose sizes differ by more than one row."""
     cuts = routes.bounds(total, parts)
     sizes = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
     assert (cuts[0], cuts[-1], len(sizes)) == (0, total, parts)
@@ -146,8 +149,8 @@ def test_bounds(total: int, parts: int) -> None:
 
 
 def test_unknown_routes_are_errors() -> None:
-    """A misspelt route must not silently move nothing."""
+    """Catches a misspelt route that moves nothing without an error."""
     with pytest.raises(ValueError, match="unknown route 'circle'; expected one of ring"):
         routes.hop("circle", 4, 0, 1, 0)
-    with pytest.raises(ValueError, match="gathers nothing in steps"):
+    with pytest.raises(ValueError, match="route 'owner' does not gather in steps"):
         routes.distances("owner", 4)

@@ -79,6 +79,6 @@ def test_what_no_kernel_is_made_for() -> None:
         ((torch.bfloat16, 8, 1, 60), "16-byte words"),
         ((torch.bfloat16, 8, 1, 32768), "at most 16384"),
         ((torch.bfloat16, 32, 1, 64), "32 ranks"),
-        ((torch.bfloat16, 8, 4096, 8192), "no small message"),
+        ((torch.bfloat16, 8, 4096, 8192), "too many for a small message"),
     ):
         assert reason in (why_not(*arguments) or "")

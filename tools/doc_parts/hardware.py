@@ -23,16 +23,19 @@ GPUS = {
 }
 """Compute capabilities, by what the table calls the GPU."""
 RANKS = tuple(range(8))
+UNKNOWN = "unknown: measure before you use it"
 
 
 def table() -> str:
-    lines = [[f"{name}, one machine with NVLink", _names(_on_gpus(name)), _measured(name)] for name in GPUS]
+    lines = [[f"{name}, one machine with NVLink", _names(_on_gpus(name)), *_measured(name)] for name in GPUS]
     own = [s.name for s in SCHEDULES if s.why_not_between(RANKS, torch.device("cpu")) is None]
     # Several machines or vendors: what runs without this package's kernels.
     several = [s.name for s in SCHEDULES if s.name in _on_gpus("NVIDIA A100")]
-    lines.append(["other GPUs; several machines", _names(several), "not yet"])
-    lines.append(["CPUs (gloo)", _names(own), "2 and 4 ranks over slow links"])
-    return "\n".join([*header("hardware", "schedules that run", "measured"), *(line(*cells) for cells in lines)])
+    lines.append(["other GPUs; several machines", _names(several), "not yet", UNKNOWN])
+    lines.append(["CPUs (gloo)", _names(own), "2 and 4 ranks over slow links", "for trying it out"])
+    return "\n".join(
+        [*header("hardware", "schedules that run", "measured", "what to expect"), *(line(*cells) for cells in lines)]
+    )
 
 
 def _on_gpus(name: str) -> list[str]:
@@ -46,7 +49,10 @@ def _names(schedules: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in schedules) or "none"
 
 
-def _measured(name: str) -> str:
+def _measured(name: str) -> list[str]:
+    """On how many GPUs schedules were measured, and what to expect."""
     found = {row["world_size"] for row in rows.read(rows.RESULTS / "operators.jsonl") if row["gpu"] == name}
     counts = [str(count) for count in sorted(found)]
-    return f"{', '.join(counts[:-1])} and {counts[-1]} GPUs" if len(counts) > 1 else "not yet"
+    if len(counts) > 1:
+        return [f"{', '.join(counts[:-1])} and {counts[-1]} GPUs", "the picture above"]
+    return ["not yet", "kernels as on H200, other figures" if len(_on_gpus(name)) > 1 else UNKNOWN]

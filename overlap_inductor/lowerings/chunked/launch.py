@@ -298,7 +298,7 @@ def _reduce(
     columns, dtype = matmul.b.shape[1], matmul.dtype(a)
     all_rows, shard_rows = a.shape[0], -(-a.shape[0] // launch.world_size)
     # If the rows of an all-reduce are not a multiple of the shards, the last shards have rows that no rank multiplies.
-    # They become sums of whatever lies there, and are cut off.
+    # They become sums of uninitialised memory, and are cut off.
     product = rows_like(a, shard_rows * launch.world_size, columns, dtype)
     reduces_all = pattern == "matmul_all_reduce"
     # (The rows of an all-reduce stay where they were multiplied. A peer's rows come back finished only after it has got
@@ -440,7 +440,7 @@ def _prepare_band(
     """Prepare the kernels and transfers of one band.
 
     Args:
-        result_index: flag of an all-reduce's second leg, whose rows lie behind those of the first in the workspace.
+        result_index: flag of an all-reduce's second leg, whose rows follow those of the first in the workspace.
         last: whether it is the last band of an all-reduce. Its finished rows are handed round by ``add``.
     """
     world_size, rank, slot, rows, width = launch.world_size, launch.rank, launch.slot, transfer.rows, transfer.width

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of schedule ``chunked``: one functional op for each site runs its chunks, transfers and sums."""
+"""Define the ops of schedule ``chunked``. One call of an op runs all matmuls, transfers and sums of a site."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from overlap_inductor.runtime.workspace import Launch
 
 @functools.cache
 def _launches() -> ModuleType:
-    """The module that launches them. (It imports Triton, so it is imported when the first op runs.)"""
+    """The module that launches the kernels. It is imported when the first op runs, because it imports Triton."""
     from overlap_inductor.lowerings.chunked import launch as chunked
 
     return chunked

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused``: one persistent Triton kernel a site.
+"""Schedule ``fused``: one persistent Triton kernel per site.
 
 - Ops: ``fused_<pattern>`` and ``fused_<pattern>_epilogue`` in ``ops``.
 - Kernels: ``kernels/all_gather_matmul.py``, ``kernels/all_gather_matmul_slices.py``,

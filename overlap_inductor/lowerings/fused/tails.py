@@ -68,5 +68,5 @@ def _gather_tails(site: OverlapSite, planned: list[str] | None) -> list[Tail | N
 
 
 def _one_run(sharded: ShardedDim) -> bool:
-    """Whether a rank's rows lie one after the other, and none are missing."""
+    """Whether a rank's rows are consecutive, and none are missing."""
     return isinstance(sharded.outer, int) and sharded.outer == 1 and not sharded.short

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """``OneOpSchedule``: a schedule that writes each site as one op, ``overlap_inductor::<schedule>_<pattern>``.
 
-What an op computes:
+Which sites such an op can compute:
 
-- Rows in the ranks' order (``lowerings.one_op.rows``), of 16-bit matrices whose rows are whole 16-byte words.
-- One matmul into a reduction. A schedule may also have an op for a sum of several: ``<schedule>_sum_<pattern>``.
-- Those matmuls of a gather that it can. It returns the gathered tensor for the others.
-- fp8 with scales, if the schedule has ops for that: ``<schedule>_scaled_<pattern>`` (``lowerings.one_op.scaled``).
+- The matrices are fp16 or bf16, and each row has a multiple of 16 bytes. For fp8 matmuls with scales, a schedule may
+  have an op ``<schedule>_scaled_<pattern>`` (``lowerings.one_op.scaled``).
+- The rows can be brought into the ranks' order (``lowerings.one_op.rows``).
+- A reduction has one matmul. For a sum of several, a schedule may have an op ``<schedule>_sum_<pattern>``.
+- A gather may have several matmuls. The op computes those that ``lowerings.one_op.form.served`` selects, and returns
+  the gathered tensor for the others.
+- Only the token count may be dynamic.
 
-Only the token count may be dynamic. A schedule's parameters, workspace and further limits are in its plan module, e.g.
-``lowerings.fused.parameters``.
+A schedule's parameters, workspace and further limits are in its plan module, e.g. ``lowerings.fused.parameters``.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ WhyNot = Callable[[torch.dtype, int, int], str | None]
 
 
 class OpPlan(Protocol):
-    """The functions of a schedule's plan module: they plan its op without touching a GPU."""
+    """The functions that a schedule's plan module must have. They plan the schedule's op without using a GPU."""
 
     def why_not(self, dtype: torch.dtype, inner: int, columns: int) -> str | None:
         """Why the op cannot compute ``a [rows, inner] @ b [inner, columns]``; ``None`` if it can."""
@@ -69,15 +71,15 @@ class OpPlan(Protocol):
         ...
 
     def automatic(self, pattern: str) -> tuple[str, ...]:
-        """Names of the transports among which the op chooses if the user chose none."""
+        """Names of the transports from which the op chooses at each call if the user chose none."""
         ...
 
     def settings_for(self, pattern: str, transport: str) -> dict[str, Any]:
-        """The op's parameters for the plan. ``transport``: the user's choice, or ``auto``."""
+        """The op's settings for the plan. ``transport``: the user's choice, or ``auto``."""
         ...
 
     def parameters_of(self, settings: str, blocks: int) -> Any:
-        """The op's parameters, from a plan's settings (JSON text) and the device's number of SMs."""
+        """The op's parameters. ``settings``: a plan's settings as JSON text. ``blocks``: the device's number of SMs."""
         ...
 
 
@@ -86,16 +88,18 @@ class OneOpSchedule:
     """See ``SiteSchedule``.
 
     Attributes:
-        cost: estimated seconds of a site.
-        pays: whether a site is estimated to be enough faster than ``keep``.
-        reach: why ranks on a device cannot run the schedule; ``None`` if they can. The answer is the same on all ranks.
+        plan: the schedule's plan module.
+        cost: estimated seconds of a site of these sizes.
+        pays: whether a site of these sizes is estimated to be enough faster than with ``keep``.
+        reach: why these ranks cannot run the schedule on this device; ``None`` if they can. The answer is the same on
+            all ranks.
         dynamic: whether the token count may be symbolic at compile time.
         needed: ``(pattern, world_size, rows of a shard, inner, columns, itemsize, parameters) -> (bytes, signals)``
             that a call needs in its workspace slot; ``None`` if the schedule needs no workspace.
-        why_not_scaled: ``why_not`` for fp8 with scales; ``None`` if the schedule has no ops for that.
-        replays: whether the launches of a call may be one CUDA graph (``runtime.replay``).
-        parameters: the dataclass whose fields the op's settings may set.
-        sums: whether the schedule has ops for a sum of plain matmuls into one reduction.
+        why_not_scaled: as ``plan.why_not``, for fp8 with scales; ``None`` if the schedule has no ops for fp8.
+        replays: whether a repeated call may be launched as one CUDA graph (``runtime.replay``).
+        sums: whether the schedule has ops for a reduction of a sum of plain matmuls.
+        parameters: the dataclass of the op's parameters. The settings may set its fields.
         name, called, noun, patterns, ops, called_by_others: see ``SiteSchedule``.
     """
 
@@ -206,18 +210,18 @@ class OneOpSchedule:
         return self.pieces(site, config, 0)
 
     def settings_for(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        """The op's parameters. Ranks compare them, because the protocol between ranks depends on them and on the data
-        that moves. It never depends on the sizes of a rank's own matmuls."""
+        """The op's settings. Ranks compare them, because what a rank sends depends on them. So they must not depend on
+        sizes of a rank's own matmuls that may differ between ranks."""
         return self.plan.settings_for(site.facts.pattern, config.transport)
 
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
-        """The plan that runs the op from ``min_rows`` tokens on. For a dynamic token count it ends at
-        ``config.max_tokens``, for which workspace is planned."""
+        """The plan that runs the op from ``min_rows`` tokens on. If the token count is dynamic, the op runs only up to
+        ``config.max_tokens`` tokens, because its workspace is planned for that many. Other counts run ``keep``."""
         own = served(site)
         settings = self.settings_for(site, config) | ({"min_rows": min_rows} if min_rows else {})
         if config.replay == "off" and self.replays:
             settings["replays"] = False
-        # With several transports the op chooses one for each call, by the call's bytes; the plan names them all.
+        # If there are several transports, the op chooses one at each call, by the bytes that move. The plan names all.
         automatic = self.plan.automatic(site.facts.pattern)
         transport = " or ".join(automatic) if config.transport == "auto" else config.transport
         parameters: dict[str, Any] = {"settings": json.dumps(settings, sort_keys=True)}
@@ -243,7 +247,7 @@ class OneOpSchedule:
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         machine, own = machine_of(site), served(site)
         if isinstance(own.nodes.tokens, int):
-            # Only a static token count is estimated with replay: with a dynamic count the tensors' addresses change.
+            # Replay is assumed for a static token count only. With a dynamic count, tensors change their addresses.
             sizes = replace(sizes_at(own), replays=self.replays and config.replay == "on" and not symmetric.one_queue())
             return self.forced(site, config) if self.pays(sizes, machine) else None
         example = max(hint(own.nodes.tokens), 1)
@@ -281,8 +285,15 @@ class OneOpSchedule:
     def written(
         self, emit: StepEmitter, site: OverlapSite, name: str, scales: list[tuple[Any, ...]], *own: Any
     ) -> tuple[fx.Node, Replaced]:
-        """Write the site as op ``<schedule>_<name>``, or ``<schedule>_sum_<name>`` for a sum of matmuls. ``own``: the
-        schedule's own arguments after the operands, its settings last."""
+        """Write the site as op ``<schedule>_<name>``, or ``<schedule>_sum_<name>`` for a sum of matmuls.
+
+        Args:
+            scales: the scale arguments of each matmul (``scaled.terms``); empty for plain matmuls.
+            own: the schedule's own arguments after the operands. The last one is the settings.
+
+        Returns:
+            As ``SiteSchedule.rewrite``.
+        """
 
         def op(form: str) -> Any:
             return getattr(overlap, f"{self.name}_{form}{name}").default
@@ -295,8 +306,8 @@ class OneOpSchedule:
 
 
 def operands(site: OverlapSite) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``(left, right)`` of each matmul as the op computes it: the gathered or scattered dim is the left operand's
-    rows."""
+    """``(left, right)`` of each matmul as the op computes it. If the gathered or scattered dim is N, the product is
+    transposed, so that this dim is always the left operand's rows."""
     nodes = site.nodes
     return [_pair(m.lhs, m.rhs, role == "N") for m, role in zip(nodes.matmuls, nodes.roles, strict=True)]
 

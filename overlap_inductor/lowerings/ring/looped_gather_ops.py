@@ -34,7 +34,7 @@ class Form:
 
     Attributes:
         operand: the operand that is made of slices: ``lhs`` or ``rhs``.
-        role: the role of the dim along which the ranks lie: M, N or K.
+        role: the role of the dim that the ranks' shards are joined along: M, N or K.
         transposed: whether each slice is read transposed.
     """
 
@@ -48,8 +48,8 @@ class Form:
 
     @property
     def whole(self) -> bool:
-        """Whether the matmul needs whole shards: a cut along a shard's rows would split its contraction, although the
-        ranks do not lie along that."""
+        """Whether the matmul needs whole shards: the contracted dim is not the gathered one, but a cut along a shard's
+        rows would split it."""
         return self.transposed and not self.contracted
 
     def __str__(self) -> str:

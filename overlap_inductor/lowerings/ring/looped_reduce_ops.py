@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping ops of reductions and of gathered outputs: one functional op a site, which runs the ring in a loop.
+"""The looping ops of reductions and of gathered outputs: one functional op per site, which runs the ring in a loop.
 
 ``looped_gather_ops`` holds the op of gathers. Looping ops serve graphs whose unrolled steps would exceed the node
 budget (80 layers, 1024 ranks). They also serve dynamic token counts: below ``min_rows`` tokens they run the plain

@@ -38,8 +38,11 @@ from overlap_inductor.transports.transport import Exchanges
 
 
 class RingSchedule:
-    """See ``SiteSchedule``. A ring computes every legal site, unless a piece is too small for its kind of matmul. Below
-    the break-even, a dynamic token count runs the plain collective."""
+    """See ``SiteSchedule``. A ring computes every legal site whose group the transport can serve, unless the pieces of
+    an int8 matmul are too small for ``torch._int_mm``.
+
+    If the token count is dynamic, the ring's op chooses at each call: with few tokens, it runs the plain collective.
+    """
 
     name = "ring"
     patterns = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_gather")
@@ -71,15 +74,16 @@ class RingSchedule:
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
         if isinstance(site.nodes.tokens, int):
             return self.forced(site, config) if _pays(site, config) else None
-        # The token count is only known at run time, so the looping op chooses: below the break-even it runs the plain
-        # collective.
+        # The token count is only known at run time, so the looping op chooses at each call. Below the break-even, it
+        # runs the plain collective.
         threshold = _break_even(site, config)
         if threshold is None:
             return None
         if not form_of(site).chooses_at_run_time(site):
             return Reason(
                 "dynamic_shape",
-                f"the ring pays from about {threshold} tokens on, but no op for this site can choose at run time",
+                f"the ring pays from about {threshold} tokens on, but no op for this site can choose by the token count"
+                " at run time",
             )
         parameters = {**_parameters(site, config), "min_rows": threshold}
         ring = PlanPiece(self.name, _transport(config).name, (threshold, None), parameters)
@@ -100,7 +104,8 @@ class RingSchedule:
     def rewrite(self, emit: StepEmitter, site: DecidedSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
         form, parts, route = form_of(site), parameters["sub_chunks"], parameters["route"]
         transport = site.decision.moving.transport
-        # The first transport is not named in the graph, so the graph's text stays the same if another one comes first.
+        # The default transport is the first one. It is not named in the graph, so that the graph's text does not depend
+        # on which transport is the default.
         emit.transport = () if transport in (None, self.transports[0]) else (transport,)
         if parameters["unrolled"]:
             return form.unrolled(emit, site, parts, route)
@@ -109,7 +114,7 @@ class RingSchedule:
     def exchange(self, site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
         shared, unrolled = {k: v for k, v in piece.parameters.items() if k != "unrolled"}, piece.parameters["unrolled"]
         if shared["route"] == "travel" and not unrolled:
-            # The looping ops do not implement a travelling accumulator; they send each partial sum to its owner.
+            # The looping ops have no travelling accumulator. They send each partial sum straight to its owner.
             shared["route"] = "owner"
         return ExchangeTerms(shared, form_of(site).cut(site, shared["sub_chunks"], unrolled), not unrolled)
 
@@ -123,8 +128,8 @@ def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
 
 
 def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | None:
-    """Why a piece is too small for ``_int_mm``; ``None`` if none is. On a GPU ``_int_mm`` needs more than 16 rows, and
-    multiples of 8 for the other two sizes."""
+    """Why ``torch._int_mm`` cannot multiply a piece of an int8 matmul; ``None`` if it can multiply all pieces. On a
+    GPU, it needs more than 16 rows, and multiples of 8 for N and K."""
     parts, world_size = _parameters(site, config)["sub_chunks"], site.facts.collective.world_size
     for i, (matmul, facts) in enumerate(zip(site.matmuls, site.facts.matmuls, strict=True)):
         if matmul.kind != "int_mm" or not on_gpu(tools.value(matmul.lhs).device):
@@ -139,13 +144,13 @@ def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | N
             size: Any = sizes.get(role or "", 0)
             smallest = [size // count]
             if site.facts.pattern == "matmul_all_reduce" and size % world_size:
-                # The rows left over by the world size are multiplied in a matmul of their own.
+                # The last ``size % world_size`` rows have a matmul of their own.
                 smallest.append(size % world_size)
             if role == "M" and min(smallest) <= 16 or role in ("N", "K") and size % (8 * count):
                 shape = " x ".join(str(sizes[r]) for r in "MNK")
-                must = "have more than 16 rows, and so must the rest" if role == "M" else "be a multiple of 8"
-                text = f"on a GPU each of {count} pieces of {role} must {must}"
-                return f"{matmul.node.name} multiplies int8 of {shape} (M x N x K): {text}"
+                must = "have more than 16 rows, and so must the remaining rows" if role == "M" else "be a multiple of 8"
+                text = f"on a GPU, each of {count} pieces of {role} must {must}"
+                return f"{matmul.node.name} multiplies int8 matrices of {shape} (M x N x K); {text}"
     return None
 
 
@@ -162,17 +167,18 @@ def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:
 
 
 def unrolled_nodes(site: DecidedSite) -> int:
-    """About how many FX nodes the site's unrolled steps add (``RingForm.unrolled_nodes``)."""
+    """Estimated number of FX nodes that the site's unrolled steps add (``RingForm.unrolled_nodes``)."""
     parameters = site.decision.moving.parameters
     return form_of(site).unrolled_nodes(site, parameters["sub_chunks"], parameters["route"])
 
 
 def fit_budget(rings: list[DecidedSite], budget: int) -> None:
-    """Unroll rings in graph order while their nodes fit the graph's ``budget`` of nodes; the others become looping ops.
+    """Decide which rings are unrolled, and write that into their decisions. The others become looping ops.
 
-    Sites that no looping op computes come first. If their nodes do not fit either, their decision becomes ``keep``. No
-    site is unrolled if a pass of Inductor moves nodes later. Only values that are the same on all ranks are read, so
-    all ranks unroll the same sites.
+    Rings are unrolled in graph order while their nodes fit the graph's ``budget`` of nodes; those that no looping op
+    can compute come first. A ring is not unrolled if its op chooses by the token count, or if a later pass of Inductor
+    moves nodes (``moving_pass``). A site that is not unrolled and that no looping op can compute is refused. Only
+    values that are the same on all ranks are read, so all ranks unroll the same sites.
     """
     mover = moving_pass()
     loopable = {s.facts.id: form_of(s).loopable(s) for s in rings}

@@ -87,8 +87,8 @@ def _matmul_all_reduce_fake(
     return lhs.new_empty(lhs.shape[0], rhs.shape[1]), chain.new_empty(1)
 
 
-# ``beyond``: the schedule whose op serves calls that are no small messages, with its settings. Without one they run the
-# plain collective.
+# ``beyond``: the schedule whose op serves calls that are too large for small messages, with its settings. Without one,
+# they run the plain collective.
 define(
     "small_message_matmul_all_reduce(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op,"
     " str group_name, str site, str beyond='', str beyond_settings='') -> (Tensor, Tensor)",

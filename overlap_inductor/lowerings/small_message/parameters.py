@@ -104,7 +104,7 @@ def why_not(dtype: torch.dtype, world_size: int, rows: int, columns: int) -> str
     if world_size > MOST_RANKS:
         return f"{world_size} ranks are more than the {MOST_RANKS} whose flags one block waits for"
     if rows * columns * dtype.itemsize > LIMIT_BYTES:
-        return f"{rows * columns * dtype.itemsize} bytes are no small message; the limit is {LIMIT_BYTES}"
+        return f"{rows * columns * dtype.itemsize} bytes are too many for a small message; the limit is {LIMIT_BYTES}"
     return None
 
 

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README's third step and its Python block run, in small sizes and on two CPU ranks; so does the demo."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers  # noqa: F401  (a missing one must be an error here, not in a child)
+
+import overlap_inductor
+from overlap_inductor.cli import main as cli
+from overlap_inductor.inductor.hooks import config_in_effect
+from overlap_inductor.switch import install
+from tests.support.fake_group import fake_group
+from tests.support.installed import pretend_installed
+from tools.doc_parts.pages import ROOT
+from tools.doc_parts.samples import samples
+from tools.make_docs import README
+
+TEXT = README.read_text()
+SMALLER = {"4096": "64", "14336": "256", "16384": "128"}
+
+
+def test_one_variable_switches_the_script_on(tmp_path: Path) -> None:
+    """The command under "Switch it on" with the script above it, two ranks instead of eight."""
+    (script,) = [sample.content for sample in samples(TEXT) if sample.name == "tp_mlp.py"]
+    for size, small in SMALLER.items():
+        assert re.search(rf"\b{size}\b", script)
+        script = re.sub(rf"\b{size}\b", small, script)
+    (tmp_path / "tp_mlp.py").write_text(script)
+    (command,) = re.findall(r"^OVERLAP_INDUCTOR=1 torchrun --nproc-per-node 8 (tp_mlp\.py)$", TEXT, re.M)
+    pretend_installed(tmp_path)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("OVERLAP_INDUCTOR")}
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment.update(PYTHONPATH=path, OVERLAP_INDUCTOR="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", command],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "overlap_inductor: graph" in line]
+    assert len(lines) == 1 and "2 sites found" in lines[0], done.stderr
+
+
+def test_the_three_ways_in_code() -> None:
+    (block,) = re.findall(r"^```python\n(torch\.compile\(.*?)^```$", TEXT, re.M | re.S)
+    with fake_group(2, 0):
+
+        def model(x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+        names = {"torch": torch, "overlap_inductor": overlap_inductor, "model": model, "x": torch.ones(2)}
+        names["compiled"] = torch.compile(model)
+        try:
+            exec(block, names)
+            config = config_in_effect()
+            assert config is not None and config.mode == "on", "enable() holds until disable()"
+        finally:
+            install.disable()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.timeout(600)
+def test_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole command in small sizes: numbers agree, sites are overlapped, every form is timed or says why not."""
+    small = ["--layers", "1", "--hidden", "64", "--tokens", "64"]
+    status = cli.main(["demo", "--device", "cpu", "--link", "none", *small, "--keep-dir", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert status == 0, out
+    assert out.rstrip().endswith("PASSED") and "FAIL:" not in out
+    assert len(re.findall(r"^    plain +\d+\.\d\d ms +\(.*\)$", out, re.M)) == 2
+    assert len(re.findall(r"^    ring +\d+\.\d\d ms +\(.*\) +\d\.\d\dx  (\d) of \1 sites overlapped$", out, re.M)) == 2
+    assert "cannot gain" in out and re.search(r"total of 4 sites of 2 graphs: estimated", out)
+    assert {path.name for path in (tmp_path / "reports").iterdir()} == {"llama", "block"}
