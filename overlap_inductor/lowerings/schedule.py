@@ -153,8 +153,8 @@ class SiteSchedule(Protocol):
         ...
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
-        """Why the schedule cannot compute ``site`` under ``config``; ``None`` if it can. ``site`` has no
-        ``obstacle``."""
+        """Why the schedule cannot compute ``site`` under ``config``; ``None`` if it can. ``site`` has
+        passed ``passes.check``."""
         ...
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
