@@ -159,8 +159,8 @@ def rewrite_reduce(
     emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall, biases: Biases
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
     """Lay out the operands, write the op with ``call`` and lay out its result. Returns ``(next token of the chain, {old
-    node: its replacement})``. The result has the collective's shape and is contiguous. ``biases``: one for each matmul in
-    ``nodes.leaves``."""
+    node: its replacement})``. The result has the collective's shape and is contiguous. ``biases``: one for each matmul
+    in ``nodes.leaves``."""
     columns = nodes.sharded.dim == 1
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
 
