@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops that every schedule needs for a group in a rewritten graph: ``agree``, ``follow`` and ``group_rank``.
+"""The ops that serve a group in a rewritten graph, whatever its schedules: ``agree``, ``follow`` and ``group_rank``.
 
 The ops of a group form a *chain*: each one reads or mutates the chain's current token, a one-byte tensor, so the ops
 run in graph order::

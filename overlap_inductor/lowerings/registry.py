@@ -15,7 +15,7 @@ from overlap_inductor.lowerings.wave_groups.schedule import WAVE_GROUPS
 
 SCHEDULES: list[SiteSchedule] = []
 """Register schedules with ``called_by_others`` in order of host cost, the lowest first: a schedule that calls another
-schedule's op calls that of the first one that pays."""
+schedule's op takes the first of these schedules that pays."""
 
 
 def register(schedule: SiteSchedule) -> None:

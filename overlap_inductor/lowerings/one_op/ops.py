@@ -71,7 +71,7 @@ def ready(
         sent: dtype of the elements that the collective moves.
 
     Raises:
-        OverlapError: the site's workspace was not prepared.
+        OverlapError: the group's workspace cannot be made, or the site's slot in it was not prepared.
     """
     if rows == 0:
         return None

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``all-gather -> matmul(s)`` as a ring of unrolled steps, whose hops run under the matmuls (CommFuse Alg. 1).
 
-The steps replace the collective, its wait, the matmuls and their epilogue. The gathered tensor is one buffer in the collective's own
-layout, so its other users read the buffer. This rank's own slice is multiplied first, as a whole. Each later step
-multiplies one sub-chunk while later sub-chunks travel. ``r``: the rank; ``f``: the ops between gather and matmul::
+The steps replace the collective, its wait, the matmuls and their epilogue. The gathered tensor is one buffer in the
+collective's own layout, so its other users read the buffer. This rank's own slice is multiplied first, as a whole. Each
+later step multiplies one sub-chunk while later sub-chunks travel. ``r``: the rank; ``f``: the ops between gather and
+matmul::
 
     gathered = gather_start(shard)                       # S hops in flight
     y[r]     = f(gathered[r]) @ w

@@ -17,7 +17,8 @@ the accumulator to rank ``r + 1``. The accumulator is rounded at each hop, so nu
 
 All-reduce: the rows of a shard are cut into S bands. Each band has a reduce-scatter, route ``owner``, and then a
 broadcast of the sum. A band is summed and broadcast after the matmuls of the next band. So its partial sums travel
-under the matmuls of the next band, and its broadcast runs under those of the band after that. If W does not divide the number of rows, one small collective reduces the remaining rows.
+under the matmuls of the next band, and its broadcast runs under those of the band after that. If W does not divide the
+number of rows, one small collective reduces the remaining rows.
 
 All-gather of an output: S bands of rows. Each is sent to all ranks while the next one is multiplied.
 """
