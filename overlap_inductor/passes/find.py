@@ -38,7 +38,7 @@ class SiteFinder:
         phase: inference, forward or backward.
         idle: names of collectives whose sites do not own their matmuls, so that a sum of another site may take them.
         left: matmuls that reducing sites left to other sites (``Match.left``).
-        merged: collectives that belong to the site of an earlier one.
+        merged: collectives that a pattern merged into one site. ``run`` skips those that it has not reached yet.
         sites, near_misses: what ``run`` found, in graph order.
     """
 

@@ -236,8 +236,8 @@ def find_reduce(
         nodes: the site's nodes, or ``None`` if there is no site.
         obstacle: with ``nodes``, why the site must stay as written, or ``None``. Without ``nodes``, why there is no
             site; ``None`` if the walk reached no matmul.
-        left: the matmuls in ``owned`` that the collective's input is computed from. If only some terms of a sum are in
-            ``owned``, the site takes the other terms and reads these as plain tensors.
+        left: the matmuls in ``owned`` that are left to their own sites. If only some terms of a sum are in ``owned``,
+            this site takes the other terms and reads the owned ones as plain tensors.
     """
     left: list[fx.Node] = []
     try:
