@@ -122,9 +122,9 @@ def _is_product_with_vector(node: fx.Node) -> bool:
 
 
 def _nearest(start: fx.Node, forward: bool) -> _Way | None:
-    """``(matmul, computed, moved)`` for a path of at most ``STEPS`` nodes from ``start`` to the nearest matmul; ``None``
-    if there is no path. ``computed``: the first op on the path that is not pointwise and does more than move elements,
-    or ``None``. ``moved``: the first slice or ``cat`` on it, or ``None``.
+    """``(matmul, computed, moved)`` for a path of at most ``STEPS`` nodes from ``start`` to the nearest matmul, or
+    ``None`` if there is no path. ``computed``: the first op on the path that is not pointwise and does more than move
+    elements, or ``None``. ``moved``: the first slice or ``cat`` on the path, or ``None``.
 
     A path passes through no other collective. A grouped matmul is preferred to nearer ones. Of several paths to the
     matmul, one without ``computed`` is preferred.

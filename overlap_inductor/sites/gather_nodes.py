@@ -186,7 +186,7 @@ class GatherNodes(SiteNodes):
         return any(user not in members for node in inside for user in node.users)
 
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-        # If the site gives out no gathered tensor, no other node reads its views, so they are erased with the matmuls.
+        # If the wait was not replaced, only the matmuls read the gathered tensor, so its views are erased with them.
         return set() if self.collective.wait in replaced else {*replaced, *self.through}
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
