@@ -54,7 +54,7 @@ def collective_seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def kind_of(sizes: SiteSizes, matmul: float, wire: float) -> int:
-    """0: gather; 1: scatter; 2: all-reduce; 3: all-reduce whose ``wire`` seconds exceed its ``matmul`` seconds."""
+    """0: gather; 1: scatter; 2: all-reduce; 3: all-reduce for which ``wire > matmul`` (both in seconds)."""
     return 0 if sizes.gathers else sizes.legs + (sizes.legs > 1 and wire > matmul)
 
 

@@ -66,8 +66,8 @@ class MatmulSizes:
 
 
 class SiteNodes(ABC):
-    """The FX nodes of one site. Only a schedule reads the attributes of a subclass (``nodes_of``). All other code uses
-    this interface."""
+    """The FX nodes of one site. Once a site is found, only schedules and their helpers read the attributes of a
+    subclass (``nodes_of``). All other code uses this interface."""
 
     @property
     @abstractmethod
