@@ -17,7 +17,8 @@ from overlap_inductor.torch_compat import operators
 
 @dataclass(frozen=True)
 class Placement:
-    """A place for the steps. The order in the graph becomes: ``hoisted``, ``sunk``, the steps, ``anchor``.
+    """A place for the steps. The order in the graph becomes: ``hoisted``, ``sunk``, the steps, ``anchor``. If nodes
+    outside the site read a sunk node (``SiteNodes.read_in_place``), the steps come before ``sunk``.
 
     Attributes:
         anchor: the node before which the steps are written.
