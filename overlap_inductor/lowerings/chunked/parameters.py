@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What schedule ``chunked`` decides before it uses a GPU: its parameters, its limits, which rows are multiplied
-together, and the workspace that a call needs. This module does not import Triton."""
+"""The parts of schedule ``chunked`` that need no GPU: its parameters, its limits, which rows are multiplied together,
+and the workspace that a call needs. This module does not import Triton."""
 
 from __future__ import annotations
 

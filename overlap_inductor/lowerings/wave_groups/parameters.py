@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What schedule ``wave_groups`` decides before it uses a GPU: its parameters, and which waves of a matmul share a
+"""The parts of schedule ``wave_groups`` that need no GPU: its parameters, and which waves of a matmul share a
 collective. This module does not import Triton.
 
 A matmul's tiles finish in waves, in bands of rows. A *group* is a run of neighbouring bands with one collective of its
