@@ -66,8 +66,8 @@ def push_bulk(
     C: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """As ``push_striped`` with one part, by the bulk copy unit through tiles ``[R, C]`` of shared memory. ``elements``
-    is a multiple of ``C``."""
+    """Like ``push_striped`` with ``PARTS=1``, but the bulk copy unit copies the data, through ``[R, C]`` tiles in
+    shared memory. ``elements`` is a multiple of ``C``."""
     from_desc = tl.make_tensor_descriptor(src, [elements // C, C], [C, 1], [R, C])
     block = tl.program_id(0)
     for turn in range(WORLD - 1):

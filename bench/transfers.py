@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time to send one shard to every peer, by size: NCCL's all-gather, copy engines, and SMs that store. One JSON row
-a measurement.
+"""Measure the time to send one shard to every peer, by size of the shard. Compared are NCCL's all-gather, copy engines,
+stores by SMs (``sm_push``) and bulk copies by SMs (``bulk``). Each measurement is one JSON row.
 
     torchrun --nproc-per-node 4 -m bench.transfers --out rows.jsonl
 
-Delivered time: from the start until the last of this rank's peers' data is known to have come, median of the repeats,
-maximum over ranks. What came is compared with what was sent before anything is timed.
+A rank's time is from the start until this rank knows that the data of all peers has arrived. A row holds the median
+over the repeats and the maximum over the ranks, in microseconds. Before a provider is timed, the data it delivers is
+compared with the data that was sent.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The identity of the pass: a hash of all that may change the code to which a graph compiles, and of nothing else.
+"""The identity of the pass: a hash of everything that can change the code compiled from a graph, and of nothing else.
 
 It is part of the cache keys of Inductor and AOTAutograd. The dump folder is not in it: reports are stored with the
 compiled graph, so a cache hit writes the same dump as the miss.
@@ -48,9 +48,10 @@ def source_hash() -> str:
 def registered() -> list[tuple[str, str]]:
     """``(name, digest of the sources)`` of every registered schedule, pattern and transport.
 
-    Entries of this package are in ``source_hash``. For an entry from outside, the digest covers the Python files below
-    the folders of the modules that define its class and its ops. If a module has no file (a notebook), the digest is
-    new in each process, so that no cache serves another definition.
+    For an entry of this package the digest is empty, because ``source_hash`` covers it. For an entry from outside, the
+    digest covers the modules that define its class and its ops. If such a module is in a package, the digest covers
+    every Python file below the module's folder, else the module's file alone. If a module has no file (a notebook), the
+    digest is new in each process, so that no cache returns code of another definition.
     """
     entries: list[SiteSchedule | Pattern | Transport] = [*SCHEDULES, *PATTERNS, *transports()]
     found = []

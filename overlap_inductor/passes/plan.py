@@ -37,7 +37,7 @@ from overlap_inductor.sites.sizes import sizes_at
 
 def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
     """The decision for one legal site. ``fit_workspace`` and ``SiteSchedule.fit`` may change it later to keep within
-    limits of the whole graph. An example is whether a ring's steps are unrolled."""
+    limits of the whole graph. For example, ``SiteSchedule.fit`` decides whether a ring's steps are unrolled."""
     asked = [s for s in SCHEDULES if config.schedule in ("auto", s.name)]
     refusals = {s.name: _why_not(s, site, config) for s in asked}
     able = [s for s in asked if refusals[s.name] is None]

@@ -9,8 +9,14 @@ from pathlib import Path
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write ``text`` beside ``path`` and move it there: several processes may write the same file at once, and a reader
-    never meets half of one. Raises ``OSError`` if it cannot be written; the old file is then as it was."""
+    """Replace the file at ``path`` by ``text``, in UTF-8.
+
+    The text is written to a temporary file in the same folder, which is then renamed to ``path``. So several processes
+    may write the same file at once, and a reader never sees an incomplete file.
+
+    Raises:
+        OSError: the file could not be written. The old file is unchanged.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")

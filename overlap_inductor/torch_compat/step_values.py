@@ -31,8 +31,10 @@ class StepValues:
         self._known: dict[Any, tuple[Any, ...] | None] = {}
 
     def evaluate(self, node: fx.Node, site: str) -> Any:
-        """The result of ``node``, as a fake tensor of its own. ``site``: the site's id, an argument that affects no
-        value.
+        """The result of ``node``, as a fake tensor of its own.
+
+        ``site``: the site's id. A node may have it as an argument. It does not affect the result, so nodes that differ
+        only in their site's id count as equal.
 
         A node with a symbolic size is always evaluated, never looked up.
         """
@@ -56,11 +58,12 @@ class StepValues:
         return value
 
     def keep(self, node: fx.Node) -> None:
-        """Mark ``node``, one of whose arguments was replaced, as up to date if its value still is.
+        """Call this for a ``node`` after one of its arguments was replaced. It marks ``node`` if its value is still
+        valid.
 
-        It is if a new evaluation has the same sizes, strides, dtype and device. A view is left to Inductor, because it
-        shares memory with its argument. Without the mark, Inductor gives the node a new value, finds that its memory
-        differs, and goes on to all nodes computed from it, to the end of the graph.
+        The value is valid if a new evaluation has the same sizes, strides, storage offset, dtype and device. A view is
+        left to Inductor, because it shares memory with its argument. Without the mark, Inductor gives the node a new
+        value, finds that its memory differs, and goes on to all nodes computed from it, to the end of the graph.
         """
         value = node.meta.get("val")
         if operators.operator(node) is None or operators.is_mutable(node) or not isinstance(value, FakeTensor):
@@ -118,8 +121,8 @@ def _key(value: Any, site: str) -> Any:
 
 
 def _is_new(value: Any, given: Any) -> bool:
-    """Whether ``value`` is a plain tensor of known size that shares no memory with a tensor in ``given``. A view is
-    not: it has to be made from its base."""
+    """Whether ``value`` is a plain tensor of known size that shares no memory with a tensor in ``given``. So a view of
+    such a tensor is not new: it must be made from its base."""
     if type(value) is not FakeTensor or value.layout is not torch.strided or value.storage_offset():
         return False
     if value.is_conj() or value.is_neg():

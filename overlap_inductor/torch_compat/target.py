@@ -31,5 +31,6 @@ def target() -> Box | None:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether a tensor that is on ``device`` here is on a GPU of the machine that is planned for."""
+    """Whether plans treat a tensor on ``device`` as a GPU tensor. While another machine is planned for, they treat
+    every tensor as one."""
     return device.type == "cuda" or target() is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites that read each other, what a rewrite leaves behind, and what one that fails costs."""
+"""Sites that read each other, nodes that a rewrite leaves in the graph, and failures of the pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.spellings import world
 
 
 def reach(made: HandGraph) -> None:
-    """Every matmul and collective of the graph leads to its output, or to something that is sent."""
+    """Assert that the graph's output, or an op that exchanges data, depends on every aten op and every collective."""
     wanted, pending = set(), [n for n in made.graph.nodes if n.op == "output" or "exchange_" in str(n.target)]
     while pending:
         node = pending.pop()
@@ -44,8 +44,8 @@ def reach(made: HandGraph) -> None:
 
 
 def test_a_site_that_feeds_another() -> None:
-    """Sequence-parallel MLP: the second site must read the first one's chunks, not a whole matmul that nobody hides
-    anything behind."""
+    """Sequence-parallel MLP: the second site must read the chunks of the first. A whole matmul between the two sites
+    would hide no transfer."""
     with fake_group(2):
         made = HandGraph()
         first = made.mm(made.gather(made.input(4, 16)), made.input(16, 8, name="w"))
@@ -59,7 +59,8 @@ def test_a_site_that_feeds_another() -> None:
 
 @pytest.mark.parametrize("kind", ["operand", "external", "weight"])
 def test_a_site_that_reads_a_reduced_tensor(kind: str) -> None:
-    """The first site's result is an operand, a summand or the weight of the second: its wait is gone by then."""
+    """The first site's result is an operand, a summand or the weight of the second. When the second site is rewritten,
+    the wait of the first site's collective has already been removed."""
     with fake_group(2):
         made = HandGraph()
         reduced = made.reduce(made.mm(made.input(4, 16), made.input(16, 16, name="w")))
@@ -76,7 +77,8 @@ def test_a_site_that_reads_a_reduced_tensor(kind: str) -> None:
 
 
 def test_merged_all_reduces_leave_nothing_behind() -> None:
-    """The old sum kept the waits, these their all-reduces, these the whole matmuls: twice the work and the traffic."""
+    """The old sum must be removed. It would keep the waits, the waits would keep the all-reduces, and the all-reduces
+    would keep the whole matmuls: twice the work and the traffic."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 16)
@@ -89,8 +91,8 @@ def test_merged_all_reduces_leave_nothing_behind() -> None:
 
 
 def test_vector_along_another_dim() -> None:
-    """A vector added behind a permute or a view lies along the matmul's rows or parts of its columns: added along the
-    columns it is wrong."""
+    """A vector that is applied after a permute or a view runs along the matmul's rows, or along parts of its columns.
+    Applied along whole columns, it would give wrong results."""
     with fake_group(2):
         made = HandGraph()
         y = made.call(aten.permute.default, made.mm(made.input(8, 4), made.input(4, 8, name="w")), [1, 0])
@@ -108,7 +110,7 @@ def test_vector_along_another_dim() -> None:
 
 
 def test_a_scale_of_rank_one_keeps_its_promotion() -> None:
-    """bf16 times fp32[1] is fp32: pieces of another dtype than the collective's are half the bytes that the peer
+    """bf16 times fp32[1] is fp32, so the collective moves fp32. Pieces in bf16 would be half the bytes that the peer
     expects."""
     with fake_group(2):
         made = HandGraph()
@@ -141,7 +143,8 @@ def test_scale_computed_from_what_is_gathered() -> None:
 
 
 def test_size_of_the_result_is_used_behind_it() -> None:
-    """A symbolic size read off the matmul's output and used in its epilogue: computed before the matmul there is."""
+    """The epilogue reads a symbolic size of the matmul's output. The pieces need this size before the whole output
+    exists."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.gather(made.input(4, 16, dynamic=(0,))), made.input(16, 8, name="w"))
@@ -168,8 +171,8 @@ def test_dynamic_gated_mlp_of_a_sequence() -> None:
 
 
 def test_broadcast_that_changes_the_rank() -> None:
-    """A tensor of more dims in a pointwise op gives a result of more dims; a layout of fewer crashed the finder, and
-    with it the compile."""
+    """A pointwise op with an operand of more dims gives a result of more dims. A layout with fewer dims than the result
+    crashed the finder and thereby the compile."""
     with fake_group(2):
         made = HandGraph()
         scaled = made.call(aten.mul.Tensor, made.gather(made.input(4, 8)), made.input(1, 1, 1, name="s"))
@@ -206,7 +209,7 @@ def test_a_failing_pass_is_no_failing_compile(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_graph_that_cannot_be_shown_has_a_report_of_the_failure_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What failed may be the text itself; the report must not fail by it again."""
+    """Writing the graph as text may be what failed. The report of this failure must not fail for the same reason."""
     monkeypatch.setattr(overlap_pass, "readable", lambda graph: 1 / 0)
     with fake_group(2):
         made = HandGraph()
@@ -228,7 +231,7 @@ def test_a_graph_that_cannot_be_shown_has_a_report_of_the_failure_all_the_same(m
     ],
 )
 def test_no_looping_op_for_what_it_does_not_compute(kind: str) -> None:
-    """The looping ops know sums of matmuls and nothing else: anything left out would be a wrong number."""
+    """The looping ops compute sums of matmuls and nothing else. For any other site their result would be wrong."""
     with fake_group(2):
         made = HandGraph()
         x, w, b = made.input(8, 16), made.input(16, 8, name="w"), made.input(8, name="bias")
@@ -257,8 +260,8 @@ def test_no_looping_op_for_what_it_does_not_compute(kind: str) -> None:
 
 
 def test_an_output_gathered_in_another_order() -> None:
-    """A transposed result is gathered element by element as it lies in memory; bands of the matmul's rows are other
-    elements."""
+    """A transposed result is gathered in another order than the matmul computes it, so a band of the matmul's rows is
+    not a contiguous part of the gathered tensor."""
     with fake_group(2):
         made = HandGraph()
         y = made.call(aten.permute.default, made.mm(made.input(8, 16), made.input(16, 8, name="w")), [1, 0])
@@ -267,7 +270,7 @@ def test_an_output_gathered_in_another_order() -> None:
 
 
 def test_a_gathers_matmul_stays_with_its_gather_where_it_is_added_to_another_one() -> None:
-    """Both sites are overlapped: what the first multiplies is the second's bias."""
+    """Both sites are overlapped: the product of the first is the bias of the second."""
     with fake_group(2) as group:
 
         def layer(x: torch.Tensor, a: torch.Tensor, y: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -282,7 +285,8 @@ def of_sites(made: HandGraph) -> list[tuple[str, int, str]]:
 
 
 def test_it_stays_there_where_the_sum_is_no_bias() -> None:
-    """As ``mm_plus_mm`` is taken apart, with a pointwise op between."""
+    """The sum is an ``add`` node, as after ``mm_plus_mm`` is taken apart. A pointwise op is between the gather's matmul
+    and the sum."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.mm(made.gather(made.input(4, 6)), made.input(6, 6, name="a"))
@@ -293,7 +297,7 @@ def test_it_stays_there_where_the_sum_is_no_bias() -> None:
 
 
 def test_it_stays_there_where_the_reduction_begins_before_the_gather() -> None:
-    """All-reduces that are added are one site, at the first one."""
+    """All-reduces that are added up are one site. It is found at the first all-reduce, before the gather."""
     with fake_group(2):
         made = HandGraph()
         first = made.reduce(made.mm(made.input(8, 6), made.input(6, 6, name="a")))
@@ -308,8 +312,8 @@ def test_it_stays_there_where_the_reduction_begins_before_the_gather() -> None:
 @pytest.mark.parametrize("order", ["gathered first", "gathered last"])
 @pytest.mark.parametrize("kind", ["addmm", "add"])
 def test_both_terms_of_a_sum_are_overlapped_in_whatever_order_they_stand(kind: str, order: str) -> None:
-    """``y @ b + all_gather(x) @ a`` reaches the pass as ``addmm(y @ b, gathered, a)``: the gather's matmul with the
-    reduction's own as its bias."""
+    """``y @ b + all_gather(x) @ a`` may reach the pass as ``addmm(y @ b, gathered, a)``. Then the bias of the gather's
+    matmul is the reduction's own matmul."""
 
     def graph() -> HandGraph:
         made = HandGraph()
@@ -354,7 +358,8 @@ def test_both_terms_of_a_sum_are_overlapped_in_whatever_order_they_stand(kind: s
 
 
 def test_a_matmul_that_is_read_elsewhere_is_no_term_of_a_gather_that_is_kept() -> None:
-    """The reduction has its own one, and adds the other up as a tensor, as where the gather is overlapped."""
+    """The reduction takes only its own matmul. It adds the gather's product as a whole tensor, as it does if the gather
+    is overlapped."""
     with fake_group(2):
         made = HandGraph()
         product = made.mm(made.gather(made.input(4, 6)), made.input(6, 6, name="a"))
@@ -365,8 +370,8 @@ def test_a_matmul_that_is_read_elsewhere_is_no_term_of_a_gather_that_is_kept() -
 
 @pytest.mark.parametrize("kind", ["at the same place", "before the other's matmul"])
 def test_two_gathers_that_sink(kind: str) -> None:
-    """What the second one needs, or makes, is the first one's, or for it: each is written behind the nodes that moved
-    with it."""
+    """The second site reads a tensor computed from the first gather, or computes an operand of the first site's matmul.
+    The steps of each site are written after the nodes that moved down with it."""
     with fake_group(2):
         made = HandGraph()
         first, second = made.gather(made.input(4, 8)), made.gather(made.input(4, 8, name="z"))
@@ -394,8 +399,9 @@ def test_an_operand_of_a_site_that_sinks_is_not_there_yet() -> None:
 
 
 def test_a_node_that_moves_up_reads_nothing_that_moves_down() -> None:
-    """The first gather's matmul waits for a reduction, and sinks with its gathered tensor below the second one, which
-    needs that tensor: refused, not taken back."""
+    """The first gather's matmul needs the result of a reduction, so the first gather moves down below the second one.
+    An operand of the second site is computed from the first gathered tensor, so that operand cannot be moved up. The
+    second site must be refused by a check. Its rewrite must not be tried and fail."""
     with fake_group(2):
         made = HandGraph()
         first, reduced, second = (
@@ -415,8 +421,8 @@ def test_a_node_that_moves_up_reads_nothing_that_moves_down() -> None:
 
 @pytest.mark.parametrize("kind", ["its operand, too", "twice", "a size known when it runs"])
 def test_a_bias_that_is_not_taken_for_a_term(kind: str) -> None:
-    """What is read twice would be multiplied twice, whole and in pieces; and a size of the other product's is no reason
-    to refuse."""
+    """A product that is read twice is not a term of the sum, because it would be computed more than once. An unbacked
+    size in the bias's matmul is not a reason to refuse the site."""
     with fake_group(2):
         made = HandGraph()
         x, a, b = made.input(8, 6), made.input(6, 6, name="a"), made.input(6, 6, name="b")
@@ -438,8 +444,8 @@ def test_a_bias_that_is_not_taken_for_a_term(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gather", "reduce", "scatter"])
 @pytest.mark.parametrize("batch", [4, None], ids=["bmm", "mm"])
 def test_a_column_and_a_row_that_lie_alike_are_no_two_terms(kind: str, batch: int | None) -> None:
-    """A dim of one element stands elsewhere in the one's shape: pieces of ``[4, 1]`` and of ``[1, 4]`` would be added
-    to squares."""
+    """One product is ``[4, 1]``, the other ``[1, 4]``: their layouts differ only in the place of the dim of size 1. The
+    sum of their pieces would broadcast to a square."""
     with fake_group(2):
         made = HandGraph()
         lead = [] if batch is None else [batch]
@@ -452,8 +458,8 @@ def test_a_column_and_a_row_that_lie_alike_are_no_two_terms(kind: str, batch: in
 
 
 def test_sizes_that_are_written_in_two_ways() -> None:
-    """Tokens of a batch, both of any number: the pieces' rows add up to a sum of products. And rows that a guard makes
-    one."""
+    """In ``layer``, the batch and the sequence length are dynamic, so the same number of rows may be written as a
+    product or as a sum of products. In ``mean``, a guard makes the number of scattered rows one."""
 
     def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return all_gather(torch.cat([x, x], 1), 2, world()) @ w
@@ -474,8 +480,8 @@ def test_sizes_that_are_written_in_two_ways() -> None:
 
 
 def test_pieces_of_what_is_gathered_in_another_order_are_no_shards() -> None:
-    """Columns, cut as often as there are ranks and joined beside each other: a reason for this gather, no failure of
-    the pass."""
+    """The transposed gathered tensor is split along the dim that was not gathered, into as many pieces as there are
+    ranks. So the pieces are not shards. The report gives a reason for this gather, and the pass does not fail."""
     with fake_group(2):
         made = HandGraph()
         turned = made.call(aten.permute.default, made.gather(made.input(4, 6)), [1, 0])
@@ -486,8 +492,8 @@ def test_pieces_of_what_is_gathered_in_another_order_are_no_shards() -> None:
 
 
 def test_a_gather_that_sinks_does_not_move_what_it_replaces() -> None:
-    """A random program: of one tensor a gather on an inner dim and a reduction that is waited for behind it, multiplied
-    with each other."""
+    """Found by a random program. One tensor is gathered along an inner dim and also reduced, and the two results are
+    multiplied. The wait of the reduction comes after that of the gather."""
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         reduced, gathered = all_reduce(x, "max", dist.group.WORLD), all_gather(x, 2, dist.group.WORLD)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every reason code: one graph that gives exactly it, and no code without such a graph."""
+"""Every reason code has a graph that gives this code and no other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.unit.reasons import weight
 
 @pytest.mark.parametrize("name", CASES)
 def test_reason(name: str) -> None:
-    """A check that no longer fires, fires for another reason, or lets the graph be changed all the same."""
+    """Fails if a check no longer fires, gives another reason, or lets the graph be changed although it fired."""
     code, status, function = CASES[name]
     with fake_group(WORLD_SIZES.get(code, 2)):
         report = function()
@@ -46,7 +46,7 @@ def test_reason(name: str) -> None:
 
 
 def test_every_code_has_a_case() -> None:
-    """A new reason code without a test, or a code that users look up and that no longer exists."""
+    """Fails if a reason code has no case, or if a case names a code that no longer exists."""
     package = Path(overlap_inductor.__file__).parent
     files = (p for folder in ("passes", "sites", "lowerings") for p in (package / folder).rglob("*.py"))
     sources = "".join(p.read_text() for p in files)
@@ -63,7 +63,7 @@ def test_the_first_check_that_speaks_gives_the_reason() -> None:
 
 @pytest.mark.parametrize("point", ["apply", "placing", "half way", "order", "lint"])
 def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph left half rewritten, values without meta, or another site marked as overlapped."""
+    """A failed rewrite leaves no half-rewritten graph, no node without ``val`` and no wrong status of a site."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.gather(made.input(4, 16)), weight(made))
@@ -97,7 +97,7 @@ def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.Monke
             (s.decision.status, s.decision.reasons[0].code) for s in report.sites if s.decision.status == "failed"
         ]
         if point == "placing":
-            # Only the gather is placed; the all-reduce is rewritten all the same.
+            # Only the gather calls ``Placement.apply``, so only the gather fails. The all-reduce is still rewritten.
             assert failed == [("failed", "rewrite_failed")] and report.sites[1].decision.status == "overlapped"
             return
         if point == "half way":
@@ -128,7 +128,7 @@ def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.Monke
     ],
 )
 def test_strict_mode_raises_for_refused_and_failed_sites_alone(name: str, raises: bool) -> None:
-    """A site that is switched off, that moves nothing or that does not pay is no error, and neither is a near miss."""
+    """Nothing is raised for a near miss, or for a site that is switched off, moves no data or does not pay."""
     code, _, function = CASES[name]
     with fake_group(WORLD_SIZES.get(code, 2)):
         report = function()
