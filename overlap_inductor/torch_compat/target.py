@@ -31,5 +31,5 @@ def target() -> Box | None:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether a tensor that is on ``device`` here is on a GPU of the machine that is planned for."""
+    """Whether a tensor that is on ``device`` in this process is on a GPU of the machine that plans are made for."""
     return device.type == "cuda" or target() is not None
