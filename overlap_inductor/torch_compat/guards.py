@@ -31,8 +31,8 @@ def without_guards(shape_env: Any | None) -> Iterator[None]:
 
 
 def same_expression(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Whether two sizes are equal after their products are expanded. The sizes of joined pieces are equal only in that
-    form. Adds no guard."""
+    """Whether two sizes are equal after their products are expanded. The sizes of joined pieces may compare equal only
+    in that form. Adds no guard."""
     import sympy
 
     one, other = (n.node.expr if isinstance(n, torch.SymInt) else n for n in (a, b))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads which operator a node calls, with which arguments, and which of them the operator writes. PyTorch keeps the type
-of an operator private."""
+"""Reads which operator a node calls, with which arguments, and which of them the operator writes. PyTorch keeps the
+type of an operator private."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def fake_mode(values: Any) -> Any:
 
 
 def lowering_name(node: fx.Node) -> str | None:
-    """The name of the Inductor lowering that ``node`` calls, if one of Inductor's patterns has replaced several nodes by
-    ``node``. ``None`` for any other node."""
+    """The name of the Inductor lowering that ``node`` calls, if one of Inductor's patterns has replaced several nodes
+    by ``node``. ``None`` for any other node."""
     return node.target.__name__ if getattr(node.target, "_inductor_lowering_function", False) else None
 
 

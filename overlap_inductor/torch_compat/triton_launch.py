@@ -168,8 +168,8 @@ class _Direct:
         size = run.global_scratch_size * run.num_ctas * grid
         scratch_memory = _scratch(size, scratch) if size and scratch is not None else None
         launch = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, scratch_memory, None)
-        # What the launcher is given: the grid, a place for the stream, facts of the launch, and the kernel's arguments. A
-        # tensor descriptor takes several of these values.
+        # What the launcher is given: the grid, a place for the stream, facts of the launch, and the kernel's arguments.
+        # A tensor descriptor takes several of these values.
         values: list[Any] = [grid, 1, 1, None, *launch, compiled.packed_metadata, None, None, None]
         encode = triton.runtime.driver.active.utils.fill_tma_descriptor
         maps = iter(compiled.metadata.tensordesc_meta or ())
