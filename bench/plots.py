@@ -17,11 +17,12 @@ from bench.tables import row_efficiency
 
 def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
     """Speed-up and overlap efficiency against the ratio of matmul to transfer time, a line for each pattern and world
-    size."""
+    size. The rows are stored in the file as its description, as ``headline`` does."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib import ticker
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
     for key in sorted({(r["pattern"], r["world_size"]) for r in rows}):
@@ -39,13 +40,19 @@ def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
     left.axhline(1.0, color="grey", linewidth=0.8)
     left.set_ylabel("speed-up over the plain graph")
     right.set_ylabel("overlap efficiency")
-    right.axhline(0.6, color="grey", linewidth=0.8, linestyle="--")
+    right.axhline(1.0, color="grey", linewidth=0.8)
     for axis in (left, right):
         axis.set_xlabel("matmul time / transfer time")
         axis.set_xscale("log")
-    left.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+        # The default labels of a range of one decade, "2 x 10^-1" and so on, run into each other.
+        axis.xaxis.set_major_locator(ticker.FixedLocator([0.125, 0.25, 0.5, 1.0, 2.0]))
+        axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.xaxis.set_minor_locator(ticker.NullLocator())
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=8.5)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.savefig(path, dpi=130, metadata={"Description": json.dumps(rows), "Software": None})
+    pyplot.close(figure)
 
 
 FIGURES = {"speedup": "speed-up over keep", "ratio": "time / max(matmul, collective)"}
@@ -116,16 +123,19 @@ def headline(found: list[dict[str, Any]], path: Path) -> None:
     panels = groups(found, "pattern")
     drawn, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.4), sharey=True, squeeze=False)
     for axis, ((pattern,), rows) in zip(axes[0], panels.items(), strict=True):
-        for place, (name, colour) in enumerate(HEADLINE_COLOURS.items()):
+        names = [name for name in HEADLINE_COLOURS if any(row[name] is not None for row in rows)]
+        for place, name in enumerate(names):
             on = "white" if name == "auto" else "black"
-            bars = [(i + 0.4 * place - 0.2, row[name]) for i, row in enumerate(rows) if row[name] is not None]
-            axis.bar([x for x, _ in bars], [y for _, y in bars], width=0.38, color=colour)
+            left = 0.4 * place - 0.2 * (len(names) - 1)
+            bars = [(i + left, row[name]) for i, row in enumerate(rows) if row[name] is not None]
+            axis.bar([x for x, _ in bars], [y for _, y in bars], width=0.38, color=HEADLINE_COLOURS[name])
             for x, y in bars:
                 axis.annotate(f"{y:.2f}", (x, y - 0.02), ha="center", va="top", fontsize=7.5, color=on)
         axis.plot(
             range(len(rows)), [row["limit"] for row in rows], "_", color="black", markersize=26, markeredgewidth=2
         )
-        axis.axhline(1.0, color="grey", linewidth=0.8)
+        # Behind the bars: it would strike through the numbers of those that end near 1.
+        axis.axhline(1.0, color="grey", linewidth=0.8, zorder=0)
         axis.set_xticks(range(len(rows)), [str(row["tokens"]) for row in rows])
         axis.set_xlim(-0.6, len(rows) - 0.4)
         axis.set_title(pattern, fontsize=10)

@@ -2,7 +2,7 @@
 """Write tables and plots of the stored rows of ``bench.operators``.
 
 The output folder gets ``operators.md``, and two plots for each machine, shape and dtype. From the default rows, the
-README's picture is drawn as well.
+pictures of README and ``docs/`` are drawn as well.
 
     python -m bench.report [--rows bench/results/operators.jsonl] [--out bench/results]
 """
@@ -10,6 +10,7 @@ README's picture is drawn as well.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,12 @@ from bench import rows
 from bench import summaries
 from bench import tables
 
-PICTURE = rows.RESULTS.parent.parent / "docs" / "assets" / "h200.png"
+_ASSETS = rows.RESULTS.parent.parent / "docs" / "assets"
+PICTURES: dict[Path, tuple[Callable[[], list[summaries.Row]], Callable[[list[summaries.Row], Path], None]]] = {
+    _ASSETS / "h200.png": (summaries.headline_rows, plots.headline),
+    _ASSETS / "slow_link.png": (summaries.slow_link_rows, plots.slow_link),
+}
+"""Pictures of README and ``docs/``: the stored rows of each, and what draws them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,8 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table.write_text(tables.operators(found, details=True))
     written = [table, *plots.operators(found, options.out)]
     if options.rows == rows.RESULTS / "operators.jsonl":
-        plots.headline(summaries.headline_rows(), PICTURE)
-        written.append(PICTURE)
+        for picture, (stored, draw) in PICTURES.items():
+            draw(stored(), picture)
+            written.append(picture)
     for path in written:
         print(path)
 

@@ -4,7 +4,7 @@
     sudo .venv/bin/python -m bench.slow_link            # two and four ranks, about five minutes
 
 Writes one JSON line per row to ``bench/results/slow_link.jsonl``, the table to ``slow_link.md`` and the plot to
-``slow_link.png``.
+``docs/assets/slow_link.png``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from overlap_inductor.cli import slow_link as link
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ROOT = RESULTS.parent.parent
+PICTURE = ROOT / "docs" / "assets" / "slow_link.png"
 
 
 def run(world_size: int, options: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
@@ -95,7 +96,7 @@ def main() -> None:
     table = tables.slow_link(rows)
     (RESULTS / "slow_link.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (RESULTS / "slow_link.md").write_text(table)
-    plots.slow_link(rows, RESULTS / "slow_link.png")
+    plots.slow_link(rows, PICTURE)
     print(table)
 
 

@@ -261,9 +261,14 @@ def agreement() -> str:
     return _table(("ranks", "a rank's own share us", "all ranks together us", "over the store us"), lines)
 
 
+def slow_link_rows() -> list[Row]:
+    """The stored rows of ``bench.slow_link``."""
+    return _read("slow_link")
+
+
 def slow_link() -> str:
     """The ring over a slow link."""
-    return tables.slow_link(_read("slow_link")).strip()
+    return tables.slow_link(slow_link_rows()).strip()
 
 
 TABLES: dict[str, Callable[[], str]] = {

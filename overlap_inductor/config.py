@@ -128,7 +128,10 @@ class OverlapConfig:
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
-        set_(self, "mode", _choice("mode", MODE_ALIASES.get(str(self.mode), self.mode), MODES))
+        mode = MODE_ALIASES.get(str(self.mode), self.mode)
+        if mode not in MODES:
+            raise _wrong("mode", self.mode, f"is not a known value; expected one of: {', '.join(MODES)}, 0, 1")
+        set_(self, "mode", mode)
         _named("schedule", self.schedule, ("auto", "keep"), names.SCHEDULES)
         _named("transport", self.transport, ("auto",), names.TRANSPORTS)
         _choice("numerics", self.numerics, NUMERICS)

@@ -63,7 +63,9 @@ def as_text(checks: Sequence[Check], stream: TextIO | None = None) -> str:
     for section, members in groupby(checks, key=lambda check: check.section):
         parts += [Text(section, "bold"), _section(list(members), marks), ""]
     bad = [check.name for check in checks if check.state == BAD]
-    verdict = f"Not usable as asked: {', '.join(bad)}." if bad else "Usable."
+    runs = [check.name for check in checks if check.answer == "yes"]
+    usable_here = f"Usable. Schedules that run here: {', '.join(runs)}." if runs else "Usable."
+    verdict = f"Not usable as asked: {', '.join(bad)}." if bad else usable_here
     return tables.as_text([*parts, Text(verdict, "bold")], stream)
 
 

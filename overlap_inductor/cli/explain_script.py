@@ -12,6 +12,7 @@ import re
 import runpy
 import shlex
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ _NO_GPU = (
 )
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+WIDTH = 120
 
 
 def explain_script(
@@ -81,7 +84,7 @@ def explain_script(
         with _elsewhere(box, ranks):
             status = _run(script, arguments)
     if rank == 0:
-        _show(reporting.all_reports(), box, ranks, short)
+        _show(reporting.all_reports(), box, ranks, short, status)
     return status
 
 
@@ -150,13 +153,13 @@ def _lacks_a_gpu(error: Exception) -> bool:
     return not torch.cuda.is_available() and re.search(r"cuda|nvidia", str(error), re.IGNORECASE) is not None
 
 
-def _show(reports: Sequence[OverlapReport], box: Box | None, ranks: int | None, short: bool) -> None:
+def _show(reports: Sequence[OverlapReport], box: Box | None, ranks: int | None, short: bool, status: int) -> None:
     from overlap_inductor.cli import tables
     from overlap_inductor.report import totals
     from overlap_inductor.report.text import render_text
 
     if not reports:
-        print(_NO_GRAPH)
+        print(_NO_GRAPH if status == 0 else f"The script ended with exit status {status} before it compiled a graph.")
         return
     print("\n".join(str(report) if short else render_text(report) for report in reports))
     if len(reports) > 1:
@@ -166,16 +169,13 @@ def _show(reports: Sequence[OverlapReport], box: Box | None, ranks: int | None, 
         print(tables.as_text([table]))
     if total := totals.line_of_all(reports):
         print(f"{total}\nEach graph counts once, however often it runs.")
-    if box is not None:
-        print(
-            f"Times are estimates of the cost model for {box.name}: {box.title}. Nothing was measured: one process"
-            " played rank 0, nothing was sent, and compiled graphs returned zeros."
-        )
-    elif ranks is not None:
-        print(
-            "Times are estimates of the cost model for this machine. Nothing was measured: one process played rank 0,"
+    if box is not None or ranks is not None:
+        where = "this machine" if box is None else f"{box.name}: {box.title}"
+        text = (
+            f"Times are estimates of the cost model for {where}. Nothing was measured: one process played rank 0,"
             " nothing was sent, and compiled graphs returned zeros."
         )
+        print(textwrap.fill(text, WIDTH, break_on_hyphens=False))
 
 
 def _rows(reports: Sequence[OverlapReport]) -> list[tuple[str, ...]]:

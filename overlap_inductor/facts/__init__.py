@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain data about sites, plans, machines and exchanges. Of the package it imports ``errors`` only."""
+"""Plain data about sites, plans, machines and exchanges. No module here imports another folder of the package; only
+``Names.known`` imports a registry, when it is called."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost model estimates the seconds of a site's matmul alone and of its collective alone, from the site's sizes.
 
-Without overlap a site takes ``T_matmul + T_collective``. A schedule hides part of one behind the other and pays a fixed
-cost; ``cost.py`` of each schedule says how much stays exposed. CommFuse 1.3 and XLA's windowed-einsum gate have the
-same form.
+Without overlap a site takes ``T_matmul + T_collective``. A schedule hides a part of one behind the other and pays a
+fixed cost. The ``cost.py`` of each schedule says how much stays exposed. Section 1.3 of CommFuse and the gate of XLA's
+windowed einsum use the same form.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from overlap_inductor.facts.machine import Machine
 
 MARGIN = 1.05
-"""A schedule is chosen only if it is estimated this many times as fast as ``keep``."""
+"""A schedule is chosen only if it is estimated to be at least this many times as fast as ``keep``."""
 MARGIN_UNMEASURED = 1.25
-"""The margin for groups larger than those that were measured."""
+"""``MARGIN`` for groups with more ranks than any that was measured."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class SiteSizes:
         flops: FLOPs of its matmuls.
         bytes_sent: bytes that a rank sends in each leg.
         itemsize: bytes of an element of the matmuls' left operand.
-        legs: 2 for an all-reduce, else 1.
-        tiles: output tiles of 128 x 256 of its matmuls.
+        legs: number of exchanges: 2 for an all-reduce (a reduce-scatter and an all-gather), else 1.
+        tiles: number of output tiles of 128 x 256 elements of its matmuls.
         gathers: whether the collective is an all-gather.
         replays: whether its launches are replayed as one (``runtime.replay``).
-        handed_out: bytes of the gathered tensor if nodes outside the site read it; an op copies it out of its
-            workspace for them. Else 0.
+        handed_out: bytes of the gathered tensor if nodes other than the site's matmuls read it, else 0. For these nodes
+            an op copies the tensor out of its workspace.
     """
 
     flops: float
@@ -54,7 +54,7 @@ def collective_seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def kind_of(sizes: SiteSizes, matmul: float, wire: float) -> int:
-    """0: gather; 1: scatter; 2: all-reduce; 3: all-reduce whose ``wire`` seconds exceed its ``matmul`` seconds."""
+    """0: gather; 1: scatter; 2: all-reduce; 3: all-reduce for which ``wire > matmul`` (both in seconds)."""
     return 0 if sizes.gathers else sizes.legs + (sizes.legs > 1 and wire > matmul)
 
 

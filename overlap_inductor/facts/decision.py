@@ -11,7 +11,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a site is not overlapped, or not as asked. ``code`` is stable; ``text`` is a sentence with the values."""
+    """Why a site is not overlapped, or not in the way that was asked for. ``code`` stays the same between versions;
+    ``text`` is a sentence with the values."""
 
     code: str
     text: str
@@ -22,12 +23,14 @@ class PlanPiece:
     """One schedule for a range of token counts.
 
     Attributes:
-        tokens: first and last token count that the piece serves, in rows of the rank's own matmul; ``None``: no upper
-            bound.
-        parameters: schedule parameters (``sub_chunks``, ``direction``, ``unrolled``...), part of the plan's identity.
-        estimate_us: estimated microseconds of every schedule that was compared, of ``keep``, and of its two parts
-            ``matmul`` and ``collective``.
-        overlaps: whether the transfer runs beside the matmul; else it runs behind it.
+        schedule: name of the schedule, or ``keep``.
+        transport: name of the transport; ``None`` for ``keep``.
+        tokens: first and last token count that the piece serves, in rows of the rank's own matmul. A last count of
+            ``None`` means no upper bound.
+        parameters: parameters of the schedule (``sub_chunks``, ``route``, ``unrolled``...).
+        estimate_us: estimated microseconds of every schedule that was compared, of ``keep``, and of the two parts of
+            ``keep``: ``matmul`` and ``collective``.
+        overlaps: whether the transfer runs at the same time as the matmul; else it runs after the matmul.
     """
 
     schedule: str
@@ -50,7 +53,7 @@ class Decision:
 
     @property
     def moving(self) -> PlanPiece:
-        """The first piece that overlaps, or the last piece if all are ``keep``."""
+        """The first piece whose schedule is not ``keep``, or the last piece if all are ``keep``."""
         return next((p for p in self.plan if p.schedule != "keep"), self.plan[-1])
 
     def to_dict(self) -> dict[str, Any]:

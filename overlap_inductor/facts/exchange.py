@@ -26,12 +26,13 @@ class ExchangePlan:
         version: version of overlap_inductor.
         mode: the switch (``off``, ``report``, ``on``, ``strict``). The digest holds only whether it is ``off``, so
             ``on`` and ``strict`` agree.
-        steps: one line for each transfer of all groups, in the order of issue. A kept collective has a line, too.
+        steps: one line for each transfer of any group, in the order in which transfers are issued. A kept collective
+            has a line, too.
         overlaps: whether any line is an overlapped transfer.
-        config: the switches, which ``difference`` names as a likely cause. Not in the digest.
-        groups: this rank's names of the process groups g0, g1, ... of the steps, one tuple for each joined plan. Not
-            in the digest.
-        parts: the plans that this one joins.
+        config: the switches. ``difference`` names those that differ as a likely cause. Not in the digest.
+        groups: this rank's names of the process groups that the steps call g0, g1, ...; one tuple for each joined plan.
+            Not in the digest.
+        parts: the plans that ``joined`` made this one from; empty for the plan of a single graph.
     """
 
     version: str
@@ -44,7 +45,7 @@ class ExchangePlan:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits of a SHA-256, equal on two ranks that exchange alike."""
+        """The first 16 hex digits of a SHA-256. Ranks whose exchanges match have the same digest."""
         text = json.dumps([self.version, list(self.steps), "off" if self.mode == "off" else "on"])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -61,8 +62,8 @@ class ExchangePlan:
         return sum(s.startswith(f"g{names.index(group)}:") for s in self.steps) if group in names else 0
 
     def alias(self, group: str) -> str:
-        """The number of ``group`` in the steps: ``"0"`` for g0. Joined plans give one number each, or ``-`` where the
-        group is absent, separated by commas."""
+        """The number of ``group`` in the steps, as text: ``"0"`` for g0. A joined plan gives one number for each of its
+        parts, separated by commas, with ``-`` for a part that lacks the group."""
         return ",".join(str(names.index(group)) if group in names else "-" for names in self.groups)
 
     def to_json(self) -> str:
@@ -79,7 +80,7 @@ class ExchangePlan:
 
     @classmethod
     def from_json(cls, text: str) -> ExchangePlan:
-        """The plan that ``to_json`` wrote, here or in another version. Unknown fields are ignored."""
+        """The plan that ``to_json`` wrote, in this version or another one. Unknown fields are ignored."""
         value = json.loads(text)
         version = str(value.get("overlap_inductor", "?"))
         steps, config = value.get("steps", ()), value.get("config", {})
@@ -95,7 +96,7 @@ class ExchangePlan:
 
     @classmethod
     def joined(cls, plans: list[ExchangePlan]) -> ExchangePlan:
-        """One plan of a graph and its subgraphs; version, mode and config are the first plan's."""
+        """One plan for a graph and its subgraphs. Version, mode and config are those of the first plan."""
         if len(plans) == 1:
             return plans[0]
         first = plans[0]
@@ -106,8 +107,8 @@ class ExchangePlan:
 
 
 def difference(mine: ExchangePlan, others: Mapping[int, ExchangePlan]) -> str:
-    """How the plans of ``others`` (by global rank) differ from ``mine``; ``""`` if none does. Ranks with the same plan
-    are named together."""
+    """How the plans of ``others`` (by global rank) differ from ``mine``, as text; ``""`` if none differs. Ranks with
+    the same plan are named together."""
     alike: dict[str, list[int]] = {}
     for rank, plan in sorted(others.items()):
         if plan.digest != mine.digest:

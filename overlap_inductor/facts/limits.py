@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits that both the graph's side and the kernels keep."""
+"""Limits that the graph passes and the kernels share."""
 
 from __future__ import annotations
 
 MOST_EXTRAS = 2
-"""Extra tensors that the epilogues of one launch may read."""
+"""Most extra tensors that the epilogues of one launch may read, all epilogues together."""

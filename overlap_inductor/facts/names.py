@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``SCHEDULES``, ``TRANSPORTS`` and ``PATTERNS`` hold the names that switches accept.
 
-A registry lies above the configuration and adds the names of its entries here; the configuration reads them. Plain
-data: this module imports nothing of the package before a name is asked for.
+The configuration checks switches against these names. It cannot import a registry, because registries import the
+configuration. So each registry adds the names of its entries here, and the configuration reads them here. This module
+imports nothing of the package until ``Names.known`` is called.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ class Names:
     """The names of one kind of thing, in the order in which they were added.
 
     Args:
-        kind: what the names stand for, for error texts.
+        kind: what is named, in the words of an error text: ``"schedule"``.
         registry: the module that adds the package's own names when it is imported.
     """
 
@@ -26,7 +27,7 @@ class Names:
         """Add ``names``.
 
         Raises:
-            ValueError: a name is taken, or it is not an identifier.
+            ValueError: a name is taken or reserved (``auto``, ``keep``), or it is not an identifier.
         """
         for name in names:
             if not name.isidentifier() or name in ("auto", "keep") or name in self._names:
@@ -37,7 +38,7 @@ class Names:
             self._names.append(name)
 
     def remove(self, name: str) -> None:
-        """Take ``name`` back. Raises ``ValueError`` if it was never added."""
+        """Remove ``name``. Raises ``ValueError`` if it is not among the names."""
         self._names.remove(name)
 
     def known(self) -> tuple[str, ...]:

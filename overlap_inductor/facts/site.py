@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``SiteFacts`` describes a site in JSON-able values. It holds no FX nodes.
+"""``SiteFacts`` describes a site in values that can be written as JSON. It holds no FX nodes.
 
-The values are computed alike on every rank. Sizes are those of the rank's own matmul: an ``int``, or the text of an
+Every rank computes the values in the same way. Sizes are those of the rank's own matmul: an ``int``, or the text of an
 expression in the graph's symbols (``"2*s0"``).
 """
 
@@ -19,9 +19,14 @@ class Collective:
     """A collective of the graph.
 
     Attributes:
-        ranks: global ranks of the group.
-        dim: logical dim that is gathered or scattered.
-        role: the matmul role of that dim: M, N, K or B.
+        kind: all_gather, reduce_scatter, all_reduce or all_to_all; for another collective, its operator's name.
+        ranks: global ranks of the group; empty if this process does not know the group.
+        dtype: dtype of the result, without ``torch.``.
+        mesh_dim: name of the mesh dim that a ``DeviceMesh`` gave the group, or ``None``.
+        dim: the dim that is gathered, of the tensor before it was flattened for the matmul; or the dim of the matmul's
+            result that is scattered; or ``None``.
+        role: role of that dim in the first matmul (M, N, K or B), or ``None``.
+        reduce_op: ``sum``, ``avg``, ...; ``None`` if the collective does not reduce.
         bytes: bytes of the full tensor (after a gather, before a scatter), an int or an expression.
     """
 
@@ -45,7 +50,7 @@ class Matmul:
     """One matmul of a site.
 
     ``kind``: mm | addmm | bmm | baddbmm | scaled_mm | int_mm. ``m``, ``n``, ``k``, ``batch``: sizes in elements.
-    ``dtype``: of the left operand. ``role``: the role of the sharded dim in this matmul.
+    ``dtype``: dtype of the left operand. ``role``: role of the sharded dim in this matmul (M, N, K or B).
     """
 
     kind: str

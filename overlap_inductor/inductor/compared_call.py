@@ -3,8 +3,8 @@
 (``runtime.agreement``).
 
 It replaces ``CompiledFxGraph.current_callable``, outside of CUDA graph trees, so nothing has been read, written or
-captured when it compares. If the ranks differ, it calls the plain compile of the graph (``plain_program``), which it
-makes at first need::
+captured when it compares. If the ranks differ, it calls the graph compiled without overlap (``plain_program``), which
+it compiles when first needed::
 
     graph(inputs)   ->   all ranks exchange the same?   yes: overlapped(inputs), after making the workspace once
                                                         no:  plain(inputs), compiled now if it is not there yet
@@ -58,14 +58,14 @@ class PlainProgram:
 
 
 class ComparedCall:
-    """Calls ``overlapped`` if all ranks exchange the same, else the plain program.
+    """Calls ``overlapped`` if the plans of all ranks agree on what is exchanged, else the plain program.
 
     Args:
         overlapped: the compiled graph's own callable. For a graph without overlap this is the plain program.
         reports: the reports of the graph and its subgraphs, with what they exchange.
         plain: compiles the plain program; ``None`` for a graph without overlap, or if it cannot be restored.
-        on_accelerator: the graph runs on other devices than the CPU. Its plans are then compared at first runs only,
-            except on shared pages.
+        on_accelerator: the graph runs on other devices than the CPU. Ranks that share no memory page
+            (``runtime.call_page``) then compare its plans at first runs only.
         dump: the dump folder, or ``None``.
     """
 
@@ -96,7 +96,8 @@ class ComparedCall:
             return self.overlapped(inputs)
         outcome = comparison.call()
         if outcome.overlapped and self.needs and any(is_fake(resolve_group(name)) for name, *_ in self.needs):
-            # Only for graphs that need a workspace: rings run on a fake group, whose sends and receives move nothing.
+            # Only for graphs that need a workspace: rings do run on a fake group, whose sends and receives move
+            # nothing.
             comparison.withdrawn = True
             outcome = agreement.Outcome(
                 False,

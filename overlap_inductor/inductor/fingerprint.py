@@ -48,7 +48,7 @@ def source_hash() -> str:
 def registered() -> list[tuple[str, str]]:
     """``(name, digest of the sources)`` of every registered schedule, pattern and transport.
 
-    Entries of this package are in ``source_hash``. Of an entry from outside, the digest covers the Python files below
+    Entries of this package are in ``source_hash``. For an entry from outside, the digest covers the Python files below
     the folders of the modules that define its class and its ops. If a module has no file (a notebook), the digest is
     new in each process, so that no cache serves another definition.
     """
@@ -66,7 +66,7 @@ def _module_hash(module: str) -> str:
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or not Path(file).is_file():
         return _THIS_PROCESS
-    # A lone file stands beside files of other programs; a package's folder is the entry's own.
+    # The folder of a single module may also hold files of other programs; a package's folder belongs to the entry.
     folder = Path(file).parent
     return hash_sources(folder) if (folder / "__init__.py").exists() else _file_hash(Path(file))
 
@@ -82,10 +82,10 @@ def fingerprint(config: OverlapConfig | None) -> str:
     """The pass's ``uuid`` under ``config``. It is the constant ``OFF`` if the pass does nothing.
 
     It holds the process groups, because an ``all_reduce`` names its group and not the group's size: with other ranks in
-    the group, the same graph text needs another plan. It also holds which memory the GPUs reach, on which fused kernels
-    depend, the machine that plans are made for, if it is not this one, and whether all streams share one hardware
-    queue, which decides whether calls are replayed. The schedules, patterns and transports that a program registered
-    are in it, too.
+    the group, the same graph text needs another plan. It also holds which peers' memory the GPUs reach, because fused
+    kernels depend on it. It holds the machine that plans are made for, if it is not this one. It holds whether all
+    streams share one hardware queue, because this decides whether calls are replayed. It holds the schedules, patterns
+    and transports that a program registered.
     """
     if config is None or config.mode == "off":
         return OFF

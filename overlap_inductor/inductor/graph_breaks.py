@@ -62,8 +62,8 @@ def _sentence(reason: Any) -> str:
 
 
 def _users_line(reason: Any) -> FrameSummary | None:
-    """The innermost frame of the stack outside of torch, or ``None``. A torch function in which Dynamo broke the
-    caller's graph is compiled by itself afterwards, and the break appears again without the user's frames."""
+    """The innermost frame of the stack outside of torch, or ``None``. If Dynamo broke the caller's graph inside a torch
+    function, that function is compiled by itself afterwards, and the break appears again without the user's frames."""
     return next(
         (
             f

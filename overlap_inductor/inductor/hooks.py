@@ -194,8 +194,8 @@ def _stopped(scope: CompileScope, gm: torch.fx.GraphModule, example_inputs: Sequ
 
 
 def _follow_forward(scope: CompileScope, stack: ExitStack) -> None:
-    """Pin a backward to its forward's configuration. A backward is compiled at its first run, maybe outside the ``with
-    overlap()`` of its forward, maybe on another thread, where Inductor's configuration has its defaults."""
+    """Pin a backward to its forward's configuration. A backward is compiled at its first run. That may be outside the
+    ``with overlap()`` of its forward, or on another thread, where Inductor's configuration has its defaults."""
     from overlap_inductor.inductor import pass_slot
 
     assert scope.graph_id is not None
@@ -223,7 +223,7 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
     try:
         output = original(*args, **kwargs)
     except Exception:
-        # The report of a graph that failed to compile is the one that the user wants to read.
+        # If a graph fails to compile, the user needs its report most.
         _make_known(scope.take_reports(), from_cache=False, strict=False)
         raise
     if not scope.seen:
@@ -284,7 +284,7 @@ def _post_compile(original: Callable[..., Any], graph: Any, *args: Any, **kwargs
 def _compare_calls(
     graph: Any, reports: list[OverlapReport], example_inputs: Any, constants: Any, graph_kwargs: Any
 ) -> None:
-    """Make the comparison with the other ranks the first act of each call of the graph."""
+    """Make each call of the graph begin with the comparison with the other ranks."""
     if not any(r.groups for r in reports) or graph.current_callable is None:
         return
     from overlap_inductor.inductor.compared_call import ComparedCall
@@ -297,7 +297,7 @@ def _compare_calls(
         kept = plain_program.of_this_process(kept, gm, example_inputs)
     if kept is not None:
         large = plain_program.left_out(gm, kept.left_out)
-        # A graph from AOTAutograd's cache gets only a few of the arguments with which it was compiled, and holds the
+        # AOTAutograd's cache passes only a few of the arguments with which a graph was compiled. The graph holds the
         # others.
         keywords = plain_program.known_keywords({**graph.fx_kwargs, **graph_kwargs})
         plain = PlainProgram(kept.data, large, keywords, plain_program.inductor_settings(), graph.output_strides)
@@ -317,9 +317,9 @@ def _switched_off(groups: list[str]) -> OverlapReport:
 
 
 def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``FakeTensorUpdater.incremental_update``, which evaluates the shapes of nodes that a pass has added. Our
-    steps already have values. They are evaluated again only if an argument has changed, and then without guards, as
-    when they were written."""
+    """Around ``FakeTensorUpdater.incremental_update``, which evaluates the shapes of nodes that a pass has added. The
+    nodes that our pass added already have values. They are evaluated again only if an argument has changed, and then
+    without guards, as when the pass added them."""
     scope = compile_scope.current()
     if scope is None or not any(s.decision.status == "overlapped" for r in scope.reports for s in r.sites):
         return original(updater, *args, **kwargs)
@@ -332,7 +332,7 @@ def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, 
 
 
 def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs: Any) -> bool:
-    """Around ``pad_mm.should_pad``: do not pad a matmul beside a collective (``padding``).
+    """Around ``pad_mm.should_pad``: do not pad a matmul next to a collective (``padding``).
 
     It runs on the joint graph, before forward and backward are separated. Inductor is asked first, because it refuses
     most matmuls by their device and sizes, while our own check may walk far in a deep graph.
@@ -345,9 +345,10 @@ def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs:
 
 
 def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
-    """Around ``BaseSchedulerNode.has_aliasing_or_mutation``, which Inductor calls only before it fuses. Inductor fuses
-    nothing that aliases into a template. A piece that is written into its place in the whole may be fused, because
-    readers of the whole wait for all pieces, and nothing writes to it before.
+    """Around ``BaseSchedulerNode.has_aliasing_or_mutation``, which Inductor calls only before it fuses. Inductor does
+    not fuse a node whose output aliases another buffer into a template. A node that writes a piece directly into its
+    place in a whole tensor may be fused: readers of the whole tensor wait for all pieces, and nothing else writes to
+    that place before.
     """
     outputs = node.get_outputs()
     if (

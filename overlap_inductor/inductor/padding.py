@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps Inductor from padding a matmul that stands beside a collective.
+"""Keeps Inductor from padding a matmul next to a collective.
 
 Inductor pads a matmul to aligned sizes if a timing on this rank says that it pays::
 
     y = mm(x, w [k, 1023])   ->   y = slice(mm(x, constant_pad_nd(w) [k, 1024]))
 
-Ranks that decide differently would find different sites and wait for each other. So a matmul beside a collective is not
-padded while overlap is on.
+Ranks that decide differently would find different sites and wait for each other. So a matmul next to a collective is
+not padded while overlap is on.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import fx
 from overlap_inductor.torch_compat import operators
 
 _LIMIT = 1000
-"""Nodes visited from one matmul. If there are more, the matmul counts as beside a collective."""
+"""Nodes visited from one matmul. If there are more, the matmul counts as next to a collective."""
 _COPIES = {"clone", "lift_fresh_copy", "cat", "constant_pad_nd", "_unsafe_view", "convert_element_type", "_to_copy"}
 _ROW_WISE = {"sum", "mean", "amax", "amin", "prod", "var", "var_mean", "_softmax", "_log_softmax", "cumsum"}
-"""Ops that may stand between a matmul and a collective in a site, besides views, copies and pointwise ops
+"""Ops that may be between a matmul and a collective in a site, besides views, copies and pointwise ops
 (``sites.row_wise``, a sum over experts)."""
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm"}
 

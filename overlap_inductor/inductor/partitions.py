@@ -8,8 +8,9 @@ If no CUDA graph can contain some nodes, Inductor captures the nodes between the
                                                               other
     ->  one uncaptured graph, and a notice in its report
 
-A capture cannot end while work of another stream is not waited for. And the host's state of a transfer is made while it
-is captured, not when it is replayed. So such a graph is not captured at all, as with a graph that mutates its inputs.
+A capture cannot end before its stream has waited for the work of all other captured streams. And the host's state of a
+transfer is created during the capture, not during a replay. So such a graph is not captured at all, as with a graph
+that mutates its inputs.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class OverlapPass(_Base):
 
     Args:
         source: returns the configuration; the passes do nothing if it is ``None``.
-        slot: of ``passes.pipeline``.
+        slot: one of the slots of ``passes.pipeline``.
     """
 
     def __init__(self, source: Callable[[], OverlapConfig | None], slot: str = POST_GRAD) -> None:
@@ -152,7 +152,7 @@ def with_pass(value: Any, ours: OverlapPass) -> Any:
 
 
 def without_pass(value: Any) -> Any:
-    """A slot's value without our pass. The same object if our pass is not in it."""
+    """A slot's value without our pass; the same object if our pass is not in it."""
     ours = find(value)
     if ours is None:
         return value

@@ -10,8 +10,8 @@ compiled without overlap later.
 
 The bytes are stored with the compiled graph, also in the caches, because a rank that loaded its graph from a cache may
 have to run without overlap too. They hold the nodes, the example inputs with their symbols, and the node metadata that
-Inductor reads. Shapes are propagated again. Tensors that the graph holds (frozen weights) are copied if they are small;
-large ones are taken from the graph that is loaded or compiled.
+Inductor reads. Shapes are propagated again when it is compiled. Tensors that the graph holds (frozen weights) are
+copied if they are small; large ones are taken from the graph that is loaded or compiled.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Captured:
     Attributes:
         data: the graph and its example inputs.
         left_out: names of the large tensors that ``data`` does not hold.
-        process: the process in which ``data`` is valid; ``None`` for any. A user's Triton kernels are numbers in a
-            table of one process.
+        process: the process in which ``data`` is valid; ``None`` for any. A graph refers to a user's Triton kernels by
+            numbers in a table of one process.
     """
 
     data: bytes
@@ -97,8 +97,8 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
 
 
 def of_this_process(kept: Captured, gm: fx.GraphModule | None, example_inputs: Sequence[Any]) -> Captured | None:
-    """``kept`` if it is valid in this process. Else the plain program of ``gm``, the graph whose compiled form a cache
-    had; ``None`` if the cache was read before there was a graph."""
+    """``kept`` if it is valid in this process. Else the plain program of ``gm``, the graph whose compiled form came
+    from a cache. Returns ``None`` if there is no ``gm``, because the cache was read before the graph was made."""
     if kept.process in (None, _PROCESS):
         return kept
     return capture(gm, example_inputs) if gm is not None else None
@@ -213,10 +213,10 @@ def compile_plain(
     """Compile a plain program by Inductor, without overlap.
 
     Args:
-        data: of ``Captured``.
+        data: ``Captured.data``.
         large: the tensors that ``data`` leaves out, by name.
-        keywords: of ``compile_fx_inner`` for the overlapped graph.
-        settings: Inductor's configuration for the overlapped graph.
+        keywords: arguments of ``compile_fx_inner`` with which the overlapped graph was compiled.
+        settings: Inductor's configuration when the overlapped graph was compiled.
 
     Returns:
         ``(compiled graph, example inputs)``.
@@ -243,7 +243,8 @@ def compile_plain(
 
 
 def guarded(plain: Any, examples: Sequence[Any]) -> Any:
-    """``plain`` with a check of its own guards on sizes, which its compile added to those of the graph it replaces.
+    """``plain`` with a check of its own guards on sizes. Its compile added these to the guards of the graph that it
+    replaces.
 
     Args:
         plain: a boxed callable.

@@ -11,7 +11,7 @@ graph.
 A rank-rotated slice is a view whose offset holds the symbol. If a kernel says that it uses an unbacked symbol, Inductor
 orders the kernel after the symbol's definition and passes the symbol to the kernel's partition. Two kinds of kernels do
 not say so: a template (Triton's, from max-autotune) that reads such a view, and any kernel that writes into one. This
-module finds them and adds both.
+module finds these kernels, and adds the order and the symbol for them.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def _needed(kernel: Any) -> Iterator[GroupRank]:
 
 
 def _views(kernel: Any) -> Iterator[Any]:
-    """The views that ``kernel`` reads as inputs, and those into which it writes. Inductor itself knows the reads of
-    fused kernels."""
+    """The views that ``kernel`` reads as inputs, and those into which it writes. Reads of fused kernels are missing
+    here, because Inductor finds their symbols itself."""
     yield from (i for i in getattr(kernel, "inputs", ()) if isinstance(i, ir.ReinterpretView))
     layouts = [output.maybe_get_layout() for output in kernel.get_outputs()]
     yield from (layout.view for layout in layouts if isinstance(layout, ir.NonOwningLayout))

@@ -21,7 +21,7 @@ UNUSED = (
 def say_at_first_compile() -> None:
     """Log ``UNUSED`` once, on rank 0, if overlap is not switched on by the first call of Inductor's ``compile_fx``.
 
-    By then, ``enable()`` or the backend may have switched it on, which the import of Inductor does not tell.
+    The import of Inductor would be too early: ``enable()`` or the backend may switch overlap on after it.
     """
     from torch._inductor import compile_fx
 

@@ -9,16 +9,16 @@ arrived pushes instead of waiting, as long as there are pieces to push. Without 
 
 Work is claimed from three queues (pieces to send, own tiles, tiles of peers), so no block has work that only it can do.
 
-Forward progress. A block waits for a peer's part only when the part is there or every outgoing piece of its own rank
-has been claimed: it claims what is left itself. It waits for a credit only of the call before, which does not depend on
-this call. So one resident block on each rank is enough, in whatever order blocks become resident. All waits are bounded
-(``signals``).
+Forward progress. Before a block waits for a peer's part, it pushes pieces until the part has arrived or every outgoing
+piece of its own rank has been claimed. The only credits that it waits for are those of the previous call, which does
+not depend on this call. So one resident block on each rank is enough, in whatever order blocks become resident. All
+waits are bounded (``signals``).
 
 Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``). The last piece of
 a part sets the receiver's flag (source, part) to the number of the call. The receiver waits for that flag and then runs
 ``load_fence``, because it reads by bulk loads. A peer writes into the workspace of this call again only in a later
-call, after the credit that the last block gives when all blocks have finished (with ``KEEP``: that ``signals.end_call``
-gives). The last block also resets the queues for the next launch on the stream.
+call, after this rank's credit. The last block gives that credit when all blocks have finished (with ``KEEP``,
+``signals.end_call`` gives it). The last block also resets the queues for the next launch on the stream.
 
 CUDA graphs. The number of the call is read from device memory (``calls``) and incremented by the last block (with
 ``KEEP``: by ``signals.end_call``). No argument changes from replay to replay.
@@ -60,8 +60,8 @@ def all_gather_matmul(
     BATCH: tl.constexpr, THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr,
     EPILOGUE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """``c_i[WORLD * rows, columns_i] = gathered @ b_i + bias_i`` for ``COUNT`` weights. Grid: any number of blocks, at
-    best one an SM.
+    """``c_i[WORLD * rows, columns_i] = gathered @ b_i + bias_i`` for ``COUNT`` weights. Grid: any number of blocks,
+    ideally one per SM.
 
     Args:
         own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
@@ -74,13 +74,15 @@ def all_gather_matmul(
         c0, ...: row-major outputs, fp16 or bf16.
         c0_desc, ...: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide with ``HALVES``.
         EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``.
-        KEEP: the workspace is to hold the whole gathered tensor, this rank's own shard too, until
+        KEEP: the workspace holds the whole gathered tensor, including this rank's own shard, until
             ``kernels.signals.end_call`` has run.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
-        flags: this rank's own flags. ``signal_flag(s, i)``: the call whose part ``i`` has arrived from rank ``s``.
-        queues: int32 ``[QUEUE_WORDS + WORLD * PARTS]`` in this rank's own memory, zero between calls: pieces claimed,
-            own tiles, tiles of peers, blocks that have finished, and from word ``QUEUE_WORDS`` on pieces stored.
-        calls: int32, one word in this rank's own memory: calls ended.
+        flags: this rank's own flags. ``signal_flag(s, i)`` holds the number of the call whose part ``i`` has arrived
+            from rank ``s``.
+        queues: int32 ``[QUEUE_WORDS + WORLD * PARTS]`` in this rank's own memory, zero between calls. Words 0 to 3
+            count claimed pieces, claimed own tiles, claimed tiles of peers, and finished blocks. Words from
+            ``QUEUE_WORDS`` on count stored pieces.
+        calls: int32, one word in this rank's own memory: number of calls that have ended.
         site: number under which a fault record names the site.
         part_rows: rows of a part, a multiple of ``BLOCK_M``.
         part_vectors: 16-byte words of a part.
@@ -264,7 +266,7 @@ def all_gather_matmul(
 
 @triton.jit
 def last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD: tl.constexpr, KEEP: tl.constexpr):
-    """The last block of the grid that calls this clears the queues that the kernel's blocks have claimed from. Unless
+    """The last block of the grid to call this clears the queues that the kernel's blocks have claimed from. Without
     ``KEEP`` it also ends the call."""
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")
@@ -277,10 +279,11 @@ def last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD: tl.const
 
 @triton.jit
 def _weight_of(weights, n, COUNT: tl.constexpr, BIASES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The weight that tile column ``n`` belongs to, where all weights' tile columns stand side by side. Returns
-    ``(b_desc, c_desc, c, bias, columns, columns of the bias, number of the weight, tile column of that weight)``.
+    """The weight that tile column ``n`` belongs to. Tile columns are numbered across all weights. Returns ``(b_desc,
+    c_desc, c, bias, columns, columns of the bias, number of the weight, tile column of that weight)``.
 
-    Selected before the loop over K: two pipelined loops in the branches of an ``if`` would hold shared memory for both.
+    The weight is selected before the loop over K, because two pipelined loops in the branches of an ``if`` would both
+    hold shared memory.
     """
     b_desc, c_desc, c, bias, columns = weights[0]
     biased = columns * (BIASES & 1)
@@ -315,8 +318,8 @@ def _store(
     HALVES: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """Store one tile of the result, with its epilogue. A tile ends where its shard ends: the rows behind are another
-    shard's."""
+    """Store one tile of the result, with its epilogue. A tile ends where its shard ends: the rows that follow belong to
+    another shard."""
     at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
     tile = total.to(c.dtype.element_ty)

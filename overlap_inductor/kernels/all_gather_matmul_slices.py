@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused``, transport ``sm_push``, for matmuls of one wave or two: ``all_gather(a) @ b``, waiting along K.
+"""Schedule ``fused``, transport ``sm_push``: ``all_gather(a) @ b`` for matmuls of one or two waves, whose tiles wait
+for slice after slice of K.
 
-A kernel that waits for whole rows (``all_gather_matmul``) idles until they have arrived, if nearly every tile is of a
-peer's rows and there is one tile for each SM. Here shards arrive slice after slice of their columns, and a tile
-continues with each slice of K as soon as it is there, so the transfer is hidden under the tile itself. A wait drains
-the pipeline of loads, so this does not pay with several waves.
+A kernel that waits for whole rows (``all_gather_matmul``) idles until they have arrived, if nearly every tile needs a
+peer's rows and there is one tile for each SM. Here a shard arrives in slices of its columns, one after the other, and a
+tile continues with each slice of K as soon as it is there, so the transfer is hidden under the tile itself. A wait
+drains the pipeline of loads, so this does not pay with more waves.
 
 The ``PUSHERS`` blocks that begin first, whichever they are (each block takes a ticket), store this rank's shard into
 the peers' workspace, the first slice to all peers before the second (``push.push_slice``). Then they multiply.
 
 Forward progress. If a block runs that is not a pusher, all tickets of pushers have been taken, by blocks that run or
-have ended. A pusher waits only for credits, which depend on the call before. It multiplies when every piece of its rank
-is claimed. So a rank sends its shard whatever its tiles wait for, even if only one block is resident. All waits are
-bounded (``signals``).
+have ended. A pusher waits only for credits, which depend only on the previous call. It begins to multiply when every
+piece of its rank has been claimed. So a rank sends its shard whatever its tiles wait for, even if only one block is
+resident. All waits are bounded (``signals``).
 
 Memory ordering, CUDA graphs: as in ``all_gather_matmul``. A slice has a flag of its own, and each wait for a slice has
 its ``load_fence``.
@@ -57,7 +58,8 @@ def all_gather_matmul_slices(
         row_vectors: 16-byte words of a row.
         slice_inner: columns of a slice, a multiple of ``BLOCK_K``.
         slice_vectors: 16-byte words of a slice's row.
-        flags: ``signal_flag(s, part * SLICES + i)``: the call whose slice ``i`` of a part has arrived from rank ``s``.
+        flags: ``signal_flag(s, part * SLICES + i)`` holds the number of the call whose slice ``i`` of that part has
+            arrived from rank ``s``.
         queues: ``QUEUE_WORDS + WORLD * PARTS * SLICES`` words. Own tiles and tiles of peers share word 1; word 4 counts
             tickets.
     """

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a tile's epilogue as a Triton function from its program (``sites.epilogue_program`` defines programs).
 
-The function is an argument of the kernel that calls it, known when that kernel is compiled, so each program makes a
-kernel of its own. All values are fp32 tiles in the layout of the accumulator. Extra tensors are read by ordinary loads.
-These need no order with anything, because the tensors are inputs of the whole launch. Forward progress: the function
-waits for nothing. CUDA graphs: it holds no address and no number but the program's.
+The function is a compile-time argument of the kernel that calls it, so each program leads to a kernel of its own. All
+values are fp32 tiles in the layout of the accumulator. Extra tensors are read by ordinary loads. These loads need no
+ordering, because the tensors are inputs of the whole launch. Forward progress: the function waits for nothing. CUDA
+graphs: it holds no address and no number but the program's.
 
-A program is the text of an op's argument before it becomes code. So ``source_of`` accepts only names that it knows and
-finite numbers, and checks the text it has written as a syntax tree before anything runs it.
+A program comes from the text of an op's argument, and becomes code. So ``source_of`` accepts only names that it knows
+and finite numbers, and checks the text it has written as a syntax tree before anything runs it.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _beside(left, right):
 def by_quarters(
     EPILOGUE: tl.constexpr, tile, weight, at_m, inside_m, column, columns, extra0, extra1, dtype: tl.constexpr
 ):
-    """``tile`` with its epilogue, in ``dtype``. It is computed one quarter of the columns after the other: an op on a
-    whole accumulator takes as many registers again."""
+    """``tile`` with its epilogue, in ``dtype``. The epilogue is computed for one quarter of the columns after the
+    other, because an op on the whole accumulator would take as many registers again."""
     QUARTER: tl.constexpr = tile.shape[1] // 4
     left, right = _halves(tile)
     a, b = _halves(left)
@@ -88,11 +88,11 @@ def by_quarters(
 
 
 Program = tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]]
-"""Kinds of the extras, and the ops."""
+"""Kinds of the extra tensors, and the ops."""
 
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-"""What op ``to`` may round to."""
+"""The dtypes that op ``to`` may round to."""
 
 _FUNCTIONS = {"abs", "exp", "load", "sigmoid", "where", "to", *DTYPES, "int64"}
 """Attributes that the written text may read: functions and dtypes of ``tl``, and ``to`` of a value."""
@@ -213,7 +213,8 @@ def function_of(programs: tuple[Program | None, ...]) -> Any:
     """``source_of`` as a Triton function."""
     source = source_of(programs)
     name = f"<epilogue {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
-    # Triton reads a function's source by its file name. An entry without a time is never looked up on disk.
+    # Triton reads a function's source by its file name. An entry without a modification time is never checked against a
+    # file.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace = {"__name__": __name__, "tl": tl}
     exec(compile(source, name, "exec"), namespace)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals to all ranks of a group at once, and waits for many flags at once: one thread a flag.
+"""Signals to all ranks of a group at once, and waits for many flags at once: one thread for each flag.
 
-In a group of eight ranks, one thread that releases the flags one after the other waits seven times until the far side
-has acknowledged the stores before. One thread that reads the flags one after the other waits seven times for memory.
+In a group of eight ranks, one thread that releases the flags one after the other waits seven times until the other side
+has acknowledged the earlier stores. One thread that reads the flags one after the other waits seven times for memory.
 Each wait takes a microsecond, which is much of a small all-reduce. Here the threads of one block do it side by side.
 
-Memory ordering: as in ``signals``. A signal is ``bar.red`` followed by the ``st.release.sys`` of each of some threads:
-the barrier orders the block's stores before the release of every one of these threads. A wait is some threads'
-``ld.acquire.sys``, each repeated until its own value is there, followed by ``bar.sync``: whatever any of them has
-acquired comes before the whole block's later loads. Forward progress, aborts and CUDA graphs: as in ``signals``.
+Memory ordering: as in ``signals``. A signal is ``bar.red``, after which each of several threads runs its own
+``st.release.sys``. The barrier orders the block's stores before the release of each of these threads. In a wait, each
+of several threads repeats ``ld.acquire.sys`` until its own value is there, and ``bar.sync`` follows. So whatever any of
+them has acquired comes before the whole block's later loads. Forward progress, aborts and CUDA graphs: as in
+``signals``.
 
-A thread that has looked at an abort may have left out stores. The barrier before a signal tells every thread whether
-any thread of the block has looked at one; if so, none signals. This takes no time beyond the barrier's. A look behind
-the barrier would take one more round trip to memory.
+A thread that has seen the abort word set may have left out stores. The barrier before a signal tells every thread
+whether any thread of the block has seen it set; if so, none signals. This takes no time beyond the barrier's. A look
+after the barrier would take one more round trip to memory.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ mov.u32 $0, 0;
 }
 """)
 
-# As ``signals._WAIT``, for thread ``t`` at word ``(t / $4) * $5 + (t % $4) * FLAG_WORDS`` behind the first flag. The
-# clock is read only from the first look at the abort word on.
+# As ``signals._WAIT``, for thread ``t`` at word ``(t / $4) * $5 + (t % $4) * FLAG_WORDS`` from the first flag. The
+# clock is first read at the first look at the abort word.
 _WAIT = tl.constexpr(f"""
 {{
 .reg .pred other, done, stopped, early, looks, first;
@@ -132,10 +133,10 @@ if triton.knobs.runtime.interpret:
     signal_ranks, wait_for_all = _signal_twin, _wait_twin
 else:
     signal_ranks, wait_for_all = _signal_ranks, _wait_for_all
-"""``signal_ranks(peer_flags, word, value, left_out, looked, WORLD)``: when the int32 ``word`` of a rank's flags is
-``value``, the block's stores before this are visible. Every rank but ``left_out`` (``-1``: none) is signalled. Nothing
-is signalled if any thread of the block has ``looked`` at an abort (``signals.look``). ``peer_flags``: int64
-``[WORLD]``, the addresses of the ranks' flags. The block has at least ``WORLD`` threads.
+"""``signal_ranks(peer_flags, word, value, left_out, looked, WORLD)``: sets the int32 ``word`` of a rank's flags to
+``value``, at every rank but ``left_out`` (``-1``: at all ranks). Whoever reads the value also sees the block's earlier
+stores. ``looked``: what each thread read by ``signals.look``. Nothing is signalled if it is not 0 in any thread of the
+block. ``peer_flags``: int64 ``[WORLD]``, the addresses of the ranks' flags. The block has at least ``WORLD`` threads.
 
 ``wait_for_all(first, target, sources, each, stride, left_out, stop, patience_ns, code, peer)``: waits until ``each``
 consecutive flags of every source but ``left_out`` are at least ``target``. ``first``: the first flag of source 0.

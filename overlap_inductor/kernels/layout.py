@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where things lie in the memory that host and kernels share. This module holds numbers only and does not import
-Triton.
+"""The layout of the memory that host and kernels share. This module holds numbers only and does not import Triton.
 
 Flags of a slot, ``FLAG_WORDS`` apart: one credit for each peer, then ``signals`` flags for each peer. Fault records:
 see ``runtime.board``.
@@ -11,14 +10,16 @@ from __future__ import annotations
 FLAG_WORDS = 32
 """int32 words from one flag to the next: 128 bytes."""
 QUEUE_WORDS = 8
-"""int32 words at the head of a slot's queues: what blocks claim, how many blocks have finished, and ``ANNOUNCED``."""
+"""int32 words at the head of a slot's queues: counters of claimed work, the number of finished blocks, and word
+``ANNOUNCED``."""
 ANNOUNCED = QUEUE_WORDS - 1
-"""Which of them holds the call number for copy engines."""
+"""The queue word that holds the call number for copy engines."""
 WINDOW = 2**20
-"""A flag that is this far or further ahead of its target was last written nearly 2**32 calls ago."""
+"""A flag has reached its target if it is ahead by less than this, modulo 2**32. Any other flag was last written by an
+earlier call."""
 FAULT_WORDS = 8
-"""int32 words of a rank's fault record on its group's board: whether the record is there, code of the wait, peer, value
-wanted, value seen, an unused word, and the GPU's clock in two words."""
+"""int32 words of a rank's fault record on its group's board: whether the record is complete, code of the wait, peer,
+value wanted, value seen, an unused word, and the GPU's clock in two words."""
 BOARD_HEAD = 16
 """int32 words before the first record: whether any rank has given up, and the constant ``1``. The others are unused."""
 STOP_WORDS = 8

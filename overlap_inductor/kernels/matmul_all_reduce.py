@@ -3,41 +3,41 @@
 multiply.
 
 If a tile is sent from its own block's epilogue, it holds up that block's next loads for as long as the link takes
-(``matmul_reduce_scatter``). The matmul and the link then take turns on an SM, and of the all-reduce's two legs hardly
-one is hidden. Here a tile goes to this rank's ``product``, in the collective's dtype, and is sent from there. There are
-four kinds of work, each with a queue of its own, in the order of bands: ::
+(``matmul_reduce_scatter``). The matmul and the link then take turns on an SM, and hardly one of the all-reduce's two
+legs is hidden. Here a tile goes to this rank's ``product``, in the collective's dtype, and is sent from there. There
+are four kinds of work, each with a queue of its own, in the order of bands: ::
 
     tile    multiply a tile of all ranks' rows into ``product``; in a band the peers' shards come first, the own last
     push    copy ``UNIT`` neighbouring tiles of a peer's shard from ``product`` to that peer's workspace;
-            at any time each peer is sent about as many (``departing``)
+            at any time about equally many go to each peer (``departing``)
     sum     add up a tile of the own shard: what has arrived for it and the own product, in fp32, rounded once;
             store it into ``out`` and to all peers
     copy    copy a finished tile of a peer's shard from the workspace into ``out``
 
 The first ``PUSHERS`` blocks do whatever is ready of ``push``, ``sum`` and ``copy``, in this order, and multiply a tile
-if nothing is ready. The others multiply; when all tiles are taken they do the same as the first. Eight SMs that store
-to all peers at once fill a GPU's links (8 H200s, ``bench/results/turns.jsonl``). ::
+if nothing is ready. The others multiply; when all tiles are taken they do the same as the first blocks. Eight SMs that
+store to all peers at once fill a GPU's links (8 H200s, ``bench/results/turns.jsonl``). ::
 
     while there is work:
         if this block pushes, or all tiles are taken:
-            claim a push, a sum and a copy where none is held
+            claim a push, a sum and a copy, each only if none is held
             if one that is held is ready: do it, and begin again
-        multiply a tile; or, where all are taken, wait for the first of the three that is held, and do it
+        multiply a tile; or, if all tiles are taken, wait for the first of the three that is held, and do it
 
 Forward progress. A block waits only when all tiles are taken. By then each tile is finished, in progress, or claimed by
 a block that multiplies it before it waits for anything. A push waits for a tile of this rank. So all pushes are done,
-whatever else happens. A sum waits for pushes of the same band, of all ranks, and is held by a block that waits for
-nothing but a push before it. So all sums are done, and then all copies. Each claim of a kind is in the queue's order,
-so this holds with one resident block a rank as with all. Credits depend on the call before. All waits are bounded
-(``signals``).
+whatever else happens. A sum waits for pushes of the same band, of all ranks. Before the sum, the block that holds it
+waits only for a push. So all sums are done, and then all copies. Work of each kind is claimed in the queue's order, so
+this holds with one resident block per rank as well as with all blocks resident. Credits depend only on the previous
+call. All waits are bounded (``signals``).
 
 Memory ordering. A tile: bulk stores, ``store_fence``, a barrier, one thread's releasing add to a word of ``ready`` at
 GPU scope. Whoever sends or sums the tile acquires that word, clears it, and loads past L1. ``product`` may be ``out``
-(shards of whole tiles): a peer's finished tile is stored there behind its flag, which the peer sets when it has
-received this rank's tiles of that band, so what was sent has been read; an own tile is summed by the threads that store
-it. To peers: ordinary stores, ``count_and_signal``. The workspace is written again after the credits that the last
-block gives, ``product`` by the next call on the stream. CUDA graphs: the number of the call, with which flags are
-compared, is read from device memory and incremented by the last block.
+(if shards are whole tiles). A peer's finished tile is stored there only after its flag. The peer sets the flag when it
+has received this rank's tiles of that band, so these have been read by then. An own tile is stored by the threads that
+have summed it. To peers: ordinary stores, ``count_and_signal``. The workspace is written again after the credits that
+the last block gives, ``product`` by the next call on the stream. CUDA graphs: flags are compared with the number of the
+call, which is read from device memory and incremented by the last block.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ PUSH_QUEUE = tl.constexpr(2)
 SUM_QUEUE = tl.constexpr(3)
 COPY_QUEUE = tl.constexpr(4)
 NOTHING_QUEUE = tl.constexpr(6)
-"""Words of ``queues``. A pushing block claims from ``NOTHING_QUEUE`` instead of the tiles' queue after a tile, and does
-not read the answer."""
+"""Words of ``queues``. After a tile, a pushing block claims from ``NOTHING_QUEUE`` instead of the tiles' queue, and
+does not read the answer."""
 
 
 @triton.jit
@@ -226,7 +226,7 @@ def matmul_all_reduce(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SLAB: tl.constexpr,
     THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of blocks, at best one an SM.
+    """Grid: any number of blocks, ideally one per SM.
 
     Args:
         a_desc: ``[limit, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
@@ -239,16 +239,16 @@ def matmul_all_reduce(
         out: this rank's result, all shards ``[limit, columns]``.
         rows, limit: rows of a shard, and of all shards together. The last shards may be short.
         staging: this rank's workspace: ``[WORLD, padded, columns]`` of ``out``'s dtype, the partial sums from each
-            source, and behind it as much for finished shards.
-        flags: ``signal_flag(s, i)``: the call whose band ``i`` has arrived from source ``s``.
-            ``signal_flag(s, parts + i)``: the call whose finished band ``i`` has arrived.
+            source, followed by as much for finished shards.
+        flags: ``signal_flag(s, i)`` holds the number of the call whose band ``i`` has arrived from source ``s``, and
+            ``signal_flag(s, parts + i)`` that of the call whose finished band ``i`` has arrived.
         parts: bands of a shard. Not compiled in: with dynamic sizes there may be any number.
         peer_data, peer_flags, part_rows, signals, scale, EPILOGUE: as ``matmul_reduce_scatter``.
         queues: int32 ``[QUEUE_WORDS + (WORLD + 1) * parts]`` in this rank's own memory, zero between calls. Words 0 to
             4: tiles claimed, blocks that have finished, pushes, sums and copies claimed. Word 6: ``NOTHING_QUEUE``.
             From word ``QUEUE_WORDS`` on: pushes counted for each rank and band, then sums of each band.
-        calls: int32, one word in this rank's own memory: calls ended.
-        SLAB: rows of a tile that are summed at once.
+        calls: int32, one word in this rank's own memory: number of calls that have ended.
+        SLAB: rows of a tile that are summed or copied at once.
     """
     call = tl.load(calls)
     tiles_n = tl.cdiv(columns, BLOCK_N)
@@ -311,8 +311,8 @@ def matmul_all_reduce(
                     end = tl.where(may_store(stop), tl.minimum((n + UNIT) * BLOCK_N, columns), 0)
                     at, inside = _places(m * BLOCK_M, n * BLOCK_N, columns, end, BLOCK_M, BLOCK_N)
                     moved = tl.load(source + at, mask=inside, cache_modifier=".cg")
-                    # Counting the push before waits until its stores have arrived. They have had the time of a claim, a
-                    # look and a load for that.
+                    # Counting the previous push waits until its stores have arrived. They had the time of a claim, a
+                    # look and a load to arrive.
                     sent = _flush(
                         sent,
                         queues,

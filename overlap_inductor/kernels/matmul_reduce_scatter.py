@@ -2,21 +2,21 @@
 """Schedule ``fused``: ``reduce_scatter(a @ b)`` in one persistent kernel. Every tile is sent from its own block's
 epilogue.
 
-A rank's rows of the product belong to the ranks in equal shards, and a shard is cut into ``parts`` bands. When a tile
-of another rank's shard is summed over K, it goes to that rank's workspace, in the collective's dtype. A tile of this
-rank's own shard is summed in fp32 with the partial sums that have arrived for it, and rounded once (numerics
-``preserve``). All tiles of the peers' shards come first, band after band, about as many to each peer at any time
-(``departing``). This rank's own tiles come last.
+The rows of a rank's product are divided into one shard for each rank, all of equal size, and a shard is cut into
+``parts`` bands. When a tile of another rank's shard is summed over K, it goes to that rank's workspace, in the
+collective's dtype. A tile of this rank's own shard is summed in fp32 with the partial sums that have arrived for it,
+and rounded once (numerics ``preserve``). All tiles of the peers' shards come first, band after band, about equally many
+to each peer at any time (``departing``). This rank's own tiles come last.
 
 A tile is sent by a bulk store out of shared memory, which continues under the next tile's matmul. It is counted
-(``_flush``) when that store is done. Blocks start ``STAGGER`` ns one after the other. Otherwise tiles that end at one
-moment would leave at one moment, and loads wait behind stores in an SM's copy unit.
+(``_flush``) when that store is done. Blocks start ``STAGGER`` ns one after the other. Otherwise blocks that finish
+their tiles at the same moment would send them at the same moment, and loads queue behind stores in an SM's copy unit.
 
 Forward progress. Work is claimed from one queue, in this order on every rank. A block may hold one later turn besides
-its own (``claim``). A block waits for an own tile of band ``p`` until the peers' tiles of band ``p`` have arrived. In
-the peers' queues these stand before all own tiles. So no wait depends on itself, with one resident block a rank as with
-all. A block that waits has counted what it has stored. Credits depend on the call before. All waits are bounded
-(``signals``).
+its own (``claim``). Before a block sums an own tile of band ``p``, it waits until the peers' tiles of band ``p`` have
+arrived. In the peers' queues these come before all own tiles. So no wait depends on itself, with one resident block per
+rank as well as with all blocks resident. A block that waits has counted what it has stored. Credits depend only on the
+previous call. All waits are bounded (``signals``).
 
 Memory ordering: bulk stores, ``store_fence``, ``count_and_signal``; the last tile of a band sets the flag to the number
 of the call. The receiver waits and loads by ordinary loads that bypass L1. The workspace is written again after the
@@ -68,7 +68,7 @@ def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GRO
 
 @triton.jit
 def _stagger(nanoseconds):
-    """Sleep, so that blocks with equal tiles do not send them at one moment."""
+    """Sleep, so that blocks with equal tiles do not send them at the same moment."""
     if SLEEPS:
         tl.inline_asm_elementwise(
             "nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [nanoseconds], dtype=tl.int32, is_pure=False, pack=1
@@ -101,7 +101,7 @@ def matmul_reduce_scatter(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr,
     THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of blocks, at best one an SM.
+    """Grid: any number of blocks, ideally one per SM.
 
     Args:
         a_desc: ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
@@ -109,14 +109,14 @@ def matmul_reduce_scatter(
         out: this rank's result: its shard ``[rows, columns]``.
         rows: rows of a shard.
         EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``. It is applied
-            to this rank's reduced result. What is sent is without it.
+            to this rank's reduced result only, not to the tiles that are sent.
         staging: this rank's workspace ``[WORLD, padded, columns]`` of ``out``'s dtype: what has arrived from each
             source. ``padded`` is ``rows`` rounded up to whole tiles.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
-        flags: ``signal_flag(s, i)``: the call whose band ``i`` has arrived from source ``s``.
+        flags: ``signal_flag(s, i)`` holds the number of the call whose band ``i`` has arrived from source ``s``.
         queues: int32 ``[QUEUE_WORDS + WORLD * parts]`` in this rank's own memory, zero between calls: tiles claimed,
             blocks that have finished, and from word ``QUEUE_WORDS`` on tiles stored.
-        calls: int32, one word in this rank's own memory: calls ended.
+        calls: int32, one word in this rank's own memory: number of calls that have ended.
         site: number under which a fault record names the site.
         part_rows: rows of a band, a multiple of ``BLOCK_M``.
         parts: bands of a shard.

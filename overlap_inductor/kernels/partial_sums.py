@@ -2,11 +2,11 @@
 """Schedule ``chunked``: add up the partial sums that have arrived, in fp32 and rounded once, and exchange the finished
 rows with all peers.
 
-Memory ordering, forward progress, CUDA graphs: as in ``transfer``. ``sum_partials`` stands behind the waits for what it
-reads. It signals what it stores to peers when its last block is done: each block's stores, a barrier, an
-acquire-release add; the last block's releases are cumulative over all of them. ``receive_rows`` stands behind the wait
-for what it copies: it fills the GPU, and the kernel that a peer waits for may not have started yet on this rank's other
-stream.
+Memory ordering, forward progress, CUDA graphs: as in ``transfer``. ``sum_partials`` runs after the waits for what it
+reads. Its last block signals what all blocks have stored to peers. Each block stores, passes a barrier and does an
+acquire-release add, so the last block's releases are cumulative over all of these stores. ``receive_rows`` runs after a
+kernel that waits for what it copies, and does not wait itself. It fills the GPU: if it waited, a kernel on this rank's
+other stream that a peer waits for might never start.
 """
 
 from __future__ import annotations

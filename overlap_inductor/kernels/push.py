@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport ``sm_push``: SMs store a shard into every peer's workspace.
 
-It stores and does not load: a thread block gets several times the bytes through NVLink by storing to a peer than by
-loading from it. The shard is cut into parts and a part into pieces, which blocks claim from a queue. A part is
-signalled when its last piece is stored.
+Data are stored to peers, not loaded from them: a thread block moves several times as many bytes through NVLink by
+storing to a peer as by loading from it. The shard is cut into parts and a part into pieces, which blocks claim from a
+queue. A part is signalled when its last piece is stored.
 
 Memory ordering: ordinary stores, then ``count_and_signal``. Forward progress: a piece waits only for the peer's credit,
-which depends on the call before. CUDA graphs: ``call`` is read from device memory by the kernel that pushes.
+which depends only on the previous call. CUDA graphs: ``call`` is read from device memory by the kernel that pushes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def push_piece(
     if there:
         part = i // (PIECES * RECEIVERS)
         rest = i % (PIECES * RECEIVERS)
-        # One peer after the other, so that the first part is there soon. Peer ``rank - 1`` comes first: it multiplies
+        # One peer after the other, so that the first part arrives soon. Peer ``rank - 1`` comes first: it multiplies
         # the shard of the next rank first (``tile_order.arriving``).
         peer = (rank + WORLD - 1 - rest // PIECES) % WORLD
         piece = rest % PIECES

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signals between GPUs: how a kernel releases data to a peer, waits for a bounded time, and records a fault.
 
-A flag is one int32 in symmetric memory, alone in its 128 bytes. A flag only grows (modulo 2**32), and a wait is for *at
-least* a value, so a signal that runs ahead of the wait is not lost. A peer is at most one call ahead. A flag counts as
-reached only while it is less than ``WINDOW`` ahead of the target (``reached``), so a flag that was last written 2**31
-calls ago is not taken for one that has arrived.
+A flag is one int32 in symmetric memory. It has 128 bytes to itself. A flag only grows (modulo 2**32), and a wait is for
+*at least* a value, so a signal that runs ahead of the wait is not lost. A peer is at most one call ahead. A flag counts
+as reached only while it is less than ``WINDOW`` ahead of the target (``reached``), so a flag that was last written
+2**31 calls ago is not taken for one that has arrived.
 
 Memory ordering (PTX memory model, section 8). A signal is ``bar.sync`` followed by one thread's ``st.release.sys`` or
 ``red.release.sys``. The barrier orders the block's stores before that thread's release. Release is cumulative, so
 whoever acquires the value sees all of these stores. A wait is one thread's ``ld.acquire.sys``, repeated until the value
-is there, followed by ``bar.sync``: the block's later loads come after it. Both barriers are written out because Triton
-3.6 puts none around atomics. This covers ordinary loads and stores. Loads and stores by the bulk copy unit belong to
+is there, followed by ``bar.sync``: the block's later loads come after it. Both barriers are explicit because Triton 3.6
+puts none around atomics. This covers ordinary loads and stores. Loads and stores by the bulk copy unit belong to
 another proxy: ``store_fence`` goes between bulk stores and their signal, ``load_fence`` between a wait and bulk loads.
 
 Triton compiles a descriptor's store for this GPU as follows: the tile is stored to shared memory, then come
 ``fence.proxy.async.shared::cta``, a barrier, one thread's bulk store, ``commit_group`` and, in 3.6 and 3.7,
 ``wait_group.read 0``. That wait ends when shared memory has been read, not when anything is written. (3.8 and 3.9 wait
-for that, too.) No version puts a fence of the proxies behind the store, so a release that follows orders none of it.
+for that, too.) No version puts a proxy fence after the store, so a later release does not order the store.
 ``store_fence`` waits for the group and contains that fence. Triton 3.9 compiles an atomic whose result nobody reads to
 a ``red``, and puts a barrier of its own before every atomic.
 
@@ -28,22 +28,22 @@ peer finds the record. After that every wait of every rank returns at once, and 
 the host rejects because of the board. Nothing branches on the outcome of a wait, so no thread of a block is missing at
 a later barrier.
 
-After an abort a rank signals nothing to its peers, and stores nothing there unless it had leave to do so from before
-the abort. If a kernel stores to peers without a wait before, it looks at the abort word (``look``) when it loads the
-call number. Every kernel looks behind each wait whose outcome it stores or signals. A wait that was given up has set
-the word before the barrier behind it, so every thread of its block sees it. So whatever a rank signals was made from
-data for which its waits succeeded. One thread may see the word set while another thread of its block did not: a thread
-that signals for both must look later than both (``count_and_signal``), or ask all of them
+After an abort a rank signals nothing to its peers, and stores nothing there unless it had permission from before the
+abort. A kernel that stores to peers without waiting first looks at the abort word (``look``) when it loads the call
+number. Every kernel looks after each wait whose outcome it stores or signals. A wait that was given up has set the word
+before the barrier that follows it, so every thread of its block sees the word set. So whatever a rank signals was
+computed from data for which its waits succeeded. One thread may see the word set while another thread of its block did
+not: a thread that signals for both must look later than both (``count_and_signal``), or ask all of them
 (``group_signals.signal_ranks``).
 
 The abort word is in symmetric memory of the GPU that reads it. Only the board is in the host's memory
-(``STOP_WORDS`` says where the addresses lie). A waiting block must not look at the host's memory. On an H100, 108
+(``STOP_WORDS`` says where the addresses are). A waiting block must not look at the host's memory. On an H100, 108
 blocks that looked there at every 64th turn slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that
-looked only at the GPU's memory, however often, did not slow it. So a wait that does not spin pays nothing for looking,
-and a kernel pays one load of its own memory beside others.
+looked only at the GPU's memory, however often, did not slow it. So looking costs nothing in a wait that ends at once,
+and costs a kernel one load from its own GPU's memory, in parallel with other loads.
 
-CUDA graphs. Nothing here holds a value of the host: flags, targets and patience are arguments, or memory that the
-kernel reads.
+CUDA graphs. No value of the host is compiled in: flags, targets and patience are arguments, or memory that the kernel
+reads.
 
 ``TRITON_INTERPRET=1`` has no inline assembly and runs the blocks of a kernel one after the other. The twins at the end
 of this module do the same with atomics. They have no clock, so they count turns: one turn for 1000 ns of patience.
@@ -246,13 +246,15 @@ def _no_fence():
 
 @triton.jit
 def credit_flag(flags, peer):
-    """Where ``peer`` says how many calls of the slot it has finished. ``flags``: those of the reading rank."""
+    """The flag that holds how many calls of the slot ``peer`` has finished. ``flags``: the flags of the reading
+    rank."""
     return flags + peer * FLAG_WORDS
 
 
 @triton.jit
 def signal_flag(flags, source, index, signals, WORLD: tl.constexpr):
-    """Where ``source`` says for which call its part ``index`` has arrived. Each source has ``signals`` such flags."""
+    """The flag that holds the number of the call whose part ``index`` has arrived from ``source``. Each source has
+    ``signals`` such flags."""
     return flags + (WORLD + source * signals + index) * FLAG_WORDS
 
 
@@ -260,13 +262,13 @@ def signal_flag(flags, source, index, signals, WORLD: tl.constexpr):
 def has_come(flag, target):
     """Whether a flag has reached ``target``, with the same answer for all threads of the block. An atomic's result is
     broadcast to the block. A load is each thread's own: threads that read the flag at different moments would diverge
-    before a barrier. This orders nothing: whoever uses the data waits for the flag."""
+    before a barrier. This orders nothing: whoever uses the data must still wait for the flag."""
     return reached(tl.atomic_add(flag, 0, sem="relaxed", scope="sys"), target)
 
 
 @triton.jit
 def look(stop):
-    """The abort word as this thread sees it: not 0 if a wait of the group has been given up. Behind a wait's barrier
+    """The abort word as this thread sees it: not 0 if a wait of the group has been given up. After a wait's barrier
     each thread looks for itself, so no branch may depend on the value. Masks and ``signal`` may."""
     return tl.load(stop, cache_modifier=".cg")
 
@@ -274,14 +276,14 @@ def look(stop):
 @triton.jit
 def unless_aborted(number, stop):
     """``number``, or NaN if a wait of the group has been given up. A result that depends on an earlier wait is
-    multiplied by it: a CUDA graph's replays have nobody to raise an error to."""
+    multiplied by this number, because a replay of a CUDA graph cannot raise an error."""
     return tl.where(look(stop) == 0, number, float("nan"))
 
 
 @triton.jit
 def may_store(stop):
     """Whether no wait of the group has been given up. For the masks of stores to peers: a rank that gave up waiting for
-    leave must not store."""
+    permission must not store."""
     return look(stop) == 0
 
 
@@ -294,9 +296,9 @@ else:
 """``wait_at_least(flag, target, stop, patience_ns, code, peer)``: waits until the flag has ``reached`` its target, or
 the group has been aborted.
 
-``set_flag(flag, value)``: when the flag is ``value``, the block's stores before this are visible.
-``signal(flag, value, looked)``: the same for a peer's flag, unless the one thread that sets it has ``looked`` at an
-abort (``look``). ``add_flag(flag, value)``: adds ``value`` to the flag, by a release as in ``set_flag``.
+``set_flag(flag, value)``: sets the flag to ``value``. Whoever acquires that value also sees the block's earlier stores.
+``signal(flag, value, looked)``: the same for a peer's flag, unless ``looked``, which the thread that sets the flag read
+by ``look``, is not 0. ``add_flag(flag, value)``: adds ``value`` to the flag, by a release as in ``set_flag``.
 
 ``store_fence()``: between bulk stores and their signal. ``load_fence()``: between a wait and bulk loads.
 """
@@ -310,7 +312,7 @@ def count_and_signal(counter, target, flag, value, stop):
 
     Ordering: the block's stores, a barrier, one thread's acquire-release add at GPU scope. The thread that adds last
     has acquired all adds before, and its release at system scope is cumulative over them. It looks at the abort word
-    behind its add, later than any block that has stored nothing because of it.
+    after its add, so later than every block that left out stores because the word was set.
     """
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
@@ -333,8 +335,8 @@ def count_and_signal_all(counter, target, peer_flags, rank, index, signals, valu
 
 @triton.jit
 def finish_call(calls, peer_flags, call, rank, stop, WORLD: tl.constexpr):
-    """Count the call, and give every peer its credit: it may write into this rank's workspace again. No credit is given
-    if the group has been aborted. Run by one block, when nothing reads the workspace any more."""
+    """Count the call, and give every peer its credit: the peer may write into this rank's workspace again. No credit is
+    given if the group has been aborted. Run by one block, when nothing reads the workspace any more."""
     looked = look(stop)
     tl.store(calls, call + 1)
     for step in range(1, WORLD):
@@ -344,6 +346,6 @@ def finish_call(calls, peer_flags, call, rank, stop, WORLD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def end_call(calls, peer_flags, rank, stop, WORLD: tl.constexpr):
-    """``finish_call`` as a launch of its own, on the stream behind everything that reads the call's workspace. Grid:
-    one block."""
+    """``finish_call`` as a launch of its own, on the stream after everything that reads the call's workspace. Grid: one
+    block."""
     finish_call(calls, peer_flags, tl.load(calls), rank, stop, WORLD)

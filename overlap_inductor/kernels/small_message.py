@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``small_message``, transport ``sm_push``: the all-reduce of a small matmul's result, and the residual add
-and RMSNorm behind it, in one kernel.
+and RMSNorm that follow, in one kernel.
 
 One-shot: every rank stores its rows into every peer's workspace, and sums all of them. Two-shot: row ``m`` belongs to
 rank ``m % WORLD``, its owner. The owner gets all partial rows, sums them and stores the sum into every peer's workspace
@@ -14,12 +14,13 @@ A block has one *unit*: a segment of columns of one row (one-shot), or of a grou
 group do, with one more group of blocks at the end.
 
 Forward progress. A block stores what its peers wait for before it waits itself. It waits for units of blocks with its
-own number or a lower one, and in two-shot for sums that wait for partial rows of no higher ones. Take the lowest number
-whose block has not ended on some rank. Blocks start in the order of their numbers, so that block runs or has ended on
-every rank, has stored its partial rows, then sums, and ends. So one resident block on each rank is enough. CUDA does
-not promise that order. GPUs keep it, and scans depend on it as this kernel does (Merrill and Garland, decoupled
-look-back, 2016). Nothing depends on it when all blocks are resident at once, as in decode. A ticket would cost a round
-trip to L2 in a kernel of 5 us. All waits are bounded (``signals``).
+own number or a lower one. In two-shot it also waits for sums, which wait only for partial rows of blocks with no higher
+number. Take the lowest number whose block has not ended on some rank. Blocks start in the order of their numbers, and
+all lower ones have ended on every rank. So on every rank the block of that number runs or has ended. It stores its
+partial rows without waiting, so its sums and its other waits succeed, and it ends. So one resident block on each rank
+is enough. CUDA does not promise that order. GPUs keep it, and scans depend on it as this kernel does (Merrill and
+Garland, decoupled look-back, 2016). Nothing depends on it when all blocks are resident at once, as in decode. A ticket
+would cost a round trip to L2 in a kernel of 5 us. All waits are bounded (``signals``).
 
 Why two halves of the workspace suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half
 ``n % 2``. Rank ``r`` begins call ``n`` when its call ``n - 1`` has ended, because kernels of a slot run one after the
@@ -27,13 +28,13 @@ other. In call ``n - 1`` a block of ``r`` has waited for a signal of each peer (
 which are signalled even if there are none). So each peer had begun its call ``n - 1``, and had therefore ended call
 ``n - 2``, the last one to read that half. This holds for any number of blocks or rows in each call, since halves belong
 to the slot and not to the call. It holds whether blocks are resident together or not, since it depends on whole
-kernels. A peer may be one call ahead: its flags are then larger than what is waited for, and its data lie in the other
+kernels. A peer may be one call ahead: its flags are then larger than what is waited for, and its data are in the other
 half. Calls with credits in the same slot would break this; the arena gives them other slots.
 
 Aborts (``signals``). A block looks at the abort word when it loads the call number and, in two-shot, when it loads the
-partial rows behind its wait for them. If the word is set, nothing is stored to peers or signalled, in this call and all
-later ones: the argument above depends on calls whose waits have succeeded. A result that was summed behind a wait that
-was given up, or in a call after it, is NaN: a CUDA graph's replays have nobody to raise an error to.
+partial rows after its wait for them. If the word is set, nothing is stored to peers or signalled, in this call and all
+later ones: the argument above depends on calls whose waits have succeeded. A result that was summed after a wait that
+was given up, or in a later call, is NaN, because a replay of a CUDA graph cannot raise an error.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1.
 Between calls: the end of a kernel before the start of the next one on the stream. CUDA graphs: the number of the call
@@ -67,7 +68,7 @@ def _workspaces(peer_data, rank, like, WORLD: tl.constexpr):
 
 @triton.jit
 def _flag_word(source, index, signals, WORLD: tl.constexpr):
-    # The offset of ``signal_flag(flags, source, index, ...)`` behind ``flags``, in int32 words.
+    # The offset of ``signal_flag(flags, source, index, ...)`` from ``flags`` on, in int32 words.
     return (WORLD + source * signals + index) * FLAG_WORDS
 
 
@@ -76,8 +77,8 @@ def _count_call(calls, queues, call, SEM: tl.constexpr):
     """Called when all threads of this block have read ``calls`` and have then passed a barrier. The last of all blocks
     to call it increments ``calls``.
 
-    ``SEM``: ``relaxed`` if the block has sent data to addresses that depend on the number. Then it has the number, and
-    need not wait until the data are there.
+    ``SEM``: ``relaxed`` if the block has sent data to addresses that depend on the number. Such a block has already
+    read the number, and this add need not wait until the data have arrived.
     """
     if tl.atomic_add(queues, 1, sem=SEM, scope="gpu") == tl.num_programs(0) - 1:
         tl.store(queues, 0)
@@ -87,7 +88,7 @@ def _count_call(calls, queues, call, SEM: tl.constexpr):
 @triton.jit
 def _sum_of(own, came, stride, at, inside, rank, scale, looked, WORLD: tl.constexpr):
     """The sum of the ranks' elements ``at``, times ``scale``, in the collective's dtype. This rank's are read from
-    ``own``, those of source ``s`` from ``came + s * stride``. NaN if ``looked`` at an abort."""
+    ``own``, those of source ``s`` from ``came + s * stride``. NaN if ``looked`` (what ``look`` returned) is not 0."""
     parts = ()
     for s in tl.static_range(WORLD):
         base = tl.where(s == rank, own.to(tl.int64), (came + s * stride).to(tl.int64)).to(own.dtype)
@@ -101,7 +102,7 @@ def _sum_of(own, came, stride, at, inside, rank, scale, looked, WORLD: tl.conste
 
 @triton.jit
 def _finished(sums, at, inside, looked):
-    """An owner's sum, behind the wait for it. NaN if ``looked`` at an abort."""
+    """An owner's sum, after the wait for it. NaN if ``looked`` (what ``look`` returned) is not 0."""
     found = tl.load(sums + at, mask=inside, other=0.0, cache_modifier=".cg")
     # A product takes fewer registers than a select.
     return (found.to(tl.float32) * tl.where(looked == 0, 1.0, float("nan"))).to(found.dtype)
@@ -131,13 +132,14 @@ def one_shot(
             all tensors here.
         eights: ``columns / 8``, so that the compiler sees that rows are whole 16-byte words.
         out: the sum over ranks ``[rows, columns]``; with ``NORM`` the normed rows.
-        residual, residual_out: ``[rows, columns]``; with ``NORM`` the one is read and the other written, else neither.
+        residual, residual_out: ``[rows, columns]``; with ``NORM`` ``residual`` is read and ``residual_out`` is written,
+            else neither.
         weight: ``[columns]``, the norm's; read with ``NORM`` only.
         staging: this rank's workspace, two halves of ``half`` elements, each ``[WORLD, rows, columns]``: what has
             arrived from each source.
         peer_data, peer_flags: int64 ``[WORLD]``, addresses of the ranks' workspace and flags.
-        flags: ``signal_flag(s, u)``: the call whose unit ``u`` has arrived from source ``s``. Each source has
-            ``signals`` flags.
+        flags: ``signal_flag(s, u)`` holds the number of the call whose unit ``u`` has arrived from source ``s``. Each
+            source has ``signals`` flags.
         queues: int32, one word in this rank's own memory, zero between calls: blocks that have read ``calls``.
         calls: int32, one word in this rank's own memory: the number of the call, counted from 0.
         scale: factor of the sum (1, or ``1 / WORLD`` for an average).
@@ -207,15 +209,15 @@ def two_shot(
     site, rank, rows, eights, half, signals, scale, eps,
     WORLD: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, ROW: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``cdiv(rows, WORLD) * SEGMENTS`` blocks of at least ``max(WORLD, SEGMENTS)`` threads. With ``NORM``
-    ``SEGMENTS`` more blocks.
+    """Grid: ``cdiv(rows, WORLD) * SEGMENTS`` blocks of at least ``max(WORLD, SEGMENTS)`` threads. With ``NORM`` there
+    are ``SEGMENTS`` more blocks.
 
     Args: as ``one_shot``, except for these.
         staging: a half is ``[WORLD, groups, columns]``, the partial rows by source of this rank's row in each group of
-            ``WORLD`` rows, and behind them the sums ``[rows, columns]``.
-        flags: ``signal_flag(s, u)``: the call whose partial segment ``u`` has arrived from source ``s``.
-            ``signal_flag(s, units + u)``: the call whose sum has arrived from owner ``s``. ``units`` is the number of
-            segments in all groups.
+            ``WORLD`` rows, followed by the sums ``[rows, columns]``.
+        flags: ``signal_flag(s, u)`` holds the number of the call whose partial segment ``u`` has arrived from source
+            ``s``, and ``signal_flag(s, units + u)`` that of the call whose sum has arrived from owner ``s``. ``units``
+            is the number of segments in all groups.
     """
     columns = eights * 8
     call = tl.load(calls)

@@ -46,8 +46,8 @@ else:
     claim, claimed = _claim, _claimed
 """``claimed(claim(queue, THREADS))``: the next turn of a queue. A block claims its next turn when it has multiplied,
 and reads the answer when it has stored. ``tl.atomic_add`` would stop all its threads until memory has answered, a
-microsecond for each tile. A block does not claim before it multiplies: with two tiles a block, some blocks would hold
-two while others wait for one. ``THREADS``: number of threads of the block."""
+microsecond for each tile. A block does not claim before it multiplies: with two tiles per block, some blocks would hold
+two tiles while others wait for one. ``THREADS``: number of threads of the block."""
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def grouped(turn, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 @triton.jit
 def band_tiles(band, tiles_shard, tiles_part, tiles_n):
     """Number of tiles in a band of a shard that has ``tiles_shard`` rows of ``tiles_n`` tiles. A band has
-    ``tiles_part`` rows, the last one what is left."""
+    ``tiles_part`` rows of tiles, the last band the rest."""
     return tl.maximum(tl.minimum(tiles_shard - band * tiles_part, tiles_part), 0) * tiles_n
 
 
@@ -98,11 +98,11 @@ def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, 
 
 @triton.jit
 def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
-    """As ``arriving``, for tiles that are sent: at any time about as many are under way to each rank. Two ranks that
-    send all they have to one rank get half a link each.
+    """As ``arriving``, for tiles that are sent: at any time about equally many are in transfer to each rank. If two
+    ranks sent only to one rank, each would get half a link.
 
-    In a part, the columns of the same rows of all shards come one after the other. Some ``GROUP_M`` rows are taken
-    together, at least one of each shard.
+    In a part, the tile columns of the same rows of all shards come one after the other. About ``GROUP_M`` rows of tiles
+    are taken together, at least one of each shard.
     """
     GROUP: tl.constexpr = GROUP_M // (WORLD - 1) if GROUP_M >= WORLD else 1
     whole = tiles_part * tiles_n * (WORLD - 1)

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What schedule ``chunked`` launches on its streams beside matmuls and copies: waits, signals, and SMs that push.
+"""What schedule ``chunked`` launches on its streams in addition to matmuls and copies: waits, signals, and SMs that
+push.
 
 A *part* is a band of rows of one shard. Part number ``u`` belongs to the rank ``u // PARTS + 1`` steps away and is
 number ``u % PARTS`` of its shard. It has a flag of its own, ``signal_flag(flags, source, index + u % PARTS)``. Each
 kernel handles ``count`` parts from number ``first`` on.
 
 Memory ordering. What is signalled was written by work before it on the same stream (a copy engine, or SMs), or by the
-pushing block itself. Work on a stream begins when what stands before it is complete and visible. A block's release at
-system scope is cumulative over that, so whoever acquires the flag sees the data (``signals``). Behind a wait the same
-holds in the other direction: after the acquire and the end of the kernel, whatever is next on the stream sees the data,
-by whatever unit it reads. The boundary between kernels orders their proxies. So a vendor's matmul may read what a wait
-before it waited for.
+pushing block itself. Work on a stream begins when all earlier work on the stream is complete and visible. A block's
+release at system scope is cumulative over that, so whoever acquires the flag sees the data (``signals``). After a wait
+the same holds in the other direction: after the acquire and the end of the kernel, whatever is next on the stream sees
+the data, by whatever unit it reads. The boundary between kernels orders their proxies. So a vendor's matmul may read
+what an earlier wait on its stream waited for.
 
 Forward progress. Every schedule launches its sends of a step before its waits of that step, on every rank in one order
-of steps. A wait is for what peers send in this step or before. Credits depend on the call before. So the earliest step
-that is unfinished anywhere never waits for a later one, even if all streams share one hardware queue
+of steps. A wait is for what peers send in this step or in an earlier one. Credits depend only on the previous call. So
+the earliest step that is unfinished anywhere never waits for a later one, even if all streams share one hardware queue
 (``CUDA_DEVICE_MAX_CONNECTIONS=1``). Within a send, a part waits only for its turn: for a part of lower number, of the
-same send of another rank. A waiting block has one warp, and there is one waiting block a part, so waiting blocks never
-fill the GPU. A waiting kernel also takes no shared memory. An SM's shared memory is divided anew only when nothing runs
-there, so a kernel that wants some may not start on an SM where a kernel waits that wants none. So what a wait depends
-on finds room. All waits are bounded (``signals``).
+same send of another rank. A waiting block has one warp, and there is one waiting block per part, so waiting blocks
+never fill the GPU. A waiting kernel takes no shared memory. An SM changes its split between L1 and shared memory only
+when nothing runs there. So a kernel that needs shared memory may be unable to start on an SM where a waiting kernel
+runs, and starts on another SM. So what a wait depends on finds room. All waits are bounded (``signals``).
 
 CUDA graphs. The number of the call is read from device memory (``calls``), which only the call's last kernel changes.
 No argument changes from replay to replay. In a graph sends, waits for peers and waits for turns are branches without an
@@ -58,9 +59,9 @@ NOBODY = tl.constexpr(-(2**30))
 
 @triton.jit
 def announce(calls, announced, stop):
-    """Set ``announced`` to the number of the call, which copy engines copy into flags from here on. If a wait of the
-    group was given up, it becomes a number that no rank waits for, whatever call that rank is in: a rank that gave up
-    may have calls queued whose numbers are those that a peer waits for. Grid: one block."""
+    """Set ``announced`` to the number of the call, which copy engines copy into flags from then on. If a wait of the
+    group was given up, set it to a number that no rank waits for in any call. A rank that gave up may still have calls
+    queued, and peers may wait for the numbers of these calls. Grid: one block."""
     tl.store(announced, tl.load(calls) + tl.where(may_store(stop), 1, NOBODY))
 
 
@@ -68,15 +69,16 @@ def announce(calls, announced, stop):
 def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD: tl.constexpr):
     """Wait until every peer has finished the calls before this one. Grid: one block.
 
-    Launched on the stream of the matmuls. On another stream it could run beside a vendor's kernel that keeps an SM for
-    all its tiles. It would then begin only when that kernel ends, or keep one of that kernel's blocks from beginning.
-    (4 H200s, a gather of 8192 tokens: it began 240 us late in every other call of a row, and the copies with it.)
+    It is launched on the stream of the matmuls. On another stream it could run at the same time as a vendor's kernel
+    that keeps an SM for all its tiles. It would then begin only when that kernel ends, or keep one of that kernel's
+    blocks from beginning. (4 H200s, a gather of 8192 tokens: it began 240 us late in every other call of a row, and the
+    copies with it.)
 
     ``announced`` (one word): see ``announce``.
 
-    If leave has not arrived, because this rank's patience is over or because it has been told to stop, the abort words
-    of all ranks are set when this kernel ends: before copies behind it start (``spoil``). The rank that stopped this
-    one may not have told the others yet.
+    If permission has not arrived, because this rank's patience is over or because another rank has stopped it, this
+    kernel sets the abort words of all ranks. They are set when the kernel ends, before any copy after it starts
+    (``spoil``). The rank that stopped this one may not have told the others yet.
     """
     call = tl.load(calls)
     for step in range(1, WORLD):
@@ -85,8 +87,8 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
     announce(calls, announced, stop)
     addresses = stop.to(tl.pointer_type(tl.int64), bitcast=True)
     table = tl.load(addresses + 3).to(tl.pointer_type(tl.int64))
-    # If nothing is wrong the loop has no turns. There is no barrier, so threads may have looked at different moments.
-    # The kernel's end releases.
+    # Without an abort the loop has no iterations. There is no barrier, so threads may have looked at different moments.
+    # The end of the kernel releases these stores.
     for number in range(tl.where(look(stop) == 0, 0, tl.load(stop + 1))):
         tl.store(tl.load(table + number).to(tl.pointer_type(tl.int32)), 1)
 
@@ -103,16 +105,16 @@ def _spoil(result, words, aborted, BLOCK: tl.constexpr):
 @triton.jit
 def spoil(result, words, stop, BLOCK: tl.constexpr):
     """Set ``result`` (``words`` of 4 bytes) to NaN, in every float format, if the group has been aborted. Grid: any
-    number of blocks, on the stream behind what has read the workspace.
+    number of blocks, on the stream after everything that reads the workspace.
 
     It is for results of kernels and copies that look at no abort word themselves: vendors' matmuls and copies run even
-    behind waits that were given up. A CUDA graph's replays have nobody to raise an error to.
+    after waits that were given up, and a replay of a CUDA graph cannot raise an error.
 
-    It is also the look of a reader behind its last read. A rank that has no leave may overwrite rows of a call that is
-    still running here, but only when it has set this rank's abort word: its stores of the word are done when its kernel
-    ends, and its copies start then. So a reader that has read such a row finds the word set when it looks later. What
-    was read before the word was set is right. It is spoilt too if the word arrives before the end of the call, since
-    the group's results are not valid from then on.
+    It also looks on behalf of a reader, after its last read. A rank without permission may overwrite rows of a call
+    that is still running here, but only after it has set this rank's abort word: its stores of the word are done when
+    its kernel ends, and its copies start only then. So a reader that has read such a row finds the word set when it
+    looks later. What was read before the word was set is right. It is spoilt too if the word arrives before the end of
+    the call, since the group's results are not valid from then on.
     """
     _spoil(result, words, look(stop), BLOCK)
 
@@ -161,7 +163,7 @@ def wait_for_parts(
     KIND: tl.constexpr,
 ):
     """Wait until parts ``first, first + 1, ...`` of this call have arrived. Part ``u`` comes from the rank
-    ``DIRECTION * (u // PARTS + 1)`` steps away. Grid: one block a part.
+    ``DIRECTION * (u // PARTS + 1)`` steps away. Grid: one block per part.
 
     ``flags``: this rank's. ``KIND``: the kind of wait, for the fault record.
     """
@@ -173,10 +175,11 @@ def wait_for_parts(
 
 @triton.jit(do_not_specialize=["site", "receiver", "sender", "index", "signals"])
 def wait_for_turn(peer_flags, calls, stop, patience, site, receiver, sender, index, signals, WORLD: tl.constexpr):
-    """Wait until ``receiver`` has got part ``index`` of this call from ``sender``. The receiver's flag in its own
-    memory says so, and is read there. Grid: one block.
+    """Wait until ``receiver`` has got part ``index`` of this call from ``sender``. The flag is in the receiver's
+    memory, and is read there. Grid: one block.
 
-    No data are read behind this wait: it keeps two ranks from sending to one at a time (``transports.copy_engine``).
+    No data are read after this wait. It keeps two ranks from sending to the same rank at a time
+    (``transports.copy_engine``).
     """
     flag = tl.load(peer_flags + receiver).to(tl.pointer_type(tl.int32))
     wait_at_least(
@@ -199,11 +202,11 @@ def push_parts(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store parts ``first .. first + count - 1`` into the peers' workspace, one after the other, and signal each when
-    it is there. Grid: any number of blocks.
+    it has arrived. Grid: any number of blocks.
 
-    It stores and does not load: a block gets several times the bytes through NVLink by storing to a peer than by
-    loading from it. A part is cut into ``PIECES``, so that all blocks work at one part and it is there soon. Pieces are
-    assigned to blocks in turn, and no block waits for anything.
+    Data are stored to peers, not loaded from them: a block moves several times as many bytes through NVLink by storing
+    to a peer as by loading from it. A part is cut into ``PIECES``, so that all blocks work on one part and it arrives
+    soon. Pieces are assigned to blocks in turn, and no block waits for anything.
 
     Args:
         source: any 16-byte aligned tensor, read as int32 words. From ``origin`` on it holds the shard that goes to

@@ -1,39 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``wave_groups``: a persistent matmul that signals which groups of its rows are stored, and the kernel that
-waits for one group (FlashOverlap, arXiv 2504.19519). Behind each waiting kernel stands an ordinary collective
+waits for one group (FlashOverlap, arXiv 2504.19519). An ordinary collective follows each waiting kernel
 (``lowerings.wave_groups.launch``).
 
 The paper lets the tiles of a vendor's matmul end in any order and stores them permuted. Here the order is chosen. A
 group is some neighbouring bands of ``BLOCK_M`` rows of each shard. Groups are multiplied one after the other, and the
-rows of a group lie together. The layout of two groups, of 2 bands and 1 band, of one shard (all-reduce: in the result
+rows of a group are contiguous. The layout of two groups, of 2 bands and 1 band, of one shard (all-reduce: in the result
 itself) and of two shards (reduce-scatter: in staging): ::
 
     | band 0  band 1 | band 2 |
     | shard 0: bands 0, 1   shard 1: bands 0, 1 | shard 0: band 2   shard 1: band 2 |
 
-So a collective reads one contiguous range, and its results are rows where they belong. Inside a group tiles go by
-columns of ``GROUP_M`` bands.
+So a collective reads one contiguous range, and its results are rows where they belong. Inside a group, tiles are
+multiplied in columns of ``GROUP_M`` bands.
 
 Counting. A block counts its tiles of a group in one addition, when the next tile that it has claimed is of a later
 group. Until then its bulk stores continue under the next tile's matmul. The kernel that waits for a group sets the
 group's counter back to zero. It has ended before the next call begins, because both streams are joined.
 
 Forward progress. The matmul waits for nothing, so it ends wherever it was started, on however few SMs. The waiting
-kernel is launched behind it, even if ``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts both into one hardware queue. It needs a
-place for one warp, which the SMs left free have. Without such SMs it would run when the matmul's blocks end. Its wait
-is bounded (``signals``). A collective stands behind its rank's waiting kernel on one stream, and waits for peers whose
-matmuls end likewise.
+kernel is launched after it, so it cannot hold up the matmul even if ``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts both into
+one hardware queue. It needs room for one warp, which the SMs left free have. Without such SMs it would run when the
+matmul's blocks end. Its wait is bounded (``signals``). A collective follows its rank's waiting kernel on the same
+stream, and waits for peers whose matmuls end likewise.
 
 Memory ordering. Tiles are stored by bulk stores and ``store_fence``, or by ordinary stores; then comes ``add_flag``
 (barrier, release). The waiting kernel acquires the last addition, and with it all additions before: additions to a
 counter are one release sequence. The collective's kernel starts when the waiting kernel has ended.
 
-Aborts (``signals``). The collective is not ours: it cannot be kept from sending the group's rows. So behind a wait that
-was given up, and in all calls after it, the waiting kernel overwrites the group's rows with NaN. The collective's sum
+Aborts (``signals``). We cannot keep an ordinary collective from sending the group's rows. So after a wait that was
+given up, and in all calls after it, the waiting kernel overwrites the group's rows with NaN. The collective's sum
 carries the NaN to every rank, even where no abort word reaches it (another machine). Where an abort word does reach it,
 the board says so before the collective's kernel starts, and so before any rank has its result. A tile that is stored
 later replaces NaN by what the collective should have read. In the result of an all-reduce it leaves this rank's own
-partial sum, and this rank has been told. Counters may stay as they are: nothing that they say is believed any more.
+partial sum, and this rank has been told. Counters may keep any value: after an abort nothing relies on them.
 
 CUDA graphs. Counters and queue are zero between calls, and a group's number of tiles depends only on the shapes. No
 argument changes from replay to replay.
@@ -65,8 +65,8 @@ def matmul_in_groups(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr,
     THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """``c = (a @ b + bias) * scale``, its rows by groups. Grid: any number of blocks. SMs beyond them are left to the
-    collectives.
+    """``c = (a @ b + bias) * scale``, with its rows ordered by groups. Grid: any number of blocks. The SMs that they
+    leave free run the collectives.
 
     Args:
         a_desc: ``[shards * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
@@ -121,7 +121,7 @@ def matmul_in_groups(
                 if (m + 1) * BLOCK_M <= rows:
                     store_tile(c_desc, row, n * BLOCK_N, tile, HALVES)
                 else:
-                    # A tile stops where its shard ends: the rows behind are the next shard's.
+                    # A tile stops where its shard ends: the rows that follow belong to the next shard.
                     at_m = tl.arange(0, BLOCK_M)
                     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
                     to = c + (row + at_m)[:, None].to(tl.int64) * columns + at_n[None, :]

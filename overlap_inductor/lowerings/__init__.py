@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lowerings of overlap_inductor (import-light: import the modules you need)."""
+"""The schedules, the ops that they define, and code that several schedules share. Importing this package imports none
+of its modules."""

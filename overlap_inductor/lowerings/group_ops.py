@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops that a rewritten graph holds for each group, with any schedule: ``agree``, ``follow`` and ``group_rank``.
+"""The ops that serve a group in a rewritten graph, whatever its schedules: ``agree``, ``follow`` and ``group_rank``.
 
-::
+The ops of a group form a *chain*: each one reads or mutates the chain's current token, a one-byte tensor, so the ops
+run in graph order::
 
-    chain = agree(group, plan)      # compares the ranks' plans unless that was done; returns the chain's first token
-    follow(chain!, other)           # orders the next op of the chain after ``other``, a collective left in place
-    rank  = group_rank(group)       # the rank as a symbol, so that the graph's text is the same on every rank
+    chain = agree(group, plan)   # compares the ranks' plans if they were not compared yet; returns the first token
+    follow(chain!, other)        # orders the next op of the chain after ``other``, e.g. a collective left in place
+    rank  = group_rank(group)    # the rank in the group, read at run time: the code is the same on every rank
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def _agree_fake(
     return torch.empty(1, dtype=torch.uint8, device=like.device)
 
 
-# ``like`` is on the device of the group's sites. ``workspace``: JSON text ``[[site, bytes, signals]]`` of the group's
-# sites that need workspace. ``limit``: the most workspace that they may hold together, in MiB.
+# ``like``: any tensor on the device of the group's sites. ``workspace``: JSON text ``[[site, bytes, signals]]`` of the
+# group's sites that need workspace. ``limit``: MiB that all workspace of the group may take on this rank.
 define(
     "agree(str group_name, str plan, Tensor like, str? workspace=None, int limit=0) -> Tensor",
     _agree,
@@ -65,5 +66,6 @@ def _follow(chain: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return chain.new_empty(1)
 
 
-# Orders the next op of the chain after ``other``, a collective of the same group that was left in place.
+# Orders the next op of the chain after ``other``: a collective of the same group that was left in place, or another
+# group's token.
 define("follow(Tensor(a!) chain, Tensor other) -> Tensor", _follow, _follow)

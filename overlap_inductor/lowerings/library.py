@@ -14,8 +14,15 @@ library = torch.library.Library(NAMESPACE, "DEF")
 def define(
     schema: str, implementation: object, fake: object, layout: torch.Tag = torch.Tag.needs_fixed_stride_order
 ) -> None:
-    """Define one op with one implementation for all devices, and its fake function. ``layout``: the tag that says which
-    layouts Inductor may give its inputs. An op with an argument ``site`` shows the site in profiler traces."""
+    """Define an op with one implementation for all devices, and its fake function.
+
+    If the op has an argument ``site``, profiler traces show the site.
+
+    Args:
+        schema: name, arguments and results, without the namespace.
+        fake: computes the results' shapes and dtypes, as ``torch.library.register_fake`` expects.
+        layout: the tag that says which layouts Inductor may give the op's inputs.
+    """
     name, arguments = schema.split(" ->")[0].rstrip(")").split("(", 1)
     names = [argument.split(" ")[-1].split("=")[0] for argument in arguments.split(", ")]
     if "site" in names:
@@ -26,5 +33,5 @@ def define(
 
 
 FLEXIBLE = torch.Tag.flexible_layout
-"""The tag of ops whose lowerings read any layout. With a fixed stride order Inductor would compare the inputs' strides,
-and a comparison of symbolic strides adds a guard."""
+"""The tag of ops that accept inputs of any layout. With a fixed stride order, Inductor would compare the inputs'
+strides, and a comparison of symbolic strides adds a guard."""

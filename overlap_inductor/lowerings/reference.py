@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain reference implementations: the ordinary collective and the whole matmul, one after the other.
 
-Every schedule is tested against these, and the looping ops fall back to them below ``min_rows``.
+Every schedule is tested against these. The ops that run a whole site also fall back to them, e.g. below ``min_rows``
+tokens.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ def _sum_of_products(
 
 
 def _average(tensor: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    # gloo has no reduce op for averages.
+    # Ranks reduce with a sum, which is divided here, because gloo has no reduce op for averages.
     return tensor / group.size() if reduce_op == "avg" else tensor
 
 
 def reduced(pattern: str, partial: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum (or average) of ``partial [M, N]`` over all ranks. A reduce-scatter returns this rank's rows ``[M / W,
-    N]``. An all-reduce returns all rows and overwrites ``partial``."""
+    """The sum of ``partial [M, N]`` over all ranks, or the average if ``reduce_op`` is ``avg``.
+
+    Pattern ``matmul_all_reduce`` returns all rows and overwrites ``partial``. Any other pattern is a reduce-scatter,
+    which returns this rank's rows ``[M / W, N]``.
+    """
     if pattern == "matmul_all_reduce":
         dist.all_reduce(partial, group=group)
         return _average(partial, reduce_op, group)
@@ -60,7 +64,8 @@ def matmul_reduce_scatter(
     reduce_op: str,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """This rank's rows ``[M / W, N]`` of the sum over ranks of ``sum_i lhs_i [M, K_i] @ rhs_i [K_i, N] + bias_i``."""
+    """This rank's rows ``[M / W, N]`` of the sum or average over ranks of ``sum_i lhs_i [M, K_i] @ rhs_i [K_i, N] +
+    bias_i``."""
     return reduced("matmul_reduce_scatter", _sum_of_products(lhs, rhs, biases), reduce_op, group)
 
 
@@ -71,7 +76,7 @@ def matmul_all_reduce(
     reduce_op: str,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """The sum over ranks ``[M, N]`` of ``sum_i lhs_i @ rhs_i + bias_i``."""
+    """The sum or average ``[M, N]`` over ranks of ``sum_i lhs_i [M, K_i] @ rhs_i [K_i, N] + bias_i``."""
     return reduced("matmul_all_reduce", _sum_of_products(lhs, rhs, biases), reduce_op, group)
 
 

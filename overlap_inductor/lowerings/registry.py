@@ -14,8 +14,8 @@ from overlap_inductor.lowerings.small_message.schedule import SMALL_MESSAGE
 from overlap_inductor.lowerings.wave_groups.schedule import WAVE_GROUPS
 
 SCHEDULES: list[SiteSchedule] = []
-"""Schedules whose ops another schedule can call (``called_by_others``) stand in order of host cost, the lowest first:
-the other schedule calls the first one that pays."""
+"""Register schedules with ``called_by_others`` in order of host cost, the lowest first: a schedule that calls another
+schedule's op takes the first of these schedules that pays."""
 
 
 def register(schedule: SiteSchedule) -> None:
@@ -31,12 +31,13 @@ def unregister(schedule: SiteSchedule) -> None:
 
 
 def schedule_named(name: str) -> SiteSchedule:
-    """The schedule of this name."""
+    """The schedule of this name. Raises ``StopIteration`` if there is none."""
     return next(s for s in SCHEDULES if s.name == name)
 
 
 def define_ops() -> None:
-    """Define every op of ``overlap_inductor::``. A graph that is loaded from a cache calls them without the pass."""
+    """Define every op of ``overlap_inductor::``. A graph that is loaded from a cache needs the ops, although the pass
+    did not run in this process."""
     for name in ("overlap_inductor.lowerings.group_ops", *(m for s in SCHEDULES for m in s.ops)):
         import_module(name)
 

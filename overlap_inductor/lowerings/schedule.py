@@ -29,11 +29,12 @@ Replaced = dict[fx.Node, fx.Node]
 
 @dataclass(frozen=True)
 class ExchangeTerms:
-    """What both ends of a transfer must do alike, besides the collective's own shape (``passes.agreed_plan``).
+    """What the ranks of a transfer must agree on, besides the collective's own shape (``passes.agreed_plan``).
 
     Attributes:
-        parameters: the parameters of a plan's piece that both ends must share.
-        cut: ``(sizes, words)`` of what is cut for the transfer; ``None`` if it is sent whole.
+        parameters: the parameters of a plan's piece that must be the same on all ranks.
+        cut: ``(sizes, words)``: the sizes of the dims that are cut for the transfer, and a text that says which dims
+            they are. ``None`` if nothing is cut.
         computes_ahead: whether the nodes of ``SiteNodes.computed_ahead`` are computed before data is sent.
     """
 
@@ -44,9 +45,11 @@ class ExchangeTerms:
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of a schedule's op without a graph: ``a [rows, inner] @ b [inner, columns]`` beside a collective.
+    """One call of a schedule's op without a graph: ``a [rows, inner] @ b [inner, columns]`` with a collective.
 
     Attributes:
+        pattern: the site's pattern, e.g. ``all_gather_matmul``.
+        ranks: global ranks of the group.
         tokens: rows of the whole tensor: after a gather, or before a scatter.
         dtype: the operands' dtype.
         sent: the dtype of the elements that the collective moves.
@@ -64,6 +67,7 @@ class OpCall:
 
     @property
     def shard_rows(self) -> int:
+        """Rows of one rank's shard, rounded up."""
         return -(-self.tokens // len(self.ranks))
 
 
@@ -80,8 +84,8 @@ class SingleOp(Protocol):
         ...
 
     def why_no_call(self, call: OpCall, transport: str, device: torch.device) -> str | None:
-        """Why the op cannot compute ``call`` over ``transport`` (empty: any transport); ``None`` if it can. The answer
-        is the same on all ranks."""
+        """Why the op cannot compute ``call`` over ``transport``; ``None`` if it can. If ``transport`` is empty, any
+        transport may be used. The answer is the same on all ranks."""
         ...
 
     def settings_of(self, call: OpCall, transport: str) -> dict[str, Any]:
@@ -103,33 +107,34 @@ class SiteSchedule(Protocol):
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Names of the transports that may move its bytes, as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
+        """Names of the transports that may move the schedule's bytes, as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
         ...
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Names of the patterns that it computes. The other methods are called with sites of these patterns only."""
+        """Names of the patterns that the schedule computes. Its methods are called with sites of these patterns
+        only."""
         ...
 
     @property
     def noun(self) -> str:
-        """What computes a site, to stand after "a" or "no": "fused kernel"."""
+        """A noun for what computes a site, such as "fused kernel". Texts use it after "a" or "no"."""
         ...
 
     @property
     def called(self) -> str:
-        """The schedule in a sentence, to stand after "estimated 12 us": "in a fused kernel"."""
+        """How the schedule runs, such as "in a fused kernel". Texts use it after a time: "12 us in a fused kernel"."""
         ...
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """Names of the modules that define its ops. ``registry.define_ops`` imports them."""
+        """Names of the modules that define the schedule's ops. ``registry.define_ops`` imports them."""
         ...
 
     @property
     def called_by_others(self) -> bool:
-        """Whether another schedule's op can call its all-reduce op for token counts that the other does not serve. The
-        plan must then need no parameter but ``settings``."""
+        """Whether another schedule's op can call this schedule's all-reduce op, for token counts that the other
+        schedule does not serve. If so, this schedule's plan must need no parameter but ``settings``."""
         ...
 
     @property
@@ -139,25 +144,26 @@ class SiteSchedule(Protocol):
 
     @property
     def holds_workspace(self) -> bool:
-        """Whether its sites hold symmetric memory, so that ``request`` may return one."""
+        """Whether the schedule's sites hold symmetric memory. If not, ``request`` always returns ``None``."""
         ...
 
     def why_not_between(self, ranks: tuple[int, ...], device: torch.device) -> str | None:
-        """Why the schedule cannot run between these global ranks with tensors on ``device``, whatever the site;
-        ``None`` if it can. The answer is the same on all ranks. The doctor shows it."""
+        """Why the schedule cannot run any site between these global ranks with tensors on ``device``; ``None`` if it
+        can. The answer is the same on all ranks. The command ``doctor`` shows it."""
         ...
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
-        """Why the schedule cannot compute this legal site under ``config``; ``None`` if it can."""
+        """Why the schedule cannot compute ``site`` under ``config``; ``None`` if it can. ``site`` has
+        passed ``passes.check``."""
         ...
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
-        """The plan if the user names the schedule: it runs for all token counts that it can serve. No estimate is
-        used."""
+        """The plan if the user names the schedule: the schedule runs for all token counts that it can serve, whatever
+        the estimates say."""
         ...
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
-        """Estimated seconds at the example's token count."""
+        """Estimated seconds of the site at the token count of the example inputs."""
         ...
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
@@ -174,8 +180,10 @@ class SiteSchedule(Protocol):
         ...
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        """Change the decisions of ``sites``, all sites of a graph decided for this schedule, so that they keep within
-        the graph's budget."""
+        """Change the decisions of ``sites`` so that the nodes that they add stay within the graph's budget.
+
+        ``sites``: all sites of a graph that were decided for this schedule.
+        """
         ...
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request | None:
@@ -184,12 +192,13 @@ class SiteSchedule(Protocol):
         ...
 
     def anchor(self, site: DecidedSite) -> fx.Node | None:
-        """The node before which a reducing site is written; ``None`` for the site's collective."""
+        """The node before which the site is written, if no node of the site must move (``SiteNodes.place``). ``None``:
+        it is written before its last collective."""
         ...
 
     def exchange(self, site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
-        """The terms of ``piece``, a piece of this schedule in the site's plan, that ranks compare before they
-        exchange."""
+        """What the ranks compare before they exchange data for ``piece``, a piece of this schedule in the site's
+        plan."""
         ...
 
     def rewrite(self, emit: StepEmitter, site: DecidedSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:

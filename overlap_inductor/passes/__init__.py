@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass, step by step: find sites, check, plan, rewrite. Imports nothing; import the modules you need."""
+"""The steps of the overlap pass: find sites, check, plan, rewrite. This file imports nothing; import the modules that
+you need."""

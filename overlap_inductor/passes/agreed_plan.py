@@ -62,8 +62,8 @@ class _Names:
 
 
 class SiteFootprint:
-    """What one overlapped site moves. It is read before the rewrite erases the site's nodes. ``lines`` writes it when
-    the site's place in the order is known."""
+    """What one overlapped site moves, read from the site's nodes before the rewrite erases them. ``lines`` gives it as
+    text once the site's place in the order of transfers is known."""
 
     def __init__(self, site: DecidedSite, config: OverlapConfig) -> None:
         first = site.collectives[0]
@@ -80,15 +80,17 @@ class SiteFootprint:
         ahead = site.nodes.computed_ahead() if any(t.computes_ahead for t in terms) else []
         self.ahead = f" behind {', '.join(ahead)}" if ahead else ""
         self.cut = next((t.cut for t in terms if t.cut is not None), None)
-        # Sizes stay symbolic here. ``lines`` names the symbols when the line's place is known.
+        # Sizes stay symbolic here, because ``lines`` names symbols in the order in which lines are written.
         layouts = site.nodes.order_sent()
         self.order = _order(*layouts) if layouts is not None else []
-        # A schedule with workspace holds it under the site's id. Its tiles depend on the role of the sharded dim.
+        # Ranks share workspace under the site's id, so the line names the id. It names the role of the sharded dim,
+        # because the tiles in the workspace depend on it.
         needs = planner.workspace([site]).get(self.group)
         self.held = f" as {facts.id} {facts.matmuls[0].role} {needs} of {config.workspace_limit} MiB" if needs else ""
 
     def lines(self, names: _Names) -> list[str]:
-        """The line of the site's transfer, then one for each all-reduce whose result is added to the first one's."""
+        """The line of the site's transfer, then one line for each further all-reduce of the site, whose result is added
+        to that of the first."""
         return [self._line(names), *([f"{names.group(self.group)}: {self.what} added to the one before"] * self.added)]
 
     def _line(self, names: _Names) -> str:
@@ -115,15 +117,16 @@ def _terms(site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
 
 
 def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
-    """How the matmul's result orders the elements of the collective's input: ``(place in the input, size)`` of each run
-    of dims that are consecutive in both; empty if the order is the same."""
+    """In which order the matmul's result holds the elements of the collective's input: ``(place in the input, size)``
+    for each run of atoms that follow each other in both. Empty if both have the same order."""
     places = {_key(atom): i for i, atom in enumerate(sent.flat())}
     runs: list[tuple[int, list[Atom]]] = []
     newest = None
     for atom in leaf.flat():
         place = places.get(_key(atom), -1)
         if place < 0 and same_size(atom.size, 1):
-            # (Shards of one index each: an atom that only one of both layouts counts, and that orders nothing.)
+            # Where each shard is a single index, its atom has size 1 and only one of the two layouts counts it. Such an
+            # atom does not affect the order.
             continue
         if newest is not None and place == newest + 1:
             runs[-1][1].append(atom)
@@ -135,8 +138,8 @@ def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
 
 
 def _key(atom: Atom) -> int | str:
-    """A key of an atom. All rank atoms share one, because a ``cat`` that moves the rank to the front makes a new
-    atom."""
+    """A key of an atom. All rank atoms share one key, because a ``cat`` that moves the rank to the front makes a new
+    rank atom."""
     return "rank" if atom.rank else id(atom)
 
 
@@ -148,8 +151,13 @@ def footprints(sites: list[DecidedSite], config: OverlapConfig) -> dict[str, Sit
 def plan_of(
     graph: fx.Graph, config: OverlapConfig, sites: Mapping[str, SiteFootprint], first_op: Mapping[fx.Node, str]
 ) -> tuple[ExchangePlan, list[str]]:
-    """``(what the graph exchanges, its groups' names in the order g0, g1, ...)``. ``first_op`` maps the first op of
-    each rewritten site to the site's id."""
+    """``(what the graph exchanges, this rank's names of g0, g1, ... in this order)``.
+
+    Args:
+        graph: the graph after the rewrite, or as written if ``first_op`` is empty.
+        sites: what ``footprints`` returned before the rewrite.
+        first_op: the site's id for the first op of each rewritten site.
+    """
     names = _Names()
     steps = []
     for node in graph.nodes:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check whether a site may be rewritten: an ordered list of small checks.
 
-Each check has a reason code, and returns a sentence with the values that speak against the site, or ``None``. The graph
-does not change.
+Each check has a reason code. It returns a sentence with the values for which the site is refused, or ``None``. The
+graph does not change.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ _FP8 = {
 
 @dataclass
 class Context:
-    """What the checks read besides the site: switches, limits of the compile, and the sites accepted so far.
+    """What the checks read in addition to the site: switches, limits of the compile, and the sites accepted so far.
 
     Attributes:
         refusal: why the compile can hold no overlap ops, or ``None``.
-        taken: the matmuls of accepted sites; the value is the site's id.
-        needed: nodes that must stand before the steps of accepted sites: operands, the nodes moved up for them, and
-            what those read. The value is the earliest such anchor.
-        sunk: nodes of accepted sites that will run later than they stand. The value is the anchor where they run.
+        taken: the matmuls of accepted sites. The value is the site's id.
+        needed: nodes that must come before the steps of accepted sites: the steps' operands, the nodes moved up for
+            them, and what those nodes read. The value is the earliest anchor that needs the node
+            (``Placement.anchor``).
+        sunk: nodes of accepted sites that the rewrite will move down. The value is the anchor to which they move.
     """
 
     config: OverlapConfig
@@ -170,8 +171,8 @@ def _streams(site: OverlapSite, context: Context) -> str | None:
 
 @check("mutation")
 def _mutation(site: OverlapSite, context: Context) -> str | None:
-    """Refuse a site if a tensor that it reads is written in place between its first and last node: a read that moved
-    would see other data."""
+    """Refuse a site if a tensor that it reads is written in place between its first and its last node. If the rewrite
+    moved the read across the write, the site would read other data."""
     members = [*_members(site), *site.nodes.others()]
     read = {id(i): i for n in members for i in n.all_input_nodes}
     node, last = min(members), max(members)
@@ -185,22 +186,22 @@ def _mutation(site: OverlapSite, context: Context) -> str | None:
 
 @check("hoist")
 def _hoist(site: OverlapSite, context: Context) -> str | None:
-    """Refuse a site if its matmuls' operands cannot be computed before its steps without moving a node that may not be
-    moved."""
+    """Refuse a site if computing its matmuls' operands before its steps would move a node that may not be moved, or
+    would make it and an accepted site wait for each other."""
     placement = site.nodes.place()
     if placement is None:
         return None
     if placement.obstacle is not None:
         blocking = f"{placement.obstacle.name} ({placement.obstacle.target})"
         return f"the site's steps need {blocking} earlier than it runs now, and it cannot be moved"
-    # The site is refused only if accepted sites block every place. If one is free, the rewrite takes it.
+    # The site is refused only if accepted sites block every place. If a place is free, the site stays legal.
     crossings = [_crossing(site, p, context) for p in site.nodes.places() if p.obstacle is None]
     return None if None in crossings else crossings[0]
 
 
 def _crossing(site: OverlapSite, placement: Placement, context: Context) -> str | None:
-    """Why ``placement`` would make this site and an accepted one wait for each other's results, or ``None``. Sites are
-    accepted in the order in which they are found, which is the order in which the rewrite moves them."""
+    """Why this site at ``placement`` and an accepted site would wait for each other's results, or ``None``. Sites are
+    accepted in the order in which they are found. The rewrite moves their nodes in the same order."""
     late = {n for n in _read(placement) if n in context.sunk and placement.anchor < context.sunk[n]}
     if late:
         return f"the site's steps need {_names(late)} earlier than an accepted site computes it"
@@ -211,12 +212,12 @@ def _crossing(site: OverlapSite, placement: Placement, context: Context) -> str 
 
 
 def _read(placement: Placement) -> set[fx.Node]:
-    """What must stand before the steps: operands, the nodes moved up for them, and what those read."""
+    """The nodes that must come before the steps: operands, the nodes moved up for them, and what those nodes read."""
     return {*placement.operands, *(n for node in placement.hoisted for n in (node, *node.all_input_nodes))}
 
 
 def _sunk(site: OverlapSite, placement: Placement) -> set[fx.Node]:
-    """The site's nodes that will run later than they stand; none if the steps are written at the gather."""
+    """The site's nodes that the rewrite moves down; none if the steps are written at the gather."""
     return {*placement.sunk, *(m.node for m in site.matmuls)} if placement.sunk else set()
 
 

@@ -21,7 +21,8 @@ from overlap_inductor.sites.nodes import OverlapSite
 
 
 class Choice(NamedTuple):
-    """What one walk found: ``sites`` with their decisions, of which ``chosen`` are to be overlapped."""
+    """The result of one walk: its finder, all ``sites`` with their decisions, and the ``chosen`` ones among them, which
+    are to be overlapped."""
 
     found: SiteFinder
     sites: list[DecidedSite]
@@ -33,12 +34,18 @@ def find_and_choose(
 ) -> Choice:
     """Find and decide all sites.
 
-    If a term of a sum is another site's matmul, the reduction leaves it to that site. Two repairs follow, each kept
-    only if it overlaps more:
+    A reducing site may sum several matmuls. If one of them belongs to another site, the reducing site leaves it to that
+    site and reads the matmul's result as a plain tensor. Two repairs follow. Each is kept only if it overlaps more
+    sites, or as many sites with more matmuls:
 
-    - If that other site is not overlapped, find again and leave it nothing.
+    - If that other site is not overlapped, find again, and let the reducing site take the matmul.
     - If the matmul that was left holds the rest of the sum as its bias, take it apart (``fused_sums.unfold``) and find
       again.
+
+    Args:
+        phase: inference, forward or backward.
+        refusal: why the compile can hold no overlap ops, or ``None``.
+        failed: for the id of each site whose rewrite has failed, why it failed.
     """
 
     def chosen_without(idle: set[str]) -> Choice:
@@ -66,7 +73,7 @@ def find_and_choose(
 
 
 def _idle_owners(choice: Choice) -> set[str]:
-    """Names of the collectives of sites that are not overlapped, though a reduction left them a matmul."""
+    """Names of the first collectives of sites that are not overlapped although a reducing site left them a matmul."""
     taken, left = {s.facts.id for s in choice.chosen}, choice.found.left
     return {
         s.collectives[0].node.name
@@ -76,15 +83,15 @@ def _idle_owners(choice: Choice) -> set[str]:
 
 
 def _served(choice: Choice) -> tuple[int, int]:
-    """Number of sites to overlap, and of their matmuls."""
+    """``(number of sites to overlap, number of their matmuls)``."""
     return len(choice.chosen), sum(len(s.matmuls) for s in choice.chosen)
 
 
 def choose(
     sites: list[OverlapSite], config: OverlapConfig, refusal: str | None, failed: dict[str, Reason]
 ) -> tuple[list[DecidedSite], list[DecidedSite]]:
-    """Decide every site: ``(all sites with their decisions, those to overlap)``. ``failed``: by id, why a site's
-    rewrite has failed already."""
+    """Decide every site: ``(all sites with their decisions, those to overlap)``. ``refusal`` and ``failed`` are as in
+    ``find_and_choose``."""
     context = legality.Context(config, refusal)
     decided = [_decide(site, config, context, failed) for site in sites]
     planner.fit_workspace(_overlapped(decided), config)

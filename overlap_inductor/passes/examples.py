@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Pattern.example`` of each pattern: the pattern as a model writes it, for the bench and the tests.
+"""The ``Pattern.example`` of each pattern: the pattern as a model writes it, for the benchmarks and the tests.
 
 ::
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find every site of a graph, and give a reason for every collective that is not part of one.
 
-The walk names no pattern: it asks the patterns of ``passes.patterns`` that start at the collective's kind, in their
-order. The graph does not change::
+This module names no pattern. At each collective it asks, in order, the patterns of ``passes.patterns`` that start at a
+collective of that kind. The graph does not change::
 
     for each collective in graph order:
         for each pattern of its kind: Match -> a site; Miss -> its reasons
@@ -35,8 +35,10 @@ class SiteFinder:
     """One walk over a graph's collectives. Patterns read it through ``pattern.Search``.
 
     Attributes:
-        idle: names of collectives whose sites own no matmuls, so that another site's sum may use these matmuls.
-        left: matmuls of other sites that a reduction reads as plain tensors.
+        phase: inference, forward or backward.
+        idle: names of collectives whose sites do not own their matmuls, so that a sum of another site may take them.
+        left: matmuls that reducing sites left to other sites (``Match.left``).
+        merged: collectives that a pattern merged into one site. ``run`` skips those that it has not reached yet.
         sites, near_misses: what ``run`` found, in graph order.
     """
 
@@ -57,7 +59,7 @@ class SiteFinder:
 
     @functools.cached_property
     def _early(self) -> dict[tuple[str, fx.Node], Match | Miss]:
-        """What the early patterns find at every collective."""
+        """What each early pattern (``Pattern.early``) finds at each collective of its kind."""
         return {
             (pattern.name, node): pattern.find(found, self)
             for pattern in PATTERNS
@@ -67,8 +69,9 @@ class SiteFinder:
         }
 
     def owned(self) -> set[fx.Node]:
-        """The matmuls of all sites of early patterns, and of the sites found so far. Early sites later in the graph
-        count, because a sum of all-reduces is found at its first one."""
+        """The matmuls of all sites of early patterns, and of the sites found so far. Sites of early patterns count even
+        if they come later in the graph: a sum of all-reduces is found at its first all-reduce, but may also read
+        matmuls that come later."""
         early = [(node, m.nodes) for (_, node), m in self._early.items() if isinstance(m, Match)]
         found = [(s.collectives[0].node, s.nodes) for s in self.sites]
         return {m.node for node, nodes in early + found if node.name not in self.idle for m in nodes.matmuls}
@@ -107,9 +110,9 @@ class SiteFinder:
         anchor = nodes.matmuls[0].node
         facts = finding.describe(collective.node, collective.kind, found.dim, found.role)
         module = naming.module_of(anchor) or naming.module_of(collective.node)
-        # The id must be the same on all ranks. What the collective moves and its place among the graph's collectives
-        # are. Node names are not, because Inductor numbers them after other work in the graph. Matmuls are not: a rank
-        # may have another size of a dim, a bias, or padding of its own.
+        # The id must be the same on all ranks. So it is made from what the collective moves and from the collective's
+        # place among those of the graph. Node names may differ between ranks, because their numbers depend on other
+        # nodes of the graph. Matmuls may differ too: a rank may have another size of a dim, a bias, or its own padding.
         ordinal = self._ordinals[collective.node]
         moves = f"{facts.reduce_op}:{facts.dtype}:{tools.size_text(tools.shape(collective.input)[-1])}"
         identity = naming.site_id(pattern.name, module, self.phase, ordinal, moves)

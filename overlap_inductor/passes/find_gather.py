@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find ``all-gather -> matmul``: follow the gathered tensor forward to every matmul that it is an operand of.
 
-The finder leaves the graph as it is. It gives one site with all consumers, which the rewrite replaces together::
+The finder does not change the graph. It returns one site with all these matmuls (the consumers), which the rewrite
+replaces together. R is the number of ranks::
 
     wait = wait_tensor(all_gather(x [s, h]))        # [R s, h]
-    view = reshape(wait)                            # views, row-wise and pointwise ops may stand between
-    y, z = mm(view, w), mm(view, v)                 # consumers: operand, role of the gathered dim, layout
-    ->  y, z from the steps' pieces: mm of one shard each, while the next shard moves
+    view = reshape(wait)                            # views, row-wise and pointwise ops may come in between
+    y, z = mm(view, w), mm(view, v)                 # consumers, each with its operand, role of the gathered dim, layout
+    ->  y, z from the steps' pieces                 # each step: mm of one shard while the next shard moves
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ def _pieces(cat: fx.Node) -> tuple[fx.Node, list[tuple[Any, Any]]] | None:
 
 
 def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason | None:
-    """For ``cat`` of the rank shards of one gathered tensor: ``(tensor, rows kept)``, with ``None`` if all are kept.
+    """``(gathered tensor, number of rows kept)`` if ``cat`` joins all ranks' shards of a gathered tensor in order. The
+    number is ``None`` if all rows are kept; else the last rows, which are padding, are cut off.
 
-    Returns a ``Reason`` if the pieces are not a plain gather (wrong order, overlap, gaps), and ``None`` for another
-    kind of cat.
+    Returns a ``Reason`` if ``cat`` joins pieces of one tensor in another way (wrong order, overlap, gaps), and ``None``
+    if it does not join pieces of one tensor.
     """
     found = _pieces(cat)
     if found is None:
@@ -95,7 +97,8 @@ def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason 
 
 
 class _Follower:
-    """Walks forward from one wait. ``layouts`` maps every node that is a form of the gathered tensor to its layout."""
+    """Walks forward from one wait. ``layouts`` holds the layout of every node that is a form of the gathered tensor: a
+    view of it, or a result computed from it row by row."""
 
     def __init__(self, collective: CollectiveNode) -> None:
         self.collective = collective
@@ -107,14 +110,14 @@ class _Follower:
         self.known: dict[fx.Node, bool] = {}
         self.consumers: list[GatherConsumer] = []
         self.row_wise: dict[fx.Node, list[Atom]] = {}
-        """Row-wise nodes that are not element-wise, with the dims that each needs whole."""
+        """For each row-wise node that is not element-wise, the dims that it needs whole (``row_wise.RowWise``)."""
 
     def run(self) -> None:
         tools.walk([self.collective.wait], self._goes_on)
 
     def _goes_on(self, node: fx.Node) -> bool:
-        """Visit ``node``; return whether to visit its users. They are visited if ``node`` is a form of the gathered
-        tensor, or may be a piece of it that a cat joins with others."""
+        """Visit ``node``; return whether to visit its users: ``node`` is a form of the gathered tensor, or may be a
+        piece of it that a cat joins with other pieces."""
         if node.op == "call_function" and (
             node.target is aten.cat.default or any(s in self.layouts for s in node.all_input_nodes)
         ):
@@ -188,7 +191,8 @@ class _Follower:
         return not self._needy(node)
 
     def _needy(self, node: fx.Node) -> fx.Node | None:
-        """An input that is computed from the gathered tensor but has no layout: it needs the whole tensor."""
+        """An input of ``node`` that is computed from the gathered tensor but has no layout, or ``None``. Such an input
+        needs the whole gathered tensor."""
         return next(
             (
                 n
@@ -300,7 +304,7 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
         try:
             consumer.layout.refined()
         except LayoutError as error:
-            # The walk may have split the shards' atoms after it came by this consumer.
+            # After it visited this consumer, the walk may have split the shards' atoms.
             follower.obstacles.append(Reason("layout", f"{consumer.operand_node.name}: {error}"))
             continue
         outside = zip(
@@ -360,7 +364,7 @@ def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
 
 
 class AllGatherMatmul:
-    """See ``Pattern``. A gather of a weight (FSDP) is not a site."""
+    """Pattern ``all-gather -> matmul`` (see ``Pattern``). An all-gather of a weight (FSDP) is not a site."""
 
     name = "all_gather_matmul"
     kind = "all_gather"
@@ -384,7 +388,7 @@ class AllGatherMatmul:
 
 
 def _logical_dim(nodes: GatherNodes) -> int | None:
-    """The dim that the user gathered, before the tensor was flattened for the matmul: the dim of the ``cat`` that joins
-    the shards, else 0."""
+    """The dim that the user gathered, of the tensor before it was flattened for the matmul: the dim along which a
+    ``cat`` joins the shards, or 0 if there is no such ``cat``."""
     sources = [n for n in nodes.through if n.target is aten.cat.default]
     return operators.argument(sources[0], "dim") if sources else 0

@@ -2,16 +2,18 @@
 """Find ``matmul -> collective`` (reduce-scatter, all-reduce, all-gather of an output): follow the collective's input
 backward.
 
-The finder leaves the graph as it is. Before and after the rewrite::
+The matmuls are the leaves of this walk. The views and pointwise ops between them and the collective, together with the
+leaves, are the region. The finder does not change the graph. Before and after the rewrite::
 
-    a = mm(x, w); b = mm(y, v); t = add(a, b)       # leaves, and a region of views and pointwise ops
+    a = mm(x, w); b = mm(y, v)                      # leaves
+    t = add(a, b)
     out = wait_tensor(reduce_scatter(t))
-    ->  for each piece of t: mm of the same rows of x and y, add, start the piece's transfer
-        out from what arrived
+    ->  for each piece of t: mm of the same rows of x, and of y; add; start the piece's transfer
+        out from the pieces that arrived
 
 Cutting commutes exactly with views and pointwise ops, so each slice of the collective's input is computed from the same
-slice of the matmuls' outputs. An op with which cutting does not commute (a softmax, a sum over rows, a broadcast along
-the cut dim) is refused.
+slice of the matmuls' outputs. A site is refused if cutting does not commute with an op of its region (a softmax, a sum
+over rows, a broadcast along the cut dim).
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ aten = tools.aten
 
 
 def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reason | None:
-    """For ``cat(split(x, dim=d), 0)`` of equal pieces in order: ``(x, d)``. A ``Reason`` if the pieces are unequal or
-    out of order; ``None`` for another cat."""
+    """``(x, d)`` if ``cat`` is ``cat(split(x, dim=d), 0)`` of one equal piece for each rank, in order. A ``Reason`` if
+    the pieces are unequal or out of order; ``None`` for another cat."""
     source: Any = None
     dim: Any = None
     pieces: list[Any] = list(cat.args[0])
@@ -76,7 +78,7 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
 
 
 def _is_matmul_result(node: fx.Node) -> bool:
-    """Whether ``node`` is a matmul's result or a sum of such, through views and casts only."""
+    """Whether ``node`` is computed from matmuls by sums, views and casts only."""
     pending, seen = [node], {node}
     while pending:
         node = pending.pop()
@@ -93,7 +95,7 @@ def _is_matmul_result(node: fx.Node) -> bool:
 
 
 def _summands(node: fx.Node) -> list[fx.Node]:
-    """The tensors that ``node`` adds, if it is a plain sum of tensors; else none."""
+    """The tensors that ``node`` adds, if it is a sum of tensors without a factor; else ``[]``."""
     if node.target is not aten.add.Tensor or node.kwargs or not all(map(tools.is_tensor, node.args)):
         return []
     return list(node.args)
@@ -104,14 +106,15 @@ class Tracer:
 
     Attributes:
         unfolds: whether a bias that is a sum of matmuls (``matmuls.folded``) is followed too.
-        owned: matmuls of other sites. A bias that holds one is not followed.
-        read: matmuls that are read like any other tensor.
-        left: the ``owned`` matmuls found in such biases.
+        owned: matmuls of other sites. A bias that is a sum with one of them is not followed.
+        read: matmuls that are read as plain tensors, not followed.
+        left: the ``owned`` matmuls found in biases.
+        layouts: the layout of each node that was reached.
         through: the source of each view-like node.
         leaves: the matmuls found, in the order of the walk.
         externals: tensors that the region reads and does not compute.
-        obstacle: set if a ``cat`` is not a plain scatter.
-        region: nodes computed piece by piece, with the leaves.
+        obstacle: why there is no site, if a ``cat`` is not a plain scatter; else ``None``.
+        region: the nodes that are computed piece by piece, including the leaves.
         unfolded: biases that were followed.
         padding: the node that appends zeros before a gather, or ``None``.
     """
@@ -127,12 +130,13 @@ class Tracer:
         self.region: set[fx.Node] = set()
         self.unfolded: set[fx.Node] = set()
         self.root: fx.Node
-        """What is computed for the first collective: its input, or the input before ``padding`` appended zeros."""
+        """The node that is computed in pieces for the first collective: its input, or what ``padding`` appends zeros
+        to."""
         self.padding: fx.Node | None = None
 
     def trace(self, root: fx.Node, layout: Layout) -> None:
-        """Follow ``root``, which has ``layout``, to the matmuls. Raises ``LayoutError`` if a layout cannot be
-        followed."""
+        """Walk from ``root``, which has ``layout``, to the matmuls. Raises ``LayoutError`` if a layout cannot be
+        followed through an op."""
         pending = [(root, layout)]
         while pending:
             node, layout = pending.pop()
@@ -206,7 +210,8 @@ def traced(
     read: Collection[fx.Node],
     tracer_type: type[Tracer] = Tracer,
 ) -> Tracer:
-    """A tracer that has followed the inputs of all ``collectives``. Raises ``LayoutError``."""
+    """A tracer that has walked backward from the inputs of all ``collectives``. Raises ``LayoutError`` if a layout
+    cannot be followed through an op."""
     first = collectives[0]
     tracer = tracer_type(first.world_size, first.kind != "all_gather", owned, read)
     tracer.padding = padding_before(first.input) if first.kind == "all_gather" else None
@@ -221,11 +226,18 @@ def traced(
 def find_reduce(
     collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node] = ()
 ) -> tuple[ReduceNodes | None, Reason | None, list[fx.Node]]:
-    """The site at a collective, or at several whose results are added up to ``result``: ``(nodes, obstacle, left)``.
+    """The site at a collective, or at several all-reduces that are added up to ``result``: ``(nodes, obstacle, left)``.
 
-    ``nodes`` is ``None`` if there is no site; ``obstacle`` then says why, if anything was found. ``owned``: matmuls of
-    other sites. If a sum has terms that are owned and terms that are not, the site takes only the latter, reads the
-    owned ones as plain tensors, and returns them in ``left``.
+    Args:
+        result: the collective's wait, or the sum of the waits.
+        owned: matmuls of other sites.
+
+    Returns:
+        nodes: the site's nodes, or ``None`` if there is no site.
+        obstacle: with ``nodes``, why the site must stay as written, or ``None``. Without ``nodes``, why there is no
+            site; ``None`` if the walk reached no matmul.
+        left: the matmuls in ``owned`` that are left to their own sites. If only some terms of a sum are in ``owned``,
+            this site takes the other terms and reads the owned ones as plain tensors.
     """
     left: list[fx.Node] = []
     try:
@@ -289,8 +301,8 @@ def _site(
 
 
 def reads_a_result(tracer: Tracer) -> Reason | None:
-    """Why the region cannot be cut: it reads a tensor that is computed from one of its own matmuls. That matmul would
-    have to be computed whole as well as in pieces."""
+    """Why the region cannot be cut, or ``None``: it reads a tensor from outside that is computed from one of its own
+    matmuls, so that matmul would have to be computed both whole and in pieces."""
     for leaf in tracer.leaves:
         known: dict[fx.Node, bool] = {}
         forks = any(u not in tracer.region for u in leaf.node.users)
@@ -315,8 +327,8 @@ def used_elsewhere(collectives: list[CollectiveNode], tracer: Tracer) -> Reason 
 
 
 def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
-    """Why zero rows in the matmuls' operands would not give the zero rows that are appended to their result, or
-    ``None``."""
+    """Zeros are appended to the matmuls' result. The site would append zeros to the operands instead. Returns why this
+    would not give the same zeros in the collective's input, or ``None`` if it does."""
     for matmul in tracer.leaves:
         biased = matmul.bias is not None and matmul.bias not in tracer.unfolded
         if matmul.kind == "scaled_mm" or role == "B" or biased:
@@ -344,7 +356,8 @@ def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
 
 
 def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether ``node`` is a split, getitem, slice, copy or padding that only feeds nodes in ``inside``."""
+    """Whether ``node`` is a split, getitem, slice, copy or padding that only nodes in ``inside`` read, directly or
+    through other such nodes."""
     cuts = (*tools.SPLITS, *tools.SAME, aten.slice.Tensor, aten.constant_pad_nd.default)
     if node.target in cuts or getattr(node.target, "__name__", "") == "getitem":
         return all(u in inside or _is_piece(u, inside) for u in node.users)
@@ -352,8 +365,8 @@ def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, gathered: Layout, world_size: int) -> ShardedDim:
-    """The matmul's output dim that is cut: the scattered dim, or dim 0 for an all-reduce or a gathered output. Raises
-    ``LayoutError`` if a gathered output is in another order than the matmul's."""
+    """The dim of the matmul's output that is cut: the scattered dim, or dim 0 for an all-reduce or an all-gather.
+    Raises ``LayoutError`` if an all-gather's input holds the elements in another order than the matmul's output."""
     if kind == "reduce_scatter":
         return ShardedDim.of(layout)
     if kind == "all_gather" and not layout.same_elements(gathered):

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``matmuls -> sum over a dim, or cat -> collective``: regions whose ops commute with cutting rows but change the
-matmuls' shape.
+"""Find ``matmuls -> sum over a dim, or cat -> collective``: regions (``passes.find_reduce``) with ops that commute with
+cutting rows but change the matmuls' shape.
 
-Pieces keep the matmuls' dims; a dim that was summed over has one index. The graph before, and the pieces that the
-rewrite computes::
+A piece keeps the matmuls' dims. A dim that is summed over has size 1 after the sum. The graph before, and the pieces
+that the rewrite computes (R: number of ranks, E: number of experts)::
 
     bmm [E] [R t] [h] -> mul by share [E, t, 1] -> sum(0) -> [R t] [h]
         pieces [E, part of t, h] -> [1, part of t, h]
     mm [R t] [a], mm [R t] [b] -> cat(dim=1)              -> [R t] [a + b]
         pieces [part of t, a], [part of t, b] -> [part of t, a + b]
 
-The dim that is cut may be neither summed over nor joined. The finder runs only if ``find_reduce`` finds no site. So a
-sum that ``find_reduce`` reads as a plain tensor stays a plain tensor.
+The dim that is cut may be neither summed over nor joined. This finder runs only if ``find_reduce`` finds no site. So if
+``find_reduce`` finds a site that reads a sum as a plain tensor, the sum is not cut.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from overlap_inductor.torch_compat import operators
 aten = tools.aten
 REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default}
 STEPS = 16
-"""Most nodes from a sum or a cat back to the matmul that it is computed from."""
+"""The most nodes on the way from a sum or a cat back to a matmul that it is computed from."""
 
 
 class _RegionTracer(Tracer):
-    """Also follows a sum or a ``cat`` that is computed from a matmul. ``reduced``: the dims that each sum takes away.
-    ``parts``: the joined dim of each part of a ``cat``."""
+    """Also follows a sum or a ``cat`` that is computed from a matmul. ``reduced``: for each sum, the atoms of the dims
+    that it sums over. ``parts``: for each ``cat``, the atom of the joined dim in each of its inputs."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
@@ -121,8 +121,8 @@ def _has_matmul(node: fx.Node) -> bool:
 def find(
     collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node], before: Reason | None
 ) -> tuple[ReduceNodes | None, Reason | None]:
-    """``(nodes, obstacle)``, as ``find_reduce.find_reduce``. ``before``: the reason that ``find_reduce`` gave, returned
-    if there is no such region."""
+    """``(nodes, obstacle)`` as from ``find_reduce.find_reduce``, with the same arguments. ``before``: the reason that
+    ``find_reduce`` gave; it is returned as the obstacle if there is no region with a sum or a ``cat``."""
     if before is not None and before.code not in ("layout", "op_between"):
         return None, before
     try:
@@ -145,7 +145,7 @@ def find(
     except LayoutError as error:
         return None, before or Reason("layout", str(error))
     role = tracer.leaves[0].output_role(region.cut)
-    # A node may have been read as a plain tensor first and then joined the region.
+    # The walk may have noted a node as a plain tensor first and taken it into the region later.
     externals = [n for n in tracer.externals if n not in tracer.region]
     nodes = ReduceNodes(
         collectives,
@@ -163,8 +163,8 @@ def find(
 
 
 class _Dims:
-    """``of`` maps each atom to its dim of the matmuls. ``runs`` holds the runs of atoms that each dim may consist of:
-    the matmuls' own, and those of each ``cat``."""
+    """The matmuls' dims in atoms. ``of`` gives the dim of each atom, by ``_key``. ``runs`` holds, for each dim, the
+    runs of atoms that it may consist of: those of the matmuls, and those of each ``cat``."""
 
     def __init__(self, tracer: _RegionTracer) -> None:
         first, *others = tracer.leaves
@@ -196,8 +196,8 @@ class _Dims:
         return found
 
     def place(self, node: fx.Node, layout: Layout) -> Layout:
-        """``layout`` over the matmuls' dims, each of them whole or absent. Raises ``LayoutError`` if it has a part of a
-        dim."""
+        """``layout`` of ``node`` over the matmuls' dims, each of which is whole or absent. Raises ``LayoutError`` if
+        ``layout`` has only a part of a dim."""
         atoms = set(map(_key, layout.flat()))
         dims: list[tuple[Atom, ...]] = []
         for runs in self.runs:
@@ -213,8 +213,8 @@ class _Dims:
 
 
 def _key(atom: Atom) -> int | str:
-    """A key of an atom. All rank atoms share one, because a ``cat`` that moves the rank to the front makes a new
-    atom."""
+    """A key of an atom. All rank atoms share one key, because a ``cat`` that moves the rank to the front makes a new
+    rank atom."""
     return "rank" if atom.rank else id(atom)
 
 
@@ -229,7 +229,7 @@ def _same(run: list[Atom], other: list[Atom]) -> bool:
 def _region(tracer: _RegionTracer, collective: CollectiveNode) -> tuple[Region, ShardedDim]:
     dims = _Dims(tracer)
     joined: dict[fx.Node, int] = {}
-    # The walk began at the collective, so the ``cat`` nearest to the matmuls was found last. It is placed first.
+    # The walk began at the collective, so the ``cat`` nearest to the matmuls was found last. Here it must come first.
     for node, parts in reversed(tracer.parts.items()):
         at = operators.argument(node, "dim") % len(tools.shape(node))
         leaves = [atom.leaves() for atom in parts]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take apart sums of matmuls that Inductor has fused into one node, so that sites can be found in them; put back those
-that no site took.
+"""Take apart sums of matmuls that Inductor has fused into one node, so that sites can be found in them. Sums that no
+site took are fused again.
 
 The graph before and after::
 
@@ -8,9 +8,9 @@ The graph before and after::
     unfold       addmm(bias, a, b), bias a sum of matmuls   -> add(mm(a, b), bias)
     put_back     the reverse of both, unless a site's rewrite has replaced a part
 
-Inductor writes ``mm_plus_mm`` where it autotunes. A taken-apart ``add`` is known by a mark in its ``meta`` that holds
-its name. So a copy that a rewrite makes, which has another name, does not count. A node that a failed rewrite restored
-has its name again and counts.
+Inductor writes ``mm_plus_mm`` if it autotunes. Each ``add`` written here has a mark in its ``meta``, which holds the
+name of the ``add``. A copy that a rewrite makes has the mark too, but another name, so it is not put back. A node that
+was restored after a failed rewrite has its old name, so it is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ MARK = "overlap_inductor_fused_sum"
 
 
 def take_apart(graph: fx.Graph) -> None:
-    """Write each ``mm_plus_mm`` as two ``mm`` and an ``add``. If this raises, ``put_back`` restores the graph."""
+    """Write each ``mm_plus_mm`` as two ``mm`` and an ``add``. If this raises an exception, call ``put_back`` to restore
+    the graph."""
     for node in list(graph.nodes):
         operands = operators.summed_matmuls(node)
         if operands is None:
@@ -48,8 +49,8 @@ def take_apart(graph: fx.Graph) -> None:
 
 
 def unfold(nodes: Iterable[fx.Node]) -> bool:
-    """Write each of ``nodes`` whose bias is a sum of matmuls as a matmul without bias, and add the bias to it. Returns
-    whether there was any."""
+    """Replace each of ``nodes`` whose bias is a sum of matmuls (``matmuls.folded``) by a matmul without bias and an
+    ``add`` of the bias. Returns whether there was such a node."""
     found = sorted(
         n for n in nodes if (matmul := matmuls.parse(n)) is not None and matmuls.folded(matmul) and not n.kwargs
     )
@@ -67,8 +68,8 @@ def unfold(nodes: Iterable[fx.Node]) -> bool:
 
 
 def put_back(graph: fx.Graph, unfolded_only: bool = False) -> None:
-    """Fuse each taken-apart sum again if its products are still there and only the sum reads them. ``unfolded_only``:
-    only those that ``unfold`` wrote."""
+    """Fuse again each sum that was taken apart, if its products are still ``mm`` nodes that only the sum reads.
+    ``unfolded_only``: fuse only the sums that ``unfold`` wrote."""
     for node in list(graph.nodes):
         name, before, target, names = node.meta.get(MARK, (None, None, None, ()))
         products = node.args if names else node.args[:1]

@@ -12,8 +12,8 @@ from overlap_inductor.torch_compat import operators
 
 
 def readable(graph: fx.Graph) -> str:
-    """The graph as text, with dtypes and shapes, one node per line; without metadata that differs between ranks or
-    runs."""
+    """The graph as text, one node per line, with dtypes and shapes. Metadata that differs between ranks or runs is left
+    out."""
     lines = []
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -34,7 +34,7 @@ def readable(graph: fx.Graph) -> str:
 
 
 def _argument(value: object) -> str:
-    """One argument as text. The plan that ``agree`` carries is shortened to its digest."""
+    """One argument as text. The plan in the arguments of op ``agree`` is shortened to its digest."""
     if isinstance(value, str):
         return f"plan {json.loads(value)['plan']}" if value.startswith('{"config"') else repr(value)
     if isinstance(value, (list, tuple)):

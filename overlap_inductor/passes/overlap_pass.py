@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overlap pass replaces matmuls and the collectives beside them by overlap ops: find, check, plan, rewrite, report.
+"""The overlap pass replaces matmuls and the collectives next to them by overlap ops: find, check, plan, rewrite,
+report.
 
 Contract: ``graph`` is a functional post-grad graph, with views normalised or not. The pass changes it in place, and
 only at sites that are legal and chosen. If the rewrite of a site fails, the graph is restored, the site is reported,
 and the other sites are tried again. If the pass itself fails, the graph stays as it was. The pass does not communicate.
-Every decision rests on facts that all ranks of a group share, so all ranks write the same exchange plan.
+Decisions depend on facts that all ranks of a group share, so ranks write the same exchange plan. In case they do not,
+op ``agree`` compares the plans before data moves.
 
 Pseudo-code::
 
@@ -57,13 +59,16 @@ log = logging.getLogger("overlap_inductor")
 def run_overlap_pass(
     graph: fx.Graph, config: OverlapConfig, *, is_inference: bool, graph_id: str = "graph", refusal: str | None = None
 ) -> OverlapReport:
-    """Run the pass on one graph.
+    """Run the pass on one graph, and return its report.
 
     Args:
+        graph: changed in place.
+        is_inference: whether the graph is compiled without a backward graph.
+        graph_id: the graph's name in the report.
         refusal: a sentence that says why this compile cannot hold overlap ops (AOTInductor, cpp_wrapper), or ``None``.
 
-    If the pass itself fails, the graph stays as it was. The report then holds its text and the error, and ``strict``
-    mode raises when the report is published.
+    If the pass itself fails, it does not raise. The graph stays as it was, and the report holds the graph's text and
+    the error. In ``strict`` mode, publishing the report then raises.
     """
     about = {
         "overlap_inductor": __version__,
@@ -83,7 +88,8 @@ def run_overlap_pass(
 
 
 def graph_phase(graph: fx.Graph, is_inference: bool) -> str:
-    """``inference``, ``forward`` or ``backward``. A training graph with tangents among its inputs is a backward one."""
+    """``inference``, ``forward`` or ``backward``. A training graph with tangents among its inputs is a backward
+    graph."""
     if is_inference:
         return "inference"
     return "backward" if any(n.name.startswith("tangents") for n in graph.nodes if n.op == "placeholder") else "forward"
@@ -114,8 +120,8 @@ def _find_and_rewrite(
 
 @dataclass(frozen=True)
 class _Rewritten:
-    """A rewritten graph: the plan that its ranks exchange, the groups that exchange it, and the workspaces of the sites
-    (by group, in bytes and as requests)."""
+    """What is known of a rewritten graph: the plan that its ranks compare, the groups that compare it, and the
+    workspace that its sites need in each group (``plan.workspace_bytes``, ``plan.workspace``)."""
 
     plan: ExchangePlan
     groups: list[str]
@@ -125,7 +131,7 @@ class _Rewritten:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """``rewritten`` is ``None`` if the graph runs as written. ``failures``: rewrites that failed and were undone."""
+    """``rewritten``: ``None`` if the graph runs as written. ``failures``: rewrites that failed and were undone."""
 
     choice: Choice
     rewritten: _Rewritten | None
@@ -133,7 +139,7 @@ class _Outcome:
 
 
 def _choose_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, refusal: str | None) -> _Outcome:
-    """Choose sites and rewrite them. If a rewrite fails, the graph is restored; choose again without the site that
+    """Choose sites and rewrite them. If a rewrite fails, restore the graph and choose again without the site that
     failed."""
     failures: list[Failure] = []
     while True:
@@ -159,8 +165,8 @@ def _notices(outcome: _Outcome) -> list[str]:
 
 
 def _exchange_of(graph: fx.Graph, config: OverlapConfig, rewritten: _Rewritten | None) -> dict[str, Any]:
-    """The report's fields on what the ranks compare. A rank that overlaps nothing has a plan too: other ranks may
-    overlap this graph, so they must learn that this rank does not."""
+    """The report's fields about what the ranks compare. A rank that overlaps nothing has a plan too, because other
+    ranks may overlap this graph and must learn that this rank does not."""
     if rewritten is None:
         plan, groups = exchange_steps.plan_of(graph, config, {}, {})
         rewritten = _Rewritten(plan, list(groups), [], {})
@@ -192,7 +198,7 @@ def _report_of_failure(
 
 
 def _text_of(graph: fx.Graph) -> str:
-    """``readable(graph)``. If that is what fails, its error instead: a report of a failure must not fail."""
+    """``readable(graph)``, or the error if ``readable`` itself fails: a report of a failure must not fail."""
     try:
         return readable(graph)
     except Exception as error:  # noqa: BLE001  (the graph may hold anything; the error takes the text's place)

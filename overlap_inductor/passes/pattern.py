@@ -31,9 +31,9 @@ class Match:
 
     Attributes:
         nodes: the site's nodes.
-        dim: the logical dim that the user gathered or scattered, or ``None``.
-        role: the role (M, N, K or B) of that dim in the first matmul, or ``None``.
-        obstacle: why the site must stay as written although it was found; ``None`` if nothing speaks against it.
+        dim: the dim that is gathered or scattered, as in ``facts.site.Collective``.
+        role: the role (M, N, K or B) in the first matmul of the dim that is cut, or ``None``.
+        obstacle: why the site must stay as written although it was found; ``None`` if it may be rewritten.
         left: matmuls of other sites that this site reads as plain tensors.
     """
 
@@ -50,7 +50,7 @@ class Miss:
 
     Attributes:
         reasons: why there is no site; empty if the graph around the collective does not resemble the pattern.
-        final: whether the finder must not ask the patterns after this one.
+        final: if true, the finder does not ask the patterns after this one.
         anchor: the node whose module the report names, if not the collective's.
         left: as in ``Match``.
     """
@@ -67,7 +67,8 @@ class Search(Protocol):
     Attributes:
         phase: inference, forward or backward.
         collectives: every collective of the graph, as ``sites.collectives.find_collectives`` gives it.
-        merged: collectives that belong to the site of an earlier one. A pattern adds to it.
+        merged: collectives that were merged into one site, at the first of them. A pattern that merges collectives adds
+            them here, and the finder skips the later ones.
     """
 
     phase: str
@@ -83,14 +84,16 @@ class Search(Protocol):
 
 @dataclass(frozen=True)
 class Example:
-    """The pattern as a model writes it: a linear layer next to a collective. The bench and the tests use it.
+    """The pattern as a model writes it: a linear layer next to a collective. The benchmarks and the tests use it.
 
     Attributes:
-        first: whether the collective stands before the matmul and moves its left operand; else it moves the result.
-        shards_tokens: whether each rank holds a shard of the tokens before the layer, or after it.
+        first: whether the collective comes before the matmul and moves its left operand; else it comes after the matmul
+            and moves the result.
+        shards_tokens: whether each rank holds only its shard of the tokens: before the layer if ``first``, else after.
         column_parallel: whether the layer's columns (N) are split between ranks; else its contracted dim (K) is.
-        traced: ``(tensor [rows, ...], group) -> result``, in functional collectives that torch.compile traces.
-        eager: the same without a graph. It may overwrite its argument.
+        traced: the collective ``(tensor [rows, ...], group) -> result``, written with functional collectives that
+            torch.compile traces.
+        eager: the same collective without a graph. It may overwrite its argument.
     """
 
     first: bool
@@ -106,8 +109,8 @@ class Pattern(Protocol):
     Attributes:
         name: the name in reports and in ``OVERLAP_INDUCTOR_PATTERNS``.
         kind: the kind of collective at which the pattern starts: all_gather, reduce_scatter, all_reduce, all_to_all.
-        early: whether its sites do not depend on ``Search.owned``. They are found before all other sites, and a sum of
-            another site never includes their matmuls.
+        early: if true, ``find`` does not read ``Search.owned``. The pattern's sites are then found before all other
+            sites, and a sum of another site does not include their matmuls (except those in ``SiteFinder.idle``).
         example: the pattern as a model writes it.
     """
 

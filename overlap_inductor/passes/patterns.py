@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of all patterns. To add a pattern, write its finder (``Pattern``) and its kind of nodes (``SiteNodes``), and
-add one line here."""
+"""The list of all patterns. To add a pattern, write its finder (``Pattern``) and, if no existing class fits, the class
+of its nodes (``SiteNodes``). Then register the pattern in one line here."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from overlap_inductor.passes.reduce_patterns import MatmulAllReduce
 from overlap_inductor.passes.reduce_patterns import MatmulReduceScatter
 
 PATTERNS: list[Pattern] = []
-"""The finder tries the patterns in this order. The first that matches a collective owns it."""
+"""The finder tries the patterns in this order. A collective belongs to the first pattern that matches it."""
 
 
 def register(pattern: Pattern) -> None:
-    """Add ``pattern`` after all others. Raises ``ValueError`` if its name is taken or is not an identifier."""
+    """Add ``pattern`` after all others. Raises ``ValueError`` if its name is taken, reserved or not an identifier."""
     names.PATTERNS.add(pattern.name)
     PATTERNS.append(pattern)
 
 
 def pattern_named(name: str) -> Pattern:
-    """The pattern of this name."""
+    """The pattern of this name. Raises ``StopIteration`` if there is none."""
     return next(p for p in PATTERNS if p.name == name)
 
 

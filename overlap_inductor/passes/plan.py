@@ -7,8 +7,8 @@ Pseudo-code::
 
     can  = [s for s in SCHEDULES if s is allowed and s.why_not(site) is None]
     cost = {s: s.seconds(site) for s in can}
-    plan = s.where_it_pays(site) of the cheapest s in can that has one; else keep
-    if the token count is dynamic: the first s.joined(plan of s, others' plans), if any, instead
+    plan = s.where_it_pays(site) of the cheapest s in can that pays; keep if none pays
+    if the token count is dynamic: replace plan by the first s.joined(plan of s, others' plans) that is not None
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from overlap_inductor.sites.sizes import sizes_at
 
 
 def plan(site: OverlapSite, config: OverlapConfig) -> Decision:
-    """The decision for one legal site. ``SiteSchedule.fit`` decides later, for the whole graph, whether a ring's steps
-    are unrolled."""
+    """The decision for one legal site. ``fit_workspace`` and ``SiteSchedule.fit`` may change it later to keep within
+    limits of the whole graph. An example is whether a ring's steps are unrolled."""
     asked = [s for s in SCHEDULES if config.schedule in ("auto", s.name)]
     refusals = {s.name: _why_not(s, site, config) for s in asked}
     able = [s for s in asked if refusals[s.name] is None]
@@ -122,8 +122,8 @@ def _requests(sites: list[DecidedSite]) -> dict[str, list[tuple[DecidedSite, Req
 
 
 def fit_workspace(sites: list[DecidedSite], config: OverlapConfig) -> None:
-    """Change decisions until the workspace of each group fits ``config.workspace_limit`` (MiB): the site with the
-    largest request is left as written, then the next."""
+    """Change decisions until the workspace of each group fits ``config.workspace_limit`` (MiB). While it does not fit,
+    the site with the largest request is left as written."""
     limit = config.workspace_limit << 20
     for members in _requests(sites).values():
         world_size = members[0][0].facts.collective.world_size
@@ -141,15 +141,15 @@ def fit_workspace(sites: list[DecidedSite], config: OverlapConfig) -> None:
 
 
 def workspace_bytes(sites: list[DecidedSite]) -> list[dict[str, Any]]:
-    """Symmetric memory that ``sites`` hold on each rank: ``{"ranks", "bytes"}`` for each group with any, in graph
-    order."""
+    """The symmetric memory that ``sites`` hold on each rank: ``{"ranks": ..., "bytes": ...}`` for each group that needs
+    any, in graph order."""
     members = ((m[0][0].facts.collective, [r for _, r in m]) for m in _requests(sites).values())
     return [{"ranks": list(c.ranks), "bytes": planned_bytes(requests, SLOTS, c.world_size)} for c, requests in members]
 
 
 def workspace(sites: list[DecidedSite]) -> dict[str, list[list[Any]]]:
-    """``{group: [[site, bytes, signals]]}`` of the sites that need workspace, in graph order. A protocol other than
-    credits is a fourth element."""
+    """``{group: [[site id, bytes, number of signals]]}`` of the sites that need workspace, in graph order. A site whose
+    protocol is not ``CREDITS`` has the protocol as a fourth element."""
     return {group: [_numbers(r) for _, r in members] for group, members in _requests(sites).items()}
 
 

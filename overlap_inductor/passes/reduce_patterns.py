@@ -9,7 +9,8 @@
     all_reduce(a) + all_reduce(b)          one matmul_all_reduce of a + b, at the first all-reduce
     mm(x, w) -> all_gather                 matmul_all_gather
 
-``find_reduce`` finds each of them, or ``find_region`` if there are sums and ``cat`` between matmul and collective.
+``find_reduce`` finds them. If it finds no site, ``find_region`` looks for sums over a dim and ``cat`` between the
+matmul and the collective.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ aten = tools.aten
 
 
 class MatmulReduceScatter:
-    """See ``Pattern``."""
+    """Pattern ``matmul -> reduce-scatter`` (see ``Pattern``)."""
 
     name = "matmul_reduce_scatter"
     kind = "reduce_scatter"
@@ -42,7 +43,8 @@ class MatmulReduceScatter:
 
 
 class MatmulAllReduce:
-    """See ``Pattern``. All-reduces whose results are only added to each other become one site, at the first of them."""
+    """Pattern ``matmul -> all-reduce`` (see ``Pattern``). All-reduces whose results are only added to each other become
+    one site, at the first of them."""
 
     name = "matmul_all_reduce"
     kind = "all_reduce"
@@ -55,8 +57,8 @@ class MatmulAllReduce:
 
 
 class MatmulAllGather:
-    """See ``Pattern``. The gathered tensor is a matmul's output. If a matmul also reads the gathered tensor, the site
-    is an ``all_gather_matmul``, because that pattern is asked first."""
+    """Pattern ``matmul -> all-gather`` of the matmul's output (see ``Pattern``). If a matmul also reads the gathered
+    tensor, the site is an ``all_gather_matmul``, because that pattern is asked first."""
 
     name = "matmul_all_gather"
     kind = "all_gather"
@@ -83,8 +85,9 @@ def _found(collectives: list[CollectiveNode], result: fx.Node, search: Search, s
 
 
 def _added_later(collective: CollectiveNode, search: Search) -> tuple[list[CollectiveNode], fx.Node] | None:
-    """``(all-reduces, their sum)`` if ``collective`` is one of several all-reduces whose results are only added to each
-    other, else ``None``. One all-reduce of the sum of their inputs gives the same (linearity)."""
+    """``(all-reduces, their sum)`` if ``collective`` is the first of several all-reduces whose results are only added
+    to each other, else ``None``. An all-reduce is linear, so one all-reduce of the sum of their inputs gives the same
+    result."""
     terms, total = [collective], collective.wait
     sums: list[tuple[list[CollectiveNode], fx.Node]] = []
     while (above := _sum_of_like(collective, total, search)) is not None:
@@ -104,8 +107,8 @@ def _added_later(collective: CollectiveNode, search: Search) -> tuple[list[Colle
 def _sum_of_like(
     collective: CollectiveNode, term: fx.Node, search: Search
 ) -> tuple[list[CollectiveNode], fx.Node] | None:
-    """``(all-reduces in the other term, sum)`` if ``term`` is only added to all-reduces of the same kind, else
-    ``None``."""
+    """``(all-reduces in the other term, sum)`` if the only reader of ``term`` adds it to all-reduces of the same group,
+    op, shape and dtype as ``collective``; else ``None``."""
     total = next(iter(term.users)) if len(term.users) == 1 else None
     if total is None or collective.reduce_op not in ("sum", "avg"):
         return None
@@ -135,7 +138,7 @@ def _all_reduces_in(term: fx.Node, like: CollectiveNode, search: Search) -> list
 
 
 def _summands(node: fx.Node) -> list[fx.Node]:
-    """The two nodes that ``node`` adds without a factor; empty if ``node`` is another op."""
+    """The two nodes that ``node`` adds without a factor; ``[]`` if ``node`` is another op or adds a number."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return []
     nodes = [a for a in node.args if isinstance(a, fx.Node)]

@@ -3,11 +3,12 @@
 
 Before and after, with an unrolled ring::
 
-    y = mm(wait_tensor(all_gather(x)), w); ...; z = all_reduce(v)     # the second one is kept
+    y = mm(wait_tensor(all_gather(x)), w); ...; z = all_reduce(v)     # the all_reduce is kept
     ->  token = agree(group, plan, ...)
-        steps, chained by token: each starts a transfer and multiplies the shard that is here
-        y = the steps' result                           # the gather and its wait are erased
-        z = all_reduce(v), ordered after the steps before it; later steps follow(token, z)
+        steps, chained by token: each starts a transfer and multiplies the shard that has arrived
+        y = the steps' result                           # all_gather and its wait are erased
+        z = all_reduce(v)                               # ordered after the steps before it
+        follow(token, z)                                # orders later steps, if any, after z
 
 ``Rewriter.apply`` raises if it fails. The graph is then unfinished, and the caller restores it
 (``snapshot.rewrite_or_restore``).
@@ -57,10 +58,11 @@ class Rewriter:
         self.first: dict[fx.Node, str] = {}
         self.agreements: list[fx.Node] = []
         self.current: DecidedSite | None = None
-        """The site that is being rewritten. If the rewrite fails, it is blamed."""
+        """The site that is being rewritten, to which a failure is attributed; ``None`` outside any single site."""
 
     def apply(self, sites: list[DecidedSite]) -> tuple[ExchangePlan, list[str]]:
-        """Place and rewrite ``sites``, all decided as overlapped; order all communication; erase dead nodes.
+        """Place and rewrite ``sites``, all of which were decided as overlapped. Then erase dead nodes and order all
+        communication.
 
         Returns:
             ``(what the ranks compare before data moves, names of the plan's groups)``.
@@ -94,8 +96,8 @@ class Rewriter:
         text = plan.to_json()
         for agree in self.agreements:
             agree.args = (agree.args[0], text, *agree.args[2:])
-            # Without the mark, ``agree`` would be evaluated again. Its value, and so the values of all steps of its
-            # chain, would become new tensors.
+            # Without the mark, Inductor would evaluate ``agree`` again. Its value would become a new tensor, and so
+            # would the values of all steps in its chain.
             mark(agree)
         preserve_order(self.graph, {n: {d for d in ds if d in live} for n, ds in self.order.items() if n in live})
         note_order(self.graph)
@@ -103,12 +105,12 @@ class Rewriter:
         return plan, groups
 
     def _agree(self, placed: list[tuple[DecidedSite, fx.Node]]) -> None:
-        """Write one ``agree`` for each group, all before the first step of any group. So no data moves while ranks may
-        still differ.
+        """Write one ``agree`` for each group, all before the first step of any group. So no step moves data before the
+        ranks have compared their plans.
 
-        Each ``agree`` asks for the workspace of its own group's sites, because other groups' needs may differ between
-        the ranks of this one. A tensor argument gives the device; a device number would differ between the ranks'
-        graphs.
+        Each ``agree`` requests the workspace of its own group's sites only, because the needs of other groups may
+        differ between the ranks of this group. A tensor argument gives the device, because a device number would differ
+        between the ranks' graphs.
         """
         needs = planner.workspace([site for site, _ in placed])
         first = placed[0][1]
@@ -133,8 +135,9 @@ class Rewriter:
                         follow.meta["val"] = tools.value(chain)
 
     def _placed(self, sites: list[DecidedSite]) -> list[tuple[DecidedSite, fx.Node]]:
-        """Move what must be moved, and return ``(site, node before which it is written)`` in graph order, which is the
-        order of the chain. Raises ``RuntimeError`` if a site can be placed no longer."""
+        """Move the nodes that must move to make room for the sites' steps. Return ``(site, node before which its steps
+        are written)`` in graph order, which is the order of the chain. Raises ``RuntimeError`` if an earlier move left
+        no place for a site."""
         anchors: list[tuple[fx.Node, DecidedSite]] = []
         behind: set[fx.Node] = set()
         for site in sites:
@@ -152,11 +155,11 @@ class Rewriter:
             placement.apply()
             if placement.sunk and site.nodes.read_in_place():
                 # A node between the collective and the matmuls that is also read elsewhere will read the steps' buffer,
-                # so the steps stand before it.
+                # so the steps are written before it.
                 anchors.append((placement.sunk[0], site))
                 continue
-            # The steps stand right after the last sunk node. Nodes that another site moves to the same anchor stand
-            # after these and may read them.
+            # The steps are written right after the last sunk node. If another site moves nodes to the same anchor, they
+            # come after the steps and may read them.
             anchors.append((placement.sunk[-1] if placement.sunk else placement.anchor, site))
             behind.update(placement.sunk[-1:])
         self.current = None
@@ -200,7 +203,8 @@ class Rewriter:
 
     def _erase_unused(self, pending: list[fx.Node], ends: set[fx.Node]) -> None:
         """Erase the unused nodes among ``pending``, and their inputs that become unused. An impure node is erased only
-        if it is in ``ends``: dead code elimination would keep a wait, which counts as impure."""
+        if it is in ``ends``. Waits must be erased here, because they count as impure and dead code elimination would
+        keep them."""
         erased: set[fx.Node] = set()
         while pending:
             node = pending.pop()
@@ -216,7 +220,7 @@ class Rewriter:
                 pending += sources
 
     def _chain_kept_collectives(self) -> None:
-        """Order the kept collectives of the rewritten groups among the group's steps, the same on every rank."""
+        """Fix the order between each rewritten group's kept collectives and its steps, the same on every rank."""
         ours = {n: g for g, nodes in self.emitted.items() for n in nodes}
         newest: dict[str, fx.Node] = {}
         pending: dict[str, list[fx.Node]] = {}
@@ -242,8 +246,8 @@ class Rewriter:
 
 
 def _alike(old: fx.Node, new: fx.Node) -> bool:
-    """Whether both have the same shape and dtype. Sizes may be spelled differently: a guard makes symbols equal, and a
-    size may be written as a sum of pieces."""
+    """Whether both have the same shape and dtype. Equal sizes may be different expressions: a guard may have made two
+    symbols equal, and a size may be written as a sum of pieces."""
     shapes = tools.shape(old), tools.shape(new)
     same = len(shapes[0]) == len(shapes[1]) and all(
         same_size(a, b) or same_expression(a, b) for a, b in zip(*shapes, strict=True)
@@ -252,7 +256,8 @@ def _alike(old: fx.Node, new: fx.Node) -> bool:
 
 
 def _first_on(device: torch.device, before: fx.Node) -> fx.Node:
-    """The graph's first tensor on ``device``. Raises ``RuntimeError`` if there is none before ``before``."""
+    """The first tensor in the graph that is on ``device``. Raises ``RuntimeError`` if there is none before the node
+    ``before``."""
     for node in before.graph.nodes:
         if node is before:
             break
@@ -262,7 +267,7 @@ def _first_on(device: torch.device, before: fx.Node) -> fx.Node:
 
 
 def _tensor_of(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """``node`` if it is a tensor, else the last element of its results: an ordering edge must start at a tensor."""
+    """``node`` if it is a tensor, else the last of its results, because an ordering edge must start at a tensor."""
     if tools.is_tensor(node):
         return node
     index = len(tools.value(node)) - 1

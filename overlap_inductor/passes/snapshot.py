@@ -23,8 +23,8 @@ def rewrite_or_restore(
     """Rewrite ``chosen``; if that fails, restore the graph.
 
     Returns:
-        what ``Rewriter.apply`` returns; or the failure, with the site that failed, or with all sites if no single one
-        can be blamed.
+        What ``Rewriter.apply`` returns, or the failure. The failure names the site that failed, or all sites if it
+        happened outside any single site.
     """
     snapshot = fx.Graph()
     _copy(graph, snapshot)
@@ -40,8 +40,8 @@ def rewrite_or_restore(
             BUG_REPORT,
             exc_info=True,
         )
-        # The graph may be out of order, so erasing users first is not possible: cut every edge, then erase. A node that
-        # was inserted before an erased one is not in ``graph.nodes``, but is still a user of nodes that are.
+        # The graph may be out of order, so nodes cannot be erased users first. Remove every edge, then erase. A node
+        # that was inserted before an erased one is not in ``graph.nodes``, but is still a user of nodes that are.
         for node in {*graph.nodes, *(user for n in graph.nodes for user in n.users)}:
             node.args, node.kwargs = (), {}
         for node in list(graph.nodes):
@@ -57,5 +57,5 @@ def _copy(source: fx.Graph, target: fx.Graph) -> None:
     output.meta = copy.copy(next(n for n in reversed(source.nodes) if n.op == "output").meta)
     for node, twin in mapping.items():
         twin.meta = copy.copy(node.meta)
-        # Without this a copy gets another name, because the graph still counts the erased names as taken.
+        # Without this a copy would get another name, because the graph still treats the erased names as taken.
         twin.name = node.name

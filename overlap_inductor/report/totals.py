@@ -43,9 +43,15 @@ class Times:
         return f" ({percent:.1f} % {'more' if self.slower else 'less'})"
 
     def text(self, arrow: str = "->") -> str:
-        """``9.10 ms -> 7.90 ms, 1.15x``."""
-        times = f"{words.microseconds(self.keep)} {arrow} {words.microseconds(self.plan)}"
+        """``10.40 ms -> 9.04 ms, 1.15x``."""
+        times = f" {arrow} ".join(self.each)
         return f"{times}, {self.ratio}" if self.ratio else times
+
+    @property
+    def each(self) -> tuple[str, str]:
+        """Both times as text, in one unit."""
+        longest = max(self.keep, self.plan)
+        return words.microseconds(self.keep, longest), words.microseconds(self.plan, longest)
 
 
 def of_piece(piece: PlanPiece) -> Times | None:

@@ -141,12 +141,16 @@ def tokens(piece: PlanPiece) -> str:
     return f"<= {last}" if first <= 1 else f"{first} to {last}"
 
 
-def microseconds(value: float) -> str:
-    """``12.3 us``, ``1342 us``, ``12.50 ms``, ``2.10 s``: a time given in microseconds."""
-    if value >= 1e6:
-        return f"{value / 1e6:.2f} s"
-    if value >= 1e4:
-        return f"{value / 1e3:.2f} ms"
+def microseconds(value: float, longest: float = 0.0) -> str:
+    """``12.3 us``, ``1342 us``, ``12.50 ms``, ``2.10 s``: a time given in microseconds.
+
+    Args:
+        longest: the longest time that the reader compares this one with. Its unit is used, unless this time is shorter
+            than a tenth of that unit.
+    """
+    for unit, name, least in ((1e6, "s", 1e6), (1e3, "ms", 1e4)):
+        if value >= least or (longest >= least and value >= unit / 10):
+            return f"{value / unit:.2f} {name}"
     return f"{value:.1f} us" if value < 100 else f"{value:.0f} us"
 
 
@@ -158,8 +162,9 @@ def estimates(piece: PlanPiece) -> str:
     """``ring 902 us, keep 1342 us (matmul 644 us, collective 698 us)``: the estimates of a piece of a plan, cheapest
     schedule first. Empty if nothing was estimated."""
     ordered = sorted(piece.estimate_us.items(), key=lambda item: (item[1], item[0]))
-    schedules = ", ".join(f"{name} {microseconds(value)}" for name, value in ordered if name not in PARTS)
-    parts = ", ".join(f"{name} {microseconds(piece.estimate_us[name])}" for name in PARTS if name in piece.estimate_us)
+    times = {name: microseconds(value, ordered[-1][1]) for name, value in ordered}
+    schedules = ", ".join(f"{name} {time}" for name, time in times.items() if name not in PARTS)
+    parts = ", ".join(f"{name} {times[name]}" for name in PARTS if name in times)
     return f"{schedules} ({parts})" if parts else schedules
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give the reason why a collective leads to no site, if the finders gave none.
 
-The reason names the nearest matmul if that is of a kind that is not cut: a grouped one, ``mv``, or a product with a
-vector that Inductor wrote as ``mul`` and ``sum``. Else it names the first op on the way to the matmul that is not
-computed in pieces. "No matmul is next to the collective" means that the search found none on either side.
+The reason names the nearest matmul if it is of a kind that cannot be cut: a grouped matmul, ``mv``, or a product with a
+vector that Inductor wrote as ``mul`` and ``sum``. Otherwise it names the first op between collective and matmul that
+cannot be computed in pieces. "No matmul is next to the collective" means that the search found none before or after it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from overlap_inductor.torch_compat import operators
 aten = tools.aten
 NO_MATMUL = "no matmul is next to the collective, so there is nothing to hide it behind"
 STEPS = 12
-"""Most nodes from the collective to the matmul. Weighting, reordering and summing the results of experts takes six to
-nine."""
+"""The most nodes on the way from the collective to the matmul. Weighting, reordering and summing the results of experts
+takes six to nine nodes."""
 _VECTORS = ("mv", "addmv", "dot", "vdot")
 _Way = tuple[fx.Node, fx.Node | None, fx.Node | None]
 
 
 def reason(collective: CollectiveNode) -> Reason:
-    """Why ``collective`` leads to no site, by what stands beside it."""
+    """Why ``collective`` leads to no site, from the ops before and after it."""
     reader = _nearest(collective.wait, forward=True)
     behind = reader if collective.kind == "all_gather" else None
     found = behind or _nearest(collective.input, forward=False)
@@ -86,7 +86,8 @@ def _why(node: fx.Node) -> str:
 
 
 def _other_matmul(node: fx.Node) -> str | None:
-    """The kind of a matmul that ``matmuls.parse`` does not know, or ``None``."""
+    """``grouped``, ``vector`` or ``other`` if ``node`` is a matmul that ``matmuls.parse`` does not know, else
+    ``None``."""
     _, name = operators.qualified_name(node)
     if "grouped_mm" in str(node.target):
         return "grouped"
@@ -121,8 +122,13 @@ def _is_product_with_vector(node: fx.Node) -> bool:
 
 
 def _nearest(start: fx.Node, forward: bool) -> _Way | None:
-    """``(matmul, first op that computes, first op that takes or joins parts)`` on a way from ``start`` to the nearest
-    matmul, or ``None``. A way passes no other collective. A grouped matmul is preferred to nearer ones."""
+    """``(matmul, computed, moved)`` for a path of at most ``STEPS`` nodes from ``start`` to the nearest matmul, or
+    ``None`` if there is no path. ``computed``: the first op on the path that is not pointwise and does more than move
+    elements, or ``None``. ``moved``: the first slice or ``cat`` on the path, or ``None``.
+
+    A path passes through no other collective. A grouped matmul is preferred to nearer ones. Of several paths to the
+    matmul, one without ``computed`` is preferred.
+    """
     frontier: list[_Way] = [(start, None, None)]
     seen, found = {(start, True)}, []
     for _ in range(STEPS):
@@ -155,6 +161,6 @@ def _takes(node: fx.Node) -> bool:
 
 
 def _moves(node: fx.Node) -> bool:
-    """Whether ``node`` only moves elements or is pointwise."""
+    """Whether ``node`` is pointwise or only moves elements (a view, permute, split, slice or ``cat``)."""
     views = tools.is_reshape(node) or tools.permutation(node) is not None or node.target in tools.SPLITS
     return views or tools.is_pointwise(node) or _takes(node) or getattr(node.target, "__name__", "") == "getitem"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the collectives of a graph: those that can become sites, and those that cannot, each with its reason."""
+"""Find the collectives of a graph: those that can become sites, and those that cannot, with the reason why not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOT_MOVING = {
     "memset32_",
     "check_for_nan",
 }
-"""Operators of those namespaces that move no data between ranks."""
+"""Operators in ``_NAMESPACES`` that move no data between ranks."""
 _POINT_TO_POINT = {
     "isend",
     "irecv",
@@ -49,8 +49,8 @@ _NAMESPACES = (*operators.FUNCTIONAL_COLLECTIVES, "c10d_functional", "c10d", "_d
 
 
 def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
-    """``(kind, why it can be no site, or None)`` of a collective node; ``None`` for another node. Every node of the
-    known namespaces that moves data between ranks has a kind, also an unknown op."""
+    """``(kind, why it cannot be a site, or None)`` if ``node`` is a collective, else ``None``. Every op in
+    ``_NAMESPACES`` counts as a collective unless ``_NOT_MOVING`` lists it, even an unknown one."""
     namespace, name = operators.qualified_name(node)
     if namespace not in _NAMESPACES or name in _NOT_MOVING:
         return None
@@ -88,8 +88,8 @@ def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
 
 
 def group_name(node: fx.Node) -> str | None:
-    """The name of a collective's process group, or ``None``. The argument is a string, or a node that holds the group
-    (if one rank compiles for all)."""
+    """The name of a collective's process group, or ``None``. The collective's argument is the name, or a node that
+    holds the group (if one rank compiles for all)."""
     name = operators.argument(node, "group_name") or operators.argument(node, "process_group")
     if isinstance(name, str):
         return name
@@ -100,14 +100,16 @@ def group_name(node: fx.Node) -> str | None:
 
 
 def group_of(node: fx.Node) -> str | None:
-    """The group's name if ``node`` is a collective in any functional spelling, else ``None``."""
+    """The name of the process group if ``node`` is a collective, else ``None``. Ops of namespaces ``c10d`` and
+    ``c10d_functional`` give ``None``, too."""
     functional = operators.qualified_name(node)[0] not in ("c10d", "c10d_functional")
     return group_name(node) if functional and _kind(node) is not None else None
 
 
 def kept_kind(node: fx.Node) -> str | None:
-    """``"all_reduce bfloat16"`` if ``node`` is a functional collective that all ranks of its group call, else ``None``.
-    Sends and receives give ``None``, because ranks call different ones."""
+    """Kind and dtype (``"all_reduce bfloat16"``) if ``node`` is a collective that all ranks of its group call, else
+    ``None``. Sends and receives give ``None``, because ranks call different ones. So do ops of namespaces ``c10d`` and
+    ``c10d_functional``."""
     found = _kind(node)
     if found is None or found[0] in _POINT_TO_POINT or operators.qualified_name(node)[0] in ("c10d", "c10d_functional"):
         return None
@@ -134,7 +136,7 @@ def _bytes(node: fx.Node, kind: str) -> int | str:
 
 
 def describe(node: fx.Node, kind: str, dim: int | None = None, role: str | None = None) -> facts.Collective:
-    """The collective as plain facts. ``dim`` and ``role`` are taken from the caller."""
+    """The collective as plain facts. ``dim`` and ``role`` are copied into them."""
     name = group_name(node)
     ranks = group_ranks(name) if name is not None else None
     value = tools.value(node)
@@ -154,8 +156,8 @@ def describe(node: fx.Node, kind: str, dim: int | None = None, role: str | None 
 
 
 def find_collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, CollectiveNode | Reason]]:
-    """Every collective in graph order: ``(node, kind, CollectiveNode)``, with a ``Reason`` in the third place if it can
-    be no site."""
+    """Every collective in graph order: ``(node, kind, CollectiveNode)``, or ``(node, kind, Reason)`` if it cannot be a
+    site."""
     for node in graph.nodes:
         found = _kind(node)
         if found is None:

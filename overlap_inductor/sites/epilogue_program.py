@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Epilogue`` describes a pointwise epilogue as text. A pass finds it after a matmul or a reduction, a kernel computes
-it on each tile, and ``applied`` computes it by torch's ops.
+"""``Epilogue`` describes a pointwise epilogue, which can be written as text. A pass finds it after a matmul or a
+reduction, and a kernel computes it on each tile. ``applied`` computes it with torch's ops.
 
-An epilogue holds the kinds of its extra tensors, and a program in single assignment whose last value is the result.
-``silu(x) * e0``::
+An epilogue holds the kinds of its extra tensors, and a program in which each op assigns one new value. The last value
+is the result. As text, ``silu(x) * e0`` is::
 
     {"extras": ["full"],
      "ops": [["neg", "x"], ["exp", "t0"], ["add", "t1", 1.0], ["div", "x", "t2"], ["mul", "t3", "e0"]]}
 
-An argument is ``x`` (the matmul's or the reduction's result, rounded to its dtype), ``e0``, ``e1``, ... (extras),
-``t0``, ``t1``, ... (results of ops) or a number. All ops compute in fp32. Values are rounded by op ``to`` and at the
-end, as in Inductor's fused chains. This module uses neither Triton nor FX.
+An argument is ``x`` (the result of the matmul or the reduction, rounded to its dtype), ``e0``, ``e1``, ... (extras),
+``t0``, ``t1``, ... (results of the ops, in order) or a number. All ops compute in fp32. Values are rounded only by op
+``to`` and at the end, as in Inductor's fused chains. This module uses neither Triton nor FX.
 """
 
 from __future__ import annotations
@@ -41,13 +41,19 @@ TORCH_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sub": operator.sub,
     "to": lambda a, dtype: a.to(getattr(torch, dtype)).float(),
 }
-"""Ops on fp32 tensors. One of two arguments may be a number; for ``maximum`` and ``minimum``, only the second."""
+"""Ops on fp32 tensors. One of two arguments may be a number: for ``maximum`` and ``minimum`` only the second. The
+second argument of ``to`` is the name of a dtype."""
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """``extras``: the kind of each extra tensor of a result ``[M, N]``: ``full [M, N]``, ``row [N]``, ``column [M]`` or
-    ``scalar [1]``."""
+    """An epilogue of a result ``[M, N]``.
+
+    Attributes:
+        extras: the kind of each extra tensor: ``full`` (shape ``[M, N]``), ``row`` (``[N]``), ``column`` (``[M]``) or
+            ``scalar`` (``[1]``).
+        ops: the program: ``(name of the op, arguments...)`` for each op.
+    """
 
     extras: tuple[str, ...]
     ops: tuple[tuple[Argument, ...], ...]
@@ -60,13 +66,14 @@ class Epilogue:
 
 
 def to_text(epilogues: Sequence[Epilogue | None]) -> str:
-    """One epilogue (or none) for each result of an op, as JSON. The op takes their extras one after the other."""
+    """The epilogue, or ``None``, of each result of an op, as JSON. The op takes the extras of all its results in one
+    list, one result's after the other's."""
     return json.dumps([None if e is None else {"extras": e.extras, "ops": e.ops} for e in epilogues])
 
 
 @functools.cache
 def from_text(text: str) -> tuple[Epilogue | None, ...]:
-    """The epilogues that ``to_text`` has written."""
+    """The epilogues that ``to_text`` wrote as ``text``."""
     return tuple(
         None if e is None else Epilogue(tuple(e["extras"]), tuple(map(tuple, e["ops"]))) for e in json.loads(text)
     )
@@ -79,8 +86,8 @@ def extras_of(epilogues: Sequence[Epilogue | None], extras: Sequence[torch.Tenso
 
 
 def applied(epilogue: Epilogue | None, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The epilogue of ``x [M, N]``, computed by torch's ops one after the other in fp32; the result has ``x``'s
-    dtype."""
+    """The epilogue applied to ``x [M, N]``, computed with torch's ops one after the other in fp32. The result has the
+    dtype of ``x``. Returns ``x`` if ``epilogue`` is ``None``."""
     if epilogue is None:
         return x
     values: dict[Any, torch.Tensor] = {"x": x.float()}

@@ -9,9 +9,9 @@ Before and after, for the usual case (``silu(gate) * up`` before a down-projecti
         y from the pieces; mm(y, c)
 
 Contract: the nodes read only each other, the outputs of the site's matmuls (cut along their rows), scalars, and single
-rows such as a bias. Their results are read only by nodes that need them in memory: matmuls, collectives, the graph's
-output. A result that a pointwise op or a reduction reads is left to Inductor, which fuses it into that reader at no
-cost.
+rows such as a bias. Outside the epilogue, their results are read only by nodes that need them in memory: matmuls,
+collectives, the graph's output. A node whose result a pointwise op or a reduction reads is left to Inductor, which
+fuses it into that reader at no cost.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class _Region:
         return all(isinstance(s, int) and s == 1 for s in leading) and not tools.depends_on(node, self.wait, self.known)
 
     def shrink(self) -> None:
-        """Remove nodes that Inductor would fuse elsewhere and views at the end, then nodes that read a removed one,
-        until nothing changes."""
+        """Remove nodes that Inductor would fuse into a reader outside, views at the end of the region, and nodes that
+        read a removed node. Repeat until nothing changes."""
         changed = True
         while changed:
             changed = False
@@ -117,7 +117,7 @@ class _Region:
 
 
 def _stored_for(user: fx.Node, depth: int = 8) -> bool:
-    """Whether ``user``, or every reader of it if it is a view, needs its input in memory."""
+    """Whether ``user`` needs its input in memory. If it is a view: whether all nodes that read the view do."""
     if user.op == "output" or matmuls.parse(user) is not None or operators.is_functional_collective(user):
         return True
     if depth and (tools.is_reshape(user) or tools.permutation(user) is not None):

@@ -30,8 +30,8 @@ class GatherConsumer:
     Attributes:
         operand: ``lhs`` or ``rhs``.
         role: role of the gathered dim: M, N, K or B.
-        layout: the operand's layout. If the padding of uneven shards was cut off, it is without that padding.
-        sharded: the operand's dim that holds the rank.
+        layout: the operand's layout. If the graph cuts off the padding of uneven shards, the layout is without it.
+        sharded: the operand's dim that holds the rank atom (``sites.layouts``).
     """
 
     matmul: MatmulNode
@@ -73,8 +73,8 @@ class GatherNodes(SiteNodes):
     Attributes:
         raw: layout of the gathered tensor.
         through: source of each view-like node.
-        layouts: layouts of the gathered tensor and of all nodes between it and the matmuls, if one of these is row-wise
-            but not element-wise (``sites.row_wise``); else empty.
+        layouts: layouts of the gathered tensor and of all nodes between it and the matmuls, if one of these nodes is
+            row-wise but not element-wise (``sites.row_wise``); else empty.
         whole: the dims that the row-wise ops in ``layouts`` need whole.
     """
 
@@ -109,7 +109,8 @@ class GatherNodes(SiteNodes):
         return tools.shape(first.operand_node)[first.sharded.dim]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """The operand that is not gathered may be a shard whose size differs between ranks."""
+        """The sizes of each matmul. The operand that is not gathered may be a shard whose size differs between ranks,
+        so ``own`` is its N or M."""
         return [
             MatmulSizes(
                 tools.shape(c.matmul.lhs)[:-2],
@@ -137,7 +138,8 @@ class GatherNodes(SiteNodes):
         return False
 
     def between(self) -> set[fx.Node]:
-        """The nodes between the wait and the matmuls: they depend on the wait and lead to a gathered operand."""
+        """The nodes between the wait and the matmuls: those that depend on the wait and that a gathered operand is
+        computed from, with that operand."""
         known: dict[fx.Node, bool] = {}
         found: set[fx.Node] = set()
         pending = [c.operand_node for c in self.consumers]
@@ -154,7 +156,7 @@ class GatherNodes(SiteNodes):
         return [*self.epilogue.nodes, *self.between(), *(place.hoisted if place is not None else ())]
 
     def places(self) -> list[Placement]:
-        """At the gather, and at the first use of the site's results."""
+        """Two places: at the gather, and at the first use of the site's results."""
         gather = self.collective.node
         members = {gather, self.collective.wait, *self.between(), *(c.matmul.node for c in self.consumers)}
         users = {user for member in members for user in member.users} - members
@@ -171,8 +173,8 @@ class GatherNodes(SiteNodes):
         """What the steps read besides the gathered shards."""
         found = [n for c in self.consumers for n in (c.other_node, c.matmul.bias, *c.matmul.scales()) if n is not None]
         found += self.epilogue.externals
-        # View-like nodes are written again for the pieces, so their size arguments are not needed, nor are the splits
-        # that a cat's pieces come from.
+        # View-like nodes are written again for the pieces. So their size arguments are not needed, and neither are the
+        # splits whose pieces a cat joins.
         inside = self.between()
         copied = [n for n in sorted(inside) if n not in self.through]
         read = [(i, n) for n in copied for i in n.all_input_nodes if i not in inside and i is not self.collective.wait]
@@ -184,11 +186,11 @@ class GatherNodes(SiteNodes):
         return any(user not in members for node in inside for user in node.users)
 
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-        # If nothing else reads the gathered tensor, its views are erased with the matmuls.
+        # If the wait was not replaced, only the matmuls read the gathered tensor, so its views are erased with them.
         return set() if self.collective.wait in replaced else {*replaced, *self.through}
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
-        """Does nothing: a gather's operands are read from the matmuls' own arguments, which the graph keeps right."""
+        """Does nothing: a gather's operands are read from the matmuls' arguments, which are up to date in the graph."""
 
     def cut(self) -> tuple[list[Size], str] | None:
         return None
@@ -197,15 +199,15 @@ class GatherNodes(SiteNodes):
         return None
 
     def computed_ahead(self) -> list[str]:
-        # View-like nodes are skipped, and so are the pieces that a cat joins.
+        # View-like nodes are left out, and so are the pieces that a cat joins.
         computed = sorted(
             n for n in self.between() if n not in self.through and (tools.is_pointwise(n) or n in self.layouts)
         )
         places = {n: i for i, n in enumerate(computed)}
 
         def name(node: fx.Node) -> str:
-            """A name for an input: ``v0``, ``v1``, ... for computed nodes, ``x`` for the gathered tensor in any form,
-            ``other`` for a tensor from elsewhere."""
+            """A name for an input: ``v0``, ``v1``, ... for a computed node, ``x`` for the gathered tensor, ``other``
+            for a tensor from elsewhere. A view of one of these has the same name."""
             while node in self.through:
                 node = self.through[node]
             return f"v{places[node]}" if node in places else "x" if node is self.collective.wait else "other"

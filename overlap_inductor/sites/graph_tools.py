@@ -61,7 +61,7 @@ def numel(sizes: list[Any]) -> Any:
 
 
 def permutation(node: fx.Node) -> list[int] | None:
-    """The order of dims of a permute-like node, or ``None``: output dim ``i`` is input dim ``order[i]``."""
+    """``order`` if ``node`` permutes dims (output dim ``i`` is input dim ``order[i]``), else ``None``."""
     if not is_tensor(node):
         return None
     rank = len(shape(node))
@@ -109,7 +109,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def same_shape(a: Any, b: Any) -> bool:
-    """Whether both have the same shape. Sizes are compared without a guard."""
+    """Whether both have the same shape. Symbolic sizes are compared without adding a guard."""
     return len(shape(a)) == len(shape(b)) and all(map(same_size, shape(a), shape(b)))
 
 
@@ -122,8 +122,8 @@ def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
 def depends_on(node: fx.Node, target: fx.Node, known: dict[fx.Node, bool]) -> bool:
     """Whether ``node`` is ``target`` or is computed from it.
 
-    ``known`` caches answers for one ``target``. The search is iterative, because graphs are deep, and it stops at nodes
-    that stand before ``target``.
+    ``known`` caches answers for one ``target``. The search is iterative, because graphs are deep. It stops at nodes
+    that come before ``target`` in the graph.
     """
     stack = [node]
     while stack:
@@ -150,8 +150,8 @@ def depends_on(node: fx.Node, target: fx.Node, known: dict[fx.Node, bool]) -> bo
 
 
 def walk(starts: Iterable[fx.Node], visit: Callable[[fx.Node], bool]) -> None:
-    """Call ``visit`` on the users of ``starts``, and on the users of every node for which it returns ``True``: once for
-    each node, in graph order."""
+    """Call ``visit`` on the users of ``starts`` and on the users of every node for which ``visit`` returns ``True``.
+    Each node is visited once, in graph order."""
     pending = list({user for node in starts for user in node.users})
     seen = set(pending)
     heapq.heapify(pending)
@@ -179,8 +179,8 @@ def has_unbacked(sizes: list[Any]) -> bool:
 
 
 def written_between(first: fx.Node, last: fx.Node, read: list[fx.Node]) -> bool:
-    """Whether one of ``read`` is written in place between ``first`` and ``last``, so that a read of it may not move
-    from one to the other."""
+    """Whether a node between ``first`` and ``last`` writes one of ``read`` in place, so that a read of that tensor may
+    not move from ``last`` to ``first`` or back."""
     node = first.next
     while node is not last:
         if any(argument in read for argument in operators.written(node)):

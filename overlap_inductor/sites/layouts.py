@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts describe which elements of a tensor lie where. They are index maps, so the spelling in the graph does not
-matter.
+"""A layout says which element of a tensor is at which index. It does not depend on which view ops a graph uses to get
+there.
 
-A tensor is a list of dims; each dim is an ordered list of *atoms*. The result of an all-gather has the dims ``[R s0]
-[s1] ...``, with the rank atom R in front. A reshape regroups atoms. A permute reorders dims. ``cat(split(x))`` moves R
-in front of another dim. Two tensors with the same atoms in the same order hold the same elements. The place of R in a
-matmul's operand says whether B, M, N or K is gathered::
+A layout is a list of dims, and each dim is an ordered list of *atoms*: runs of indices. The result of an all-gather has
+the dims ``[R s0] [s1] ...``. R, the rank atom, counts the ranks. A reshape regroups atoms. A permute reorders dims.
+``cat(split(x))`` moves R to the front of another dim. Two tensors with the same atoms in the same order hold the same
+elements. The place of R in a matmul's operand says whether B, M, N or K is gathered::
 
     all_gather(x [b, s, h]) -> [R b] [s] [h] -> split/cat(dim=1) -> [b] [R s] [h] -> reshape -> [b R s] [h]
-    rows = outer b, R, chunk s
+    the rows consist of the outer atom b, then R, then the chunk s (``ShardedDim``)
 
 Sizes may be symbolic. Comparisons add no guard (``statically_known_true``).
 """
@@ -36,16 +36,17 @@ def same_size(a: Size, b: Size) -> bool:
 
 @dataclass(eq=False)
 class Atom:
-    """A run of consecutive indices.
+    """A run of consecutive indices. Atoms are compared by identity.
 
     Attributes:
         size: number of indices.
         rank: whether this is the rank atom.
-        total: of a rank atom, the full size of the rank atom and the next one together, if that is not known to be
-            their product. Either symbols do not show that the world size divides it (``D`` for ``R * (D // R)``), or
-            the last shards are short or empty (``Layout.cut_short``).
-        chunk: of a rank atom whose last shards are short, the atom of a full shard's rows.
-        children: the atoms that a reshape split this one into.
+        total: only for a rank atom: the number of indices of the rank atom and the next atom together, if it is not
+            known to be the product of their sizes; else ``None``. There are two cases. Symbols may not show that the
+            world size divides it (``D`` instead of ``R * (D // R)``), or the last shards are short or empty
+            (``Layout.cut_short``).
+        chunk: only for a rank atom whose last shards are short: the atom of a full shard's rows.
+        children: the atoms into which a reshape split this atom, or ``()``.
     """
 
     size: Size
@@ -63,7 +64,7 @@ class Atom:
 
 
 def product(atoms: Sequence[Atom]) -> Size:
-    """Number of elements of a run of atoms. A ``total`` stands for its atom and the next one."""
+    """Number of elements of a run of atoms. If an atom has a ``total``, it counts for that atom and the next one."""
     result: Size = 1
     skip = False
     for atom in atoms:
@@ -102,15 +103,15 @@ class Layout:
         return cls(((rank, Atom(size // world_size)), *((Atom(s),) for s in shape[1:])))
 
     def refined(self) -> Layout:
-        """The layout with every atom replaced by those it was split into since. Raises ``LayoutError`` if short shards
+        """The layout with each atom that was split since replaced by its parts. Raises ``LayoutError`` if short shards
         were split."""
         if any(atom.chunk is not None and atom.chunk.children for dim in self.dims for atom in dim):
             raise LayoutError("a reshape splits the shards into smaller dims, but their padding was cut off here")
         return Layout(tuple(tuple(leaf for atom in dim for leaf in atom.leaves()) for dim in self.dims))
 
     def flat(self) -> list[Atom]:
-        """Atoms in order, without those of size 1. The rank atom stays, and so does the atom that a ``total`` counts
-        with it."""
+        """Atoms in order, without those of size 1. The rank atom stays, and so does the next atom if the rank atom has
+        a ``total``, which counts both."""
         atoms = [a for dim in self.refined().dims for a in dim]
         counted = {id(b) for a, b in zip(atoms, atoms[1:], strict=False) if a.total is not None}
         return [a for a in atoms if not same_size(a.size, 1) or a.rank or id(a) in counted]
@@ -123,8 +124,9 @@ class Layout:
         return Layout(tuple(self.dims[i] for i in order))
 
     def reshape(self, shape: Sequence[Size]) -> Layout:
-        """Regroup into ``shape``; split an atom where a dim boundary falls inside it. Raises ``LayoutError`` if a
-        boundary falls inside the rank atom or at an unknown factor."""
+        """The layout after a reshape to ``shape``. An atom is split where a boundary between dims falls inside it.
+        Raises ``LayoutError`` if a boundary falls inside the rank atom or splits an atom unevenly, or if the sizes
+        cannot be matched with the atoms."""
         queue = self.flat()
         dims: list[tuple[Atom, ...]] = []
         for size in shape:
@@ -156,15 +158,15 @@ class Layout:
 
     def move_rank(self, source: int, target: int, size: Size | None = None) -> Layout:
         """The layout of ``cat(split(x, dim=source), dim=target)``: the rank atom moves from the front of ``source`` to
-        the front of ``target``. ``size``: full size of ``target``, needed if symbols do not show that the world size
-        divides it. Raises ``LayoutError`` if the rank atom does not lead ``source``."""
+        the front of ``target``. ``size``: full size of ``target``; needed if symbols do not show that the world size
+        divides it. Raises ``LayoutError`` if ``source`` does not begin with the rank atom."""
         dims = [list(d) for d in self.refined().dims]
         if not dims[source] or not dims[source][0].rank:
             raise LayoutError("a cat joins pieces that are not the ranks' shards")
         rank = dims[source].pop(0)
         if source != target:
-            # A known equality of sizes is not seen inside a larger product, so a symbolic size is always kept as the
-            # total.
+            # A symbolic size is always kept as the total: symbolic shapes may know that two sizes are equal, and still
+            # not see that larger products with these sizes are.
             rank = Atom(rank.size, rank=True, total=None if size is None or isinstance(size, int) else size)
         dims[target].insert(0, rank)
         return Layout(tuple(tuple(d) for d in dims))
@@ -175,9 +177,9 @@ class Layout:
         return len(atoms) == 2 and atoms[0].rank and not atoms[0].short
 
     def cut_short(self, dim: int, size: Size) -> Layout:
-        """The layout with only the first ``size`` indices of ``dim``, without the padding that makes the ranks' shards
-        equal. The last shards become short or empty. Raises ``LayoutError`` if ``dim`` does not consist of the ranks'
-        shards, or fewer than two rows are left."""
+        """The layout with only the first ``size`` indices of ``dim``: without the padding that made the ranks' shards
+        equal. The last shards become short or empty. Raises ``LayoutError`` if ``dim`` does not consist of exactly the
+        ranks' shards, or if ``size`` is an int below 2."""
         if not self.leads_with_rank(dim):
             raise LayoutError("rows are appended to, or cut off from, a dim that does not consist of the ranks' shards")
         dims = list(self.refined().dims)
@@ -198,21 +200,21 @@ class Layout:
         return Layout(tuple(tuple(a for a in dim if not a.rank) for dim in self.refined().dims))
 
     def shape(self, sizes: dict[int, Size] | None = None) -> list[Size]:
-        """Size of each dim. ``sizes`` replaces sizes of atoms, by ``id(atom)``, for a sub-chunk of one atom."""
+        """Size of each dim. ``sizes`` gives other sizes for some atoms, by ``id(atom)``: the shape of a sub-chunk."""
         sizes = sizes or {}
         return [product([Atom(sizes.get(id(a), a.size), a.rank, a.total) for a in dim]) for dim in self.refined().dims]
 
 
 @dataclass(frozen=True)
 class ShardedDim:
-    """A dim that holds the rank atom: index = (outer, rank, chunk).
+    """A dim that holds the rank atom. Its index is (outer, rank, chunk), row-major.
 
     Attributes:
         dim: the dim's number.
         outer: number of outer indices.
         chunk: rows of one full shard for each outer index.
-        size: the dim's full size, without missing rows.
-        before, after: the atoms of ``outer`` and of ``chunk``.
+        size: number of indices of the dim; missing rows do not count.
+        before, after: the atoms before the rank atom (``outer``) and after it (``chunk``).
         missing: rows that the last ranks' chunks lack for each outer index (``Layout.cut_short``).
     """
 
@@ -226,7 +228,8 @@ class ShardedDim:
 
     @property
     def short(self) -> bool:
-        """Whether rows may be missing. A symbolic number counts as missing rows, so that no guard is added."""
+        """Whether rows may be missing. This is true for a symbolic ``missing``, because comparing it would add a
+        guard."""
         return not (isinstance(self.missing, int) and self.missing == 0)
 
     @classmethod

@@ -57,7 +57,7 @@ class MatmulNode:
         return self.kind in ("bmm", "baddbmm")
 
     def role(self, operand: str, dim: int) -> str:
-        """Role of an operand's dim: ``B``, ``M``, ``N`` or ``K``."""
+        """Role of dim ``dim`` of ``lhs`` or ``rhs``: ``B``, ``M``, ``N`` or ``K``."""
         if self.batched:
             if dim == 0:
                 return "B"
@@ -124,7 +124,7 @@ def _is_plain_scale(scale: fx.Node, matmul: fx.Node, dim: int) -> bool:
 
 
 def parse(node: fx.Node) -> MatmulNode | None:
-    """The matmul that ``node`` is, or ``None``."""
+    """``node`` as a ``MatmulNode``, or ``None`` if it is no matmul of a kind in ``KINDS``."""
     kind = KINDS.get(node.target)
     if kind is None or not tools.is_tensor(node):
         return None
@@ -132,15 +132,15 @@ def parse(node: fx.Node) -> MatmulNode | None:
 
 
 def folded(matmul: MatmulNode) -> list[fx.Node]:
-    """The matmuls that are summed in the bias of ``matmul``: Inductor writes ``x @ a + y @ b`` as ``addmm(x @ a, y,
-    b)``. Empty if the bias is anything else, or if another node reads one of them."""
+    """The matmuls whose sum is the bias of ``matmul``: Inductor writes ``x @ a + y @ b`` as ``addmm(x @ a, y, b)``.
+    Empty if the bias is anything else, or if another node reads one of the matmuls or a partial sum of them."""
     bias = matmul.bias
     return (bias is not None and matmul.kind == "addmm" and _summed(bias, matmul.node)) or []
 
 
 def _summed(node: fx.Node, user: fx.Node) -> list[fx.Node] | None:
-    """The plain matmuls whose sum ``node`` is; or ``None``. Only ``user`` may read ``node``, once, and both must have
-    the same shape."""
+    """The plain matmuls (``mm``, ``addmm``) of which ``node`` is the sum, or ``None``. ``user`` must be the only reader
+    of ``node``, read it once and have the same shape."""
     if set(node.users) != {user} or user.args.count(node) != 1 or not tools.is_tensor(node):
         return None
     if not tools.same_shape(node, user):
@@ -172,10 +172,12 @@ def emit(
     with_bias: bool = True,
     bias_slice: fx.Node | None = None,
 ) -> fx.Node:
-    """Write the same matmul on slices ``lhs`` and ``rhs``; return the new node, which has no ``meta`` yet.
+    """Write the same matmul on slices ``lhs`` and ``rhs`` of its operands. Return the new node, which has no ``meta``
+    yet.
 
     Args:
-        slicers: ``slicers[role](tensor, dim)`` cuts a bias or a row-wise scale along a sliced role.
+        slicers: ``slicers[role](tensor, dim)`` cuts dim ``dim`` of a bias, or of a scale for each row or column, like
+            the operands. Roles that are not sliced have no entry.
         with_bias: whether to add the bias.
         bias_slice: the bias, if it has been cut already.
     """
@@ -208,10 +210,10 @@ def emit(
 
 
 def emit_partial(graph: fx.Graph, matmul: MatmulNode, lhs: fx.Node, rhs: fx.Node, total: fx.Node | None) -> fx.Node:
-    """Write ``total + lhs @ rhs`` without bias, for a split contraction; return the new node, which has no ``meta``
-    yet.
+    """Write ``total + lhs @ rhs`` without bias, for a contraction that is split into parts. Return the new node, which
+    has no ``meta`` yet. ``total``: the sum of the parts before this one, or ``None``.
 
-    Sums are accumulated in fp32. fp64 stays fp64, and int32 is exact.
+    The new node and ``total`` are fp32 for matmuls of fp32 or narrower, fp64 for fp64, and int32 for ``int_mm``.
     """
     call = graph.call_function
     if matmul.kind == "int_mm":

@@ -21,7 +21,7 @@ def _clean(path: str) -> str:
 
 
 def module_of(node: fx.Node) -> str:
-    """The module a node was traced in, as the user names it (``model.layers.0.mlp.down_proj``), or ``""``."""
+    """The module in which ``node`` was traced, as the user names it (``model.layers.0.mlp.down_proj``), or ``""``."""
     for key in ("nn_module_stack", "fwd_nn_module_stack"):
         stack: dict[str, Any] = node.meta.get(key) or {}
         if stack:
@@ -33,7 +33,14 @@ def module_of(node: fx.Node) -> str:
 
 
 def site_id(pattern: str, module: str, phase: str, ordinal: int, moves: str) -> str:
-    """``<pattern>-<8 hex digits of a SHA-256>``. The digest covers what the site moves and where it stands in its
-    graph, which are the same on all ranks of its group."""
+    """``<pattern>-<8 hex digits of a SHA-256>``. The digest covers values that are the same on all ranks of the site's
+    group.
+
+    Args:
+        module: path of the user's module, or ``""``.
+        phase: inference, forward or backward.
+        ordinal: index of the site's collective among those of the graph.
+        moves: reduce op, dtype and last size of what the collective moves.
+    """
     digest = hashlib.sha256(f"{pattern}|{module}|{phase}|{ordinal}|{moves}".encode()).hexdigest()[:8]
     return f"{pattern}-{digest}"

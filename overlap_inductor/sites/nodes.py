@@ -2,7 +2,7 @@
 """The parts of a site: its collectives, its matmuls and ``SiteNodes``, the interface of every kind of site.
 
 ``sites.gather_nodes`` and ``sites.reduce_nodes`` implement ``SiteNodes``. ``facts.site.SiteFacts`` holds what a report
-says of a site.
+says about a site.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from overlap_inductor.sites.placement import Placement
 
 @dataclass(frozen=True)
 class CollectiveNode:
-    """A functional collective and its wait. ``node.args[0]`` is the input; ``wait`` is the result, the last wait if a
-    program waits several times. ``ranks``: global ranks of the group."""
+    """A functional collective and its wait. ``node.args[0]`` is the input. ``wait`` is the result; if the program waits
+    several times in a row, it is the last wait. ``ranks``: global ranks of the group."""
 
     node: fx.Node
     wait: fx.Node
@@ -43,7 +43,7 @@ class CollectiveNode:
         return self.node.args[0]
 
     def chain(self) -> list[fx.Node]:
-        """The result's wait, the waits that it waits for, and the collective."""
+        """All waits, the last one first, then the collective."""
         found = [self.wait]
         while found[-1] is not self.node:
             found.append(found[-1].args[0])
@@ -66,8 +66,8 @@ class MatmulSizes:
 
 
 class SiteNodes(ABC):
-    """The FX nodes of one site. A schedule reads the nodes of the kind that it computes; all other code uses this
-    interface only."""
+    """The FX nodes of one site. Once a site is found, only schedules and their helpers read the attributes of a
+    subclass (``nodes_of``). All other code uses this interface."""
 
     @property
     @abstractmethod
@@ -82,12 +82,12 @@ class SiteNodes(ABC):
     @property
     @abstractmethod
     def sharded_dims(self) -> list[ShardedDim]:
-        """The dim of each matmul that is cut by rank: of the operand, or of the result."""
+        """For each matmul, the dim that is cut by rank: a dim of its gathered operand, or of its result."""
 
     @property
     @abstractmethod
     def roles(self) -> list[str]:
-        """The role (M, N, K or B) of that dim in each matmul."""
+        """For each matmul, the role (M, N, K or B) of its dim in ``sharded_dims``."""
 
     @property
     @abstractmethod
@@ -96,7 +96,7 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """The sizes of each matmul, with the padding that a rank appends before it sends."""
+        """The sizes of each matmul. They include the padding that a rank appends before it sends."""
 
     @property
     @abstractmethod
@@ -105,25 +105,28 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def hands_out_gathered(self) -> bool:
-        """Whether nodes outside the site read the gathered tensor."""
+        """Whether a node other than the site's matmuls reads the gathered tensor, directly or through views, copies and
+        splits."""
 
     @abstractmethod
     def others(self) -> list[fx.Node]:
-        """The nodes of the current graph, besides matmuls and collectives, that the site computes, moves or erases."""
+        """The nodes that the site computes, moves or erases in the current graph, other than its matmuls and
+        collectives."""
 
     @abstractmethod
     def places(self) -> list[Placement]:
-        """The places in the current graph at which the steps may be written, the best one first. Empty if the site is
-        written at its collective and moves no node."""
+        """The places in the current graph at which the steps may be written, the best one first. Empty if the steps are
+        written at the collective and no node has to move."""
 
     @abstractmethod
     def read_in_place(self) -> bool:
-        """Whether nodes outside the site read a node between the collective and the matmuls. The steps must then stand
+        """Whether nodes outside the site read a node between the collective and the matmuls. The steps are then written
         before all nodes that move with the site."""
 
     @abstractmethod
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-        """The nodes that may be erased once ``replaced`` has taken the site's results, besides the collectives."""
+        """The nodes, other than the collectives, that may be erased after a rewrite that replaced the keys of
+        ``replaced`` by its values."""
 
     @abstractmethod
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
@@ -131,18 +134,17 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def cut(self) -> tuple[list[Size], str] | None:
-        """``(sizes, words)`` of what all schedules cut for the transfer, the same on all ranks; ``None`` if the
-        schedule alone knows."""
+        """What is cut for the transfer under every schedule, the same on all ranks: ``(sizes, words after them in the
+        exchange plan)``. ``None`` if only the schedule knows."""
 
     @abstractmethod
     def order_sent(self) -> tuple[Layout, Layout] | None:
-        """``(layout in which pieces are computed, layout in which they are sent)``; ``None`` if both are
-        the same."""
+        """``(layout in which pieces are computed, layout in which they are sent)``; ``None`` if they cannot differ."""
 
     @abstractmethod
     def computed_ahead(self) -> list[str]:
-        """One text for each node that may be computed on a shard before it is sent, in graph order. The texts are the
-        same on all ranks: they name no nodes."""
+        """One text for each node that may be computed on a shard before the shard is sent, in graph order. The texts
+        name no nodes, so they are the same on all ranks."""
 
     def place(self) -> Placement | None:
         """The first of ``places`` without an obstacle, else the first one; ``None`` if there are none."""
@@ -152,8 +154,13 @@ class SiteNodes(ABC):
 
 @dataclass
 class OverlapSite:
-    """A site found in one graph. ``facts``: for reports and plans; ``nodes``: for the rewrite; ``obstacle``: why the
-    site must stay as written, if the finder saw a reason."""
+    """A site found in one graph.
+
+    Attributes:
+        facts: plain data, for reports and plans.
+        nodes: the FX nodes, for checks and the rewrite.
+        obstacle: why the site must stay as written, or ``None`` if the finder saw no reason.
+    """
 
     facts: SiteFacts
     nodes: SiteNodes
@@ -168,7 +175,7 @@ class OverlapSite:
         return self.nodes.matmuls
 
     def decided(self, decision: Decision) -> DecidedSite:
-        """The site with its decision. Both share their nodes."""
+        """This site with ``decision``. The new object shares ``nodes`` with this one."""
         return DecidedSite(self.facts, self.nodes, self.obstacle, decision=decision)
 
 
@@ -183,10 +190,10 @@ Kind = TypeVar("Kind", bound=SiteNodes)
 
 
 def nodes_of(site: OverlapSite, kind: type[Kind]) -> Kind:
-    """The site's nodes, for a schedule that computes this kind only.
+    """The site's nodes as an instance of ``kind``, for a schedule that computes only sites of this kind.
 
     Raises:
-        TypeError: the site is of another kind. The schedule then names a pattern that it does not compute.
+        TypeError: the nodes are of another kind. The schedule's ``patterns`` then name one that it does not compute.
     """
     if not isinstance(site.nodes, kind):
         raise TypeError(

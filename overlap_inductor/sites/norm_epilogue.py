@@ -2,18 +2,18 @@
 """Find the residual add and RMSNorm after an all-reduce, which schedule ``small_message`` computes in the all-reduce's
 own kernel.
 
-The finder recognises the norm of Llama and its relatives, with the same rounding (``x`` in fp16 or bf16, ``wide`` in
-fp32)::
+The finder recognises the norm of Llama and related models, which rounds at the places shown here. ``added`` is fp16 or
+bf16::
 
-    added  = residual + all_reduce(...)                 # in either order; kept, it is the next residual
+    added  = residual + all_reduce(...)                 # in either order; also an output: the next residual
     wide   = added.to(fp32)
     scaled = wide * rsqrt(mean(wide ** 2, last dim) + eps)
-    normed = weight * scaled.to(x)                      # in either order
+    normed = weight * scaled.to(added.dtype)            # in either order
     ->  normed, added = one op                          # by the rewrite
 
-Inductor's post-grad graphs spell it ``aten.add.Tensor``, ``prims.convert_element_type``, ``aten.pow.Tensor_Scalar``,
+Inductor's post-grad graphs write it as ``aten.add.Tensor``, ``prims.convert_element_type``, ``aten.pow.Tensor_Scalar``,
 ``aten.mean.dim``, ``aten.add.Tensor`` with a number, ``aten.rsqrt``, ``aten.mul.Tensor``,
-``prims.convert_element_type``, ``aten.mul.Tensor``; ``aten.reshape`` to and from rows may stand between. A norm that
+``prims.convert_element_type``, ``aten.mul.Tensor``. ``aten.reshape`` to and from rows may come in between. A norm that
 multiplies by its weight before it rounds (``torch.nn.RMSNorm``) gives other bits and is not recognised.
 """
 
@@ -40,9 +40,10 @@ class NormEpilogue:
     Attributes:
         residual: tensor of the all-reduce's shape and dtype.
         weight: one row, of the same dtype.
+        eps: the number added to the mean of squares.
         normed: the node with the norm's result.
-        residual_out: the sum of residual and all-reduce. The op may stand right before it: everything that the op reads
-            comes earlier in the graph.
+        residual_out: the sum of residual and all-reduce. The op can be written right before this node, because
+            everything that the op reads comes earlier in the graph.
     """
 
     residual: fx.Node
@@ -103,8 +104,8 @@ def _norm(normed: fx.Node, added: fx.Node) -> tuple[fx.Node, float, fx.Node] | N
 
 
 def _eps_of(inverse: fx.Node, wide: fx.Node) -> float | None:
-    """``eps`` if ``inverse`` is ``rsqrt(mean(wide ** 2) + eps)`` of each row and each node of it has one reader; else
-    ``None``."""
+    """``eps`` if ``inverse`` is ``rsqrt(mean(wide ** 2) + eps)`` of each row, and each node from the square to
+    ``inverse`` has one reader; else ``None``."""
     chain = [inverse]
     for target in (aten.rsqrt.default, aten.add.Tensor, aten.mean.dim):
         if chain[-1].target is not target or len(chain[-1].users) != 1 or not tools.is_tensor(chain[-1].args[0]):
@@ -127,7 +128,7 @@ def _eps_of(inverse: fx.Node, wide: fx.Node) -> float | None:
 
 
 def _factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The two factors of a product of tensors, in either order."""
+    """If ``node`` is a product of two tensors, both orders of its factors; else nothing."""
     if node.target is aten.mul.Tensor and all(tools.is_tensor(a) for a in node.args):
         a, b = node.args
         yield a, b
@@ -135,7 +136,7 @@ def _factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _behind(node: fx.Node, depth: int) -> set[fx.Node]:
-    """The products that read ``node`` through at most ``depth`` steps."""
+    """The products that are computed from ``node`` in at most ``depth`` steps."""
     reached = layer = {node}
     for _ in range(depth):
         layer = {user for n in layer for user in n.users} - reached
@@ -148,7 +149,7 @@ def _keeps_rows(node: fx.Node) -> bool:
 
 
 def _rows(node: Any) -> fx.Node:
-    """The source of ``node``, if ``node`` is a view that keeps the length of rows and has one reader; else ``node``."""
+    """``node`` without the views at its end that keep the length of rows and have one reader each."""
     while _keeps_rows(node) and len(node.users) == 1:
         node = node.args[0]
     return node

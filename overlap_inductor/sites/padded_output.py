@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handle the padding of an output that is gathered. An all-gather moves equally much of every rank, so a rank with a
-smaller shard of the output appends zeros.
+"""Handle the padding of an output that is gathered. An all-gather moves the same number of bytes from every rank, so a
+rank with a smaller shard of the output appends zeros.
 
-The site is the same as on ranks with a full shard. A short rank pads each piece when it sends it::
+The site is the same as on ranks with a full shard. A short rank pads each piece before it sends the piece::
 
-    mm [rows, 50] -> view [b, t, 50] -> pad [b, t, 51] -> all_gather         # elsewhere 51 columns, and no padding
-    for band in rows: send pad(mm(band))                                      # bands of the rows that all ranks have
+    mm [rows, 50] -> view [b, t, 50] -> pad [b, t, 51] -> all_gather         # on other ranks 51 columns, no padding
+    for band in rows: send pad(mm(band))                                      # the same bands on all ranks
 
 Bands, sizes and the order of transfers depend on the gathered tensor only, never on the size of this rank's shard.
 """
@@ -26,7 +26,8 @@ from overlap_inductor.sites.reduce_nodes import Padding
 
 
 def padding_before(node: fx.Node) -> fx.Node | None:
-    """The node that appends zeros, if ``node`` is that node or a view or copy of it; else ``None``."""
+    """The node that appends zeros to one dim of known size, if ``node`` is that node or a view or copy of it; else
+    ``None``."""
     while tools.is_reshape(node) or node.target in tools.SAME:
         node = node.args[0]
     found = padded(node)
@@ -45,9 +46,17 @@ def nodes_between(node: fx.Node, source: fx.Node) -> set[fx.Node]:
 def padded_output(
     padding: fx.Node, leaf: MatmulNode, layout: Layout, sharded: ShardedDim
 ) -> tuple[Padding, ShardedDim]:
-    """``(padding, how the output of leaf is cut)``. If ``padding`` appends columns, the cut stays ``sharded``; if it
-    appends rows, the cut has missing rows. ``layout``: layout of ``leaf``. Raises ``LayoutError`` if it appends
-    neither."""
+    """``(padding, how the output of leaf is cut)``.
+
+    Args:
+        padding: the node that ``padding_before`` found. If it appends columns, the cut stays ``sharded``. If it appends
+            rows, the cut has missing rows.
+        layout: layout of the output of ``leaf``.
+        sharded: how the output would be cut without padding.
+
+    Raises:
+        LayoutError: ``padding`` appends neither rows nor columns of the output.
+    """
     source, dim = padded(padding)  # type: ignore[misc]
     shape, out = tools.shape(source), tools.shape(leaf.node)
     appended = tools.shape(padding)[dim] - shape[dim]
@@ -56,7 +65,7 @@ def padded_output(
     atoms, ahead = layout.refined().dims[0], tools.numel(shape[:dim])
     if same_size(ahead, 1) and same_size(shape[dim], out[0]):
         return Padding(padding, 0), ShardedDim(0, 1, shape[dim] + appended, shape[dim], (), (), appended)
-    # Only views stand between, so the padded dim is one atom of the rows.
+    # Only views come between the matmul and the padding, so the padded dim is one atom of the rows.
     at = next(
         (i for i, a in enumerate(atoms) if same_size(a.size, shape[dim]) and same_size(product(atoms[:i]), ahead)), None
     )

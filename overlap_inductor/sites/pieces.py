@@ -62,16 +62,16 @@ def may_be_a_piece(node: fx.Node) -> bool:
 
 
 def behind_copies(node: Any) -> Any:
-    """The source of ``node`` behind copies and reinterpretations of bits."""
+    """``node``, or if it is a copy or a bitcast, the tensor that it is a copy or a bitcast of, through all of them."""
     while isinstance(node, fx.Node) and (tools.is_bitcast(node) or node.target in tools.SAME):
         node = node.args[0]
     return node
 
 
 def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """``(x, dim)`` if ``node`` is ``x`` with zeros appended along ``dim``, else ``None``. The node is a padding, or a
-    ``cat`` of pieces of which the last ones are padded, as DTensor makes uneven shards even. Sizes must be ints,
-    because they say which ranks are short."""
+    """``(x, dim)`` if ``node`` is ``x`` with zeros appended along ``dim``, else ``None``. ``node`` is a padding, or a
+    ``cat`` of pieces whose last ones are padded: this is how DTensor makes uneven shards equal. Sizes must be ints,
+    because they say which ranks have fewer rows."""
     if node.target is aten.constant_pad_nd.default:
         found = padded(node)
         return found if found is not None and isinstance(tools.shape(found[0])[found[1]], int) else None

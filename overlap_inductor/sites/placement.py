@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Placement``: a place for a site's steps, after all operands of its matmuls and before the first use of a result.
 
-By default the steps stand at the gather, and the nodes that compute the other operands are moved up to it. If those may
-not be moved, the whole site sinks to the first use of its results. Activation checkpointing needs that: a weight's
-gradient reads activations that must be gathered again first.
+By default the steps are written at the gather, and the nodes that compute the other operands are moved up to it. If
+these nodes may not be moved, the whole site is moved down to the first use of its results. Activation checkpointing
+needs this: a weight's gradient reads activations that must be gathered again first.
 """
 
 from __future__ import annotations
@@ -17,8 +17,15 @@ from overlap_inductor.torch_compat import operators
 
 @dataclass(frozen=True)
 class Placement:
-    """A place for the steps. Before ``anchor`` stand the ``hoisted`` nodes, which move up, then the ``sunk`` nodes,
-    which move down (both in graph order), then the steps. ``operands``: what the steps read."""
+    """A place for the steps. The order in the graph becomes: ``hoisted``, ``sunk``, the steps, ``anchor``. If nodes
+    outside the site read a sunk node (``SiteNodes.read_in_place``), the steps come before ``sunk``.
+
+    Attributes:
+        anchor: the node before which the steps are written.
+        sunk: the site's nodes that are moved down to ``anchor``, in graph order.
+        hoisted: the nodes that compute ``operands`` and are moved up to ``anchor``, in graph order.
+        operands: the nodes that the steps read.
+    """
 
     anchor: fx.Node
     sunk: list[fx.Node]
@@ -32,7 +39,7 @@ class Placement:
         return next((n for n in self.hoisted if not _movable(n) or not sunk.isdisjoint(n.all_input_nodes)), None)
 
     def apply(self) -> None:
-        """Move the nodes."""
+        """Move ``hoisted``, then ``sunk``, to right before ``anchor``."""
         for node in (*self.hoisted, *self.sunk):
             self.anchor.prepend(node)
 
@@ -42,8 +49,8 @@ def _movable(node: fx.Node) -> bool:
 
 
 def needed_behind(operands: list[fx.Node], anchor: fx.Node) -> list[fx.Node]:
-    """The nodes at ``anchor`` or after it that ``operands`` are computed from, ``operands`` included, in graph
-    order."""
+    """The nodes at ``anchor`` or after it from which ``operands`` are computed, including ``operands`` themselves, in
+    graph order."""
     wanted: set[fx.Node] = set()
     pending = list(operands)
     while pending:

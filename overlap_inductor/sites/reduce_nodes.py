@@ -22,13 +22,13 @@ from overlap_inductor.sites.placement import Placement
 
 @dataclass(frozen=True)
 class Region:
-    """Sums and ``cat`` between matmuls and collective (``passes.find_region``). Pieces are computed over the dims of
-    the matmuls, and all dims here are dims of the matmuls.
+    """Sums and ``cat`` between matmuls and collective (``passes.find_region``). Pieces keep the dims of the matmuls,
+    and all dims here are numbered as in the matmuls' results.
 
     Attributes:
-        reduced: dims that each node sums over.
-        joined: the dim along which each ``cat`` joins.
-        places: layouts of the tensors that are read from elsewhere.
+        reduced: for each sum, the dims that it sums over.
+        joined: for each ``cat``, the dim along which it joins.
+        places: layouts, over these dims, of the tensors that are read from elsewhere.
         cut: the dim that is cut.
         layout: layout of the collective's input, over the dims that are not summed over.
     """
@@ -42,8 +42,9 @@ class Region:
 
 @dataclass(frozen=True)
 class Padding:
-    """``node`` appends zeros to a rank's output before it is gathered, because other ranks have more. It appends
-    ``columns`` to the matmul's columns, or if that is 0, rows, which ``ReduceNodes.sharded`` counts as missing."""
+    """``node`` appends zeros to a rank's output before the output is gathered, because other ranks' outputs are larger.
+    ``columns``: how many columns it appends to the matmul's. If this is 0, it appends rows, which
+    ``ReduceNodes.sharded`` counts as missing."""
 
     node: fx.Node
     columns: int
@@ -61,11 +62,14 @@ class ReduceNodes(SiteNodes):
         ends: the collectives; several if the results of all-reduces are added to each other.
         result: the wait, or the sum of the waits.
         leaves: the matmuls.
-        layouts: every region node's layout in the atoms of the collective's input.
+        layouts: the layout of each node that is computed in pieces or read, in the atoms of the collective's input.
         through: source of each view-like node.
-        externals: tensors that the region reads and does not compute.
-        sharded: the matmuls' output dim that is cut; ``role`` is its role.
+        externals: tensors that the pieces read and the site does not compute.
+        sharded: the dim that is cut, of the matmuls' output or of ``region.layout``.
+        role: the role (M, N or B) of that dim in the matmuls' output.
         unfolded: biases that are sums of other matmuls of the site (``matmuls.folded``).
+        region: set if there are sums over a dim or ``cat`` between matmuls and collective, else ``None``.
+        padding: set if zeros are appended to the output before it is gathered, else ``None``.
     """
 
     ends: list[CollectiveNode]
@@ -86,8 +90,8 @@ class ReduceNodes(SiteNodes):
         return [self.padding.source] if self.padding is not None else [c.input for c in self.collectives]
 
     def bias_of(self, matmul: MatmulNode) -> fx.Node | None:
-        """The matmul's bias, or ``None`` if the bias is a sum of other matmuls of the site, which the site adds up
-        itself."""
+        """The matmul's bias, or ``None``. It is also ``None`` if the bias is a sum of other matmuls of the site,
+        because the site computes that sum itself."""
         return None if matmul.bias in self.unfolded else matmul.bias
 
     @property
@@ -102,7 +106,7 @@ class ReduceNodes(SiteNodes):
 
     @property
     def padded_shape(self) -> list[Size]:
-        """``shape`` with the rows and columns that this rank appends before a gather: the same on every rank."""
+        """``shape`` with the rows or columns that this rank appends before a gather. It is the same on every rank."""
         shape, sharded = self.shape, self.sharded
         if self.padding is None:
             return shape
@@ -130,11 +134,12 @@ class ReduceNodes(SiteNodes):
 
     @property
     def tokens(self) -> Size:
-        """The rows of the matmuls' result, with padding."""
+        """The rows of the matmuls' result, including padding."""
         return self.padded_shape[-2]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """The contracted dim may be a shard whose size differs between ranks."""
+        """The sizes of each matmul. The contracted dim may be a shard whose size differs between ranks, so ``own`` is
+        K."""
         found = []
         for matmul in self.leaves:
             *batch, m, k = tools.shape(matmul.lhs)
@@ -167,7 +172,8 @@ class ReduceNodes(SiteNodes):
         for old, new in replaced.items():
             if old in self.layouts:
                 self.layouts[new] = self.layouts[old]
-                # A node of the region that another site's kernel now computes, as its epilogue, is read from outside.
+                # Another site's kernel may now compute a node of the region as its epilogue. The region then reads that
+                # node like any tensor that it does not compute.
                 if new not in self.externals and old not in {m.node for m in self.leaves}:
                     self.externals.append(new)
                 if self.region is not None and old in self.region.places:
@@ -175,8 +181,8 @@ class ReduceNodes(SiteNodes):
         self.through = {n: replaced.get(source, source) for n, source in self.through.items()}
 
     def cut(self) -> tuple[list[Size], str]:
-        """For a gathered output: all rows, with padding, because a rank may compute fewer rows than it sends. For a
-        reduction: the outer and the chunk size of the dim that is cut."""
+        """For a gathered output: the number of rows including padding, because a rank may compute fewer rows than it
+        sends. For a reduction: the sizes ``outer`` and ``chunk`` of the dim that is cut (``ShardedDim``)."""
         if self.ends[0].kind == "all_gather":
             return self.padded_shape[:1], ""
         return [self.sharded.outer, self.sharded.chunk], f" on dim {self.sharded.dim}"

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write pieces of a gather's row-wise region: each node computed from one rank's shard or a part of it.
+"""Write pieces of a gather's row-wise region (``sites.row_wise``). A piece of a node is what the node computes from one
+rank's shard, or from a part of the shard.
 
 Contract: nodes are written at the emitter's insertion point. A view is written again with the piece's shape. Any other
-op of the region is copied and keeps its dims. Tensors from elsewhere are cut along the gathered dim and along the
-part::
+op of the region is copied and keeps its dims. Tensors from elsewhere are cut to the rows of the same rank and the same
+part. On rank r::
 
     raw   = rows of rank r + shift, part p, of the gathered buffer
-    piece = op(piece of gathered input, rows of the other input that belong to rank r + shift and part p)
+    piece = op(piece of the gathered input, rows of the other input that belong to rank r + shift and part p)
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ aten = tools.aten
 
 
 def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
-    """The place of ``lead``, the atom along which shards are cut, in a dim with ``atoms``: ``(place, rows that one of
-    its indices spans)``. ``None`` if a part of ``lead`` is not a run of rows.
+    """The place of ``lead``, the atom along which shards are cut into parts, in a dim with ``atoms``: ``(place, number
+    of rows that one index of lead spans)``. ``None`` if a part of ``lead`` is not a run of consecutive rows.
 
     The place is ``chunk`` (right after the rank), ``outer`` (first, before the rank) or ``cross`` (first in a dim
     without the rank).
@@ -56,7 +57,7 @@ def can_cut(nodes: GatherNodes, lead: Atom) -> bool:
 
 
 def _externals(nodes: GatherNodes) -> list[tuple[fx.Node, fx.Node]]:
-    """``(tensor from elsewhere, region node that reads it)``."""
+    """``(tensor from elsewhere, region node that reads the tensor)`` for each such pair. Views are left out."""
     return [
         (n, user)
         for user in nodes.layouts
@@ -67,7 +68,8 @@ def _externals(nodes: GatherNodes) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _aligned(node: fx.Node, user: fx.Node) -> dict[int, int]:
-    """``{dim of node: dim of user}`` for the dims that ``user`` neither broadcasts nor, as a ``cat``, joins."""
+    """``{dim of node: dim of user}`` for the dims of ``node`` that ``user`` neither broadcasts nor joins as a
+    ``cat``."""
     mine, theirs = tools.shape(node), tools.shape(user)
     joined = operators.argument(user, "dim") % len(theirs) if user.target is aten.cat.default else None
     dims = ((d, d + len(theirs) - len(mine)) for d in range(len(mine)))
@@ -75,8 +77,14 @@ def _aligned(node: fx.Node, user: fx.Node) -> dict[int, int]:
 
 
 class RowPieces:
-    """Pieces of the shard of rank ``r + shift``. ``raw``, in layout ``order``, holds ``length`` indices of ``lead``
-    from ``start`` on; without ``lead`` it holds the whole shard."""
+    """The pieces that are computed from the shard of rank ``r + shift``, or from a part of it.
+
+    Args:
+        raw: the shard's part: ``length`` indices of ``lead`` from ``start`` on. Without ``lead``, the whole shard.
+        order: layout of ``raw``.
+        shift: the shard's rank relative to this one.
+        lead: the atom along which the shard is cut, or ``None``.
+    """
 
     def __init__(
         self,
@@ -98,7 +106,7 @@ class RowPieces:
         }
 
     def of(self, node: fx.Node) -> fx.Node:
-        """The piece of ``node``, in its layout without the rank."""
+        """The piece of ``node``, in the layout of ``node`` without the rank atom. Written at the first call only."""
         if node not in self.done:
             layouts, through = self.nodes.layouts, self.nodes.through
             if node in through:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute a site's sizes for the cost model, at the example's token count or at a multiple of it.
 
-Ranks of a group must decide alike, but may hold shards of different size: of a weight with 11008 columns, 3670 here and
-3668 there. Sizes of what moves are equal on all ranks. Of a matmul's dims that do not move, a rank sees only its own
-size. That size is rounded to five significant bits, so that sizes which differ by less than the number of ranks usually
-count the same (3670 and 3668 as 3712). They do not if the middle between two rounded sizes lies between them. Then
-ranks may choose different schedules, their plans do not agree, and all of them run the plain program.
+Ranks of a group must decide alike, but their shards may differ in size. For example, one rank holds 3670 columns of a
+weight with 11008 and another 3668. The sizes of what moves are equal on all ranks. For a matmul's dims that do not
+move, a rank knows only its own size. That size is rounded to five significant bits, so sizes that differ by less than
+the number of ranks usually round to the same value (3670 and 3668 to 3712). If they round to different values, ranks
+may choose different schedules. Their plans then do not agree, and all of them run the plain program.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def hint(size: Any) -> int:
 
 
 def _scaled(sizes: list[Any], scale: float) -> list[int]:
-    """``sizes`` at their hints, with the first symbolic one times ``scale``. If the token count is the product of
-    several symbolic sizes, the others stay."""
+    """The example's values (hints) of ``sizes``, with the first symbolic one multiplied by ``scale``. If the token
+    count is the product of several symbolic sizes, the others keep their hints."""
     symbolic = next((i for i, size in enumerate(sizes) if isinstance(size, torch.SymInt)), None)
     return [math.ceil(hint(size) * scale) if i == symbolic else hint(size) for i, size in enumerate(sizes)]
 
@@ -51,8 +51,8 @@ def _example_sizes(sizes: MatmulSizes) -> tuple[list[Size], Size, Size, Size]:
 
 
 def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
-    """FLOPs and bytes of the site at ``scale`` times its example token count. The additions of a sum of matmuls are not
-    counted, neither for a schedule nor for ``keep``."""
+    """FLOPs, bytes and tiles of the site at ``scale`` times its example token count. The additions in a sum of matmuls
+    are counted neither for a schedule nor for ``keep``."""
     flops, tiles = 0.0, 0
     for batch, m, n, k in map(_example_sizes, site.nodes.matmul_sizes()):
         flops += 2.0 * math.prod(map(hint, (*batch, m, k, n)))
@@ -76,7 +76,8 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
 
 
 def machine_of(site: OverlapSite) -> Machine:
-    """The machine that the site is planned for."""
+    """The rates and fixed costs that the site is planned with: those of the machine that ``target.planning_for`` names,
+    or else those of the device on which the collective runs."""
     if (box := target()) is not None:
         return box.machine
     device = tools.value(site.collectives[0].input).device

@@ -25,16 +25,17 @@ overlap = torch.ops.overlap_inductor
 
 @dataclass
 class StepEmitter:
-    """Emits nodes at the graph's insertion point. Every node gets its ``meta["val"]`` at once, so that its sizes can be
-    read.
+    """Writes nodes at the graph's insertion point. Every node gets its ``meta["val"]`` at once, so that its sizes can
+    be read.
 
     Attributes:
         site: the site's id.
-        chain: the token of the group's ops.
+        chain: the newest token of the group's chain of ops, when the site begins.
         module: metadata of the site's module, copied to every node.
-        values: evaluates the nodes; all sites of a graph share one.
-        emitted: overlap ops that communicate, in program order.
-        transport: last arguments of ops that start an exchange: the transport's name, or none for the schedule's own.
+        values: evaluates the nodes. All sites of a graph share one.
+        emitted: the overlap ops written so far that communicate, in program order.
+        transport: the last arguments of ops that start an exchange: the transport's name, or ``()`` for the schedule's
+            default transport.
     """
 
     graph: fx.Graph
@@ -91,7 +92,8 @@ class StepEmitter:
         return self.call(overlap.take.default, x, dim, shift, chunk, start, length, self.group_name)
 
     def take_sharded(self, x: fx.Node, dim: int, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
-        """The rows of ``x`` along ``dim`` (laid out as ``sharded``) that belong to ``block`` of rank ``r + shift``."""
+        """The rows of ``x`` along ``dim`` that belong to ``block`` of rank ``r + shift``. The layout of ``dim`` is
+        ``sharded``, with full shards."""
         if isinstance(sharded.outer, int) and sharded.outer == 1:
             return self.take(x, dim, shift, sharded.chunk, block.start, block.length)
         shape = tools.shape(x)
@@ -101,7 +103,7 @@ class StepEmitter:
         return self.reshape(part, [*shape[:dim], block.outer_length * block.length, *shape[dim + 1 :]])
 
     def whole_chunks(self, x: fx.Node, dim: int, sharded: ShardedDim) -> fx.Node:
-        """``x`` with zero rows in place of those that ``dim`` (laid out as ``sharded``) is missing."""
+        """``x`` with zero rows in place of the rows that are missing along ``dim``, whose layout is ``sharded``."""
         if not sharded.short:
             return x
         shape = tools.shape(x)
@@ -120,9 +122,9 @@ class StepEmitter:
         return self.reshape(kept, [*shape[:dim], sharded.size, *shape[dim + 1 :]])
 
     def without_padding(self, x: fx.Node, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
-        """``x`` with zeros in the padding rows; its dim ``sharded.dim`` is ``block`` of rank ``r + shift``. Padding
-        rows come after the last row of the gathered dim. As zeros, they add nothing to a sum over rows, whatever a rank
-        sent in them."""
+        """``x`` with zeros in the padding rows. Its dim ``sharded.dim`` is ``block`` of rank ``r + shift``. Padding
+        rows come after the last row of the gathered dim, and a rank may have sent any values in them. With zeros, they
+        add nothing to a sum over rows."""
         if not sharded.short:
             return x
         dim, shape = sharded.dim, tools.shape(x)
@@ -132,8 +134,8 @@ class StepEmitter:
         return self.reshape(self.call(overlap.rows_below.default, split, *where), shape)
 
     def convert(self, x: fx.Node, source: Layout, target: Layout, sizes: dict[int, Size] | None = None) -> fx.Node:
-        """``x``, which has layout ``source``, in layout ``target``: the same atoms in another order. ``sizes`` replaces
-        sizes of atoms, by ``id(atom)``. The result is a view if possible."""
+        """``x``, which has layout ``source``, in layout ``target``, which has the same atoms in another order.
+        ``sizes`` gives other sizes for some atoms, by ``id(atom)``. The result is a view if possible."""
         source, target = source.refined(), target.refined()
         if source.same_elements(target):
             return self.reshape(x, target.shape(sizes))
@@ -145,8 +147,8 @@ class StepEmitter:
 
 @dataclass(frozen=True)
 class Block:
-    """A sub-chunk of one rank's shard along a sharded dim: ``length`` rows from ``start`` on, of each of
-    ``outer_length`` outer indices from ``outer_start`` on."""
+    """A sub-chunk of one rank's shard along a sharded dim (``ShardedDim``): ``outer_length`` outer indices from
+    ``outer_start`` on, and for each of them ``length`` rows from ``start`` on."""
 
     start: Size
     length: Size
@@ -159,8 +161,8 @@ class Block:
 
 
 def _slice_with_gaps(x: fx.Node) -> bool:
-    """Whether ``x`` is a result of ``take`` or ``narrow``, or a slice of one, and may have gaps. To reshape it, torch
-    would compare symbolic sizes and add guards."""
+    """Whether ``x`` is a result of ``take`` or ``narrow``, or a slice of such a result, and may have gaps between its
+    rows. To reshape such a tensor, torch would compare symbolic sizes and add guards."""
     ours = (overlap.take.default, overlap.narrow.default)
     cut, gaps = False, False
     while x.target in (*ours, aten.slice.Tensor):

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the tail of a fused site's result: pointwise nodes after it that the site's kernel computes on each tile.
-``sites.epilogue_program`` says which ops the kernel has.
+"""Find the tail of a site's result: the pointwise nodes after the result that the site's kernel computes on each tile.
+``sites.epilogue_program`` says which ops a kernel knows.
 
 Before and after::
 
     y = matmul or reduction of the site; s = silu(y); z = mul(s, e)     # e: a tensor computed before the collective
     ->  z = the site's op with epilogue "silu(x) * e0" and extra e
 
-A tail begins at a matmul of a gathered tensor or at a reduction's result. It ends at one node, the only one of the tail
-that other nodes read. It reads at most ``MOST_EXTRAS`` other tensors, each of the result's shape, a row, a column or
-one element.
+A tail begins at the result of a matmul of a gathered tensor, or of a reduction. It ends at one node, the only node of
+the tail that nodes outside the tail read. It reads at most ``MOST_EXTRAS`` other tensors (extras). Each has the
+result's shape, or is a row, a column or a single element.
 
-The end must be a tensor that is stored in any case: a matmul, a collective or the graph's caller reads it, or a node
-reads it that also depends on a matmul computed from it (a residual stream). Any other pointwise chain is left to
-Inductor, which fuses it into a later kernel at no cost. Of several possible ends the last one is taken. ``erf`` and
-``tanh`` are left to Inductor, too: on tiles the tensor cores idle meanwhile, and a GELU took 3 % of a matmul longer
-than in a kernel after it (2 H200s, K = 8192).
+The end must be a tensor that is stored in memory with or without a tail. This is so if a matmul, a collective or the
+graph's caller reads it. It is also so if the end is read by a node that depends on a matmul computed from the end (a
+residual stream). Any other pointwise chain is left to Inductor, which fuses it into a later kernel at no cost. Of
+several possible ends the last one is taken. ``erf`` and ``tanh`` are left to Inductor, too, because the tensor cores
+idle while a kernel computes them on a tile: a GELU on tiles cost 3 % of the matmul's time more than a GELU in a kernel
+after the matmul (2 H200s, K = 8192).
 
-No node belongs to two sites. The other tensors that a tail reads come before its own collective in the graph, and are
-not results of collectives. After a collective's result, that collective's site may take the same nodes (a norm,
-``sites.norm_epilogue``).
+No node may belong to two sites. So a tail's extras come before the site's own collective in the graph, and none of them
+is the result of a collective: the site of that collective may take the same nodes (a norm, ``sites.norm_epilogue``).
 """
 
 from __future__ import annotations
@@ -63,8 +63,13 @@ _OPS = {
 
 @dataclass(frozen=True)
 class Tail:
-    """``end``: the node that the kernel computes instead of the result. ``extras``: the epilogue's extra tensors in
-    order, each with the shape in which the kernel reads it."""
+    """A site's tail.
+
+    Attributes:
+        end: the last node of the tail. The kernel stores its value instead of the result.
+        extras: the epilogue's extra tensors in order, each with the shape in which the kernel reads it.
+        epilogue: what the kernel computes.
+    """
 
     end: fx.Node
     extras: list[tuple[fx.Node, list[int]]]
@@ -74,11 +79,14 @@ class Tail:
 def find_tail(
     result: fx.Node, collective: fx.Node, most_extras: int = MOST_EXTRAS, planned: str | None = None
 ) -> Tail | None:
-    """The tail after ``result`` (fp16 or bf16, static sizes), or ``None``. Its extras stand before ``collective``,
-    where the kernel will be written.
+    """The tail after ``result``, or ``None``. There is a tail only for a result in fp16 or bf16 with static sizes.
 
-    ``planned``: text of the epilogue that was planned before other sites were written. Only a tail with that epilogue
-    is returned. Rewrites of other sites may make longer tails possible, but none impossible.
+    Args:
+        collective: the site's collective, where the kernel will be written. All extras come before it in the graph.
+        most_extras: how many extras the tail may have.
+        planned: text of the epilogue that was planned before other sites were written; only a tail with this epilogue
+            is returned. The rewrites of other sites may make a longer tail possible, but never make the planned one
+            impossible.
     """
     if tools.dtype(result) not in (torch.float16, torch.bfloat16) or any(
         not isinstance(s, int) for s in tools.shape(result)
@@ -103,7 +111,7 @@ def find_tail(
 
 @dataclass
 class _Region:
-    """All nodes after ``result`` that could be computed on a tile, in graph order. Other tensors that they read stand
+    """All nodes after ``result`` that could be computed on a tile, in graph order. Other tensors that they read come
     before ``collective``."""
 
     result: fx.Node
@@ -160,8 +168,8 @@ class _Region:
         return ("column", [rows]) if have == [*shape[:-1], 1] else None
 
     def members(self, end: fx.Node) -> set[fx.Node] | None:
-        """``end`` and the nodes that it is computed from, with ``result``; ``None`` if other nodes read one of those
-        before ``end``."""
+        """``end`` and the nodes of the region from which it is computed, including ``result``. ``None`` if a node
+        outside these reads one of them other than ``end``."""
         inside, found, pending = {self.result, *self.nodes}, set[fx.Node](), [end]
         while pending:
             node = pending.pop()
@@ -226,7 +234,8 @@ class _Region:
 
 
 def _arguments(node: fx.Node) -> list[Any]:
-    """The arguments that an op computes on: only the source for views and casts, only the base for squares."""
+    """The arguments that the epilogue's op computes with: for a view or a cast its source, for a square its base, else
+    all."""
     if tools.is_reshape(node) or _casts(node) or _squares(node):
         return [node.args[0]]
     return list(node.args)
@@ -249,7 +258,7 @@ def _needs_memory(node: fx.Node) -> bool:
 
 
 def _stored_for(user: fx.Node) -> bool:
-    """Whether ``user``, or every reader of it if it is a view, needs its input in memory."""
+    """Whether ``user`` needs its input in memory. If it is a view: whether all nodes that read the view do."""
     if user.op == "output" or _needs_memory(user):
         return True
     return (tools.is_reshape(user) or tools.permutation(user) is not None) and all(map(_stored_for, user.users))

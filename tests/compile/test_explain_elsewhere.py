@@ -88,7 +88,7 @@ def test_integer_matmuls_keep_to_the_gpus_limits() -> None:
         with planning_for(H200):
             there = report_of(product, *operands, schedule="ring")
     assert here.sites[0].decision.status == "overlapped"
-    assert "on a GPU each of 32 pieces" in there.sites[0].decision.reasons[0].text
+    assert "on a GPU, each of 32 pieces" in there.sites[0].decision.reasons[0].text
 
 
 def test_a_plan_for_another_machine_has_a_cache_key_of_its_own() -> None:

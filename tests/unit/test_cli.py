@@ -178,7 +178,7 @@ def test_explain_of_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFi
     assert (sys.path, sys.argv) == before
     shown = capsys.readouterr()
     assert "KeyError: 'mine'" in shown.err
-    assert "compiled no graph" in shown.out
+    assert shown.out.endswith("The script ended with exit status 1 before it compiled a graph.\n")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ import torch
 from PIL import Image
 
 from bench import report
-from bench import summaries
 from overlap_inductor.lowerings import registry
+from overlap_inductor.report import dump
+from overlap_inductor.report import runs
+from overlap_inductor.report import words
 from tests.unit import near_miss_reasons  # noqa: F401  (registers its graphs)
 from tests.unit import site_reasons  # noqa: F401
 from tests.unit.reasons import CASES
@@ -36,10 +38,47 @@ def test_generated_parts_are_up_to_date() -> None:
     assert not outdated, f"{', '.join(outdated)}: run python tools/make_docs.py"
 
 
-def test_the_picture_was_drawn_from_the_rows() -> None:
+@pytest.mark.parametrize("path", report.PICTURES, ids=lambda path: path.name)
+def test_pictures_were_drawn_from_the_rows(path: Path) -> None:
     """Rows that changed, with a picture that still shows the old ones."""
-    with Image.open(report.PICTURE) as image:
-        assert json.loads(image.info["Description"]) == summaries.headline_rows(), "run python -m bench.report"
+    rows, _ = report.PICTURES[path]
+    with Image.open(path) as image:
+        assert json.loads(image.info["Description"]) == rows(), "run python -m bench.report"
+
+
+def test_pictures_of_the_pages_are_pictures() -> None:
+    """A file under a picture's name that no browser can show, for example the text of a symbolic link."""
+    found = {
+        (path.parent / name).resolve()
+        for path in (make_docs.README, *pages.pages())
+        for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", path.read_text())
+    }
+    assert found == set(report.PICTURES)
+    for path in found:
+        with Image.open(path) as image:
+            image.load()
+            assert min(image.size) > 300
+
+
+@pytest.mark.parametrize("path", pages.pages(), ids=lambda path: path.name)
+def test_pictures_scroll_on_a_phone(path: Path) -> None:
+    """A picture that shrinks to the width of a phone, where its numbers cannot be read."""
+    text = path.read_text()
+    found = re.findall(r"^!\[", text, re.MULTILINE)
+    assert len(re.findall(r'^<div class="picture" markdown>\n\n!\[', text, re.MULTILINE)) == len(found)
+
+
+def test_the_colour_scheme_follows_the_system() -> None:
+    """Without an automatic palette in the first place, a browser keeps the scheme of the first visit for good."""
+    media = re.findall(r'- media: "(.*)"', (pages.ROOT / "mkdocs.yml").read_text())
+    assert media[0] == "(prefers-color-scheme)" and len(media) == 3
+
+
+def test_the_page_on_reports_names_every_file_and_outcome() -> None:
+    """A file of a dump or an outcome of a site that a reader meets without an explanation."""
+    text = (pages.DOCS / "reading-a-report.md").read_text()
+    rows = [cell for line in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for cell in re.findall(r"`(.+?)`", line)]
+    assert {*dump.FILES, runs.MARK, *words.STATUSES} <= set(rows)
 
 
 def test_every_part_stands_on_a_page() -> None:

@@ -90,7 +90,7 @@ def test_the_page_lists_runs_graphs_and_ranks(two_runs: Path) -> None:
     assert page.problems == []
     assert "2 runs wrote to this folder, the newest first." in words
     assert words.index("11 sites found") < words.index("5 sites found: 4 overlapped")
-    assert "13.42 ms -> 9015 us, 1.49x" in words
+    assert "13.42 ms -> 9.02 ms, 1.49x" in words
     links = [attributes["href"] or "" for attributes in page.named("a")]
     assert "rank_1/0_0_inference_2/index.html" in links
     assert all((two_runs / link).is_file() for link in links)

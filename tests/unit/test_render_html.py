@@ -17,6 +17,7 @@ from overlap_inductor.report.html.diff import merge
 from overlap_inductor.report.html.figure import MOST_FIGURES
 from overlap_inductor.report.html.page import render_html
 from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.report.words import STATUS_MEANING
 from tests.support.html_page import Page
 from tests.unit import sample_reports as samples
 
@@ -158,6 +159,33 @@ def test_a_slower_plan_is_said_to_be_slower_and_drawn_red() -> None:
     assert [box["class"] for box in boxes] == ["verdict slower"]
     assert any(attributes.get("title") == "268 us slower" for _, attributes in page.elements)
     assert "tile wide bad" in render_html(report) and "saved" not in words
+
+
+def test_the_page_explains_its_words_and_colours() -> None:
+    """Catches a status, or a box of a timeline, that no text beside it explains."""
+    report = samples.empty()
+    report.sites = [samples.planned(*samples.PIECES[name], "m") for name in ("ring slower", "ring gather")]
+    report.sites.append(samples.site("lm_head", samples.refused("lm_head")))
+    words = " ".join(Page(render_html(report)).words.split())
+    for status in ("overlapped", "refused"):
+        assert f"{status} {STATUS_MEANING[status]}" in words
+    assert STATUS_MEANING["failed"] not in words, "no site failed"
+    assert "saved against the graph as written slower than the graph as written" in words
+
+
+def test_unchanged_lines_are_not_said_to_be_folded_if_they_are_shown() -> None:
+    assert "4 lines removed, 2 added, 2 unchanged." in Page(render_html(samples.llama(1))).words
+    many = "".join(f"x{n}\n" for n in range(10))
+    words = Page(render_html(samples.llama(1), many + "a\n", many + "b\n")).words
+    assert "1 line removed, 1 added, 10 unchanged, of which 7 folded." in words
+
+
+def test_a_tick_at_the_right_edge_stays_on_the_page() -> None:
+    report = samples.empty()
+    estimate = {"keep": 9662.0, "matmul": 4636.0, "collective": 5026.0, "ring": 6520.0}
+    piece = PlanPiece("ring", "p2p", parameters={"sub_chunks": 4, "route": "owner"}, estimate_us=estimate)
+    report.sites = [samples.planned("matmul_all_reduce", "all_reduce", piece, "m")]
+    assert re.findall(r'<span class="end" [^>]*>(\d+)', render_html(report)) == ["10000"]
 
 
 def test_a_sketch_without_estimates_says_so() -> None:

@@ -157,6 +157,13 @@ def test_units() -> None:
         "12.35 ms",
         "2.50 s",
     ]
+    assert [report_words.microseconds(v, 12345.0) for v in (12345.0, 7212.0, 99.0)] == [
+        "12.35 ms",
+        "7.21 ms",
+        "99.0 us",
+    ]
+    assert [report_words.microseconds(v, 1.2e6) for v in (1.2e6, 9.5e5, 5e4)] == ["1.20 s", "0.95 s", "50.00 ms"]
+    assert report_words.microseconds(7212.0, 9999.0) == "7212 us"
     assert [report_words.size_in_bytes(v) for v in (512, 4 << 20, 3 << 30, "2*s0")] == [
         "512 B",
         "4.0 MiB",

@@ -145,6 +145,20 @@ def test_an_estimate_below_the_matmul_alone_shortens_all() -> None:
     assert max(bar.end for bar in drawing.planned.bars) == pytest.approx(8.0)
 
 
+@pytest.mark.parametrize("keep, unit", [(9700.0, "us"), (10400.0, "ms"), (1.2e6, "s")])
+def test_the_axis_has_the_unit_of_the_numbers_beside_it(keep: float, unit: str) -> None:
+    """Catches two units in one figure, where the longest time is near the point at which the unit changes."""
+    estimate = {"keep": keep, "matmul": 0.4 * keep, "collective": 0.6 * keep, "ring": 0.8 * keep}
+    piece = PlanPiece("ring", "p2p", parameters={"sub_chunks": 4, "route": "owner"}, estimate_us=estimate)
+    report = samples.empty(sites=[samples.planned("matmul_all_reduce", "all_reduce", piece, "m")])
+    (figure,), _ = figures(group_sites(report))
+    assert figure.unit == unit
+    assert [row.total.split()[1] for row in figure.rows] == [unit, unit]
+    assert re.fullmatch(rf"estimated [\d.]+ {unit} \u2192 [\d.]+ {unit}, 1.25x", figure.times)
+    position, text = figure.ticks[-1]
+    assert _end(figure.rows[0]) / position * float(text) == pytest.approx(keep / {"us": 1, "ms": 1e3, "s": 1e6}[unit])
+
+
 def test_long_timelines_are_in_milliseconds() -> None:
     estimate = {"keep": 30000.0, "matmul": 10000.0, "collective": 20000.0, "ring": 24000.0}
     piece = PlanPiece("ring", "p2p", parameters={"sub_chunks": 4, "route": "owner"}, estimate_us=estimate)

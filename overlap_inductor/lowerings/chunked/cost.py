@@ -20,16 +20,17 @@ class ChunkedCost:
     """Constants of vendor matmuls on chunks.
 
     Attributes:
-        exposed: exposed part of the shorter of matmul and wire, by ``cost_model.kind_of``.
+        exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``.
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
         ranks: largest measured group.
-        copy_exposed: exposed part of the copy of the gathered tensor beside a matmul (2 H200s, 2048 and 8192 tokens: 10
-            and 46 us, where a fused kernel's copy takes 23 and 67; not measured in larger groups).
+        copy_exposed: exposed fraction of the copy of the gathered tensor while a matmul runs (2 H200s, 2048 and 8192
+            tokens: 10 and 46 us, where a fused kernel's copy takes 23 and 67; not measured in larger groups).
         host_seconds / peer_seconds: host time of a call's launches, and of each peer of a leg.
-        gain_seconds: least gain of a call over ``keep``. A host-bound model gains nothing from a smaller saving.
+        gain_seconds: smallest gain over ``keep`` for which a call pays. A host-bound model gains nothing from a smaller
+            saving.
         replay_seconds: host time of a call that is one CUDA graph.
-        replay_gain_seconds / replay_gain_peer_seconds: least gain of such a call for each leg, in all or for each
-            peer, whichever is more: late peers may cost as much.
+        replay_gain_seconds / replay_gain_peer_seconds: smallest gain for which such a call pays, for each leg: a fixed
+            gain, or a gain for each peer if that is more. Late peers may cost as much.
         replay_tiles: fewest tiles for each rank for which such a call is considered. A chunk that leaves most of the
             GPU idle takes as long as a larger one.
     """
@@ -52,15 +53,16 @@ COST = ChunkedCost()
 
 
 def _copy_beside_seconds(sizes: SiteSizes, machine: Machine, matmul: float) -> float:
-    """Exposed seconds of the copy of the gathered tensor, which runs beside the last chunk's matmul (of a quarter of
-    all rows, or of a shard): what that matmul does not hide, or what it is slowed down, whichever is more."""
+    """Exposed seconds of the copy of the gathered tensor. The copy runs during the last chunk's matmul, which is taken
+    as a quarter of all rows, or as a shard in groups of more than 4. Exposed is the part that this matmul does not
+    hide, or the time that the copy costs the matmul, whichever is more."""
     copy = copy_seconds(sizes, machine)
     return max(COST.copy_exposed * copy, copy - matmul / max(4, sizes.world_size))
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of vendor matmuls on chunks beside transfers: the longer of both, a part of the shorter, and a fixed cost
-    for each leg."""
+    """Seconds of vendor matmuls on chunks while transfers run: the longer of the two, an exposed fraction of the
+    shorter, the exposed part of the copy, and a fixed cost for each leg."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + _copy_beside_seconds(
@@ -73,7 +75,7 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
     """Whether chunks are estimated to be at least 5 % faster than ``keep`` (25 % in groups larger than those measured),
-    by more than the host or late peers may lose.
+    and by more than the host or late peers may cost.
 
     A call must take the GPU at least as long as the host: a model without CUDA graphs would wait for the host. If the
     call's launches are replayed as one, fewer tiles and a smaller gain are enough.

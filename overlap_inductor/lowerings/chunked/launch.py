@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``chunked`` multiplies runs of rows by the vendor's matmul, on the current stream, while a transport moves
+"""Schedule ``chunked`` multiplies runs of rows with the vendor's matmul, on the current stream, while a transport moves
 rows on the side stream.
 
 Each function is the host's part of one call. At a site's first call with operands of a shape it prepares every kernel
 of the call, because loading one while another waits on the device would stop the group. After that it only launches. (A
-vendor's matmul is loaded at its first launch. That waits for the work before it on this rank, and by
-``kernels.transfer`` none of that work waits for anything that comes later on any rank.)
+vendor's matmul is loaded at its first launch. Loading waits for all earlier work on this rank. That work never waits
+for anything that is launched later on any rank; ``kernels.transfer`` says why.)
 
-Order of rows. Rows of the other ranks are multiplied in their order, going round from the end of the own shard. So the
-rows that arrive first, or must leave first, come first. A chunk is a run of these rows: some shards, or parts of one
-(``chunked.sizes``). A chunk that goes round the end of the tensor is two matmuls.
+Order of rows. The rows of the other ranks are multiplied in rank order, from the end of this rank's own shard on,
+wrapping around. So the rows that arrive first, or must leave first, come first. A chunk is a run of these rows: some
+shards, or parts of one (``chunked.sizes``). A chunk that wraps around the end of the tensor takes two matmuls.
 
-For W ranks and C chunks (of each of B bands) the host launches about ``2 * W + 2 * C + 3`` things for a gather or a
-scatter with copy engines and ``B * (4 * W + C + 5)`` for an all-reduce; ``W`` or ``2 * B * W`` more if copies take
-turns; and none of the multiples of W with SMs that push. A call that is replayed is one CUDA graph
+Launches. For W ranks and C chunks (in each of B bands) the host launches about ``2 * W + 2 * C + 3`` kernels and copies
+for a gather or a scatter with copy engines, and ``B * (4 * W + C + 5)`` for an all-reduce. If copies take turns, there
+are ``W`` or ``2 * B * W`` more. If SMs push, the terms with W are absent. A call that is replayed is one CUDA graph
 (``runtime.replay``).
 """
 
@@ -53,7 +53,7 @@ from overlap_inductor.transports.transport import Send
 BLOCK = 2048
 """Elements that a block of the summing kernel adds up at once."""
 BLOCKS_AN_SM = 4
-"""Blocks per SM of the summing kernel, which runs behind a matmul with nothing beside it."""
+"""Blocks per SM of the summing kernel, which runs between matmuls on their stream, never at the same time as one."""
 
 Range = tuple[int, int]
 """``(first row, end)``."""
@@ -109,8 +109,9 @@ class _Gather:
 
     Attributes:
         send: sends the shard.
-        chunks: of each chunk, its ranges of rows and the kernel that waits for them.
+        chunks: for each chunk, its ranges of rows and the kernel that waits for them.
         workspace: ``[world_size * rows, K]``.
+        end: ends the call.
     """
 
     send: Send
@@ -130,7 +131,7 @@ def all_gather_matmul(
 
     Args:
         shard: ``[rows, K]``, fp16 or bf16 (fp8 with scales), contiguous at 16 bytes.
-        gathered_used: return the gathered tensor, too.
+        gathered_used: also return the gathered tensor.
 
     Returns:
         ``[world_size * rows, N]`` for each matmul, then the gathered tensor if it is used.
@@ -183,7 +184,7 @@ def _gather(
     call = launch.prepared.get(key)
     if call is None:
         _check(shard, matmuls, "all_gather_matmul", rows, launch, parameters)
-        # (The matmuls of one chunk follow each other, so they count as one of all their columns.)
+        # (The matmuls of one chunk follow each other, so they count as one matmul with all their columns.)
         columns, itemsize = sum(m.b.shape[1] for m in matmuls), shard.element_size()
         fitted = chunked_plan.fitted(
             "all_gather_matmul", launch.world_size, rows, shard.shape[1], columns, itemsize, itemsize, parameters
@@ -192,8 +193,8 @@ def _gather(
         launch.remember(key, call)
     credits, side = credit_kernel(launch), side_stream(shard.device)
     with one_call(launch, side):
-        # (Not beside the matmul: a vendor's kernel that keeps an SM for all its tiles ends later by as long as a kernel
-        # waits on that SM.)
+        # (Before the matmul, not at the same time. A vendor's kernel may keep an SM for all its tiles. If another
+        # kernel waits on that SM, the matmul ends later by the time of that wait.)
         credits()
         with side:
             call.send(shard)
@@ -213,8 +214,8 @@ def _gather(
 
 
 def _hand_out(workspace: torch.Tensor, gathered: torch.Tensor, start: int, stop: int) -> None:
-    """Copy all rows but the own ones, ``start`` to ``stop``, out of the workspace. The copy runs behind the sending of
-    the own shard and beside the last chunk's matmuls, which hide more than half of it
+    """Copy all rows but this rank's own, ``start`` to ``stop - 1``, from the workspace to ``gathered``. The copy runs
+    after the own shard has been sent, during the last chunk's matmuls, which hide more than half of it
     (``bench/results/handed_out.jsonl``)."""
     gathered[:start].copy_(workspace[:start])
     gathered[stop:].copy_(workspace[stop:])
@@ -243,15 +244,15 @@ class _Band:
     """A prepared band of a reduction.
 
     Attributes:
-        chunks: of each chunk, the ranges of rows to multiply, and what sends those of other ranks.
-        own: rows of the own shard among all rows.
+        chunks: for each chunk, the ranges of rows to multiply, and the function that sends the rows of other ranks.
+        own: range of this rank's own rows among all rows.
         own_last: the own rows are in no chunk and are multiplied last.
         finished: rows of the result that ``add`` writes.
         everyone: rows of the result that belong to the band.
         wait: waits for the peers' partial sums of the own rows.
         add: sums them, given the own rows of the product and the finished rows of the result.
         receive: copies the peers' finished rows into ``everyone`` when they have arrived (all-reduce).
-        hand_round: sends the finished rows of the result, if ``add`` does not (all-reduce).
+        hand_round: sends the finished rows of the result to all peers, if ``add`` does not (all-reduce).
     """
 
     chunks: list[tuple[list[Range], Send]]
@@ -272,6 +273,7 @@ def matmul_reduce_scatter(
 
     Args:
         a: ``[world_size * rows, K]``, fp16 or bf16 (fp8 with scales).
+        matmul: the right operand ``[K, N]``, with its bias, scales and added products.
         average: divide the sum by the number of ranks.
 
     Returns:
@@ -297,12 +299,12 @@ def _reduce(
     launch.faults.check()
     columns, dtype = matmul.b.shape[1], matmul.dtype(a)
     all_rows, shard_rows = a.shape[0], -(-a.shape[0] // launch.world_size)
-    # If the rows of an all-reduce are not a multiple of the shards, the last shards have rows that no rank multiplies.
-    # They become sums of uninitialised memory, and are cut off.
+    # If the rows of an all-reduce are not a multiple of the number of ranks, the last shards have rows that no rank
+    # multiplies. These rows become sums of uninitialised memory, and are cut off.
     product = rows_like(a, shard_rows * launch.world_size, columns, dtype)
     reduces_all = pattern == "matmul_all_reduce"
-    # (The rows of an all-reduce stay where they were multiplied. A peer's rows come back finished only after it has got
-    # them, and the own rows are summed in place.)
+    # (An all-reduce writes its result into the product's memory. A peer's finished rows replace this rank's partial
+    # rows only after the peer has received those, and this rank's own rows are summed in place.)
     out = product if reduces_all else rows_like(a, shard_rows, columns, dtype)
     what, tensors = (
         ("chunked", pattern, parameters, average, blas.switches(), matmul.fast),
@@ -332,8 +334,8 @@ def _reduce_into(
     """The launches of one call, into ``product [world_size * rows, N]`` and ``out`` (a shard's rows, or ``product``).
     Raises ``UnsupportedError``.
 
-    Bands in turn: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and handed round. Then band
-    ``i - 2`` is received.
+    Bands overlap: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and its result sent to all peers.
+    Then band ``i - 2`` is received.
     """
     key = (
         "chunked",
@@ -378,7 +380,8 @@ def _reduce_into(
                 for rows in ranges:
                     multiply(*rows)
                 if i == number == 0:
-                    # (On this stream, as in a gather. By now the peers have come as far, too.)
+                    # (On this stream, as in a gather, but after the first matmul: by then the peers have usually ended
+                    # their previous call.)
                     credits()
                 with side:
                     send(product)
@@ -440,8 +443,9 @@ def _prepare_band(
     """Prepare the kernels and transfers of one band.
 
     Args:
-        result_index: flag of an all-reduce's second leg, whose rows follow those of the first in the workspace.
-        last: whether it is the last band of an all-reduce. Its finished rows are handed round by ``add``.
+        result_index: index of the flag of an all-reduce's second leg; ``None`` for a reduce-scatter. The rows of the
+            second leg follow those of the first leg in the workspace.
+        last: whether it is the last band of an all-reduce. Then ``add`` also sends its finished rows to all peers.
     """
     world_size, rank, slot, rows, width = launch.world_size, launch.rank, launch.slot, transfer.rows, transfer.width
     transport, first_row, all_rows = transport_named(PeerCopies, p.transport), transfer.origin, len(product)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``chunked`` before any GPU is touched: its parameters, its limits, which rows are multiplied together, and
-the workspace that a call needs. This module does not import Triton."""
+"""The parts of schedule ``chunked`` that need no GPU: its parameters, its limits, which rows are multiplied together,
+and the workspace that a call needs. This module does not import Triton."""
 
 from __future__ import annotations
 
@@ -26,33 +26,36 @@ from overlap_inductor.transports.transport import PeerCopies
 from overlap_inductor.transports.transport import Share
 
 TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
-"""Bytes of a piece from which on waiting for a turn gains more than it costs. On 8 H200s it gains nothing at 4 MiB, 12
-% at 8 MiB and 20 % at 16 MiB. In a gather, whose copies all begin at once and which waits for the first, it loses 7 %
-at 8 MiB and gains 10 % (host time included) from 16 MiB on."""
+"""For a piece of at least this many bytes, waiting for a turn gains more than it costs (first number: reductions,
+second: gathers). On 8 H200s a reduction gains nothing at 4 MiB, 12 % at 8 MiB and 20 % at 16 MiB. In a gather all
+copies begin at once, and the first matmul waits for the first copy. A gather loses 7 % at 8 MiB and gains 10 % (host
+time included) from 16 MiB on."""
 TILE = 128, 256
 """Rows and columns of the vendor's tile, which one SM multiplies at a time."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4
-"""Smallest band of an all-reduce of up to 4 ranks, in bytes for each peer, and the most bands, if the size of a call
-decides. (8 H200s: of bands of 4 to 32 MiB, those of 16 MiB were the fastest.)"""
+"""Limits for the bands of an all-reduce if the size of a call decides their number: the smallest band with up to 4
+ranks, in bytes for each peer, and the most bands. With more ranks the smallest band grows in proportion. (8 H200s: of
+bands of 4 to 32 MiB, those of 16 MiB were the fastest.)"""
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkedParameters:
-    """The tunable parameters. (Compared by identity, as ``FusedParameters``.)
+    """The tunable parameters. They are compared by identity, as ``FusedParameters`` are.
 
     Attributes:
         sms: SMs of the device.
-        transport: name of a ``PeerCopies`` transport, or ``auto``: by the size of a piece, at each call.
-        chunks: number of matmuls of other ranks' rows, all of one size, beside one matmul of the own rows. 0 in an
-            all-reduce: own and others' rows of a band are one matmul. ``None``: as few as hide the transfers
+        transport: name of a ``PeerCopies`` transport, or ``auto``, which chooses by the size of a piece at each call.
+        chunks: number of matmuls of other ranks' rows, all of one size. One more matmul computes this rank's own rows.
+            0 in a reduction: one matmul computes all rows of a band. ``None``: as few matmuls as hide the transfers
             (``chunked.sizes``).
-        sizes: sizes of the chunks in shards, in place of ``chunks``.
-        bands: bands of rows of an all-reduce. A band is reduced and handed round under the matmuls of the next one. 0:
-            as many as stay large.
-        grain: rows; a chunk or band begins at a multiple of so many rows of its shard, a tile of the vendor's matmul.
-        pushers: SMs that a transport may take.
-        turns_from: bytes of a piece from which on it waits until its receiver gets nothing else
-            (``transports.copy_engine``). ``None``: by the pattern.
+        sizes: sizes of the chunks in shards, instead of ``chunks``.
+        bands: number of bands of rows of an all-reduce. A band is summed and sent to all peers during the matmuls of
+            the next band. 0: as many as keep a band large enough (``BAND_BYTES``).
+        grain: a chunk or band begins at a multiple of this many rows of its shard. The default is the height of a tile
+            of the vendor's matmul.
+        pushers: number of SMs that a transport may use.
+        turns_from: a piece of at least this many bytes waits until its receiver is receiving nothing else
+            (``transports.copy_engine``). ``None``: the default for the pattern (``TURNS_FROM``).
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
         replays: repeated calls are one launch of a CUDA graph (``runtime.replay``).
 
@@ -88,12 +91,12 @@ class ChunkedParameters:
 
     @property
     def share(self) -> Share:
-        """What is left to the transport."""
+        """The parameters that concern the transport."""
         return Share(self.pushers, self.turns_from)
 
 
 def transports_of(pattern: str) -> tuple[str, ...]:
-    """The transports that may be asked for."""
+    """The transports that a user may choose for ``pattern``."""
     return names_of(PeerCopies)
 
 
@@ -117,7 +120,7 @@ def fitted(
     itemsize: int,
     p: ChunkedParameters,
 ) -> ChunkedParameters:
-    """``p`` with everything decided that depends on the size of a call.
+    """``p`` with all values filled in that depend on the size of a call.
 
     Args:
         rows: rows of a shard.
@@ -143,9 +146,9 @@ def fitted(
         tiles = -(-rows // TILE[0]) * -(-columns // TILE[1])
         sizes = gather_sizes(world_size - 1, ratio, tiles / p.sms) if gathers else scatter_sizes(world_size - 1, ratio)
         if pattern == "matmul_all_reduce":
-            # (The second leg follows the first, so rows that leave early are handed round early.)
+            # (The second leg follows the first, so rows that are sent early also come back early.)
             sizes = tuple(sorted(sizes, reverse=True)) if len(sizes) > 1 else even_sizes(world_size - 1, 2)
-            # The previous band is summed behind a band's first matmul, and only the last band's last transfer is
+            # The previous band is summed after a band's first matmul, and only the last band's last transfer is
             # exposed.
             sizes = sizes if bands == 1 else sizes[::-1]
     if sizes and sum(sizes) != world_size - 1:
@@ -200,7 +203,8 @@ def chunk_bounds(parts: int, world_size: int, parameters: ChunkedParameters) -> 
 
 def chunk_rows(first: int, last: int, rank: int, world_size: int, rows: int, part_rows: int) -> list[tuple[int, int]]:
     """``(first row, end)`` of parts ``first .. last - 1`` among the rows of all ranks. Parts are numbered from the end
-    of ``rank``'s own rows, going round. One range, or two if they go round the end."""
+    of ``rank``'s own rows on, wrapping around. Returns one range, or two if the parts wrap around the end of the
+    tensor."""
     parts = -(-rows // part_rows)
 
     def behind(number: int) -> int:
@@ -213,7 +217,7 @@ def chunk_rows(first: int, last: int, rank: int, world_size: int, rows: int, par
 
 
 def result_signals(world_size: int, parameters: ChunkedParameters) -> int:
-    """Index of the first flag for an all-reduce's finished bands. There is one for each band, behind the flags for the
+    """Index of the first flag for an all-reduce's finished bands. There is one for each band, after the flags for the
     parts of all bands."""
     return (parameters.bands or MOST_BANDS) * _most_parts(world_size, parameters)
 
@@ -221,9 +225,9 @@ def result_signals(world_size: int, parameters: ChunkedParameters) -> int:
 def needed(
     pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: ChunkedParameters
 ) -> tuple[int, int]:
-    """``(bytes, signals)`` that a call needs of its slot. ``rows``: of a shard; ``inner``, ``columns``: K and N;
+    """``(bytes, signals)`` that a call needs in its slot. ``rows``: rows of a shard; ``inner``, ``columns``: K and N;
     ``itemsize``: bytes of an element that is sent."""
-    # (The number of flags does not depend on the rows, so a plan for the most rows serves any fewer.)
+    # (The number of flags does not depend on the rows, so the need at the most rows is enough for fewer rows.)
     if pattern == "matmul_all_reduce":
         signals = result_signals(world_size, parameters) + (parameters.bands or MOST_BANDS)
         return 2 * world_size * rows * columns * itemsize, signals

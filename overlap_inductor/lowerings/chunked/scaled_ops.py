@@ -34,8 +34,8 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _scales(a: torch.Tensor, b: torch.Tensor, dtype: str, fast: bool) -> Scales:
-    """Scales as the library takes them. It checks the strides of row-wise scales, too, which Inductor is free to choose
-    for a dim of size 1."""
+    """The scales in the form that the library takes. The library also checks the strides of row-wise scales, which
+    Inductor may choose freely for a dim of size 1."""
     if a.numel() > 1:
         a, b = a.flatten().contiguous().unsqueeze(1), b.flatten().contiguous().unsqueeze(0)
     return Scales(a, b, _dtype(dtype), fast)

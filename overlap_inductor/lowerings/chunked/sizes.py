@@ -2,17 +2,17 @@
 """How many shards schedule ``chunked`` multiplies at a time, so that transfers are hidden and matmuls are few. This
 module does not import torch.
 
-Time is counted in matmuls of one shard's rows; ``ratio`` is the time of one shard's transfer. Transfers run one after
-the other, and so do matmuls. Each rank multiplies its own shard in one matmul: first if shards are gathered, last if
-sums are scattered. ::
+The unit of time is the matmul of one shard's rows; ``ratio`` is the time of one shard's transfer. Transfers run one
+after the other, and so do matmuls. Each rank multiplies its own shard in one matmul: first if shards are gathered, last
+if sums are scattered. ::
 
     gather:   chunk i is the shards that arrive while the chunks before it are multiplied, at least one
     scatter:  from the last chunk to the first, each as large as possible: its transfer must end before that of the
               next chunk has to begin. The sizes are made even if the last transfer still ends in time. One chunk whose
               transfer would end with almost no time to spare becomes two.
 
-If a transfer takes longer than a matmul (``ratio > 1``) the link decides, and a few even chunks keep it busy. Source:
-own; measured for 4 and 8 ranks in ``bench/results/mirrored.jsonl``.
+If a transfer takes longer than a matmul (``ratio > 1``) the link is the bottleneck, and a few even chunks keep it busy.
+This rule is our own; measurements for 4 and 8 ranks are in ``bench/results/mirrored.jsonl``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 FEW_CHUNKS = 3
-"""Number of chunks if the link decides, the smallest last; or if a shard's matmul is too small, the smallest first."""
+"""Most chunks if the link is the bottleneck (the smallest chunk last), or if a gathered shard's matmul is too small
+(the smallest chunk first)."""
 LATE = 0.35
 """Safety margin, in matmuls of one shard. A shard that arrives later than this before a chunk begins is not part of the
 chunk, because a chunk waits for all of its shards. A single scattered chunk has this much time to spare; otherwise it
 becomes two, the smaller first (4 H200s, scatter of 1024 tokens 206 -> 196 us, of 2048 356 -> 340, of 4096 the same).
 """
 FLOPS_A_BYTE = 2300
-"""FLOPs (bf16) of an H200 while it sends a byte, the fixed costs of pieces of 4 to 32 MB included: 620 TFLOP/s against
-379 GB/s and 5 us for each piece."""
+"""FLOPs (bf16) that an H200 computes while it sends one byte, including the fixed costs of pieces of 4 to 32 MB: 620
+TFLOP/s against 379 GB/s and 5 us for each piece."""
 
 
 def transfer_ratio(sent_itemsize: int, operand_itemsize: int, other: int) -> float:
@@ -38,7 +39,8 @@ def transfer_ratio(sent_itemsize: int, operand_itemsize: int, other: int) -> flo
 
 
 LEAST_WAVES = 0.4
-"""Waves of tiles below which a matmul takes as long as with so many. A shard of fewer is too small for a chunk."""
+"""A matmul with fewer waves of tiles than this takes as long as one with this many, so a shard with fewer is too small
+for a chunk."""
 
 
 def gather_sizes(peers: int, ratio: float, waves: float) -> tuple[int, ...]:

@@ -3,9 +3,9 @@
 
 Each function is the host's part of one kernel. At a site's first call with operands of some shapes and strides it
 checks the kernel's requirements, cuts the work into bands and pieces, and prepares the kernel. After that it only
-launches, as one CUDA graph if the call is replayed (``runtime.replay``). It never waits for the device. There it
-allocates only its result, and in an all-reduce the tensor that blocks send from, if that is another one. A group that
-was aborted launches nothing more.
+launches, as one CUDA graph if the call is replayed (``runtime.replay``). It never waits for the device. A launch
+allocates only its result and, in an all-reduce whose shards are not whole tiles, the tensor that blocks send from. In a
+group that was aborted it launches nothing.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def all_gather_matmuls(
     """``all_gather(a) @ b + bias`` for each weight, with its epilogue.
 
     Args:
-        a: this rank's shard, ``[rows, K]``, fp16 or bf16, contiguous at 16 bytes.
-        rhs: 1 to ``MOST_WEIGHTS`` weights ``[K, N]``, all in rows or all transposed (``in_one_launch`` chooses them).
+        a: this rank's shard, ``[rows, K]``, fp16 or bf16, contiguous and aligned to 16 bytes.
+        rhs: 1 to ``MOST_WEIGHTS`` weights ``[K, N]``, all row-major or all transposed (``in_one_launch`` chooses them).
         biases: ``[N]`` or ``None`` for each.
         keep: the call does not end with the kernel; ``gathered`` may be read on the same stream until ``end``.
 
@@ -119,7 +119,7 @@ def _gather(
         kernel(*given)
     else:
         _with_copies(a, launch, parameters, lambda: kernel(*given), keep)
-        # (With ``keep``, ``end`` does this, when all of the call's results are there.)
+        # (With ``keep``, ``end`` does this once all of the call's results exist.)
         for result in results if not keep else ():
             spoil_kernel(launch, result)(result)
 
@@ -127,9 +127,9 @@ def _gather(
 def _with_copies(a: torch.Tensor, launch: Launch, p: FusedParameters, multiply: Callable[[], None], keep: bool) -> None:
     """A transport of copies sends the shard while ``multiply`` multiplies the rows that have arrived.
 
-    The kernel of ``multiply`` occupies every SM. Nothing that the copies wait for needs an SM then: leave to write is
-    awaited before, on the current stream, and flags are copied, too. So a rank's shard leaves whatever its kernel waits
-    for.
+    The kernel of ``multiply`` occupies every SM, so nothing that the copies wait for may need an SM while it runs. The
+    wait for permission to write therefore ends before that kernel starts, on the current stream, and the flags are
+    written by copies, too. So a rank's shard is sent whatever its kernel waits for.
     """
     side, key = side_stream(a.device), ("send", p.copier, a.shape, a.dtype)
     send = launch.prepared.get(key)
@@ -148,8 +148,8 @@ def _with_copies(a: torch.Tensor, launch: Launch, p: FusedParameters, multiply: 
 
 
 def end(launch: Launch, results: Sequence[torch.Tensor] = ()) -> None:
-    """End a call that was made with ``keep``: the peers may write into the workspace again. ``results``: of the call,
-    also those computed from ``gathered``. They are set to NaN if the group was aborted."""
+    """End a call that was made with ``keep``: the peers may write into the workspace again. ``results``: the call's
+    results, including those computed from ``gathered``. They are set to NaN if the group was aborted."""
     if results:
         spoiling_end(launch, results)(results)
     else:
@@ -168,8 +168,8 @@ def matmul_reduce_scatter(
     """``reduce_scatter(a @ b + bias)`` of rows, with its epilogue.
 
     Args:
-        a: ``[world_size * rows, K]``, fp16 or bf16, contiguous at 16 bytes.
-        b: ``[K, N]`` in rows or columns of whole 16-byte words.
+        a: ``[world_size * rows, K]``, fp16 or bf16, contiguous and aligned to 16 bytes.
+        b: ``[K, N]``, row-major or column-major, with rows or columns of whole 16-byte words.
         bias: ``[N]``.
         average: divide the sum by the number of ranks.
 
@@ -210,8 +210,8 @@ def matmul_all_reduce(
     rows = a.shape[0]
     out = rows_like(a, rows, b.shape[1], a.dtype)
     sent_from = product_rows(-(-rows // launch.world_size), launch.world_size, parameters)
-    # (If a shard is whole tiles, finished rows stay where they were multiplied. A peer's rows arrive only after it has
-    # got them, and the own rows are summed in place.)
+    # (If a shard is a whole number of tiles, the product is written into ``out`` itself. A peer's finished rows replace
+    # this rank's partial rows only after the peer has received those, and this rank's own rows are summed in place.)
     product = out if sent_from == rows else rows_like(a, sent_from, b.shape[1], a.dtype)
 
     def start() -> None:

@@ -20,9 +20,9 @@ class FusedCost:
     """Constants of a fused kernel.
 
     Attributes:
-        exposed: exposed part of the shorter of matmul and wire, by ``cost_model.kind_of``: of a gather, a scatter, an
-            all-reduce with a longer matmul, and one with a longer wire (measured as one of 8 ranks on 2 GPUs, plus a
-            tenth for contention; not measured on 8).
+        exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``: for a gather, a
+            scatter, an all-reduce whose matmul is longer, and one whose transfer is longer (the last was measured as
+            one of 8 ranks on 2 GPUs, plus a tenth for contention; not measured on 8).
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
         ranks: largest measured group.
     """
@@ -37,8 +37,8 @@ COST = FusedCost()
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of one fused kernel: the longer of matmul and wire, an exposed part of the shorter, and a fixed cost for
-    each leg."""
+    """Seconds of one fused kernel: the longer of matmul and transfer, an exposed fraction of the shorter, the copy of
+    the gathered tensor if it is used, and a fixed cost for each leg."""
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + copy_seconds(sizes, machine)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused`` prepares the kernel of an all-gather here; ``gathered`` is the gathered tensor that it leaves."""
+"""Prepares the all-gather kernels of schedule ``fused``; ``gathered`` returns the gathered tensor that a kernel leaves
+in the workspace."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.call_arguments import call_arguments
 
 COPY_WORDS = 8192
-"""int32 words that a block of the pushing part stores at once."""
+"""int32 words that a pushing block stores at once."""
 
 
 WEIGHT = ("b{}_desc", "c{}_desc", "c{}", "bias{}")
@@ -44,7 +45,8 @@ def operands(
     biases: Sequence[torch.Tensor | None],
     tail: Tail,
 ) -> list[torch.Tensor | None]:
-    """What a launch is given, in the order of ``VARYING``. A result stands for a bias that there is not."""
+    """The operands of a launch, in the order of ``VARYING``. For a weight without a bias, its result is passed as the
+    bias, which the kernel then does not read."""
     found: list[torch.Tensor | None] = [a, a]
     for b, result, bias in zip(rhs, results, biases, strict=True):
         found += [b, result, result, result if bias is None else bias]
@@ -63,20 +65,20 @@ def prepare_gather(
     copied: bool,
     slices: int,
 ) -> PreparedKernel:
-    """The kernel that launches ``operands``: fp16 or bf16, ``a [rows, K]``, for each weight ``b [K, N]``, ``result
-    [world_size * rows, N]`` and ``bias [N]``.
+    """Prepare the kernel that is launched with ``operands``: fp16 or bf16, ``a [rows, K]``, for each weight
+    ``b [K, N]``, ``result [world_size * rows, N]`` and ``bias [N]``.
 
     Args:
         keep: the call does not end with the kernel.
         copied: a transport of copies sends the shard.
-        slices: in how many slices along K the kernel's own blocks push the shard.
+        slices: number of slices along K in which the kernel's own blocks push the shard.
 
     Raises:
         UnsupportedError: the kernel does not support its operands, or the slot is too small.
     """
     world_size = launch.world_size
     rows, inner = a.shape
-    # (One more copy costs more than waiting for the whole shard.)
+    # (Copies send a shard as one band: an additional copy costs more than waiting for the whole shard.)
     part_rows = -(-rows // p.block_m) * p.block_m if copied else band_rows(rows, world_size, p)
     transposed = {lies_transposed(b) for b in rhs}
     if len(transposed) > 1 or not 1 <= len(rhs) <= MOST_WEIGHTS:
@@ -132,7 +134,8 @@ def prepare_gather(
 
 
 def _slices(inner: int, row_bytes: int, itemsize: int, slices: int, p: FusedParameters) -> dict[str, int]:
-    """What only the kernel takes that pushes a shard in slices along K."""
+    """The arguments of the kernel that pushes a shard in slices along K, where they differ from those of the other
+    kernel."""
     if not p.slices_pushers:
         raise UnsupportedError(
             "the first blocks of a gather in slices push its shard: slices_pushers must be at least 1"
@@ -151,7 +154,7 @@ def _slices(inner: int, row_bytes: int, itemsize: int, slices: int, p: FusedPara
 
 
 def gathered(a: torch.Tensor, launch: Launch) -> torch.Tensor:
-    """The workspace of an ``all_gather_matmul`` of shard ``a [rows, K]``, as ``[world_size * rows, K]``. It is complete
-    only after a call with ``keep``, until ``end``."""
+    """The workspace of an ``all_gather_matmul`` of shard ``a [rows, K]``, as ``[world_size * rows, K]``. It holds the
+    whole gathered tensor only from a call with ``keep`` until ``end``."""
     rows, inner = a.shape
     return launch.slot.data.local[: launch.world_size * a.nbytes].view(a.dtype).view(launch.world_size * rows, inner)

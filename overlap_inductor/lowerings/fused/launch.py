@@ -19,19 +19,19 @@ from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.sites.epilogue_program import Epilogue
 
 EXTRAS = tuple(f"extra{i}" for i in range(MOST_EXTRAS))
-"""The kernels' parameters for what epilogues read."""
+"""The kernels' parameters for the extra tensors that epilogues read."""
 
 
 class Tail(NamedTuple):
-    """The pointwise ops behind a launch's matmuls or reduction: an epilogue or ``None`` for each result, and the extra
-    tensors that all of them read, each contiguous."""
+    """The pointwise ops that follow a launch's matmuls or reduction: an epilogue or ``None`` for each result, and the
+    extra tensors that all of them read, each contiguous."""
 
     epilogues: tuple[Epilogue | None, ...] = ()
     extras: Sequence[torch.Tensor] = ()
 
     @property
     def function(self) -> Any:
-        """The epilogues as one Triton function, or ``None`` without any."""
+        """The epilogues as one Triton function, or ``None`` if there are none."""
         return (
             function_of(tuple(None if e is None else (e.extras, e.ops) for e in self.epilogues))
             if any(self.epilogues)
@@ -58,7 +58,7 @@ class Tail(NamedTuple):
 
     @property
     def operands(self) -> list[torch.Tensor | None]:
-        """The extra tensors, filled up with ``None`` to the ``MOST_EXTRAS`` that a launch takes."""
+        """The extra tensors, padded with ``None`` to the ``MOST_EXTRAS`` that a launch takes."""
         return [*self.extras, *[None] * (MOST_EXTRAS - len(self.extras))]
 
 
@@ -66,6 +66,8 @@ NO_TAIL = Tail()
 
 
 def check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tuple[int, int], launch: Launch) -> None:
+    """Check operands and room. ``need``: ``(bytes, signals)`` that the call needs in its slot. Raises
+    ``UnsupportedError``."""
     check_operands(a, b, bias)
     launch.check_room(*need)
 

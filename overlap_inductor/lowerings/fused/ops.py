@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of schedule ``fused``: one functional op for each site, one persistent kernel for each op.
 
-One launch takes some of a gathered tensor's weights (``parameters.in_one_launch``). The others are multiplied by the
-vendor's matmul, on the workspace. Operands whose layout no kernel reads are copied.
+One launch multiplies a gathered tensor by some of its weights (``parameters.in_one_launch``). For the other weights,
+the vendor's matmul reads the gathered tensor from the workspace. Operands in a layout that no kernel reads are copied
+first.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Epilogues = Sequence[Epilogue | None]
 
 @functools.cache
 def _kernels() -> ModuleType:
-    """The module that launches them. (It imports Triton, so it is imported when the first op runs.)"""
+    """The module that launches the kernels. It imports Triton, so it is imported only when the first op runs."""
     from overlap_inductor.lowerings.fused import calls as fused
 
     return fused
@@ -82,7 +83,7 @@ def _gather(
         if gathered_used:
             outs.append(gathered.clone())
     except BaseException:
-        # Otherwise the peers would wait for leave to write into this workspace.
+        # Otherwise the peers would wait for permission to write into this workspace.
         fused.end(launch)
         raise
     fused.end(launch, outs)
@@ -187,8 +188,8 @@ def _reduce_epilogue_fake(
 
 define_gather("fused", fused_plan, _gather)
 define_reductions("fused", fused_plan, _reduce)
-# The same with pointwise ops behind. ``epilogues``: ``epilogue_program.to_text`` of one for each result (``None`` for a
-# result without any). ``extras``: the tensors that they read.
+# The same ops, followed by pointwise ops. ``epilogues``: ``epilogue_program.to_text`` of a list with the epilogue of
+# each result (``None`` for a result without one). ``extras``: the tensors that the epilogues read.
 define(
     "fused_all_gather_matmul_epilogue(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, bool gathered_used,"
     " Tensor[] extras, str epilogues, str settings, str group_name, str site) -> (Tensor[], Tensor)",

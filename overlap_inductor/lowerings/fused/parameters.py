@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused`` before any GPU is touched: its parameters, its limits, and the workspace that a call needs. This
-module does not import Triton."""
+"""The parts of schedule ``fused`` that need no GPU: its parameters, its limits, and the workspace that a call needs.
+This module does not import Triton."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ from overlap_inductor.transports.transport import PeerCopies
 
 NEVER = 2**62
 COPIES_FROM = 4 << 20
-"""Bytes of a shard from which on copy engines are faster than the kernel's SMs: measured on 2 H200s, also as one of 4
-and of 8 ranks (bench/results/mirrored.jsonl)."""
+"""Copy engines send a shard of at least this many bytes faster than the kernel's SMs do. Measured on 2 H200s, also as
+one of 4 and of 8 ranks (bench/results/mirrored.jsonl)."""
 
 
 @dataclass(frozen=True, eq=False)
 class FusedParameters:
-    """The tunable parameters. (Compared by identity: ``parameters_of`` makes one object for each text, and it is part
-    of a key that is looked up at every call.)
+    """The tunable parameters. They are compared by identity, because they are part of a key that is looked up at every
+    call. ``parameters_of`` makes only one object for each text.
 
     Attributes:
-        blocks: blocks of the grid, at best the number of SMs.
-        copies_from: bytes of an all-gather's shard from which a transport of copies sends it, not SMs.
-        copier: that transport; empty: the first of ``copiers``.
-        parts: bands of a shard, if the whole matmul has at least ``parts_from`` rows, otherwise one. 0: as many as
-            ranks.
-        pieces: pieces in which a band is pushed (all-gather).
-        pushers: blocks that push: before they multiply (all-gather), or whenever something is ready (all-reduce; 0: by
-            ``push_inner``).
+        blocks: number of blocks of the grid, ideally the number of SMs.
+        copies_from: an all-gather's shard of at least this many bytes is sent by a transport of copies, not by SMs.
+        copier: name of that transport; empty for the first of ``copiers``.
+        parts: number of bands of a shard if the whole matmul has at least ``parts_from`` rows. Otherwise a shard is one
+            band. 0: as many bands as ranks.
+        pieces: number of pieces in which a band is pushed (all-gather).
+        pushers: number of blocks that push. In an all-gather they push before they multiply, in an all-reduce whenever
+            something is ready. 0 (all-reduce): ``push_inner`` decides.
         push_inner: K for which one block pushes as fast as all others multiply (all-reduce). The best of the values
             tried were 4 to 8 blocks for K = 14336, 10 to 12 for 7168 and 20 to 24 for 3584 (2 and 4 H200s, one of 8).
-        unit: neighbouring tiles that are pushed at once (all-reduce).
-        slices: slices along K in which a shard is pushed, and for which a tile waits one by one (all-gather).
-        slices_tiles: most tiles for which there are so many slices; with more tiles there are fewer (``slices_of``).
-            It belongs to the plan and not to the GPU, because all ranks must cut alike.
-        slices_pushers: blocks that push the slices.
-        column_tiles: tiles in a row of all weights of a gather. Ranks may have more or fewer columns, but count these
-            tiles alike. 0: as many as the weights have.
+        unit: number of neighbouring tiles that are pushed at once (all-reduce).
+        slices: number of slices along K in which a shard is pushed (all-gather). A tile waits for them one by one.
+        slices_tiles: largest number of tiles for which a shard is cut into ``slices``; with more tiles it is cut into
+            fewer (``slices_of``). This number is in the plan and is not read from the GPU, because all ranks must cut
+            alike.
+        slices_pushers: number of blocks that push the slices.
+        column_tiles: number of tiles across the columns of all weights of a gather. Ranks may have different numbers of
+            columns, but must use the same number here. 0: count the tiles of this rank's weights.
         stagger_ns: nanoseconds between the starts of neighbouring blocks (reduce-scatter).
         halves: tiles are stored in two halves, which leaves shared memory for one more stage.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
@@ -112,24 +113,26 @@ H200s as one of 4 and of 8 ranks (bench/results/mirrored.jsonl)."""
 
 
 MOST_WEIGHTS = 4
-"""Most weights that one launch multiplies a gathered tensor by: q, k, v and a gate. Others are the vendor's matmuls."""
+"""Most weights that one launch multiplies a gathered tensor by: q, k, v and a gate. The vendor's matmul takes any
+others."""
 
 
 def copiers() -> list[PeerCopies]:
-    """The transports that may send the shard of a gather. They need no SM, since the kernel occupies all of them while
-    it waits for what they send."""
+    """The transports that may send the shard of a gather. They must not need an SM, because the kernel occupies all SMs
+    while it waits for what they send."""
     return [t for t in of_kind(PeerCopies) if not t.needs_sms]
 
 
 def transports_of(pattern: str) -> tuple[str, ...]:
-    """The transports that may be asked for. The kernel's own SMs store the tiles of a reduction, from the matmul's
-    epilogue or from blocks beside it. They may also store the shard of a gather."""
+    """The transports that a user may choose for ``pattern``. The kernel's own SMs store the tiles of a reduction,
+    either in the matmul's epilogue or in blocks that run next to the matmul's blocks. For a gather, the SMs or one of
+    ``copiers`` may send the shard."""
     return (sm_push.NAME, *(t.name for t in copiers() if pattern == "all_gather_matmul"))
 
 
 def automatic(pattern: str) -> tuple[str, ...]:
-    """The transports that ``auto`` chooses from: a gather's shard of at least ``COPIES_FROM`` bytes goes by the first
-    of ``copiers``."""
+    """The transports that ``auto`` chooses from: the first of ``copiers`` sends a gather's shard of at least
+    ``COPIES_FROM`` bytes."""
     return transports_of(pattern)[:2]
 
 
@@ -150,10 +153,12 @@ def parameters_of(settings: str, blocks: int) -> FusedParameters:
 
 
 def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor], parameters: FusedParameters) -> int:
-    """Slices along K of a gather of ``shard [rows, K]`` multiplied by each of ``rhs [K, N]``. 1: it is not sliced.
+    """Slices along K of a gather of ``shard [rows, K]`` multiplied by each of ``rhs [K, N]``; 1 if the shard is not
+    sliced.
 
-    As many as planned if all tiles are on the SMs at once. With more tiles there are fewer slices, because tiles of
-    shards that have arrived are multiplied meanwhile. A shard that a transport of copies sends is not sliced.
+    With at most ``slices_tiles`` tiles, which all run at once, there are as many slices as planned. With more tiles
+    there are fewer slices, because the SMs multiply tiles of shards that have arrived while others are in transfer. A
+    shard that a transport of copies sends is not sliced.
     """
     if shard.nbytes > parameters.copies_from:
         return 1
@@ -163,29 +168,29 @@ def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor],
 
 
 def column_tiles(columns: Sequence[int], parameters: FusedParameters) -> int:
-    """Tiles in a row of weights that have ``columns`` columns each."""
+    """Number of tiles across all weights. ``columns``: the number of columns of each weight."""
     return sum(-(-n // parameters.block_n) for n in columns)
 
 
 def band_rows(rows: int, world_size: int, parameters: FusedParameters) -> int:
-    """Rows of a band of a shard of ``rows`` rows: a multiple of the tile, so that no tile waits for two bands."""
+    """Rows of a band of a shard of ``rows`` rows: a multiple of ``block_m``, so that no tile waits for two bands."""
     tiles = -(-rows // parameters.block_m)
     parts = (parameters.parts or world_size) if world_size * rows >= parameters.parts_from else 1
     return -(-tiles // min(parts, tiles)) * parameters.block_m
 
 
 def pushers_of(inner: int, parameters: FusedParameters) -> int:
-    """Blocks that push in an all-reduce with K ``inner``: so many that they push as fast as the others multiply. A
-    tile's matmul takes as long as its K."""
+    """Number of blocks that push in an all-reduce with K ``inner``, chosen so that they push as fast as the others
+    multiply. The time of a tile's matmul is proportional to K."""
     return parameters.pushers or min(max(1, round(parameters.push_inner / inner)), parameters.blocks // 2 or 1)
 
 
 def needed(
     pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: FusedParameters
 ) -> tuple[int, int]:
-    """``(bytes, signals)`` that a call needs of its slot. ``rows``: of a shard; ``inner``, ``columns``: K and N;
+    """``(bytes, signals)`` that a call needs in its slot. ``rows``: rows of a shard; ``inner``, ``columns``: K and N;
     ``itemsize``: bytes of an element that is sent."""
-    # (Fewer rows never need more, so a plan for the largest count serves all.)
+    # (Fewer rows never need more, so the need at the most rows is enough for all calls.)
     parts = min(parameters.parts or world_size, -(-rows // parameters.block_m))
     if pattern == "all_gather_matmul":
         return world_size * rows * inner * itemsize, parts * parameters.slices
@@ -195,10 +200,11 @@ def needed(
 
 
 def in_one_launch(rhs: Sequence[torch.Tensor]) -> list[int]:
-    """Indices of the weights of a gathered tensor that one kernel multiplies by: the widest ``MOST_WEIGHTS`` of one
-    layout, of the layout with more columns.
+    """Indices of the weights of a gathered tensor that one kernel multiplies by: the ``MOST_WEIGHTS`` widest weights of
+    one layout. Of the two layouts it is the one whose chosen weights have more columns in total.
 
-    Weights in rows and transposed weights need tensor maps of different blocks, and one loop over K takes one kind.
+    Row-major and transposed weights need tensor maps with different block shapes, and one loop over K reads only one
+    kind.
     """
     alike: dict[bool, list[int]] = {}
     for i, b in enumerate(rhs):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused`` prepares the kernels of reductions here."""
+"""Prepares the reduction kernels of schedule ``fused``."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.call_arguments import call_arguments
 
 MOST_RANKS = 63
+"""Largest group: a block remembers each peer's credit in one bit of a signed 64-bit number."""
 SLAB = 32
-"""Rows of a tile that a pushing block moves at once."""
+"""Rows of a tile that a block of an all-reduce sums or copies at once."""
 
 
 class _Arguments(NamedTuple):
-    """What both kernels take: operands that differ from launch to launch, the others, and both by parameter."""
+    """The arguments that both kernels take, by parameter: those that differ from launch to launch, and the others."""
 
     varying: dict[str, Any]
     fixed: dict[str, Any]
@@ -99,8 +100,8 @@ def prepare_reduce_scatter(
     average: bool,
     tail: Tail,
 ) -> Callable[..., None]:
-    """What launches ``(a, b, out, bias)`` and the extra tensors, in this order. ``a [world_size * rows, K]``, ``b [K,
-    N]``, ``out [rows, N]``; ``out`` stands for a bias that there is not.
+    """Prepare the kernel. The returned function launches it with ``(a, b, out, bias)`` and the extra tensors, in this
+    order: ``a [world_size * rows, K]``, ``b [K, N]``, ``out [rows, N]``. Without a bias, pass ``out`` in its place.
 
     Raises:
         UnsupportedError: the kernel does not support its operands, or the slot is too small.
@@ -131,8 +132,8 @@ def prepare_all_reduce(
     average: bool,
     tail: Tail,
 ) -> Callable[..., None]:
-    """What launches ``(a, b, product, out, bias)`` and the extra tensors, in this order. ``product [product_rows, N]``,
-    ``out [M, N]``; ``out`` stands for a bias that there is not.
+    """Prepare the kernel. The returned function launches it with ``(a, b, product, out, bias)`` and the extra tensors,
+    in this order: ``product [product_rows, N]``, ``out [M, N]``. Without a bias, pass ``out`` in its place.
 
     Raises:
         UnsupportedError: as ``prepare_reduce_scatter``.
@@ -141,7 +142,8 @@ def prepare_all_reduce(
     if (tiles := len(product) // p.block_m * -(-b.shape[1] // p.block_n)) > launch.slot.tiles.numel():
         raise UnsupportedError(f"{tiles} tiles are multiplied, and the slot has words for {launch.slot.tiles.numel()}")
     stored = TensorDescriptor.from_tensor(product, [p.block_m, p.block_n // 2 if p.halves else p.block_n])
-    # (The product comes twice: for the unit that stores, and for those that load. ``a`` and ``b`` come before it.)
+    # (The product is passed twice: as a descriptor for bulk stores and as a pointer for loads. ``a`` and ``b`` come
+    # first.)
     left, right, *behind = found.varying.items()
     varying = dict([left, right, ("product_desc", stored), ("product", product), *behind])
     fixed = {
@@ -157,5 +159,6 @@ def prepare_all_reduce(
 
 
 def product_rows(rows: int, world_size: int, p: FusedParameters) -> int:
-    """Rows of the product that an all-reduce's blocks send from: whole tiles of each shard of ``rows`` rows."""
+    """Rows of the tensor that an all-reduce's blocks send from: the ``rows`` rows of each shard, rounded up to whole
+    tiles."""
     return world_size * -(-rows // p.block_m) * p.block_m

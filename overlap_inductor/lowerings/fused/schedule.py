@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused`` for a site: one op, whose kernel's epilogue computes the pointwise ops behind its results.
+"""Schedule ``fused`` for a site: one op, whose kernel's epilogue computes the pointwise ops that follow its results.
 
 With a dynamic token count there is no epilogue: calls of few tokens run as written, and the op would have to run their
 pointwise ops one by one.
@@ -39,7 +39,8 @@ from overlap_inductor.torch_compat import symmetric
 
 @dataclass(frozen=True)
 class FusedSchedule(OneOpSchedule):
-    """See ``SiteSchedule``. Parameter ``epilogue``, if there is one: for each result its program, or an empty text."""
+    """See ``SiteSchedule``. Parameter ``epilogue``, if any result has an epilogue: each result's program as text, which
+    is empty for a result without one."""
 
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
         found = super().pieces(site, config, min_rows)
@@ -52,8 +53,8 @@ class FusedSchedule(OneOpSchedule):
         settings = super().settings_for(site, config)
         if site.facts.pattern != GATHER:
             return settings
-        # A shard is pushed in slices, whose number rests on the tiles of all weights. A rank may have more or less
-        # columns of them than its peers.
+        # The number of slices in which a shard is pushed depends on the tiles of all weights. A rank's weights may have
+        # more or fewer columns than its peers', so the plan holds a number of tiles from rounded sizes.
         rights = [right for _, right in operands(served(site))]
         columns = [rounded(int(rights[i].shape[1])) for i in in_one_launch(rights)]
         return {**settings, "column_tiles": column_tiles(columns, parameters_of(json.dumps(settings), 1))}

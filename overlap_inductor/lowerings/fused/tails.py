@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pointwise ops behind a site's results that the fused kernel computes in its epilogue."""
+"""Finds the pointwise ops after a site's results that the fused kernel computes in its epilogue."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ def results_of(site: OverlapSite) -> list[fx.Node]:
 
 
 def tails_of(site: OverlapSite, planned: list[str] | None = None) -> list[Tail | None]:
-    """The tail of each result that the kernel writes in the result's own order; empty for a dynamic token count.
-    ``planned``: what the tails were ``described`` as when the site was planned."""
+    """The tail of each result: ``None`` if the result has none, or if the kernel does not write the result in its own
+    row order. The list is empty for a dynamic token count. ``planned``: what ``described`` returned when the site was
+    planned."""
     if not isinstance(site.nodes.tokens, int):
         return []
     return (_gather_tails if site.facts.pattern == GATHER else _reduce_tail)(site, planned)
 
 
 def described(tails: list[Tail | None]) -> list[str]:
-    """The program of each tail as text; empty where there is none."""
+    """The program of each tail as text, which is empty for a result without a tail."""
     return ["" if tail is None else str(tail.epilogue) for tail in tails]
 
 

@@ -9,12 +9,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from overlap_inductor.lowerings.one_op.operands import lies_transposed
 
 TILES_A_BATCH = 8
-"""A block waits for its last store after this many tiles. Within a batch a store runs under the next tile's matmul."""
+"""Tiles after which a thread block waits for its last store to leave shared memory. Before that, each store runs under
+the next tile's matmul."""
 
 
 def right_descriptor(b: torch.Tensor, block_n: int, block_k: int) -> tuple[TensorDescriptor, bool]:
-    """``(descriptor of b [K, N], whether it describes the transpose)``. The transpose is described if its rows are
-    contiguous."""
+    """``(descriptor, whether it describes the transpose)`` for ``b [K, N]``. The descriptor is that of the transpose if
+    the rows of the transpose are contiguous. Its blocks have ``[block_k, block_n]`` elements of ``b``."""
     if lies_transposed(b):
         return TensorDescriptor.from_tensor(b.t(), [block_n, block_k]), True
     return TensorDescriptor.from_tensor(b, [block_k, block_n]), False

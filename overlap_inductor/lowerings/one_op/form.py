@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``RowsForm``: the interface through which a schedule with one op for each site reads and writes a site.
 
-Each kind of nodes has one implementation.
+There is one implementation for each subclass of ``SiteNodes``: ``GatherRows`` and ``ReduceRows``.
 """
 
 from __future__ import annotations
@@ -24,32 +24,38 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 
 class RowsForm(Protocol):
     def served(self, site: OverlapSite) -> OverlapSite:
-        """The site with only those matmuls that one op can compute together. Returns ``site`` unchanged if that is all
-        of them, or none."""
+        """The site with only those matmuls that one op can compute together. Returns ``site`` unchanged if the op can
+        compute all matmuls, or none."""
         ...
 
     def loopable(self, site: OverlapSite) -> bool:
         """Whether the rows are in the ranks' order or can be permuted into it, so that one op can compute the site. The
-        kinds of the matmuls do not matter."""
+        kinds of the matmuls are not checked here."""
         ...
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
-        """For a loopable site: whether the op can derive the token count from its rows. It then runs the plain
+        """For a loopable site: whether the op can derive the token count from its rows. If so, the op can run the plain
         collective when there are few tokens."""
         ...
 
     def computed_between(self, site: OverlapSite) -> fx.Node | None:
-        """An op between collective and matmuls that is not element-wise (``sites.row_wise``, ``passes.find_region``);
-        ``None`` if there is none."""
+        """A node between the collective and the matmuls, if an op there is not element-wise (``sites.row_wise``,
+        ``passes.find_region``); else ``None``."""
         ...
 
     def why_no_sum(self, site: OverlapSite, noun: str, sums: bool) -> str | None:
-        """Why a ``noun`` cannot add the results of the site's matmuls; ``None`` if it can, or if there is one matmul.
-        ``sums``: whether it has an op for sums."""
+        """Why the schedule cannot add the results of the site's matmuls; ``None`` if it can, or if there is nothing to
+        add.
+
+        Args:
+            noun: ``SiteSchedule.noun``, for the text.
+            sums: whether the schedule has an op for sums.
+        """
         ...
 
     def why_not_scaled(self, site: OverlapSite) -> str | None:
-        """Why no op can move the data of this site of scaled matmuls; ``None`` if one can."""
+        """Why no op of scaled matmuls can move the data of ``site``; ``None`` if one can. All matmuls of ``site`` are
+        scaled."""
         ...
 
     def write(
@@ -58,8 +64,9 @@ class RowsForm(Protocol):
         """Write the op into the graph.
 
         Args:
+            op: returns the op's overload for a prefix of the pattern in its name.
             scales: the scale arguments of each matmul (``scaled.terms``); empty for plain matmuls.
-            own: the schedule's own arguments after the operands, its settings last.
+            own: the schedule's own arguments, which follow the operands. The last one is the settings.
 
         Returns:
             ``(next token of the chain, {old node: its replacement})``. Each replacement has the shape and strides of
@@ -72,7 +79,7 @@ FORMS: dict[type[SiteNodes], RowsForm] = {GatherNodes: GatherRows(), ReduceNodes
 
 
 def form_of(site: OverlapSite) -> RowsForm:
-    """The form of the site's kind of nodes. Raises ``TypeError`` if there is none."""
+    """The form for the class of ``site.nodes``. Raises ``TypeError`` if there is none."""
     form = next((FORMS[kind] for kind in type(site.nodes).__mro__ if kind in FORMS), None)
     if form is None:
         kinds = " or ".join(kind.__name__ for kind in FORMS)
@@ -83,20 +90,20 @@ def form_of(site: OverlapSite) -> RowsForm:
 def served(site: OverlapSite) -> OverlapSite:
     """The site with only those matmuls that one op can compute together.
 
-    In a gather these are the matmuls that read the gathered tensor in the same shape and dtype as the first of them.
-    The others stay in the graph and read the gathered tensor that the op returns; an example is a weight's gradient,
-    which contracts the tokens. Returns ``site`` unchanged if the op can compute all matmuls, or none, or if some are
-    scaled and some plain.
+    In a gather, these are the plain matmuls that the op can compute and that read the gathered tensor in the same shape
+    and dtype as the first of them. The other matmuls stay in the graph and read the gathered tensor that the op
+    returns. An example is a weight's gradient, which contracts the tokens. Returns ``site`` unchanged if the op can
+    compute all matmuls, or none, or if some are scaled and some plain.
     """
     return form_of(site).served(site)
 
 
 def loopable(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
-    """Whether one op computes this site with matmuls of ``kinds``."""
+    """Whether one op computes this site and all its matmuls are of ``kinds``."""
     return all(m.kind in kinds for m in site.matmuls) and form_of(site).loopable(site)
 
 
 def chooses_at_run_time(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
-    """Whether one op computes this site with matmuls of ``kinds``, and can run the plain collective when there are few
-    tokens."""
+    """Whether one op computes this site, all its matmuls are of ``kinds``, and the op can run the plain collective when
+    there are few tokens."""
     return loopable(site, kinds) and form_of(site).chooses_at_run_time(site)

@@ -110,25 +110,26 @@ def _one_shape(consumers: list[GatherConsumer]) -> bool:
 
 
 def _shard(consumer: GatherConsumer) -> list[Any]:
-    """``[rows, width]`` of a shard as the matmul reads it."""
+    """The sizes ``[rows, width]`` of a shard as the matmul reads it: the gathered dim comes first."""
     width = tools.shape(consumer.operand_node)[1 if consumer.role == "M" else 0]
     return [consumer.sharded.outer * consumer.sharded.chunk, width]
 
 
 def only_views(node: fx.Node, nodes: GatherNodes) -> bool:
-    """Whether ``node`` is the gathered tensor with only views and copies in between."""
+    """Whether ``node`` is the gathered tensor, or is made from it by views and copies only."""
     return behind_views(node, nodes) is nodes.collective.wait
 
 
 def behind_views(node: fx.Node, nodes: GatherNodes) -> fx.Node:
-    """The node that ``node`` is a view or copy of: the gathered tensor, or a node computed from it."""
+    """The node that ``node`` is a view or copy of: the gathered tensor, or a node computed from it. That is ``node``
+    itself if it is no view or copy."""
     while node is not nodes.collective.wait and (node in nodes.through or tools.copies(node)):
         node = nodes.through.get(node, node.args[0])
     return node
 
 
 def gathered_as(emit: StepEmitter, nodes: GatherNodes, gathered: fx.Node) -> dict[fx.Node, fx.Node]:
-    """``{old node: its replacement}`` for the collective and its wait. ``gathered``: the matrix of all shards in the
+    """``{old node: its replacement}`` for the collective and its wait. ``gathered`` has the rows of all shards, in the
     ranks' order."""
     whole = as_bits_of(
         emit, emit.reshape(gathered, tools.shape(nodes.collective.node)), tools.dtype(nodes.collective.node)

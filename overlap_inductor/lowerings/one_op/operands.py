@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring operands into the layout that the Triton matmuls need, and refuse those that a launch would read wrongly.
+"""Bring operands into the layout that the Triton matmuls need, and refuse those that a kernel would read wrongly.
 
-An op copies an operand of another layout. This module does not import Triton.
+An operand in another layout is copied. This module does not import Triton.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ def left_operand(a: torch.Tensor) -> torch.Tensor:
 
 
 def right_operand(b: torch.Tensor) -> torch.Tensor:
-    """``b [K, N]`` in rows or columns of whole 16-byte words, aligned to 16 bytes. It is copied if necessary."""
+    """``b [K, N]``, aligned to 16 bytes, in a layout that ``right_operand_fits`` accepts. It is copied if necessary. A
+    copy fits only if ``N`` is a multiple of 8; otherwise ``check_operands`` refuses it."""
     if not right_operand_fits(b):
         return b.contiguous()
     return b if b.data_ptr() % 16 == 0 else b.clone()
 
 
 def bias_row(bias: torch.Tensor | None, columns: int) -> torch.Tensor | None:
-    """A bias of ``columns`` elements, or of one element, as a contiguous row of ``columns`` elements."""
+    """``bias [columns]`` or ``bias [1]`` as a contiguous row of ``columns`` elements; ``None`` if there is no bias."""
     return None if bias is None else bias.expand(columns).contiguous()
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raises ``UnsupportedError`` if no Triton matmul computes ``a @ b + bias`` with its dtypes, sizes or layouts."""
+    """Raises ``UnsupportedError`` if no Triton matmul of this project can compute ``a [M, K] @ b [K, N] + bias [N]``
+    with these dtypes, sizes and layouts."""
     reason = why_not(a.dtype, a.shape[1], b.shape[1])
     if reason is not None or b.dtype != a.dtype:
         raise UnsupportedError(reason or f"the operands of a matmul are {a.dtype} and {b.dtype}; expected one dtype")
@@ -52,7 +54,8 @@ def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) 
 
 
 def why_not(dtype: torch.dtype, inner: int, columns: int) -> str | None:
-    """Why no Triton matmul of this project computes ``a [rows, inner] @ b [inner, columns]``; ``None`` if one does."""
+    """Why no Triton matmul of this project can compute ``a [rows, inner] @ b [inner, columns]``; ``None`` if one
+    can."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the matrices are {dtype}; expected fp16 or bf16"
     if inner % 8 or columns % 8 or inner == 0 or columns == 0:
@@ -66,6 +69,7 @@ def lies_transposed(b: torch.Tensor) -> bool:
 
 
 def right_operand_fits(b: torch.Tensor) -> bool:
-    """Whether ``b [K, N]`` or its transpose has rows of whole 16-byte words."""
+    """Whether ``b [K, N]`` or its transpose has contiguous rows whose stride is a multiple of 16 bytes. Elements have
+    two bytes."""
     (down, across), (rows, columns) = b.stride(), b.shape
     return (down == 1 and across >= rows and across % 8 == 0) or (across == 1 and down >= columns and down % 8 == 0)

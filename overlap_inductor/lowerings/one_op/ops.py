@@ -4,9 +4,13 @@
 Shapes (W ranks, this rank's view): ``shard [m, K]``, ``rhs [K, N]``, ``lhs [W*m, K]``. All ops return the chain's next
 token last. ``settings`` is JSON text of the schedule's parameters.
 
-The op runs the plain collective and matmul if the site has no rows, fewer rows than ``min_rows``, more rows than its
-workspace was planned for, or if its group has no workspace left for it (``runtime.workspace`` logs that). Rows and
-workspace are the same on all ranks, so all ranks choose alike.
+An op runs the plain collective and matmul in any of these cases:
+
+- The site has no rows, or fewer rows on all ranks together than the parameter ``min_rows``.
+- It has more rows than its workspace was planned for.
+- Its group had no room for its workspace (``runtime.workspace`` logs that).
+
+Rows and workspace are the same on all ranks, so all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ Optional = Sequence[torch.Tensor | None]
 
 
 class SitePlan(Protocol):
-    """The functions of a schedule's ``parameters`` module that its op calls."""
+    """The functions of a schedule's ``parameters`` module that its op calls. ``needed`` returns ``(bytes, signals)``
+    that a call needs in its workspace slot."""
 
     def parameters_of(self, settings: str, blocks: int, /) -> Any: ...
     def needed(
@@ -41,8 +46,8 @@ class SitePlan(Protocol):
 
 
 Gather = Callable[[torch.Tensor, Sequence[torch.Tensor], Optional, bool, Launch, Any], Tensors]
-"""``(shard, rhs, biases, gathered_used, launch, parameters) -> results``, with the gathered tensor last if it is
-used."""
+"""``(shard, rhs, biases, gathered_used, launch, parameters) -> results``. If ``gathered_used``, the gathered tensor
+follows the results."""
 Reduce = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor | None, bool, Launch, Any], torch.Tensor]
 """``(pattern, lhs, rhs, bias, average, launch, parameters) -> result``."""
 
@@ -59,8 +64,15 @@ def ready(
     settings: str,
 ) -> tuple[Launch, Any] | None:
     """``(launch, parameters)`` with which the site's kernels compute ``a @ b``; ``None`` if the plain collective and
-    matmul must run. ``rows``: rows of a shard. ``sent``: dtype of the elements that travel. The caller launches inside
-    the device's ``call_order``."""
+    matmul must run. The caller must launch the kernels inside the device's ``call_order``.
+
+    Args:
+        rows: rows of a shard, rounded up.
+        sent: dtype of the elements that the collective moves.
+
+    Raises:
+        OverlapError: the group's workspace cannot be made, or the site's slot in it was not prepared.
+    """
     if rows == 0:
         return None
     place = workspace_of(group, a.device)
@@ -76,7 +88,8 @@ def ready(
 
 
 def define_gather(schedule: str, plan: SitePlan, gather: Gather) -> None:
-    """Define op ``<schedule>_all_gather_matmul``. It returns ``([results ..., gathered if it is used], token)``."""
+    """Define op ``<schedule>_all_gather_matmul``. It returns ``([result [W*m, N] of each matmul ...], token)``. If
+    ``gathered_used``, the gathered tensor ``[W*m, K]`` follows the results in the list."""
 
     def implementation(
         chain: torch.Tensor,
@@ -119,7 +132,7 @@ def define_gather(schedule: str, plan: SitePlan, gather: Gather) -> None:
 
 def define_reductions(schedule: str, plan: SitePlan, reduce: Reduce) -> None:
     """Define ops ``<schedule>_matmul_reduce_scatter`` and ``<schedule>_matmul_all_reduce``. They return ``(result,
-    token)``. The result of the first has a shard's rows, that of the second all rows of ``lhs``."""
+    token)``. The reduce-scatter's result is ``[m, N]``. The all-reduce's result has all rows of ``lhs``."""
     for pattern in ("matmul_reduce_scatter", "matmul_all_reduce"):
         _define_reduction(schedule, plan, reduce, pattern)
 

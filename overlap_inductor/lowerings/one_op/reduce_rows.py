@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a reduction, or a gathered output, as one op: decide whether an op can compute it, and lay out operands and
-results for it."""
+"""Write matmuls and the collective after them as one op: decide whether an op can compute the site, and lay out
+operands and results for the op."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 aten = torch.ops.aten
 
 Biases = list[fx.Node | None]
-"""The bias of each matmul of a reduction, or ``None``."""
+"""The bias of each matmul of a site; ``None`` for a matmul without a bias."""
 ReduceCall = Callable[[list[fx.Node], list[fx.Node], Biases, str], fx.Node]
-"""Writes the op: ``(left operands, right operands, biases, reduce_op) -> (result, next token)``, as one node."""
+"""Writes the op into the graph: ``(left operands, right operands, biases, reduce_op) -> node``. The node's value is
+``(result, next token)``."""
 
 
 class ReduceRows:
@@ -88,8 +89,10 @@ class ReduceRows:
 
 
 def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
-    """Whether each rank's part is rows of the matmuls' result, or columns if there is no bias, with the elements in the
-    result's order."""
+    """Whether each rank's part is a set of rows of the matmuls' result, with the elements in the result's order.
+
+    A reduce-scatter may also cut columns, if there is no bias. An all-gather must have one matmul.
+    """
     sharded = nodes.sharded
     one_run = pattern == "matmul_all_gather" or isinstance(sharded.outer, int) and sharded.outer == 1
     in_order = sharded.dim == 0 and one_run
@@ -103,10 +106,11 @@ def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
 
 
 def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
-    """The bias of each matmul if ``terms`` add up to the matmuls' results, each once, and to single rows.
+    """The bias of each matmul, if the sum of ``terms`` adds nothing but single rows to the matmuls' results.
 
     A single row is added to every row of the result. It becomes the bias of a plain matmul that has none. Returns
-    ``None`` if there is another op in the sum (a factor, a scalar), or no matmul left for a row.
+    ``None`` if the sum holds anything else (a factor, a scalar), if it does not hold each matmul's result exactly once,
+    or if no matmul is left to take a row as its bias.
     """
     leaves = {m.node: m for m in nodes.leaves}
     found: list[fx.Node] = []
@@ -137,7 +141,8 @@ def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
 
 
 def summed(nodes: ReduceNodes) -> Biases:
-    """``biases_of`` for a site that was planned as a sum. Raises ``RuntimeError`` if it is not a sum any more."""
+    """``biases_of`` for a site that was planned as a sum of matmuls. Raises ``RuntimeError`` if the graph has
+    changed and has no such sum now."""
     biases = biases_of(nodes, nodes.computed)
     if biases is None:
         raise RuntimeError(
@@ -153,13 +158,14 @@ def _of_one_width(row: fx.Node, matmul: fx.Node) -> bool:
 def rewrite_reduce(
     emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall, biases: Biases
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """Write the op with ``call``. Returns ``(next token of the chain, {old node: its replacement})``. The result has
-    the collective's shape and is contiguous."""
+    """Lay out the operands, write the op with ``call`` and lay out its result. Returns ``(next token of the chain, {old
+    node: its replacement})``. The result has the collective's shape and is contiguous. ``biases``: one for each matmul
+    in ``nodes.leaves``."""
     columns = nodes.sharded.dim == 1
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
 
     def in_ranks_order(x: fx.Node) -> fx.Node:
-        # If the output is gathered, each rank sends all of its rows, so they need no order.
+        # If the output is gathered, each rank sends all of its rows, so its rows stay in their order.
         gathers = nodes.collectives[0].kind == "all_gather"
         return x if gathers else rows_in_place(emit, x, nodes.sharded, from_ranks=False)
 
@@ -174,7 +180,8 @@ def rewrite_reduce(
 
 
 def reduced(nodes: ReduceNodes, result: fx.Node) -> dict[fx.Node, fx.Node]:
-    """``{old node: result}`` for the site's result, and for the collective and its wait if there is one collective."""
+    """``{old node: result}``. The old nodes are the site's result and, if there is only one collective, the collective
+    and its wait."""
     replaced = {nodes.result: result}
     if len(nodes.collectives) == 1:
         replaced[nodes.collectives[0].node] = result

@@ -2,13 +2,15 @@
 """Bring rows into the ranks' order, for every site that is written as one op.
 
 The ops of ``lowerings.ring.looped_reduce_ops`` and of the schedules with one op for each site (``lowerings.fused.ops``
-...) cut 2-D matmuls along leading rows in the ranks' order. Other cuts are brought into this form:
+...) cut 2-D matmuls along their leading rows: rank r has the r-th run of rows. This is the *ranks' order*. Other cuts
+are brought into this form:
 
-- ``[outer, rank, chunk]`` (a gather or scatter of an inner dim): the result or the left operand is permuted.
-- A cut along columns: the op computes the transposed product. The vendor's matmul needs no copy for that; a fused
+- A gather or scatter of an inner dim, whose rows have the order ``[outer, rank, chunk]``: the result of a gather, or
+  the left operand of a scatter, is permuted.
+- A cut along columns: the op computes the transposed product. The vendor's matmul needs no copy for that. A fused
   kernel copies its left operand.
 
-Only the ring's op computes a cut along the contracted dim (``lowerings.ring.looped_gather``).
+A cut along the contracted dim is computed by the ring's looping op only (``lowerings.ring.looped_gather``).
 """
 
 from __future__ import annotations
@@ -30,23 +32,27 @@ overlap = torch.ops.overlap_inductor
 
 PLAIN: tuple[str, ...] = ("mm", "addmm")
 SCALED: tuple[str, ...] = ("scaled_mm",)
-"""Kinds of matmuls that one op can compute together. The looping ops compute plain ones only."""
+"""``PLAIN`` and ``SCALED`` are kinds of matmuls that one op can compute together. The ring's looping ops compute plain
+ones only."""
 Op = Callable[[str], Any]
-"""Returns the overload of a schedule's op for the prefix before the pattern in its name: empty, or ``sum_``."""
+"""Takes the prefix that precedes the pattern in the name of a schedule's op (empty, or ``sum_``), and returns the op's
+overload."""
 
 
 def is_row(node: fx.Node) -> bool:
-    """Whether ``node`` is one row, so that it broadcasts to any number of rows."""
+    """Whether ``node`` has at least one dim, and size 1 in all dims but the last. Such a row broadcasts to any number
+    of rows."""
     return bool(tools.shape(node)) and all(isinstance(s, int) and s == 1 for s in tools.shape(node)[:-1])
 
 
 def bias_row(emit: StepEmitter, row: fx.Node) -> fx.Node:
-    """``row`` as a bias argument of an op: a vector."""
+    """``row [1, ..., n]`` reshaped to a vector ``[n]``, as the ops expect a bias."""
     return emit.reshape(row, tools.shape(row)[-1:])
 
 
 def as_bits_of(emit: StepEmitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """``x`` with its bits read as ``dtype``; ``x`` itself if it has that dtype. For fp8 that is sent as bytes."""
+    """``x`` with its bits read as ``dtype``; ``x`` itself if it has that dtype. It serves fp8 data that is sent as
+    bytes."""
     if tools.is_bitcast(x) and tools.dtype(x.args[0]) == dtype:
         return x.args[0]
     return x if tools.dtype(x) == dtype else emit.call(aten.view.dtype, x, dtype)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check sites of fp8 matmuls (``_scaled_mm``), and pass their scales to the op.
 
-The op is ``overlap_inductor::<schedule>_scaled_<pattern>``. A scale belongs to a whole operand (one element), or there
-is one for each row of the left operand and each column of the right one. The op takes scales as operands. Scales of
-rows cover all gathered rows, in the order of these rows. If the op computes the transposed product, the two operands'
-scales are swapped. A scale that is computed from the gathered tensor makes no site (``passes.find_gather``).
+The op is ``overlap_inductor::<schedule>_scaled_<pattern>``, and it takes the scales as tensors. An operand has either
+one scale, or one scale for each row (left operand) or column (right operand). Row scales cover the rows of all ranks,
+in the ranks' order (``lowerings.one_op.rows``). If the op computes the transposed product, the two operands' scales are
+swapped. A matmul whose scale is computed from the gathered tensor is not overlapped (``passes.find_gather``).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from overlap_inductor.torch_compat import operators
 
 
 def is_scaled(site: OverlapSite) -> bool:
+    """Whether any matmul of the site is a scaled fp8 matmul."""
     return any(m.kind == "scaled_mm" for m in site.matmuls)
 
 
@@ -46,7 +47,7 @@ def why_not(site: OverlapSite) -> str | None:
 
 
 def why_not_right(left: torch.Tensor, right: torch.Tensor) -> str | None:
-    """Why the vendor's library cannot read ``right [K, N]``, as the op passes it; ``None`` if it can."""
+    """Why the vendor's library cannot read the fp8 operand ``right [K, N]`` as the op passes it; ``None`` if it can."""
     inner, apart = right.stride()
     if inner != 1 or apart < right.shape[0] or apart % 16:
         return (
@@ -57,14 +58,15 @@ def why_not_right(left: torch.Tensor, right: torch.Tensor) -> str | None:
 
 
 def _matmuls(site: OverlapSite) -> list[tuple[MatmulNode, bool, ShardedDim]]:
-    """``(matmul, whether the op computes its transposed product, the dim that is cut by rank)`` for each matmul."""
+    """``(matmul, whether the op computes its transposed product, the dim that the ranks' shards cut)`` for each
+    matmul."""
     nodes = site.nodes
     described = zip(nodes.matmuls, nodes.roles, nodes.sharded_dims, strict=True)
     return [(matmul, role == "N", sharded) for matmul, role, sharded in described]
 
 
 def terms(emit: StepEmitter, site: OverlapSite) -> list[tuple[Any, ...]]:
-    """The op's arguments ``(scale_a, scale_b, name of the result's dtype, fast)`` for each matmul."""
+    """The op's arguments ``(scale_a, scale_b, name of the result's dtype, use_fast_accum)`` for each matmul."""
     return [_terms(emit, *matmul) for matmul in _matmuls(site)]
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multiply some rows of the left operand at a time with the vendor's library, into the same rows of the result."""
+"""Compute a matmul in runs of rows with the vendor's library: each call multiplies some rows of the left operand and
+writes the same rows of the result."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ class Scales:
     """The scales of a matmul of fp8 matrices (``_scaled_mm``).
 
     Attributes:
-        a, b: fp32. Either one element each, or one element for each row of the left operand ``[all rows, 1]`` and for
-            each column of the right one ``[1, N]``.
+        a, b: fp32 scales of the left and the right operand. Either both have one element, or ``a [all rows, 1]`` has
+            one for each row of the left operand and ``b [1, N]`` one for each column of the right operand.
         dtype: the result's dtype.
-        fast: whether the sum over K may be kept in fewer bits.
+        fast: ``use_fast_accum``: whether the sum over K may be accumulated with less precision.
     """
 
     a: torch.Tensor
@@ -29,12 +30,13 @@ class Scales:
 
 @dataclass(frozen=True)
 class VendorMatmul:
-    """``rows @ b + bias``, plus the products in ``added``.
+    """Computes ``rows @ b + bias``, plus the products in ``added``.
 
     Attributes:
         b: ``[K, N]`` in any layout that the library reads.
         bias: ``[N]`` or ``[1]``.
-        added: ``(left operand [all rows, K_i], right operand [K_i, N])`` of each further product; not with scales.
+        scales: if they are given, ``rows`` and ``b`` are fp8.
+        added: ``(left operand [all rows, K_i], right operand [K_i, N])`` of each further product; empty with scales.
     """
 
     b: torch.Tensor
@@ -55,7 +57,7 @@ class VendorMatmul:
 
     @property
     def fast(self) -> bool:
-        """Whether the sum over K may be kept in fewer bits."""
+        """``Scales.fast``; ``False`` without scales."""
         return self.scales is not None and self.scales.fast
 
     def dtype(self, a: torch.Tensor) -> torch.dtype:
@@ -63,8 +65,8 @@ class VendorMatmul:
         return a.dtype if self.scales is None else self.scales.dtype
 
     def __call__(self, rows: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
-        """``out[start:stop] = rows @ b + bias + ...``. ``rows [stop - start, K]`` are rows ``start`` to ``stop`` of the
-        left operand."""
+        """Write ``rows @ b + bias`` plus the products in ``added`` to ``out[start:stop]``. ``rows [stop - start, K]``
+        are rows ``start`` to ``stop - 1`` of the left operand. ``out`` is ``[all rows, N]``."""
         if self.scales is not None:
             scale = self.scales.a
             if scale.numel() > 1:

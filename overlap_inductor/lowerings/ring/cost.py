@@ -11,8 +11,11 @@ from overlap_inductor.facts.machine import Machine
 
 
 def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
-    """Estimated seconds of a ring that cuts each shard into ``parts`` sub-chunks: the longer of matmul and transfer,
-    the share of one piece that stays exposed, and a fixed cost for each step."""
+    """Estimated seconds of a ring that cuts each shard into ``parts`` sub-chunks.
+
+    They are the sum of three terms: the longer of matmul and transfer; the part of the shorter one that stays exposed,
+    which is one piece of it; and a fixed cost for each step.
+    """
     matmul = matmul_seconds(sizes, machine) / machine.overlapped_efficiency
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     steps = sizes.legs * (sizes.world_size - 1) * parts
@@ -21,10 +24,11 @@ def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine, parts: int) -> bool:
-    """Whether the ring is estimated to be at least 5 % faster than ``keep``, and hides more time than its steps cost.
+    """Whether the ring is estimated to be faster than ``keep`` by at least the factor ``MARGIN``, and to hide at least
+    the time that its steps cost.
 
-    The second condition is about the host. For a tiny collective a step may be estimated cheaper than the collective,
-    although the host must launch every step.
+    The second condition protects the host, which must launch every step. For a tiny collective, the steps alone may be
+    estimated cheaper than the collective.
     """
     matmul, wire = matmul_seconds(sizes, machine), sizes.legs * sizes.bytes_sent / machine.link_bytes
     if min(matmul, wire) < sizes.legs * (sizes.world_size - 1) * parts * machine.step_seconds:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``RingForm``: the interface through which the ring cuts and writes a site. Each kind of nodes has one implementation.
+"""``RingForm``: the interface through which the ring cuts and writes a site.
 
-A form cuts a site into pieces and writes its steps, unrolled into the graph or as one looping op::
+There is one implementation for each subclass of ``SiteNodes``: ``GatherRing`` and ``ReduceRing``. A form cuts a site
+into pieces and writes its steps, unrolled into the graph or as one looping op::
 
-    unrolled    wait, mm of one piece, start of the next transfer; once for each piece
+    unrolled    for each piece: an op that waits for and starts transfers, and the mm of the piece
     looping     overlap_inductor::<pattern>(chain, shard, ...)       one op, which loops over the pieces
 """
 
@@ -37,17 +38,18 @@ from overlap_inductor.transports import routes
 
 class RingForm(Protocol):
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        """``sub_chunks``: the number of parts of each shard; ``route``: the route of shards or partial sums
-        (``transports.routes``)."""
+        """The plan's parameters ``sub_chunks``, the number of parts of each shard, and ``route``, the route of shards
+        or partial sums (``transports.routes``)."""
         ...
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
-        """The number of pieces into which each dim of matmul ``index`` is cut, by the dim's role."""
+        """``{role: pieces}``: into how many pieces each cut dim of matmul ``index`` is cut. ``parts``: sub-chunks of a
+        shard."""
         ...
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
-        """About how many FX nodes the unrolled steps add. The number is the same on every rank: it leaves out what may
-        differ between ranks."""
+        """Estimated number of FX nodes that the unrolled steps add. All ranks should get the same number, so pointwise
+        ops, whose number may differ between ranks, are counted in multiples of 8."""
         ...
 
     def loopable(self, site: OverlapSite) -> bool:
@@ -55,24 +57,27 @@ class RingForm(Protocol):
         ...
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
-        """Whether that op can run the plain collective when there are few tokens."""
+        """Whether a looping op computes this site and can run the plain collective when there are few tokens."""
         ...
 
-    def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]: ...
+    def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]:
+        """Write the site as unrolled steps. Returns as ``SiteSchedule.rewrite``."""
+        ...
 
     def looping(
         self, emit: StepEmitter, site: OverlapSite, parts: int, route: str, floor: int
     ) -> tuple[fx.Node, Replaced]:
-        """``floor``: the ring runs from this token count on; below it the plain collective runs."""
+        """Write the site as one looping op. Returns as ``SiteSchedule.rewrite``. ``floor``: below this token count, the
+        op runs the plain collective instead of the ring."""
         ...
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
-        """See ``ExchangeTerms.cut``."""
+        """``ExchangeTerms.cut`` for shards of ``parts`` sub-chunks. ``unrolled``: whether the steps are unrolled."""
         ...
 
 
 class GatherRing:
-    """See ``RingForm``. Shards travel round the ring, and each is multiplied when it arrives."""
+    """See ``RingForm``. Shards travel round the ring. Each rank multiplies each shard when it arrives."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         nodes = nodes_of(site, GatherNodes)
@@ -111,7 +116,7 @@ class GatherRing:
         return looped_gather.rewrite(emit, nodes_of(site, GatherNodes), parts, floor, route)
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
-        """The rows of a shard that are cut into sub-chunks."""
+        """The number of rows of a shard that are cut into sub-chunks; ``None`` if there is one sub-chunk."""
         nodes = nodes_of(site, GatherNodes)
         if parts == 1:
             return None
@@ -122,7 +127,8 @@ class GatherRing:
 
 
 class ReduceRing:
-    """See ``RingForm``. Each piece is sent when it is computed: to the rank that sums it, or to all ranks."""
+    """See ``RingForm``. Each piece is sent once it is computed: to the rank that sums it (route ``owner``), to the next
+    rank (``travel``), or to all ranks (``broadcast``)."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         nodes = nodes_of(site, ReduceNodes)
@@ -168,7 +174,8 @@ class ReduceRing:
         return looped_reduce.rewrite(emit, site.facts.pattern, nodes_of(site, ReduceNodes), parts, floor)
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
-        """As ``SiteNodes.cut``. For a looping op the rows of a reduction are moved to the front before they are cut."""
+        """As ``SiteNodes.cut``. The text also says if a looping op moves the rows of a reduction to the front before it
+        cuts them."""
         nodes = nodes_of(site, ReduceNodes)
         sizes, words = nodes.cut()
         outer = nodes.sharded.outer
@@ -182,7 +189,7 @@ FORMS: dict[type[SiteNodes], RingForm] = {GatherNodes: GatherRing(), ReduceNodes
 
 
 def form_of(site: OverlapSite) -> RingForm:
-    """The form of the site's kind of nodes. Raises ``TypeError`` if there is none."""
+    """The form for the class of ``site.nodes``. Raises ``TypeError`` if there is none."""
     form = next((FORMS[kind] for kind in type(site.nodes).__mro__ if kind in FORMS), None)
     if form is None:
         kinds = " or ".join(kind.__name__ for kind in FORMS)
@@ -191,8 +198,9 @@ def form_of(site: OverlapSite) -> RingForm:
 
 
 def _nodes_a_piece(consumer: GatherConsumer) -> int:
-    """The number of nodes for the matmul of one piece: the matmul and one or two views. If the contraction is split,
-    the other operand is cut too, and a sum narrower than fp32 is widened."""
+    """Estimated number of nodes for the matmul of one piece: the matmul and one or two views. If the contraction is
+    split, more nodes cut the other operand, widen a sum that is narrower than fp32, and zero the padding of short
+    shards."""
     narrow = consumer.role == "K" and tools.dtype(consumer.matmul.node).itemsize < 4
     short = consumer.role == "K" and consumer.sharded.short
     return {"M": 2, "N": 3, "K": 4, "B": 3}[consumer.role] + (2 if narrow else 0) + (3 if short else 0)
@@ -200,5 +208,5 @@ def _nodes_a_piece(consumer: GatherConsumer) -> int:
 
 def _in_eights(nodes: Iterable[fx.Node]) -> int:
     """The number of pointwise ops among ``nodes``, rounded down to a multiple of 8. A bias, a cast or padding may exist
-    on one rank only; rounding keeps it from changing which sites are unrolled."""
+    on one rank only. Rounding makes it unlikely that such an op changes which sites a rank unrolls."""
     return sum(tools.is_pointwise(n) and n.target not in tools.SAME for n in nodes) // 8 * 8

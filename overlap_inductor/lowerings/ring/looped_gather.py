@@ -2,9 +2,10 @@
 """Write a gather as the looping op of ``lowerings.ring.looped_gather_ops``: decide which sites the op computes, and lay
 out their operands and results for it.
 
-To the op a shard is one matrix in the collective's own order. A matmul's operand is a row or a column of these
-matrices, one for each rank, plain or transposed. If the ranks lie inside a dim (``[outer, rank, chunk]``), a permute
-moves them to the front. It permutes the result's rows, or if the dim is contracted, the other operand's rows.
+The op sees each shard as one matrix, with the elements in the collective's own order. A matmul's operand consists of
+these matrices, one for each rank, plain or transposed, joined along rows or columns. If the gathered dim has the order
+``[outer, rank, chunk]``, the op still computes in the ranks' order, and a permute changes the order of that dim: in the
+matmul's result, or in the matmul's other operand if the dim is contracted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ overlap = torch.ops.overlap_inductor
 
 
 def forms_of(nodes: GatherNodes) -> list[Form] | None:
-    """The form in which each matmul reads the slices, or ``None`` if the op cannot compute this site."""
+    """The form in which each matmul reads the ranks' shards; ``None`` if the op cannot compute this site."""
     if len({tools.dtype(c.operand_node) for c in nodes.consumers}) > 1:
         return None
     if not all(map(_is_plain, nodes.consumers)) or not _gathers_operand(nodes):
@@ -47,7 +48,8 @@ def forms_of(nodes: GatherNodes) -> list[Form] | None:
         found = [next((f for f, seen in _readings(c, nodes) if _same(seen, shape)), None) for c in nodes.consumers]
         if all(found):
             ways.append([form for form in found if form is not None])
-    # A shard of one row or one column can be read in two ways. The way in which it can be cut into rows comes first.
+    # A shard of one row or one column can be read in two ways. A way in which the shard can be cut into sub-chunks is
+    # preferred.
     return min(ways, key=lambda forms: any(f.whole for f in forms), default=None)
 
 
@@ -61,11 +63,12 @@ def _is_plain(consumer: GatherConsumer) -> bool:
 
 
 def _gathers_operand(nodes: GatherNodes) -> bool:
-    """Whether the matmuls' operand can be gathered: it is the gathered tensor, or is computed from it row by row and
-    read by the matmuls only.
+    """Whether the matmuls' operand itself can be gathered. It is the gathered tensor, or it is computed from the
+    gathered tensor and only the matmuls read it.
 
-    In the second case each rank computes the operand from its shard before it sends. That is refused if the operand has
-    more bytes than the shard, and if another tensor takes part, because that tensor may differ between ranks.
+    In the second case, each rank computes the operand from its shard before it sends. This is refused if the operand's
+    dtype is wider than the shard's. It is also refused if another tensor takes part, because that tensor may differ
+    between ranks.
     """
     (operand, *others) = {behind_views(c.operand_node, nodes) for c in nodes.consumers}
     wait = nodes.collective.wait
@@ -83,8 +86,8 @@ def _gathers_operand(nodes: GatherNodes) -> bool:
 
 
 def _readings(consumer: GatherConsumer, nodes: GatherNodes) -> list[tuple[Form, list[Any]]]:
-    """The forms in which the consumer can read its operand from shards, each with the sizes ``[m, k]`` of a shard in
-    that form. There are two if a shard has a single row."""
+    """``(form, sizes [m, k] of a shard in that form)`` for each form in which the consumer can read its operand from
+    shards. There are two forms if a shard has a single row or column."""
     left = consumer.layout if consumer.operand == "lhs" else consumer.layout.permute([1, 0])
     found = []
     for turned in (False, True):
@@ -95,7 +98,7 @@ def _readings(consumer: GatherConsumer, nodes: GatherNodes) -> list[tuple[Form, 
 
 
 def shard_shape(nodes: GatherNodes, forms: list[Form]) -> list[Any]:
-    """The sizes ``[m, k]`` of a shard as the op sees it. A sub-chunk is some of its rows."""
+    """The sizes ``[m, k]`` of a shard as the op sees it. A sub-chunk has some of the ``m`` rows."""
     return next(seen for form, seen in _readings(nodes.consumers[0], nodes) if form == forms[0])
 
 
@@ -104,8 +107,8 @@ def _same(mine: list[Any], theirs: list[Any]) -> bool:
 
 
 def chooses_at_run_time(nodes: GatherNodes) -> bool:
-    """Whether the op can derive the token count from a shard's rows. It then runs the plain collective when there are
-    few tokens."""
+    """Whether the op computes this site and can derive the token count from a shard's rows. If so, the op can run the
+    plain collective when there are few tokens."""
     forms = forms_of(nodes)
     return forms is not None and all(f.transposed == f.contracted for f in forms)
 
@@ -163,8 +166,8 @@ def rewrite(
 
 
 def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Node:
-    """``operand``, a node between gather and matmuls, computed from this rank's shard before it is sent. The elements
-    are in the shard's order."""
+    """This rank's shard of ``operand``, which is the gathered tensor or a node computed from it. It is computed before
+    anything is sent. The elements are in the shard's order."""
     if not nodes.layouts:
         return ring_gather.evaluate(emit, nodes, operand, nodes.collective.input, {})
     raw = nodes.raw.without_rank()

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping op of gathers runs one ring of slices for all matmuls that read the gathered tensor, along any dim.
+"""The looping op of gathers: one ring serves all matmuls that read the gathered tensor, along whichever dim.
 
-Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the slice of rank r, plain or transposed, as ``s_r
-[p, q]``. The slice is rows of the operand, or a part of its contraction::
+Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the shard of rank r, plain or transposed, as the
+*slice* ``s_r [p, q]`` of its operand. The slices are joined along rows, or along the contracted dim::
 
     rows:        y[r * p : (r + 1) * p] = s_r @ other                   other [q, n], y [W * p, n]
     contraction: y = sum over r of s_r @ other[r * q : (r + 1) * q]     other [W * q, n], y [p, n]; accumulated in fp32
 
-If the slices are the right operand, all of this is transposed. Therefore dgrad (rows) and wgrad (contraction, slices
-transposed) of a backward graph share one ring, sub-chunk by sub-chunk: rows of a slice are rows of ``y``, or a shorter
-contraction.
+If the slices are the right operand, the formulas hold for the transposed matmul. So the dgrad and wgrad of a backward
+graph can share one ring: dgrad reads the slices as rows, and wgrad reads them transposed, along the contracted dim.
+Both can start on a sub-chunk of a shard. For dgrad it gives some rows of ``y``, for wgrad a part of the sum.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Form:
     """How a matmul reads the slices.
 
     Attributes:
-        operand: the operand that is made of slices: ``lhs`` or ``rhs``.
-        role: the role of the dim that the ranks' shards are joined along: M, N or K.
+        operand: the operand that consists of slices: ``lhs`` or ``rhs``.
+        role: the role of the dim along which the slices are joined: M, N or K.
         transposed: whether each slice is read transposed.
     """
 
@@ -48,8 +48,8 @@ class Form:
 
     @property
     def whole(self) -> bool:
-        """Whether the matmul needs whole shards: the contracted dim is not the gathered one, but a cut along a shard's
-        rows would split it."""
+        """Whether the matmul needs whole shards. It does if the gathered dim is not contracted, but a sub-chunk, which
+        has some rows of a shard, would split the contracted dim."""
         return self.transposed and not self.contracted
 
     def __str__(self) -> str:
@@ -61,8 +61,8 @@ class Form:
         return cls(operand, role, rest == ["transposed"])
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, transposed (a view) if the slices are the right operand. It turns an operand or result of this matmul
-        into that of the matmul with the slices on the left, and back."""
+        """``x``, transposed (a view) if the slices are the right operand. ``x`` is an operand or the result of this
+        matmul. The view belongs to the same matmul written with the slices on the left. A second call gives ``x``."""
         return x.t() if self.operand == "rhs" else x
 
     def result_shape(self, shard: torch.Tensor, other: torch.Tensor, world_size: int) -> list[int]:
@@ -78,7 +78,7 @@ def texts(forms: Sequence[Form]) -> str:
 
 
 class _Matmul:
-    """Computes one matmul's result slice by slice. The own slice comes first, uncut."""
+    """Computes one matmul's result slice by slice. This rank's own slice comes first, as a whole."""
 
     def __init__(
         self, form: Form, shard: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, world_size: int
@@ -93,7 +93,7 @@ class _Matmul:
         self.empty = True
 
     def add(self, piece: torch.Tensor, slot: int, start: int) -> None:
-        """Multiply ``piece``, rows of the slice of rank ``slot`` from row ``start`` on."""
+        """Multiply ``piece``: rows of the shard of rank ``slot``, from row ``start`` on."""
         form = self.form
         left = piece.t() if form.transposed else piece
         if not form.contracted:
@@ -126,7 +126,7 @@ def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, empty: bo
 def _as_it_stood(
     form: Form, gathered: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None, world_size: int
 ) -> torch.Tensor:
-    """The whole matmul on ``gathered [W * m, k]``."""
+    """The whole matmul as the program wrote it, on ``gathered [W * m, k]``, the ranks' shards in order."""
     rows, width = gathered.shape[0] // world_size, gathered.shape[1]
     if form.contracted == form.transposed:
         left = gathered.t() if form.transposed else gathered
@@ -181,7 +181,7 @@ def _all_gather_matmul(
             exchange.post(index)
     multiply(rank, 0, rows)
     if exchange is None:
-        # The shards have no elements, so nothing is sent. The products still exist: zeros, or the bias.
+        # The shards have no elements, so nothing is sent. The results are still computed: they are zeros, or the bias.
         for distance in range(1, world_size):
             multiply((rank + distance) % world_size, 0, rows)
     else:
@@ -216,8 +216,9 @@ def _all_gather_matmul_fake(
     return outs, shard.new_empty(world_size * shard.shape[0], shard.shape[1]), chain.new_empty(1)
 
 
-# ``others`` and ``biases`` are as in the graph, but contracted rows are in the ranks' order. The results' rows (columns
-# for role N) are in the ranks' order too.
+# Returns ``(results, gathered [W * m, k], next token of the chain)``. ``others``: the matmuls' other operands. If the
+# gathered dim is contracted, it is in the ranks' order in ``others``; else it is in the ranks' order in the results.
+# ``parts``: sub-chunks of a shard. ``min_rows``: if ``gathered`` has fewer rows, the plain collective runs.
 define(
     "all_gather_matmul(Tensor chain, Tensor shard, Tensor[] others, Tensor?[] biases, str forms, int parts, SymInt"
     " min_rows, str route, str group_name, str site, str transport='') -> (Tensor[], Tensor, Tensor)",

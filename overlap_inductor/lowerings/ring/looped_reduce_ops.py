@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The looping ops of reductions and of gathered outputs: one functional op per site, which runs the ring in a loop.
 
-``looped_gather_ops`` holds the op of gathers. Looping ops serve graphs whose unrolled steps would exceed the node
-budget (80 layers, 1024 ranks). They also serve dynamic token counts: below ``min_rows`` tokens they run the plain
-collective and matmul. All ranks share the token count, so they choose alike. Each piece is multiplied by the vendor's
-matmul, and nothing is fused into it; that is the price of a bounded graph.
+``looped_gather_ops`` has the op of gathers. Looping ops serve graphs whose unrolled steps would exceed the node budget,
+for example with 80 layers or 1024 ranks. They also serve dynamic token counts: below ``min_rows`` tokens they run the
+plain collective and matmul. All ranks share the token count, so they choose alike. A looping op keeps the graph small,
+but it multiplies each piece with the vendor's matmul, into which Inductor cannot fuse other ops.
 
-Shapes (W ranks, this rank's view): ``rhs [K, N]``, ``lhs [W*m, K]``; a bias is ``[N]`` or ``[W*m, N]``. Partial sums
-are sent and reduced as ``dtype``. All ops return the chain's next token last.
+Shapes (W ranks, this rank's view): ``rhs [K, N]``; ``lhs [W*m, K]`` for a reduction and ``[m, K]`` for a gathered
+output. ``lhs`` of an all-reduce may have up to W - 1 rows more. A bias is ``[N]`` or has the shape of ``lhs @ rhs``.
+The ring sends partial sums as ``dtype``, adds them in at least fp32 and rounds the sum to ``dtype``. All ops return the
+chain's next token last.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ def _partials(
     exchange: exchanges.Exchange | None,
     group: dist.ProcessGroup,
 ) -> Tensors:
-    """Compute the pieces of ``bands``: the other ranks' pieces first, which are sent, then the own ones. Returns the
-    sent pieces followed by the own pieces."""
+    """Compute the pieces of ``bands``, which are indices of sub-chunks. The pieces for the other ranks are computed and
+    sent first, then this rank's own pieces are computed. Returns the sent pieces, followed by the own pieces."""
     world_size, rank, parts = group.size(), group.rank(), len(cuts) - 1
     rows = cuts[-1]
     sent = []
@@ -265,7 +267,7 @@ def _matmul_all_gather_fake(
     return lhs.new_empty(resolve_group(group_name).size() * lhs.shape[0], width, dtype=dtype), chain.new_empty(1)
 
 
-# ``width``: columns of the gathered tensor. This rank may compute fewer; the rest are zeros.
+# ``width``: columns of the gathered tensor. This rank may compute fewer columns; the others are filled with zeros.
 define(
     "matmul_all_gather(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, SymInt width, int parts, SymInt min_rows, "
     "ScalarType dtype, str group_name, str site, str transport='') -> (Tensor, Tensor)",

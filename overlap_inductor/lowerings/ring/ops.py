@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step ops: together with Inductor's own matmuls, a ring's unrolled steps consist of them.
+"""The step ops. The unrolled steps of a ring consist of these ops and of Inductor's own matmuls.
 
 A gather in the graph (W ranks, S sub-chunks; ``chain`` is a one-byte tensor that orders the ops of one group)::
 
-    chain    = agree(group, plan)                       # compares the ranks' plans unless that was done
+    chain    = agree(group, plan)                       # compares the ranks' plans if they were not compared yet
     gathered = gather_start(chain!, shard)              # [W * d0, ...], own slot filled, first S hops in flight
     y0       = mm(take(gathered, shift=0), w)           # under hops 0 .. S-1
     gather_step(chain!, gathered!, hop=0)               # waits for hop 0, starts hop S
@@ -11,15 +11,17 @@ A gather in the graph (W ranks, S sub-chunks; ``chain`` is a one-byte tensor tha
     ...
     y        = assemble([y0, y1, ...], shifts=[0, -1, ...])
 
-Why the order holds: the op that waits for a hop *mutates* the buffer, so a matmul that reads a slice of the buffer
-stands between two mutations. Inductor's scheduler keeps a read between the writes around it; that alone pins the order
-start, matmul, step, matmul.
+Why the order holds: the op that waits for a hop *mutates* the buffer. So a matmul that reads a slice of the buffer is
+between two mutations of it. Inductor's scheduler moves no read of a buffer past a write to the same buffer. This alone
+fixes the order start, matmul, step, matmul.
 
-Why memory is not reused too early: a gather has only the buffer in flight, because the own shard is copied into its
-slot. The pieces that a reduction sends are arguments of the op that waits for them.
+Why memory is not reused too early: a gather sends from the buffer and receives into the buffer, because the own shard
+is first copied into its slot. Each step has the buffer as an argument, so the buffer lives until the last hop has
+ended. A reduction also sends pieces that are not in its buffer. These pieces are arguments of the op that waits for
+their hops.
 
-``take`` and ``assemble`` rotate by the rank at run time, so that the graph's text is the same on every rank. Their
-Inductor lowerings (``inductor.lowerings``) make them views.
+``take`` and ``assemble`` compute their slots from the rank at run time, so that the graph's text is the same on every
+rank. Their Inductor lowerings (``inductor.lowerings``) make them views.
 """
 
 from __future__ import annotations
@@ -101,8 +103,8 @@ def _token_fake(chain: torch.Tensor, *args: object) -> torch.Tensor:
     return chain.new_empty(1)
 
 
-# ``computed`` only adds dependencies: the step follows the ops on earlier pieces. Without it Inductor fuses the
-# epilogues of all pieces into one kernel after the last hop.
+# ``computed`` only adds dependencies: the step runs after the ops that compute these tensors from earlier pieces.
+# Without ``computed``, Inductor fuses the epilogues of all pieces into one kernel after the last hop.
 define(
     "gather_step(Tensor(a!) chain, Tensor(b!) gathered, SymInt[] bounds, int hop, str route, str group_name, str site, "
     "Tensor[]? computed=None) -> Tensor",
@@ -171,8 +173,8 @@ def _exchange_send(
     return started
 
 
-# The op returns a token, so that the next piece's matmul can be ordered after the send. Otherwise Inductor may run
-# every matmul before the first send.
+# Starts hop ``hop``, which sends ``piece``. The op returns a token, so that the next piece's matmul can be ordered
+# after the send (``after``). Otherwise Inductor may run every matmul before the first send.
 define(
     "exchange_send(Tensor(a!) chain, Tensor(b!) buffer, Tensor piece, SymInt[] bounds, int hop, str route, "
     "str group_name, str site) -> Tensor",
@@ -202,7 +204,8 @@ def _reduce_tail(
     return chain.new_empty(1)
 
 
-# Reduces the rows of an all-reduce that the world size leaves over: fewer than world_size rows.
+# All-reduces ``tail``, the last rows, into ``buffer`` from element ``offset`` on. These rows, fewer than world_size,
+# remain when an all-reduce cuts its rows into world_size equal shards.
 define(
     "reduce_tail(Tensor(a!) chain, Tensor(b!) buffer, Tensor tail, SymInt offset, str reduce_op, str group_name, str"
     " site) -> Tensor",
@@ -233,6 +236,7 @@ def _exchange_wait(
     return done
 
 
+# Waits for ``hops``. ``sent``: the pieces that these hops send. As arguments of this op, they are not freed before it.
 define(
     "exchange_wait(Tensor(a!) chain, Tensor(b!) buffer, Tensor[] sent, SymInt[] bounds, int[] hops, str route, "
     "str group_name, str site) -> Tensor",
@@ -244,7 +248,7 @@ define(
 def _take(x: torch.Tensor, dim: int, shift: int, chunk: int, start: int, length: int, group_name: str) -> torch.Tensor:
     group = resolve_group(group_name)
     slot = (group.rank() + shift) % group.size()
-    # A copy: a functional op may not return a view of its input. The Inductor lowering is a view.
+    # This is a copy, because a functional op may not return a view of its input. The Inductor lowering is a view.
     return x.narrow(dim, slot * chunk + start, length).clone(memory_format=torch.contiguous_format)
 
 
@@ -254,6 +258,7 @@ def _take_fake(
     return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
 
 
+# ``length`` rows of the shard of rank ``r + shift``, from its row ``start`` on. A shard has ``chunk`` rows of ``dim``.
 define(
     "take(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt length, str group_name) -> Tensor",
     _take,
@@ -273,8 +278,8 @@ def _rows_below(
     return out
 
 
-# ``x`` holds rows ``start, start + 1 ...`` of the shard of rank ``r + shift``. The rows that are row ``size`` of the
-# gathered tensor or later become zeros.
+# ``x`` holds rows ``start, start + 1 ...`` of the shard of rank ``r + shift``. A shard has ``chunk`` rows of ``dim``.
+# Rows whose index in the gathered tensor is ``size`` or larger become zeros.
 define(
     "rows_below(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt size, str group_name) -> Tensor",
     _rows_below,
@@ -291,8 +296,8 @@ def _narrow_fake(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Te
     return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
 
 
-# A slice with symbolic bounds that are known to lie inside the dim. Its lowering is a view that compares no sizes, so
-# it adds no guards; ``aten.slice`` compares sizes to clamp.
+# A slice whose symbolic bounds are known to be inside the dim. Its lowering is a view that compares no sizes, so it
+# adds no guards. ``aten.slice`` would compare the sizes to clamp the bounds.
 define("narrow(Tensor x, int dim, SymInt start, SymInt length) -> Tensor", _narrow, _narrow_fake, FLEXIBLE)
 
 
@@ -300,8 +305,8 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-# A contiguous copy of a slice of symbolic size, to be reshaped. Its lowering is one copy. For a strided view Inductor
-# would ask whether a reshape needs a copy, and each such comparison adds a guard.
+# A contiguous copy of a slice of symbolic size that is reshaped afterwards. Its lowering is one copy. To reshape a
+# strided view, Inductor would compare sizes to find out whether a copy is needed, and each comparison adds a guard.
 define("packed(Tensor x) -> Tensor", _packed, lambda x: x.new_empty(x.shape), FLEXIBLE)
 
 
@@ -309,14 +314,16 @@ def _after(piece: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     return piece.clone()
 
 
-# Orders the matmul that computes ``piece`` after ``token``. Its lowering is ``piece`` itself and a scheduling edge.
+# Orders the kernel that computes ``piece`` after the op that returned ``token``. Its lowering returns ``piece`` itself
+# and adds a scheduling edge.
 define("after(Tensor piece, Tensor token) -> Tensor", _after, lambda piece, token: torch.empty_like(piece), FLEXIBLE)
 
 
 def assembled_index(
     shape: Sequence[int], dim: int, chunk: int, slot: int, start: Sequence[int], piece: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """``(offset, length)`` in every dim of the block that a piece fills. In ``dim``, ``start`` counts from its slot."""
+    """``(offset, length)`` in every dim of the block that a piece of shape ``piece`` fills in the assembled tensor. In
+    ``dim``, ``start`` counts from the beginning of ``slot``, whose length is ``chunk``."""
     offsets = [s + (slot * chunk if d == dim else 0) for d, s in enumerate(start)]
     return list(zip(offsets, piece, strict=True))
 
@@ -354,6 +361,8 @@ def _assemble_fake(
     return pieces[0].new_empty(shape)
 
 
+# Joins ``pieces`` to a tensor of ``shape``. Piece i belongs to the shard of rank ``r + shifts[i]``, which has ``chunk``
+# indices of ``dim``. ``starts`` has one number for each dim of each piece: where the piece begins in that shard.
 define(
     "assemble(Tensor[] pieces, SymInt[] shape, int dim, SymInt chunk, int[] shifts, SymInt[] starts, str group_name) ->"
     " Tensor",

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``all-gather -> matmul(s)`` as a ring of unrolled steps, whose hops run under the matmuls (CommFuse Alg. 1).
 
-The steps replace the collective, its wait and the consumers' outputs. The gathered tensor is one buffer in the
-collective's own layout, so its other users read that. The own slice comes first, uncut; each later step multiplies one
-sub-chunk while later ones travel::
+The steps replace the collective, its wait, the matmuls and their epilogue. The gathered tensor is one buffer in the
+collective's own layout, so its other users read the buffer. This rank's own slice is multiplied first, as a whole. Each
+later step multiplies one sub-chunk while later sub-chunks travel. ``r``: the rank; ``f``: the ops between gather and
+matmul::
 
     gathered = gather_start(shard)                       # S hops in flight
     y[r]     = f(gathered[r]) @ w
     for step, part: gather_step(hop); y[r - step - 1][part] = f(gathered[r - step - 1][part]) @ w
-    out      = assemble(y)                               # M or N gathered: written in place
+    out      = assemble(y)                               # B, M or N gathered: written in place
     out      = sum(y)                                    # K gathered: accumulated in fp32
 """
 
@@ -59,13 +60,13 @@ def can_cut(nodes: GatherNodes) -> bool:
 
 
 def _axis(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | None:
-    """The place of the cut atom in the operand: ``(chunk | outer | cross, dim, rows that one index of the atom
-    spans)``. ``None`` if the operand cannot be cut along it."""
+    """The place of the cut atom ``lead`` in the operand: ``(chunk | outer | cross, dim, rows that one index of the atom
+    spans)``, as in ``row_pieces.position``. ``None`` if the operand cannot be cut along ``lead``."""
     for dim, atoms in enumerate(consumer.layout.refined().dims):
         if any(a is lead for a in atoms):
             found = row_pieces.position(atoms, lead)
-            # A cut along the contraction would give partial sums, but each result must be computed whole. It occurs if
-            # a shard has one row: then its outermost dim is its width.
+            # A cut along a contracted dim that is not gathered would give partial sums, but each piece of the result
+            # must be complete. Such a cut occurs if a shard has one row: then its outermost dim is its width.
             if found is None or found[0] == "cross" and consumer.matmul.role(consumer.operand, dim) == "K":
                 return None
             return found[0], dim, found[1]
@@ -81,8 +82,8 @@ def crossed_role(nodes: GatherNodes, consumer: GatherConsumer) -> str | None:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a consumer's output, computed from the shard of rank ``r + shift``. ``block`` and ``cross_start`` give
-    its place."""
+    """A part of a consumer's output, computed from the shard of rank ``r + shift``. Its place is ``block`` along the
+    gathered dim, and ``cross_start`` along the crossing dim (``_Consumer``)."""
 
     node: fx.Node
     shift: int
@@ -91,7 +92,10 @@ class Piece:
 
 
 class _Consumer:
-    """Multiplies one consumer's pieces and joins their results."""
+    """Multiplies one consumer's pieces and joins their results.
+
+    If sub-chunks cut a dim of the operand that is not the gathered one, that dim is the *crossing dim*.
+    """
 
     def __init__(self, emit: StepEmitter, consumer: GatherConsumer, lead: Atom | None) -> None:
         self.emit, self.consumer = emit, consumer
@@ -103,7 +107,7 @@ class _Consumer:
 
     def block(self, start: Size, length: Size) -> tuple[Block, Size, Size | None]:
         """The place of a sub-chunk: ``(block along the gathered dim, start in the crossing dim, length there)``. The
-        length is ``None`` if the sub-chunk spans the whole crossing dim."""
+        length is ``None`` if there is no crossing dim."""
         whole = Block.whole(self.consumer.sharded)
         if self.axis is None:
             return whole, 0, None
@@ -142,7 +146,8 @@ class _Consumer:
             _annotate_new(emit, piece)
             self.pieces.append(Piece(piece, shift, block, cross_start))
             return
-        # The own slice is multiplied uncut. If sub-chunks cut another dim, a band's total starts as its part of that.
+        # The own slice is multiplied as a whole, into total -1. If there is a crossing dim, sub-chunk ``part`` of every
+        # other slice is added to total ``part``, which starts as the same part of total -1.
         band = part if cross_length is not None and part is not None else -1
         total = self.totals.get(band)
         if total is None and band >= 0 and -1 in self.totals:
@@ -153,8 +158,8 @@ class _Consumer:
         self.totals[band] = node
 
     def _whole(self, x: fx.Node, dim: int) -> fx.Node:
-        """``x``, whose ``dim`` is indexed like the gathered dim, with rows of zeros for those that the last shards
-        lack."""
+        """``x``, whose dim ``dim`` is indexed like the gathered dim, with rows of zeros in place of the rows that the
+        last shards lack."""
         if x not in self.whole:
             self.whole[x] = self.emit.whole_chunks(x, dim, self.consumer.sharded)
         return self.whole[x]
@@ -163,7 +168,8 @@ class _Consumer:
         return self._sum() if self.consumer.role == "K" else self.assemble(self.pieces)
 
     def assemble(self, pieces: list[Piece]) -> fx.Node:
-        """Join ``pieces`` of the matmul's output, or of an epilogue's, to the matmul's shape."""
+        """Join ``pieces`` of the matmul's output, or of an output of its epilogue. The result has the shape of the
+        matmul's output."""
         matmul, emit = self.consumer.matmul, self.emit
         out_dim = matmul.output_dim(self.consumer.role)
         sharded = self.consumer.sharded
@@ -212,7 +218,7 @@ class _Consumer:
 
 
 class _Epilogue:
-    """Computes the epilogue on the newest piece of each of its matmuls, and joins the outputs that others read."""
+    """Computes the epilogue on the newest piece of each of its matmuls, and joins the pieces of each output."""
 
     def __init__(self, emit: StepEmitter, epilogue: Epilogue, consumers: list[_Consumer]) -> None:
         self.emit, self.epilogue = emit, epilogue
@@ -241,12 +247,13 @@ class _Epilogue:
     def finish(self) -> dict[fx.Node, fx.Node]:
         results = {}
         for node, pieces in self.pieces.items():
-            # The output has the rows of every matmul, and the columns of the matmul of the same width.
+            # All matmuls have the output's rows. The pieces are placed as those of a matmul with the output's width.
             width = tools.shape(node)[-1]
             consumer = next(c for n, c in self.base.items() if same_size(tools.shape(n)[-1], width))
             whole = consumer.assemble(pieces)
             for last in self.newest:
-                # A piece of one output may be an input of another output's piece, so all newest pieces come first.
+                # A piece of this output may be read to compute a piece of another output. So this output is complete
+                # only after the newest pieces of all outputs.
                 whole = whole if last is pieces[-1].node else self.emit.call(overlap.after.default, whole, last)
             results[node] = self.emit.reshape(whole, tools.shape(node))
         return results
@@ -263,8 +270,9 @@ def _annotate_new(emit: StepEmitter, node: fx.Node) -> None:
 def evaluate(
     emit: StepEmitter, nodes: GatherNodes, node: fx.Node, piece: fx.Node, done: dict[fx.Node, fx.Node]
 ) -> fx.Node:
-    """Compute ``node``, which stands between gather and operand, from one slice ``piece`` in the collective's own
-    layout. Pointwise ops are copied and views are left out. ``done`` holds the nodes computed so far."""
+    """Compute ``node``, a node between the gather and an operand, from one slice ``piece`` in the collective's own
+    layout. Pointwise ops are copied and views are skipped; any other node is returned as it is. ``done`` holds the
+    results so far."""
     if node is nodes.collective.wait:
         return piece
     if node not in done:
@@ -280,7 +288,12 @@ def evaluate(
 
 
 def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """Write the ring's steps at the insertion point. Returns ``(gathered buffer, {old node: its new result})``."""
+    """Write the ring's steps at the insertion point. Returns ``(gathered buffer, {old node: its replacement})``.
+
+    Args:
+        parts: sub-chunks of a shard. A shard is not cut if ``can_cut`` does not allow it.
+        route: ``ring`` or ``bidirectional`` (``transports.routes``).
+    """
     shard = nodes.collective.input
     lead = leading_atom(nodes)
     size = lead.size if lead is not None else 1

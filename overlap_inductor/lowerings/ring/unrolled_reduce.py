@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``matmul(s) -> reduce-scatter | all-reduce | all-gather of the output`` as unrolled steps of a ring.
 
-The steps replace the collectives and the region that feeds them. Each slice of the collective's input is computed
-alone, in the order in which the slices are sent. The own slice is last, so that only the sum is exposed after the last
-matmul.
+The steps replace the collectives and the ops that compute their input. Each slice of the collective's input is computed
+separately, in the order in which the slices are sent. This rank's own slice is last, so that only the sum is exposed
+after the last matmul. Below, ``r`` is the rank.
 
-Reduce-scatter, route ``owner`` (CommFuse Fig. 8b). Numerics *preserve*: each partial sum travels once in its own dtype
-and is added once in fp32::
+Reduce-scatter, route ``owner`` (CommFuse Fig. 8b). Numerics ``preserve``: each partial sum travels once in the
+collective's dtype and is added once, in at least fp32::
 
     for i in 0 .. W-2, part: p = slice(r + 1 + i)[part]; send p to rank r + 1 + i
     own = slice(r); wait; out = own + sum(received)
 
-Reduce-scatter, route ``travel`` (CommFuse Alg. 2). The accumulator of slice ``r - 1 - i`` visits every rank once. It is
-rounded at each hop, so ``allow_hop_rounding`` is needed.
+Reduce-scatter, route ``travel`` (CommFuse Alg. 2). Each slice has one accumulator, which visits every rank once. In
+step i, this rank adds its part to the accumulator of slice ``r - 1 - i``. After every step but the last one, it sends
+the accumulator to rank ``r + 1``. The accumulator is rounded at each hop, so numerics ``allow_hop_rounding`` is needed.
 
-All-reduce: S bands of rows. Each is a reduce-scatter as above, then a broadcast of the sum, which runs under the next
-band's matmuls. One small collective reduces the rows that the world size leaves over.
+All-reduce: the rows of a shard are cut into S bands. Each band has a reduce-scatter, route ``owner``, and then a
+broadcast of the sum. A band is summed and broadcast after the matmuls of the next band. So its partial sums travel
+under the matmuls of the next band, and its broadcast runs under those of the band after that. If W does not divide the
+number of rows, one small collective reduces the remaining rows.
 
-All-gather of an output: S bands, each sent to all ranks while the next is multiplied.
+All-gather of an output: S bands of rows. Each is sent to all ranks while the next one is multiplied.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ convert_dtype = torch.ops.prims.convert_element_type.default
 
 
 class _Slices:
-    """Computes slices of the collective's input, in the matmuls' own layout."""
+    """Computes slices of the collective's input, in the matmuls' own layout. ``after``: the token of the last send; the
+    next matmul is ordered after it."""
 
     def __init__(self, emit: StepEmitter, nodes: ReduceNodes) -> None:
         self.emit, self.nodes = emit, nodes
@@ -76,10 +80,11 @@ class _Slices:
         return self.in_memory(total)
 
     def in_memory(self, piece: fx.Node) -> fx.Node:
-        """``piece``, written to memory once. Otherwise Inductor would compute a cheap op again for the op that waits,
-        and reuse the memory that is being sent."""
+        """``piece``, written to memory once. Otherwise Inductor could compute a cheap ``piece`` a second time for the
+        op that waits for its hop. That op would keep the second copy alive, and the memory that is being sent could be
+        reused."""
         if piece.target is overlap.after.default or piece.target in matmuls.KINDS:
-            return piece  # Inductor never computes a matmul inside its reader.
+            return piece  # Inductor never inlines a matmul into the kernel that reads it.
         return self.emit.call(overlap.after.default, piece, self.after or self.emit.chain)
 
     def _evaluate(self, node: fx.Node, cut: matmuls.Slicer, done: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -123,7 +128,8 @@ class _Slices:
         return self.whole[operand]
 
     def _placed(self, node: fx.Node, region: Region, cut: matmuls.Slicer) -> fx.Node:
-        """``node``, which the region reads and does not compute, over the matmuls' dims."""
+        """``node``, a tensor that the region reads but does not compute, laid out over the matmuls' dims. If it has the
+        dim that is cut, it is cut."""
         if not tools.shape(node):
             return node
         place = region.places[node]
@@ -134,8 +140,8 @@ class _Slices:
         shape = tools.shape(node)
         leaf = tools.shape(self.nodes.leaves[0].node)
         if not shape or tools.is_scalar_like(node):
-            # A tensor of one element takes part in type promotion if it has dims, and does not if it has none. So it
-            # keeps one dim.
+            # In type promotion, a tensor of one element with dims counts as a tensor, and one without dims as a scalar.
+            # So one dim is kept if there are any.
             return self.emit.reshape(node, [1]) if len(shape) > 1 else node
         if self.nodes.layouts[node].same_elements(self.nodes.leaf_layout):
             return cut(self.emit.reshape(node, leaf), self.nodes.sharded.dim)
@@ -144,18 +150,20 @@ class _Slices:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partial sums are added: at least fp32, or the integer dtype, which is exact."""
+    """The dtype in which partial sums are added: at least fp32 for floats. Integers keep their dtype, in which sums are
+    exact."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def _sum(emit: StepEmitter, own: fx.Node, received: fx.Node, reduce_op: str, dtype: torch.dtype) -> fx.Node:
-    """``own + sum(received over dim 0)`` in fp32, rounded once to the collective's dtype."""
+    """``own + received.sum(0)``, divided by the world size if ``reduce_op`` is ``avg``. It is computed in
+    ``_wide(dtype)`` and rounded once to ``dtype``, the collective's."""
     wide = _wide(dtype)
 
     def widen(x: fx.Node) -> fx.Node:
         return x if tools.dtype(x) == wide else emit.call(convert_dtype, x, wide)
 
-    # Without a dtype, torch sums integers in int64.
+    # By default, ``sum`` of integers returns int64.
     exact = {} if wide.is_floating_point else {"dtype": wide}
     total = emit.call(aten.add.Tensor, widen(own), emit.call(aten.sum.dim_IntList, widen(received), [0], **exact))
     if reduce_op == "avg":
@@ -164,7 +172,10 @@ def _sum(emit: StepEmitter, own: fx.Node, received: fx.Node, reduce_op: str, dty
 
 
 def rewrite_reduce_scatter(emit: StepEmitter, nodes: ReduceNodes, parts: int, route: str) -> fx.Node:
-    """Write the steps of a reduce-scatter. Returns the scattered result, in the collective's shape."""
+    """Write the steps of a reduce-scatter. Returns this rank's result, contiguous and in the collective's shape.
+
+    ``parts``: sub-chunks of a shard. ``route``: ``owner`` or ``travel``.
+    """
     collective, sharded = nodes.collectives[0], nodes.sharded
     world_size, dtype = emit.world_size, tools.dtype(collective.input)
     slices = _Slices(emit, nodes)
@@ -234,8 +245,8 @@ def _sum_parts(
     if lead or len(blocks) == 1:
         received = emit.reshape(buffer, [emit.world_size - 1, *tools.shape(own)])
         return _sum(emit, own, received, reduce_op, dtype)
-    # In each slot the sub-chunks lie one after the other, but in the slice they are interleaved. So each is summed
-    # alone, and the sums are joined.
+    # A slot of the buffer has the sub-chunks one after the other, but in the slice their rows are interleaved. So each
+    # sub-chunk is summed separately, and the sums are joined.
     dim = sharded.dim
     shape = tools.shape(own)
     split = emit.reshape(own, [*shape[:dim], sharded.outer, sharded.chunk, *shape[dim + 1 :]])
@@ -302,8 +313,11 @@ def _travel(
 
 
 def rewrite_all_reduce(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.Node:
-    """Write the steps of an all-reduce. Returns the reduced tensor, in the collective's shape. Bands of rows pipeline
-    the two legs."""
+    """Write the steps of an all-reduce. Returns the reduced tensor, contiguous and in the collective's shape.
+
+    ``parts``: bands into which the rows of a shard are cut. The transfers of a band overlap the matmuls of later
+    bands.
+    """
     collective, sharded = nodes.collectives[0], nodes.sharded
     world_size, dtype = emit.world_size, tools.dtype(collective.input)
     reduce_op = collective.reduce_op or "sum"
@@ -368,7 +382,8 @@ def _reduce_left_over(
 
 
 def rewrite_gathered_output(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.Node:
-    """Write the steps that gather the matmul's output. Returns the gathered tensor, in the collective's layout."""
+    """Write the steps that gather the matmul's output. Returns the gathered tensor, in the collective's layout.
+    ``parts``: bands into which this rank's rows are cut."""
     collective = nodes.collectives[0]
     dtype = tools.dtype(collective.input)
     slices = _Slices(emit, nodes)

@@ -18,7 +18,7 @@ class SmallMessageCost:
     """Constants of a small all-reduce.
 
     Attributes:
-        push_bytes: B/s in each direction that SMs store to peers.
+        push_bytes: bytes per second that SMs store to peers, in each direction.
         seconds: fixed cost.
         leg_seconds: fixed cost of a second leg.
     """
@@ -32,7 +32,7 @@ COST = SmallMessageCost()
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of the matmul and of a small all-reduce behind it, in one shot (everything to every peer) or in two,
+    """Seconds of the matmul and of the small all-reduce that follows, in one shot (everything to every peer) or in two,
     whichever is faster."""
     one_shot = sizes.bytes_sent * sizes.world_size / COST.push_bytes
     two_shot = 2 * sizes.bytes_sent / COST.push_bytes + COST.leg_seconds

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``small_message`` launches one kernel behind an ordinary matmul, on the current stream.
+"""Schedule ``small_message`` launches one kernel after an ordinary matmul, on the current stream.
 
 Each function is the host's part of the kernel, or of a matmul and the kernel. At a site's first call of a shape it
-checks the kernel's requirements and prepares it. After that it only launches, matmul and kernel as one CUDA graph if
-the call is replayed (``runtime.replay``). It never waits. It allocates its results, and the matmul's result if the call
-is not replayed. A group that was aborted launches nothing more.
+checks the kernel's requirements and prepares the kernel. After that it only launches; if the call is replayed
+(``runtime.replay``), matmul and kernel are one CUDA graph. It never waits for the device. It allocates its results, and
+the matmul's result if the call is not replayed. In a group that was aborted it launches nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def all_reduce(
     the same bits on all ranks.
 
     Args:
-        product: fp16 or bf16, contiguous at 16 bytes.
+        product: fp16 or bf16, contiguous and aligned to 16 bytes.
         out: tensor for the result, like ``product``.
 
     Raises:
@@ -142,7 +142,8 @@ def _behind_matmul(
     constant: float,
     start: Callable[[torch.Tensor], None],
 ) -> None:
-    """The vendor's matmul, then ``start`` of its product. ``start`` also depends on ``constant`` and ``others``."""
+    """Run the vendor's matmul, then ``start`` with its product. ``start`` also depends on ``constant`` and
+    ``others``."""
     # (Results are contiguous, and the operands determine their sizes: only their addresses may change.)
     what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
     # Only a bias is ever copied: into the product, before the matmul adds to it.

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of schedule ``small_message``: a vendor matmul and one kernel that sums its result over the ranks, alone or
-with the residual add and RMSNorm behind it.
+with the residual add and RMSNorm that follow.
 
 Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``residual [M, N]``, ``weight [N]``; results ``[M,
-N]``. All ops return the chain's next token last. ``settings`` is JSON text of what is fixed of ``SmallParameters``;
-each call's rows decide the rest. A call without rows, with more than were planned for, or of a group that has no
-workspace left for it (``runtime.workspace`` says so in the log), runs the plain collective: on every rank, since rows
-and workspace are the same on all.
+N]``. All ops return the chain's next token last. ``settings`` is JSON text of those ``SmallParameters`` that are fixed;
+each call's rows decide the others. A call does not run the kernel if it has no rows, if it is larger than a small
+message, or if the group has no workspace left for it (``runtime.workspace`` says so in the log). It then runs the plain
+collective, or the op of schedule ``beyond`` if one is given. All ranks do the same, because rows and workspace are the
+same on all.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from overlap_inductor.torch_compat.memory import token_like
 def _ready(
     lhs: torch.Tensor, rhs: torch.Tensor, settings: str, group: dist.ProcessGroup, site: str
 ) -> tuple[Launch, SmallParameters] | None:
-    """Where and how the site's kernel runs, or ``None`` if this call runs the plain collective."""
+    """Where and how the site's kernel runs, or ``None`` if this call does not run it."""
     rows, columns = lhs.shape[0], rhs.shape[1]
     # (A slot may be larger than its site asked for. So a call that is too large for the kernel is refused by its size,
     # not because there is no room.)
@@ -87,8 +88,8 @@ def _matmul_all_reduce_fake(
     return lhs.new_empty(lhs.shape[0], rhs.shape[1]), chain.new_empty(1)
 
 
-# ``beyond``: the schedule whose op serves calls that are too large for small messages, with its settings. Without one,
-# they run the plain collective.
+# ``beyond``: the schedule whose op runs the calls that the kernel does not run, with its settings. Without one, they
+# run the plain collective.
 define(
     "small_message_matmul_all_reduce(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op,"
     " str group_name, str site, str beyond='', str beyond_settings='') -> (Tensor, Tensor)",

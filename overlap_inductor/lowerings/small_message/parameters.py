@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``small_message`` before any GPU is touched: its parameters, its limits, and the workspace that a call
+"""The parts of schedule ``small_message`` that need no GPU: its parameters, its limits, and the workspace that a call
 needs. This module does not import Triton."""
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ import torch
 from overlap_inductor.runtime.arena import HALVES
 
 LEG_BYTES = 650_000
-"""Bytes that a GPU sends to its peers in the fixed time of a second leg, some 2 us (4 and 8 H200s,
+"""Bytes that a GPU sends to its peers in the fixed time of a second leg, about 2 us (4 and 8 H200s,
 bench/results/small_message.jsonl)."""
 LIMIT_BYTES = 8 << 20
 """Bytes of the largest all-reduce. For larger ones, schedules that hide transfers behind the matmul are faster."""
 MOST_COLUMNS = 16384
 """Elements of the longest row that a block normalises in its registers."""
 SHORT_ROW = 8192
-"""Elements of the longest row for blocks of four warps."""
+"""Elements of the longest row for which blocks of four warps are used."""
 MOST_RANKS = 16
+"""Largest group: one block waits for the flags of all its ranks."""
 BLOCKS = 128
 """Blocks that a call is cut into, unless segments become too narrow: about one for each SM."""
 
 
 @dataclass(frozen=True, eq=False)
 class SmallParameters:
-    """The tunable parameters. (Compared by identity: ``parameters_of`` makes one object for each size, and it is part
-    of a key that is looked up at every call.)
+    """The tunable parameters. They are compared by identity, because they are part of a key that is looked up at every
+    call. ``parameters_of`` makes only one object for each size.
 
     Attributes:
         two_shot: each row is summed by its owner, who sends the sum. Otherwise every rank sums every row.
@@ -48,15 +49,15 @@ class SmallParameters:
 def settings_for(world_size: int, rows: int, columns: int, itemsize: int) -> dict[str, Any]:
     """The parameters for ``rows`` rows of ``columns`` elements of ``itemsize`` bytes.
 
-    One-shot sends ``bytes * (W - 1)`` from each GPU, two-shot ``2 * bytes * (W - 1) / W``. A second leg pays if sending
-    the difference takes longer than its fixed time.
+    One-shot sends ``bytes * (W - 1)`` from each GPU, two-shot ``2 * bytes * (W - 1) / W``. The second leg of two-shot
+    pays if sending the additional bytes of one-shot would take longer than the leg's fixed time.
     """
     two_shot = rows * columns * itemsize * (world_size - 1) * (world_size - 2) > world_size * LEG_BYTES
     width = max(_power_of_two(columns), 256)
     # A block of two-shot holds a segment for each peer. With many peers, narrower segments and smaller blocks end
     # sooner (8 H200s: by 2 us; with 4 GPUs they end 1 us later).
     small_blocks = two_shot and world_size > 4 and columns <= SHORT_ROW
-    # A thread stores 16 bytes: with fewer columns than this some threads would have none.
+    # A thread stores 16 bytes: with fewer columns than this some threads would have nothing to store.
     narrowest = 32 * (4 if small_blocks else 8) * 16 // itemsize
     units = -(-rows // world_size) if two_shot else max(rows, 1)
     segment = width
@@ -67,8 +68,8 @@ def settings_for(world_size: int, rows: int, columns: int, itemsize: int) -> dic
 
 @functools.cache
 def parameters_of(settings: str, world_size: int, rows: int, columns: int, itemsize: int) -> SmallParameters:
-    """The parameters of a call. ``settings`` of the plan: JSON text of those that are fixed; the call's size decides
-    the others."""
+    """The parameters of a call. ``settings``: the plan's JSON text of those that are fixed; the call's size decides the
+    others."""
     return SmallParameters(**{**settings_for(world_size, rows, columns, itemsize), **json.loads(settings)})
 
 
@@ -81,14 +82,14 @@ def needed_up_to(settings: str, world_size: int, rows: int, columns: int, itemsi
 
 
 def units(parameters: SmallParameters, world_size: int, rows: int, columns: int) -> int:
-    """Segments that a rank signals to each peer, in each leg."""
+    """Number of segments that a rank signals to each peer, in each leg."""
     return (-(-rows // world_size) if parameters.two_shot else rows) * -(-columns // parameters.segment)
 
 
 def needed(
     parameters: SmallParameters, world_size: int, rows: int, columns: int, itemsize: int
 ) -> tuple[int, int, str]:
-    """``(bytes, signals, protocol)`` that a call needs of its slot."""
+    """``(bytes, signals, protocol)`` that a call needs in its slot."""
     groups = -(-rows // world_size)
     held = world_size * groups + rows if parameters.two_shot else world_size * rows
     half = -(-held * columns * itemsize // 128) * 128

@@ -121,7 +121,8 @@ class SmallMessageSchedule:
         return self.forced(site, config) if cost.pays(sizes_at(site, scale), machine_of(site)) else None
 
     def joined(self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]) -> list[PlanPiece]:
-        """Small messages serve the few-token calls at any example size; the other schedule serves the rest."""
+        """Small messages serve calls of few tokens, whatever the size of the example inputs; the other schedule serves
+        the rest."""
         return _joined(own[0], others[0]) if others else own
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
@@ -201,12 +202,13 @@ def _joined(small: PlanPiece, large: list[PlanPiece]) -> list[PlanPiece]:
 
 
 def _columns(site: OverlapSite) -> tuple[Any, Any]:
-    """``(columns of the sum, its value)``."""
+    """``(columns of the sum, example value of the collective's input)``."""
     like = tools.value(site.collectives[0].input)
     return tools.shape(site.matmuls[0].node)[-1], like
 
 
 def _most_rows(site: OverlapSite) -> int:
+    """Rows of the largest small message."""
     columns, like = _columns(site)
     return max(small_plan.LIMIT_BYTES // (columns * like.dtype.itemsize), 1)
 
@@ -218,7 +220,7 @@ def _norm(site: OverlapSite) -> NormEpilogue | None:
     if len(nodes.collectives) > 1 or nodes.collectives[0].reduce_op != "sum" or not isinstance(site.nodes.tokens, int):
         return None
     norm = find_norm(nodes.result)
-    # A residual that is another all-reduce's result: that all-reduce's site may take the norm instead.
+    # If the residual is another all-reduce's result, that all-reduce's site may take the norm instead.
     if (
         norm is None
         or collectives.is_a_wait(norm.residual)

@@ -20,8 +20,8 @@ class WaveCost:
     """Constants of groups of waves.
 
     Attributes:
-        efficiency: rate of matmul and collective beside each other, relative to each alone.
-        groups: groups that a call is cut into.
+        efficiency: speed of matmul and collective while both run, relative to each alone.
+        groups: number of groups that a call is assumed to be cut into.
         ranks: largest measured group; 0: none was measured.
     """
 
@@ -35,6 +35,7 @@ COSTS = {WITHOUT_PEERS: WaveCost(efficiency=0.95, ranks=2)}
 
 
 def cost_on(machine: Machine) -> WaveCost:
+    """The constants for ``machine``."""
     return COSTS.get(machine.name, WaveCost())
 
 

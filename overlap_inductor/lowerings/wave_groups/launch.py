@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``wave_groups`` runs a matmul on the current stream, and beside it a collective for each group of its waves
-(FlashOverlap, arXiv 2504.19519).
+"""Schedule ``wave_groups`` runs a matmul on the current stream and, while it runs, a collective for each group of its
+waves (FlashOverlap, arXiv 2504.19519).
 
-A site's first call plans it, on all ranks of the group together. The collective's curve is measured once for each
-group. The matmul is timed with each number of SMs left free, the predictor partitions its bands for each of them, and
-the fastest of these calls is kept. All ranks use the measurements of the group's first rank, and sites whose matmuls
-are alike on that rank share a plan. The inner size and the bias may differ on other ranks: a partition cuts rows, of
-which all ranks have the same.
+A site's first call plans it, on all ranks of the group together. The collective's curve (its seconds by bytes) is
+measured once for each group of ranks. The matmul is timed with each number of SMs left free, the predictor partitions
+the matmul's bands for each of these numbers, and the fastest of these calls is kept. All ranks use the measurements of
+the group's first rank, and sites whose matmuls are alike on that rank share a plan. The inner size and the bias may
+differ on other ranks: a partition cuts rows, and all ranks have the same number of rows.
 
 The first call also loads every kernel before any of them waits, because loading a module waits for the device. (A
-kernel for another inner size or bias is loaded by the matmul of the call that first needs it, before anything of that
+kernel for another inner size or bias is loaded by the matmul of the first call that needs it, before any kernel of that
 call waits.)
 """
 
@@ -85,11 +85,12 @@ class GroupWaves:
         place: the group's workspace.
         queue, counters: see ``kernels.wave_groups``; zero between calls.
         tables: int32 ``[TABLES, TABLE_WORDS]`` on the device; the first ``used`` are taken.
-        curves: of each transport's all-reduce (``False``) and reduce-scatter (``True``).
-        chosen: the plan, by the sizes that the group's first rank multiplies.
+        curves: measured curves, by the transport's name and the collective: all-reduce (``False``) or reduce-scatter
+            (``True``).
+        chosen: plans, by the sizes that the group's first rank multiplies.
         first_ranks: the key of ``chosen``, by what all ranks know of a site. ``chosen`` and ``first_ranks`` have the
             same keys on all ranks, so all ranks decide together, or none does.
-        plans: the plan, by the sizes that this rank multiplies at a site.
+        plans: plans, by site and by the sizes that this rank multiplies there.
     """
 
     place: GroupWorkspace
@@ -103,6 +104,7 @@ class GroupWaves:
     plans: dict[Hashable, WavePlan] = field(default_factory=dict)
 
     def table(self, partition: tuple[int, ...]) -> torch.Tensor:
+        """The next free row of ``tables``, with ``partition`` in it. Raises ``OverlapError`` if all rows are taken."""
         if self.used == TABLES:
             raise OverlapError(
                 f"group {self.place.group.group_name!r} has {TABLES} partitions of matmuls of different sizes; keep"
@@ -176,6 +178,7 @@ class Call:
 
     @property
     def shards(self) -> int:
+        """Number of shards of the result: one for each rank (reduce-scatter), or one (all-reduce)."""
         return self.group.size() if self.scatters else 1
 
     @property
@@ -185,14 +188,16 @@ class Call:
 
     @property
     def bands(self) -> int:
+        """Number of bands of a shard."""
         return -(-self.rows // self.parameters.block_m)
 
     @property
     def tiles(self) -> int:
-        """Tiles of a band in all shards."""
+        """Number of tiles of a band in all shards."""
         return self.shards * -(-self.b.shape[1] // self.parameters.block_n)
 
     def blocks(self, free: int) -> int:
+        """Blocks of the matmul's grid if ``free`` SMs are left free."""
         return max(1, min(self.parameters.blocks - free, self.bands * self.tiles))
 
     def multiply(self, free: int, table: torch.Tensor, groups: int) -> torch.Tensor:
@@ -287,18 +292,20 @@ class Call:
         own = (self.b.shape[0], *self.b.stride(), self.bias is None)
         known = self.waves.plans.get((agreed, own))
         if known is None:
-            # (Also if all ranks have decided: a kernel for another inner size or bias is still to be loaded.)
+            # (Not even if the ranks have decided already: a kernel for another inner size or bias must still be
+            # loaded.)
             _not_in_a_capture(f"site {self.site}")
             known = self.waves.plans[agreed, own] = self._agreed_plan(agreed, own)
         return known
 
     def _agreed_plan(self, agreed: tuple[Hashable, ...], own: tuple[int, ...]) -> WavePlan:
-        """The plan of all ranks for a call. All ranks know ``agreed`` alike; ``own`` is this rank's alone."""
+        """The plan of all ranks for a call. ``agreed`` is the same on all ranks; ``own`` may differ from rank to
+        rank."""
         waves = self.waves
         known = waves.first_ranks.get(agreed)
         if known is None:
             first = collective_times.of_first_rank([float(number) for number in own], self.group, self.a.device)
-            # (Without the site: a measurement at one site serves all that are alike.)
+            # (Without the site: a measurement at one site serves all sites of the same sizes.)
             known = (*agreed[1:], *first)
             if known not in waves.chosen:
                 waves.chosen[known] = self._choose()
@@ -310,7 +317,7 @@ class Call:
         if p.partition is not None:
             check_partition(p.partition, self.bands)
         whole = self.waves.table((0, self.bands))
-        # The fewest blocks first: the longest.
+        # The most free SMs first: the longest matmul.
         free = sorted(p.free, reverse=True)
         seconds = self.first_rank_seconds([functools.partial(self.alone, f, whole) for f in free])
         plans = []
@@ -333,7 +340,7 @@ class Call:
         return collective_times.of_first_rank(seconds, self.group, self.a.device)
 
     def as_waves(self, free: int, matmul_seconds: float) -> Waves:
-        """The call as the predictor sees it, whose matmul takes ``matmul_seconds`` with ``free`` SMs left free."""
+        """The call as the predictor sees it. Its matmul takes ``matmul_seconds`` with ``free`` SMs left free."""
         blocks = self.blocks(free)
         waves = -(-self.bands * self.tiles // blocks)
         row_bytes = self.b.shape[1] * self.a.element_size() * self.shards
@@ -389,7 +396,7 @@ def _checked(
     check_operands(a, b, bias)
     if scatters and a.shape[0] % group.size():
         raise UnsupportedError(f"{a.shape[0]} rows cannot be cut into {group.size()} equal shards")
-    # (One thread at a time, on every rank: it makes what the group shares, and plans a site.)
+    # (One thread at a time, on every rank: the call may make what the group shares, or plan a site.)
     with call_order(a.device):
         waves = waves_of(group, a.device)
         waves.place.faults.check()

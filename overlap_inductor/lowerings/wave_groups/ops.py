@@ -3,8 +3,8 @@
 
 Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``bias [N]``, fp16 or bf16. The result is
 ``[M, N]``, or ``[M / W, N]`` for a reduce-scatter. The chain's next token comes last. ``settings`` is JSON text of
-``WaveParameters`` without ``blocks``. A call without rows runs the plain matmul and collective, on every rank, since
-all ranks have the same rows.
+``WaveParameters`` without ``blocks``. A call without rows runs the plain matmul and collective, on every rank, because
+all ranks have the same number of rows.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from overlap_inductor.torch_compat.memory import token_like
 
 
 def _define(pattern: str, keeps_rows: bool) -> None:
-    """Define op ``wave_groups_<pattern>``: ``(result, token)``. The functions of ``reference`` and of
-    ``wave_groups.launch`` that it calls have the pattern's name."""
+    """Define op ``wave_groups_<pattern>``, which returns ``(result, token)``. It calls the functions of ``reference``
+    and of ``wave_groups.launch`` that have the pattern's name. ``keeps_rows``: the result has as many rows as
+    ``lhs``."""
 
     def implementation(
         chain: torch.Tensor,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``wave_groups`` before any GPU is touched: its parameters, and which waves of a matmul share a collective.
-This module does not import Triton.
+"""The parts of schedule ``wave_groups`` that need no GPU: its parameters, and which waves of a matmul share a
+collective. This module does not import Triton.
 
 A matmul's tiles finish in waves, in bands of rows. A *group* is a run of neighbouring bands with one collective of its
 own. The predictor is FlashOverlap's (arXiv 2504.19519, algorithm 1): a group's collective starts when its tiles are
@@ -9,10 +9,10 @@ stored and the collective before it has ended. Its seconds are read from a measu
     matmul        | group 0 | group 1      | group 2      |
     collectives             | bytes of 0 |   | bytes of 1 | | bytes of 2 |
 
-The paper searches all ``2 ** (T - 1)`` partitions of ``T`` waves, and prunes if ``T`` is large. Its recurrence is
-monotone in the end of the collective before. So the best partition of a prefix of bands never depends on what follows,
-and dynamic programming over (groups, bands) finds the optimum of the whole space (``best_partition``). ``partitions``
-lists that space, for comparison.
+The paper searches all ``2 ** (T - 1)`` partitions of ``T`` waves, and prunes if ``T`` is large. The recurrence is
+monotone in the end of the previous collective. So the best partition of a prefix of bands never depends on what
+follows, and dynamic programming over (groups, bands) finds the optimum of the whole space (``best_partition``).
+``partitions`` lists that space, for comparison.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WaveParameters:
 
 
 def transports_of(pattern: str) -> tuple[str, ...]:
-    """The transports that may be asked for."""
+    """The transports that a user may choose for ``pattern``."""
     return names_of(WholeCollectives)
 
 
@@ -72,8 +72,8 @@ def automatic(pattern: str) -> tuple[str, ...]:
 
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
-    """Parameters for the plan: the transport, if it is not the one of ``auto``. What is tuned is measured at a site's
-    first call."""
+    """Parameters for the plan: the transport, if it is not the one that ``auto`` takes. The tuned parameters are
+    measured at a site's first call."""
     return {} if transport in ("auto", *automatic(pattern)) else {"transport": transport}
 
 
@@ -115,7 +115,7 @@ class Waves:
         bands: bands of ``block_m`` rows of a shard. Tiles finish band by band, in all shards alike.
         tiles: tiles of a band in all shards.
         blocks: tiles that are multiplied at a time.
-        seconds: of a wave of ``blocks`` tiles.
+        seconds: seconds of a wave of ``blocks`` tiles.
         rows: rows of a shard. An all-reduce has one shard.
         row_bytes: bytes of a row of the result, times the number of shards.
     """
@@ -155,11 +155,11 @@ def cuts(waves: Waves) -> tuple[int, ...]:
 
 
 def best_partition(waves: Waves, curve: Curve, groups: int = MAX_GROUPS) -> tuple[int, ...]:
-    """The partition into at most ``groups`` groups that is predicted to end first. Of equal ones it has the fewest
-    groups."""
+    """The partition into at most ``groups`` groups that is predicted to end first. Among equals it is one with the
+    fewest groups."""
     at = cuts(waves)
     seconds = [[curve.seconds(waves.nbytes(f, e)) if f < e else 0.0 for e in at] for f in at]
-    # ends[j]: when the collectives of the bands before cut j can have ended, and the partition that does it.
+    # ends[j]: the earliest end of the collectives of all bands before cut j, and the partition that reaches it.
     ends: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     best: tuple[float, tuple[int, ...]] | None = None
     for _ in range(min(groups, len(at) - 1)):

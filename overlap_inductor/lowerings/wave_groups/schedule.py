@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``wave_groups`` for a site: one op, of known sizes."""
+"""Schedule ``wave_groups`` for a site: one op, whose sizes must be known at compile time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAVE_GROUPS = OneOpSchedule(
     cost=cost.seconds,
     pays=cost.pays,
     reach=lambda ranks, device: symmetric.why_no_kernels(device),
-    # (Every size would be measured at its first call.)
+    # (With dynamic sizes, each new size would be measured at its first call.)
     dynamic=False,
     ops=("overlap_inductor.lowerings.wave_groups.ops",),
 )

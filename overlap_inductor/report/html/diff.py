@@ -41,6 +41,11 @@ class Diff:
     same: int
     blocks: tuple[tuple[bool, tuple[Line, ...]], ...]
 
+    @property
+    def folded(self) -> int:
+        """How many of the unchanged lines are folded."""
+        return sum(len(lines) for folded, lines in self.blocks if folded)
+
 
 def merge(before: str, after: str) -> list[Line]:
     """Both graphs as one list of lines. Unchanged lines appear once."""

@@ -98,8 +98,8 @@ def figure(group: SiteGroup, piece: PlanPiece, modules: tuple[str, ...]) -> Figu
             _placed("as written", drawing.written, drawing, length),
             _placed(words.schedule(piece), drawing.planned, drawing, length, _verdict(times, length)),
         ),
-        ticks=tuple(_ticks(length)) if times else (),
-        unit=_unit(length),
+        ticks=tuple(_ticks(length, _unit(drawing.length))) if times else (),
+        unit=_unit(drawing.length),
         times=f"estimated {times.text('→')}" if times else "no estimate",
         tone="wait" if times is None or times.keep == times.plan else "bad" if times.slower else "good",
         notes=tuple(notes),
@@ -114,7 +114,8 @@ def _placed(title: str, row: Row, drawing: Sketch, length: float, verdict: Place
                 bar.kind,
                 100 * bar.start / length,
                 100 * (bar.end - bar.start) / length,
-                bar.label + (f": {words.microseconds(bar.end - bar.start)}" if drawing.estimated else ""),
+                bar.label
+                + (f": {words.microseconds(bar.end - bar.start, drawing.length)}" if drawing.estimated else ""),
             )
             for bar in row.bars
             if bar.lane == lane and bar.end > bar.start
@@ -122,25 +123,28 @@ def _placed(title: str, row: Row, drawing: Sketch, length: float, verdict: Place
         if bars or lane != "fixed":
             lanes.append((lane, tuple(bars)))
     parts = [("exposed", row.exposed), ("fixed", row.fixed)] if drawing.estimated else []
-    detail = ", ".join(f"{name} {words.microseconds(value)}" for name, value in parts if value > 0)
-    return PlacedRow(title, words.microseconds(row.end) if drawing.estimated else "", detail, tuple(lanes), verdict)
+    longest = drawing.length
+    detail = ", ".join(f"{name} {words.microseconds(value, longest)}" for name, value in parts if value > 0)
+    total = words.microseconds(row.end, longest) if drawing.estimated else ""
+    return PlacedRow(title, total, detail, tuple(lanes), verdict)
 
 
 def _verdict(times: totals.Times | None, length: float) -> Placed | None:
     if times is None or times.keep == times.plan:
         return None
     first, last = sorted((times.keep, times.plan))
-    text = f"{words.microseconds(last - first)} {'slower' if times.slower else 'saved'}"
+    text = f"{words.microseconds(last - first, last)} {'slower' if times.slower else 'saved'}"
     return Placed("slower" if times.slower else "saved", 100 * first / length, 100 * (last - first) / length, text)
 
 
-def _unit(length: float) -> str:
-    return "ms" if length >= 1e4 else "us"
+def _unit(longest: float) -> str:
+    """The unit in which ``words.microseconds`` gives the longest time of a figure."""
+    return words.microseconds(longest).split()[1]
 
 
-def _ticks(length: float) -> list[tuple[float, str]]:
-    """About ``_TICKS`` round numbers from 0 up to ``length`` microseconds."""
-    scale = 1e3 if _unit(length) == "ms" else 1.0
+def _ticks(length: float, unit: str) -> list[tuple[float, str]]:
+    """About ``_TICKS`` round numbers of ``unit`` from 0 up to ``length`` microseconds."""
+    scale = {"us": 1.0, "ms": 1e3, "s": 1e6}[unit]
     rough = length / scale / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)

@@ -94,7 +94,7 @@ def _bars(piece: PlanPiece) -> list[tuple[str, float, bool, str]]:
     values = {name: us for name, us in piece.estimate_us.items() if name not in words.PARTS}
     longest, best = max(values.values(), default=0.0), min(values.values(), default=0.0)
     return [
-        (name, 100 * value / longest if longest else 0.0, value == best, words.microseconds(value))
+        (name, 100 * value / longest if longest else 0.0, value == best, words.microseconds(value, longest))
         for name, value in sorted(values.items(), key=lambda item: item[1])
     ]
 
