@@ -21,10 +21,9 @@ numbers of collectives, or if a rank publishes nothing (overlap is off there, or
 disabled for the group for good (``apart``). The rank that finds this writes the reason to the store, where waiting
 ranks see it.
 
-An agreed plan that is compared at every call stays agreed while the digests are equal. So a rank may recompile alone as
-long as its new graph exchanges the same. At these later calls a plan with one group skips the rounds. If a rank
-recompiles alone to another exchange, all ranks run the plain program in that call. How digests are compared depends on
-the group:
+At later calls an agreed plan with one group skips the rounds. A rank may recompile alone as long as its new graph
+exchanges the same, because the digest is then the same. If the new graph exchanges something else, and digests are
+still compared, all ranks run the plain program in that call. How digests are compared depends on the group:
 
 - Ranks of one machine compare digests at every call, in memory that all of them map (``call_page``). This ties the
   group's hosts to each other: none starts a call before all have reached it. It costs nothing while the hosts run ahead

@@ -56,7 +56,7 @@ def stop_words(rank: int, board: Board, table: torch.Tensor) -> torch.Tensor:
 
     Args:
         table: int64, the addresses, as this rank's GPU sees them, of the abort words of all ranks or of this rank
-        alone.
+            alone.
 
     Returns:
         int32 ``[STOP_WORDS - 1]``.
