@@ -1,34 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement: the ranks of a group compare what they exchange before an overlap op of a graph moves data.
+"""Agreement: before an overlap op of a graph moves data, the ranks of a group compare what they are about to exchange.
 
-A pass never communicates, because a cache hit on one rank would leave the others waiting. So the comparison is the
-first act of a graph's call, before the graph reads or writes anything. Each rank counts its calls of graphs that hold a
-collective of the group. At call n it publishes its plan's digest under the number n and reads the other ranks'::
+A pass never communicates, because a rank with a cache hit does not run the pass and would leave the others waiting. So
+a graph's call starts with the comparison, before the graph reads or writes anything. Each rank counts its calls of
+graphs that hold a collective of the group. At call n it publishes its plan's digest under the number n and reads the
+other ranks' digests::
 
     call n:   publish digest                     a rank that overlaps nothing goes on here
               equal = all digests of call n are mine
               for each round: publish equal; equal = all ranks with my digest say equal
               equal -> overlap ops; else the plain compile of the graph, from then on
 
-Each round passes a rejection on to the other groups of a rank. There is one round for each dim of a mesh, and one more
-for a rank that was late: it reads there the verdict of the ranks that gave up waiting for it. So all ranks that the
-graph's groups connect reach the same result. A rank that runs the plain program without comparing publishes a refusal,
-and no rank waits for it.
+Each round passes a rejection on to the other groups of a rank. A graph with one group has one round. A graph with
+several groups has one round for each of them, and one more for a rank that was late. In that round the late rank reads
+the verdict of the ranks that gave up waiting for it. So all ranks that the graph's groups connect reach the same
+result. A rank that runs the plain program without comparing publishes a refusal, and no rank waits for it.
 
 Calls cannot be matched if the ranks hold different collectives in a graph, if their earlier calls held different
 numbers of collectives, or if a rank publishes nothing (overlap is off there, or it runs uncompiled). Then overlap is
-disabled for the group for good (``apart``). The rank that finds this writes it to the store, where waiting ranks see
-it.
+disabled for the group for good (``apart``). The rank that finds this writes the reason to the store, where waiting
+ranks see it.
 
-A plan that was agreed upon skips the rounds at later calls, so a rank may recompile alone as long as it exchanges the
-same. The digests are still compared at every call. If a rank recompiles alone to another exchange, all ranks run the
-plain program in that call. How digests are compared depends on the group:
+At later calls an agreed plan with one group skips the rounds. A rank may recompile alone as long as its new graph
+exchanges the same, because the digest is then the same. If the new graph exchanges something else, and digests are
+still compared, all ranks run the plain program in that call. How digests are compared depends on the group:
 
-- Ranks of one machine compare them in memory that all of them map (``call_page``). This ties the group's hosts to each
-  other: none starts a call before all have reached it. It costs nothing while the hosts run ahead of their GPUs.
-- Ranks on several machines compare them through the store. CPU groups do so at every call, because their collectives
-  block the host anyway. GPU groups do so at first runs only; there a rank that recompiled to another exchange ends with
-  an error at its deadline.
+- Ranks of one machine compare digests at every call, in memory that all of them map (``call_page``). This ties the
+  group's hosts to each other: none starts a call before all have reached it. It costs nothing while the hosts run ahead
+  of their GPUs.
+- Ranks on several machines compare digests through the store. CPU groups do so at every call, because their collectives
+  block the host anyway. GPU groups do so at a plan's first run only. A rank of such a group that recompiles to another
+  exchange raises an error at its deadline.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class Comparison:
     Args:
         plan: what this rank exchanges in the graph.
         groups: the groups whose collectives the graph holds. Those in which nothing moves are left out.
-        every_call: if the ranks share no page, compare at every call (CPU groups) instead of at the first one only.
+        every_call: True if ranks that share no page compare at every call (CPU groups). False if they compare at the
+            first call only.
     """
 
     def __init__(self, plan: ExchangePlan, groups: Sequence[dist.ProcessGroup], every_call: bool) -> None:
@@ -77,17 +80,18 @@ class Comparison:
         self.every_call = every_call
         self.first = True
         self.withdrawn = False
-        """True if this rank runs the plain program without asking. All ranks do so, each for its own reason."""
+        """True if this rank runs the plain program without comparing. Set only if every rank of the groups decides
+        so."""
         self.settled: list[tuple[GroupState, str, int]] | None = None
-        """``(group's state, the constant part of the values published for it, the plan's collectives in it)`` of each
-        group once the plan was agreed upon or overlaps nothing, else ``None``. ``count`` needs no more than this."""
+        """All that ``count`` needs, once the plan was agreed upon or overlaps nothing; else ``None``. For each group:
+        its state, the constant part of the values published for it, and the number of the plan's collectives in it."""
         self.tied = False
-        """True if a settled plan is compared at every call. It has one group then."""
+        """True if a settled plan is compared at every call. Such a plan has one group."""
         self.counted = False
         """True if ``count`` has counted and published a call that ``call`` has to finish."""
 
     def count(self) -> bool:
-        """Count one call of a settled plan at little host time. Returns False if ``call`` has to decide."""
+        """Count one call of a settled plan, with little host time. Returns False if ``call`` has to decide."""
         if self.settled is None or any(s.apart for s, _, _ in self.settled):
             return False
         for state, constant, collectives in self.settled:
@@ -105,8 +109,8 @@ class Comparison:
         """Count one call, and compare it with the other ranks' if needed.
 
         Raises:
-            AgreementError: a rank has another version, died, or is inside the transfers of an earlier plan that was
-                agreed upon; or the store of a group is gone with the rank that kept it.
+            AgreementError: a rank has another version, died, or is inside the transfers of an earlier agreed plan; or
+                the rank that kept a group's store has died.
             StrictError: the plans differ, in mode ``strict``.
         """
         try:
@@ -156,9 +160,9 @@ class Comparison:
         return outcome
 
     def _without_overlap(self, states: Sequence[GroupState], first: bool) -> Outcome:
-        """Publish a plan without overlap to the other ranks, which may overlap theirs. Wait for their plans only if
-        this rank alone may have left an agreed exchange."""
-        # A plan that this rank has run before cannot have left an exchange.
+        """Publish a plan without overlap to the other ranks, which may overlap their plans. In mode ``strict``, wait
+        for their plans at the first call. Otherwise wait only if this rank alone may have left an agreed exchange."""
+        # If this rank has run the plan before, it has not left an exchange now.
         new = any(self.plan.digest not in s.told for s in states)
         call_board.publish(self._listening(states, first), self.plan)
         strict = first and self.plan.mode == "strict"
@@ -183,11 +187,11 @@ class Comparison:
         self.tied = tied
 
     def also(self, failure: str) -> Outcome:
-        """Whether all ranks can go on after a call that compared equal.
+        """After a call that compared equal, check that all ranks can go on. If one cannot, all ranks reject the plan.
 
         Args:
-            failure: why this rank cannot go on, or ``""``. All ranks of the group in which it failed pass the same
-                text. Rounds of their own pass it on to the ranks of the graph's other groups.
+            failure: why this rank cannot go on, or ``""``. All ranks of the group in which the failure occurred pass
+                the same text. Separate rounds pass it on to the ranks of the graph's other groups.
 
         Raises:
             StrictError: a rank cannot go on, in mode ``strict``.
@@ -221,8 +225,8 @@ _parsed = functools.lru_cache(maxsize=4096)(ExchangePlan.from_json)
 
 
 def require(group: dist.ProcessGroup, text: str) -> None:
-    """Raise unless the plan was agreed upon. A graph that runs outside of Inductor's own callable has no
-    ``Comparison``; its plan is compared here.
+    """Raise unless the plan was agreed upon. A graph that does not run in Inductor's own callable has no
+    ``Comparison``, so its plan is compared here.
 
     Args:
         text: an ``ExchangePlan`` as JSON.
@@ -244,22 +248,22 @@ def require(group: dist.ProcessGroup, text: str) -> None:
 
 
 def accept(group: dist.ProcessGroup, plan: ExchangePlan) -> None:
-    """Let the ops of ``plan`` run: it is a part of a plan that was agreed upon (a subgraph's)."""
+    """Let the ops of ``plan`` run. ``plan`` is the part of an agreed plan that belongs to a subgraph."""
     state_of(group).parts.add(plan.digest)
 
 
 def plans_waiting(group: dist.ProcessGroup) -> str:
-    """A sentence that names peers which run another plan, for the error of a transfer whose partner did not come; or
+    """For the error of a transfer whose partner did not come: a sentence that names the peers that run another plan, or
     ``""``.
 
-    A rank that recompiles alone to another exchange stops at its comparison, while the others go on with the plan that
-    all had agreed upon.
+    A rank that recompiles alone to another exchange stops at its comparison, while the others go on with the agreed
+    plan.
     """
     state = STATES.known(group)
     if state is None or state.newest is None:
         return ""
     try:
-        # Two numbers: a graph outside of Inductor's callable has not counted the call that failed, others have.
+        # Two numbers, because only a graph that runs in Inductor's own callable has counted the call that failed.
         plans = call_board.plans_now(state, state.newest, (state.calls, state.calls + 1))
     except RuntimeError:
         # The store may have died with the rank that kept it.

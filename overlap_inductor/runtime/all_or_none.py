@@ -11,9 +11,9 @@ results. Because one rank decides, all ranks go on or none does, with the same t
     reads all results              writes "failed: out of memory"    writes "managed"
     verdict: "rank 1 cannot ..."   NotOnAllRanks("rank 1 ...")       NotOnAllRanks("rank 1 ...")
 
-Every wait has a deadline. A rank that writes nothing until then counts as failed. An attempt may itself be a collective
-if a rank that fails in it lets the others' end, at the latest by its own timeout. Ranks must make the same attempts in
-one order. Each attempt has keys of its own in the store. No GPU is involved.
+Every wait has a deadline. A rank that has written nothing by then counts as failed. An attempt may itself be a
+collective, if the collective ends on the other ranks after one rank has failed in it, at the latest by its own timeout.
+All ranks must make the same attempts in the same order. Each attempt has its own keys in the store. No GPU is involved.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from overlap_inductor.torch_compat.distributed import group_store
 from overlap_inductor.torch_compat.distributed import group_timeout
 
 SECONDS = 300.0
-"""Seconds that the first rank waits for the others. The group's timeout holds if it is shorter."""
+"""Seconds that the first rank waits for the others, or the group's timeout if that is shorter."""
 MANAGED, FAILED = "managed", "failed: "
 
 Result = TypeVar("Result")
@@ -47,7 +47,7 @@ class NotOnAllRanks(OverlapError):
 
 
 def _keys(owner: Owner) -> Iterator[str]:
-    """A key in the group's store for each of its attempts."""
+    """Prefixes of keys in the group's store, one for each of its attempts."""
     return (f"overlap_inductor/all_or_none/{owner.incarnation}/{number}" for number in itertools.count(1))
 
 
@@ -60,11 +60,12 @@ def all_or_none(group: dist.ProcessGroup, what: str, attempt: Callable[[], Resul
     """Return the result of ``attempt`` if it returned on every rank of ``group``. All ranks call this together.
 
     Args:
-        what: the attempt in words that complete "rank 1 cannot ...": "allocate 512 bytes". The same on all ranks.
-        seconds: that the first rank waits for the others' results.
+        what: the attempt, in words that complete "rank 1 cannot ...", such as "allocate 512 bytes". The same on all
+            ranks.
+        seconds: how long the first rank waits for the others' results.
 
     Raises:
-        NotOnAllRanks: ``attempt`` raised on a rank, or a rank wrote nothing for ``seconds``; on every rank.
+        NotOnAllRanks: on every rank, if ``attempt`` raised on a rank or a rank wrote nothing for ``seconds``.
         OverlapError: the group was destroyed.
     """
     keys = _KEYS.of(group)

@@ -54,11 +54,11 @@ class Buffer(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """What one site needs.
+    """The workspace that one site needs.
 
     Attributes:
         site: the site's id.
-        nbytes: bytes that peers write into.
+        nbytes: number of bytes that peers write.
         signals: signals that each peer sends in a call.
         protocol: what keeps the site's calls apart, ``CREDITS`` or ``HALVES``.
     """
@@ -75,14 +75,14 @@ class Slot:
 
     Attributes:
         data: uint8 ``[nbytes]`` on every rank.
-        flags: int32 on every rank. ``credit_flag`` and ``signal_flag`` of ``kernels.signals`` say where each flag lies.
-            ``calls``, ``queues`` and ``tiles`` lie after the flags in the same allocation; no peer touches them. They
+        flags: int32 on every rank. ``credit_flag`` and ``signal_flag`` of ``kernels.signals`` say where each flag is.
+            ``calls``, ``queues`` and ``tiles`` follow the flags in the same allocation; no peer touches them. They
             share one allocation because each allocation may fail on one rank alone and must then fail on all.
         calls: int32 ``[1]`` on the device, number of this rank's calls that have used the slot.
-        queues: int32 on the device, zero between calls; blocks of a kernel claim work and count by it. ``QUEUE_WORDS``,
-            and one word per peer and signal.
-        tiles: int32 on the device, zero between calls; blocks signal finished tiles to each other by it. One word for
-            each ``TILE_BYTES`` of ``nbytes``.
+        queues: int32 on the device, words in which blocks of a kernel claim work and count. ``QUEUE_WORDS`` words, then
+            one word per rank and signal. All but the word ``ANNOUNCED`` are zero between calls.
+        tiles: int32 on the device, zero between calls, words by which blocks signal finished tiles to each other. One
+            word for each ``TILE_BYTES`` of ``nbytes``.
         protocol: ``CREDITS`` or ``HALVES``.
     """
 
@@ -167,11 +167,12 @@ class WorkspaceArena:
         return sum(_slot_bytes(self.world_size, s.nbytes, s.signals) for s in self.slots)
 
     def prepare(self, requests: Sequence[Request], count: int = SLOTS) -> None:
-        """Give every site a slot: in turn those slots that suffice, else new ones. All ranks call this with equal
-        arguments. If it raises, the arena is as before.
+        """Give a slot to every site that has none large enough. The sites take at most ``count`` slots in turn:
+        existing slots that suffice, otherwise new ones. All ranks call this with equal arguments. If it raises, the
+        arena is as before.
 
         Raises:
-            OverlapError: memory would have to be allocated while a graph is captured, or beyond the limit.
+            OverlapError: memory would have to be allocated while a CUDA graph is captured, or beyond the limit.
             NotOnAllRanks: a rank has no memory left (raised by ``allocate``).
         """
         slots, of_site = list(self.slots), dict(self._of_site)
@@ -179,7 +180,7 @@ class WorkspaceArena:
             for alike in _by_protocol(requests):
                 self._prepare(alike, count)
         except BaseException:
-            # Sites of an earlier protocol may already have theirs.
+            # Sites of the first protocol may already have slots when the second fails.
             self.slots, self._of_site = slots, of_site
             raise
 
@@ -191,7 +192,7 @@ class WorkspaceArena:
         if missing:
             self._check(missing, unknown)
         ready = [slot or self._new(*sizes, unknown[0].protocol) for sizes, slot in zip(wanted, chosen, strict=True)]
-        # All new slots or none, so that all ranks hold the same slots after a failure.
+        # Added only after all of them were made, so that all ranks hold the same slots after a failure.
         self.slots += [new for new, slot in zip(ready, chosen, strict=True) if slot is None]
         for i, request in enumerate(unknown):
             self._of_site[request.site, request.protocol] = ready[i % len(ready)]
@@ -204,8 +205,8 @@ class WorkspaceArena:
     def _choose(
         self, requests: Sequence[Request], count: int
     ) -> tuple[list[Request], list[tuple[int, int]], list[Slot | None]]:
-        """For requests of one protocol: ``(requests without a slot of their size, sizes of the slots that these take in
-        turn, for each of these sizes the existing slot that suffices or None)``."""
+        """For requests of one protocol: the requests that have no slot of their size; the sizes of the slots that these
+        take in turn; and for each size an existing slot that suffices, or ``None``."""
         unknown = [self._at_least_as_before(r) for r in requests if not self.holds(r)]
         wanted = slots_for(unknown, count)
         free = [s for s in self.slots if unknown and s.protocol == unknown[0].protocol]
@@ -218,7 +219,7 @@ class WorkspaceArena:
         return unknown, wanted, chosen
 
     def _at_least_as_before(self, request: Request) -> Request:
-        """``request``, at least as large as the slot that the site has: earlier graphs rely on that size."""
+        """``request``, enlarged to the size of the slot that the site has, because earlier graphs rely on that size."""
         slot = self._of_site.get((request.site, request.protocol))
         return (
             request

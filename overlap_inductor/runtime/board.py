@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Board``: a page of the host's memory that all ranks of a group and their GPUs see, where a rank that gives up
-waiting records what it waited for.
+"""``Board``: a page of the host's memory that all ranks of a group and their GPUs see. A rank that gives up waiting
+records there what it waited for.
 
 ::
 
     word 0                   not 0: a rank has given up, or has aborted the group
-    word 1                   1: the source from which abort words are copied
+    word 1                   the constant 1: the source from which abort words are copied
     from ``BOARD_HEAD`` on   ``FAULT_WORDS`` words per rank: its record (``kernels.layout``), written by that rank alone
 
 The order of writes is: the record, then word 0, then the abort words of the GPUs (``kernels.signals``). So a rank whose
 kernel was stopped finds the record as soon as that kernel has ended. And a host that looks at one word of its own
 memory before each call knows of every fault of the group.
 
-Ranks of one machine share a board. If the group has ranks elsewhere, or its GPUs cannot reach each other, each rank has
-a board of its own that no other rank sees. The pages of a board are never given back, because captured kernels hold
-their addresses.
+Ranks of one machine share a board. If the group has ranks on other machines, or its GPUs cannot reach each other, each
+rank has a board of its own that no other rank sees. The pages of a shared board are never freed, because captured
+kernels hold their addresses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from overlap_inductor.torch_compat.symmetric import Together
 
 PAGE_WORDS = 1024
 _KEPT: list[torch.Tensor] = []
-"""Pages whose addresses GPUs hold."""
+"""Pages of shared boards, kept alive because GPUs hold their addresses."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Board:
 
     Attributes:
         words: int32 ``[board_words(world_size)]`` in the host's memory.
-        address: of word 0 for this rank's GPU.
+        address: address of word 0 as this rank's GPU sees it.
     """
 
     words: torch.Tensor
@@ -56,7 +56,7 @@ class Board:
         return self.words[BOARD_HEAD + rank * FAULT_WORDS :][:FAULT_WORDS]
 
     def record_address(self, rank: int) -> int:
-        """Address of a rank's record for this rank's GPU."""
+        """Address of the record of ``rank`` as this rank's GPU sees it."""
         return self.address + (BOARD_HEAD + rank * FAULT_WORDS) * self.words.element_size()
 
     @property
@@ -72,7 +72,7 @@ def board_words(world_size: int) -> int:
 
 def own_board(world_size: int, device: torch.device) -> Board:
     """A board that no other rank sees."""
-    # A tensor made in inference mode could not be written to outside of it.
+    # A tensor made in inference mode could not be written to outside of inference mode.
     with torch.inference_mode(False):
         words = torch.zeros(board_words(world_size), dtype=torch.int32)
         if device.type != "cpu":
@@ -94,12 +94,12 @@ def shared_board(rank: int, exchange: Exchange, together: Together) -> Board:
     """The board of a group, made by its first rank. All ranks call this together.
 
     Args:
-        rank: of this process in the group.
-        exchange: at least 2 words per rank, by which the first rank tells the file's number.
-        together: makes an attempt on every rank, and fails on all of them if it failed on one.
+        rank: this process's rank in the group.
+        exchange: at least 2 words on each rank, in which the first rank tells the others the file's number.
+        together: makes an attempt on every rank, and raises on all of them if it failed on one.
 
     Raises:
-        NotOnAllRanks: a rank cannot map the board; on all ranks (raised by ``together``).
+        NotOnAllRanks: on all ranks, if a rank cannot map the board (raised by ``together``).
     """
     device, world_size = exchange.local.device, len(exchange.peers)
     number = shared_file.new_number()
@@ -124,7 +124,7 @@ def shared_board(rank: int, exchange: Exchange, together: Together) -> Board:
         board: Board = together(f"map the first rank's file of {shared_file.SHARED_FOLDER}", open_it)
     finally:
         if rank == 0:
-            # A process that has mapped the file keeps its pages.
+            # The pages stay as long as a process maps them.
             shared_file.path_of(number).unlink(missing_ok=True)
     return board
 

@@ -44,24 +44,25 @@ from overlap_inductor.torch_compat.distributed import moves_nothing
 log = logging.getLogger("overlap_inductor")
 
 _PASSED_CHARACTERS = 18
-"""Characters of a value kept free for its last number, which never has so many digits, and the marks around it."""
+"""Characters of a value that are kept free for its last number and the marks around it. The number never needs all of
+them."""
 KEPT_CALLS = 64
-"""Calls whose keys stay in the store. No rank can be so many calls behind another, because each call holds a
-collective."""
+"""Number of newest calls whose keys stay in the store. No rank can be this many calls behind another, because each call
+holds a collective."""
 EQUAL = "1"
 """The verdict of a rank that found nothing against the overlapped run."""
 _LONGEST_PAUSE = 0.25
-"""Longest pause in seconds between two looks at the other ranks' values. The first pauses are much shorter."""
+"""Longest pause between two looks at the other ranks' values, in seconds. The first pauses are much shorter."""
 _SHORT = 2e-3
-"""Seconds. After a longer pause a rank also looks at each other rank's key, and for the ``apart`` key."""
+"""Seconds. Once pauses are longer than this, a rank also looks at each other rank's key and at the ``apart`` key."""
 _LOOKS = 20
-"""Looks at a page, one after the other, before a rank gives up its time slice."""
+"""Number of looks at a page that a rank takes in a row before it yields its time slice."""
 _SPIN = 2e-4
-"""Seconds for which a rank that waits on a page only gives up its time slices. Then it sleeps."""
+"""Seconds for which a rank that waits on a page only yields its time slices. After that it sleeps between looks."""
 _PATIENCE = 15.0
-"""Seconds after which a rank that still waits logs for whom."""
+"""Seconds after which a rank that still waits logs which ranks it waits for."""
 ABSENT = 60.0
-"""Seconds after which a rank that has not announced itself (``announce``) is taken to run without overlap."""
+"""Seconds after which a rank that has not announced itself (``announce``) is assumed to run without overlap."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Outcome:
     Attributes:
         overlapped: every rank runs the same exchange.
         difference: why the ranks do not; empty if they do, or if the reason was reported before.
-        fresh: all ranks have agreed upon this plan in this call, and not in an earlier one.
+        fresh: True if all ranks agreed upon this plan in this call and not in an earlier one.
     """
 
     overlapped: bool
@@ -134,19 +135,19 @@ class GroupState:
     Attributes:
         incarnation: see ``group_state.Owner``.
         calls: number of calls of graphs with a collective of the group.
-        passed: number of the group's collectives in the graphs of all calls before the newest one. Ranks whose graphs
-            are broken at different places count different calls, but as many collectives.
-        agreed: digests of plans that all ranks ran alike.
+        passed: number of the group's collectives in the graphs of all calls before the newest one. It differs between
+            ranks whose graph breaks are at different places.
+        agreed: digests of plans that all ranks agreed to run.
         rejected: digests of plans on which the ranks differed, with the difference.
         tied: digests of agreed plans that all ranks compare at every call, on the pages of all groups of the plan.
         unasked: digests of agreed plans that all ranks run without comparing again.
-        parts: digests of plans that are parts of an agreed one: those of subgraphs.
-        overlapped: the collectives of agreed plans.
-        told: digests of plans that this rank has published.
+        parts: digests of the plans of subgraphs, which are parts of agreed plans.
+        overlapped: for each agreed plan, its collectives.
+        told: digests of plans whose text this rank has published, and ``here`` once it has announced itself.
         reported: tuples of digests, this rank's and others', whose difference was reported.
-        newest: the plan agreed upon last; ``None`` while nothing of the group is overlapped.
+        newest: the plan that was agreed upon last; ``None`` before the first agreement.
         apart: why overlap is disabled for the group; ``""`` if it is not.
-        page: the group's call page; ``None`` before the first agreement, and if the ranks share no memory.
+        page: the group's call page; ``None`` before the first agreement, or if the ranks share no memory.
     """
 
     group: dist.ProcessGroup
@@ -200,7 +201,7 @@ STATES = Kind("record of calls", lambda owner: GroupState(owner.group, owner.inc
 
 
 def state_of(group: dist.ProcessGroup) -> GroupState:
-    """State of a live group, made at first use. Raises ``OverlapError`` if the group was destroyed."""
+    """The state of a live group, made at first use. Raises ``OverlapError`` if the group was destroyed."""
     return STATES.of(group)
 
 
@@ -217,8 +218,8 @@ def timeout(group: dist.ProcessGroup) -> float:
 
 
 def constant(state: GroupState, plan: ExchangePlan) -> str:
-    """The part that the values of all calls of ``plan`` share: its digest, and which of the plan's groups this one
-    is."""
+    """The part that the values of all calls of ``plan`` share: the plan's digest, and which of the plan's groups this
+    group is."""
     alias = plan.alias(state.group.group_name)
     text = f"{plan.digest}:{alias}"
     if len(text) <= MOST_CHARACTERS - _PASSED_CHARACTERS:
@@ -232,13 +233,13 @@ def value(state: GroupState, plan: ExchangePlan) -> str:
 
 
 def passed(text: str) -> int:
-    """Number of collectives in a rank's calls before the one for which it published the value ``text``."""
+    """Number of the group's collectives in a rank's calls before the call for which it published the value ``text``."""
     return int(text.rstrip("!").rsplit(":", 1)[1])
 
 
 def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = False) -> None:
-    """Publish ``plan`` for the call that was counted last. ``refused``: this rank runs it without overlap and does not
-    wait for the others."""
+    """Publish ``plan`` for the call that was counted last. ``refused``: True if this rank runs the plan's graph without
+    overlap and does not wait for the others."""
     for state in states:
         if plan.digest not in state.told:
             state.told.add(plan.digest)
@@ -253,15 +254,15 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
 
     - overlap is off on a rank;
     - overlap is disabled for the group;
-    - no plan of the group was agreed upon yet, and none of the missing ranks has announced itself ``ABSENT`` seconds
-      after this rank began to wait. If such a rank was only slow, it finds the others' verdict and follows it.
+    - no plan of the group was agreed upon yet, and ``ABSENT`` seconds after this rank began to wait, none of the
+      missing ranks has announced itself. A missing rank that was only slow finds the others' verdict and follows it.
 
     Args:
         mine: this rank's plan.
-        deadline: by ``time.monotonic()``, seconds.
+        deadline: in seconds of ``time.monotonic()``.
 
     Raises:
-        Overwritten: a rank is too many calls ahead; its value of this call is gone.
+        Overwritten: a rank is so many calls ahead that its value of this call is gone.
     """
     medium, store, expected = state.medium, group_store(state.group), value(state, mine)
     waiting, found = peers(state.group), dict[int, str]()
@@ -279,7 +280,7 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
                 return found
         if pause > _SHORT or now > deadline:
             if store.check([f"{state.prefix}/apart"]):
-                # The others may have compared this call as equal before one of them disabled overlap at a later one.
+                # The others may have found this call equal before one of them disabled overlap at a later call.
                 if medium.all_publish(state.calls, expected):
                     return dict.fromkeys(peers(state.group), expected)
                 state.apart = store.get(f"{state.prefix}/apart").decode()
@@ -300,9 +301,9 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
 
 
 def soon(page: CallPage, call: int, text: str) -> bool:
-    """Whether all ranks publish ``text`` within ``_LOOKS`` looks and ``_SPIN`` seconds, which is less than a look at
-    each rank takes."""
-    # Ranks that run side by side meet in these looks, without a system call.
+    """Whether all ranks publish ``text`` within ``_LOOKS`` looks in a row or the ``_SPIN`` seconds after them. A look
+    compares the entries of all ranks at once."""
+    # Ranks that run in step find each other's entries in these looks, without a system call.
     if any(page.all_publish(call, text) for _ in range(_LOOKS)):
         return True
     end = time.perf_counter() + _SPIN
@@ -320,7 +321,8 @@ def _next_pause(medium: CallPage | CallStore, pause: float, waited: float) -> fl
 
 
 def plans(state: GroupState, texts: Mapping[int, str], mine: ExchangePlan) -> dict[int, ExchangePlan]:
-    """The plans of the values ``texts``, by rank of the group. Their texts are read from the store."""
+    """The plans that the values ``texts`` name, by rank of the group. Plans that this rank lacks are read from the
+    store."""
     store, known = group_store(state.group), {mine.digest: mine}
     digests = {rank: text.split(":")[0] for rank, text in texts.items()}
     for digest in set(digests.values()) - {mine.digest}:
@@ -343,22 +345,22 @@ def plans_now(state: GroupState, mine: ExchangePlan, calls: Sequence[int]) -> di
 
 
 def say(state: GroupState, number: int, text: str, kind: str = "") -> None:
-    """Publish the verdict of one round of this call. ``kind`` tells several series of rounds of one call apart. Rounds
-    with a kind go through the store."""
+    """Publish this rank's verdict ``text`` in round ``number`` of this call. ``kind`` distinguishes several series of
+    rounds of one call. Rounds with a ``kind`` go through the store."""
     if kind or state.page is None:
         state.store.say(state.calls, f"{kind}{number}", text)
         return
     if text != EQUAL:
-        # The reason has no room on the page.
+        # The page has no room for the reason.
         state.store.say(state.calls, number, text)
     state.page.say(state.calls, number, text[0])
 
 
 def said(state: GroupState, rank: int, number: int, deadline: float, kind: str = "") -> str | None:
-    """The verdict of another rank in one round of this call, or ``None`` if it gives none before ``deadline``.
+    """The verdict of ``rank`` in round ``number`` of this call, or ``None`` if it gives none before ``deadline``.
 
     Raises:
-        Overwritten: the rank is too many calls ahead; its verdict of this call is gone.
+        Overwritten: the rank is so many calls ahead that its verdict of this call is gone.
     """
     medium: CallPage | CallStore = state.store if kind else state.medium
     begun, pause = time.monotonic(), medium.first_pause
@@ -370,7 +372,8 @@ def said(state: GroupState, rank: int, number: int, deadline: float, kind: str =
         if text is not None and (text == EQUAL or medium is state.store):
             return text
         if text is not None:
-            # Wait for the reason in the store. The page is faster, and a write to the store is not acknowledged.
+            # Wait for the reason, which may reach the store after the verdict reaches the page: a write to the store is
+            # not acknowledged.
             medium, pause = state.store, state.store.first_pause
         now = time.monotonic()
         if now > deadline:
@@ -380,7 +383,7 @@ def said(state: GroupState, rank: int, number: int, deadline: float, kind: str =
 
 
 def part(state: GroupState, why: str) -> None:
-    """Disable overlap for the group, and publish ``why`` to the ranks that wait."""
+    """Disable overlap for the group for good, and publish the reason ``why`` to the ranks that wait."""
     state.apart = why
     group_store(state.group).set(f"{state.prefix}/apart", why)
 

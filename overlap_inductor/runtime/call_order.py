@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CallOrder``: keeps the calls of a device running one after the other, in the order in which this process makes
-them, on any stream, thread, site and group.
+"""``CallOrder``: makes the calls on a device run one after the other, in the order in which this process makes them,
+whatever their streams, threads, sites and groups are.
 
 Why. A kernel that waits for its peers fills the GPU. If two of them on two streams start in different orders on two
 ranks, they wait for each other forever. And if two of them share a slot, which counts its calls, ranks would pair a
@@ -11,10 +11,10 @@ that is recorded after that call's last launch. It does not wait for anything th
 stream, because such work may wait for a peer that waits for this call. ::
 
     rank 0:  A on S1, recv on S1, B on S2             B waits for A, not for recv
-    rank 1:  A on S1, B on S2, send behind B on S1
+    rank 1:  A on S1, B on S2, send after B on S1
 
-One event a device is enough. Each call records it anew, and a wait is for what was recorded last when the wait was
-issued. A call on the stream of the call before needs no wait: the stream orders it.
+One event per device is enough. Each call records it anew, and a wait is for what was recorded last when the wait was
+issued. A call on the same stream as the call before needs no wait: the stream orders it.
 
 Threads. The order of calls is the order in which threads get the lock. The lock is held from the wait to the record, so
 launches of two calls do not mix, and neither do uses of what a device has one of (its side streams, prepared kernels,
@@ -23,13 +23,13 @@ graphs of calls). If threads call at the same time, the program must make all ra
 Captures. An event that was recorded outside a capture cannot be waited for inside it, nor the other way round. So each
 capture has an event of its own, which orders the calls in it. The replay orders a captured graph against everything
 else. A graph of ``torch.cuda.CUDAGraph`` (``torch.cuda.graph``, ``make_graphed_callables``, ``mode="reduce-overhead"``)
-that holds calls counts as one call each time it is replayed: it starts after the whole call before, and the next call
-on another stream starts after the whole graph. A capture that was begun by other means is refused, because its replays
-would not be seen. Such a replay and a call on another stream would use a slot at the same time, and the numbers of both
-would be wrong. (A graph whose ``raw_cuda_graph_exec`` is launched by hand is not seen either; the caller must order
-it.)
+that holds calls counts as one call each time it is replayed. The graph starts after the end of the call before, and the
+next call on another stream starts after the end of the graph. A capture that was begun by other means is refused,
+because its replays would not be seen. Such a replay and a call on another stream could use a slot at the same time, and
+the results of both would be wrong. (A graph whose ``raw_cuda_graph_exec`` is launched by hand is not seen either; the
+caller must order it.)
 
-Graphs that ``runtime.replay`` makes of one call need nothing of this, because they are launched inside that call.
+Graphs that ``runtime.replay`` makes of one call need no such order, because they are launched inside that call.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ log = logging.getLogger("overlap_inductor")
 
 
 class _Last:
-    """The last call: its stream, as a number (``raw``) and as an object, and the event at its end. ``raw`` is ``None``
-    if there was no call."""
+    """The last call: its stream, as a number (``raw``) and as an object, and the event that marks its end. ``raw`` is
+    ``None`` if there was no call."""
 
     raw: int | None = None
     stream: Any = None
@@ -80,8 +80,8 @@ class _Capture:
 
 
 class CapturedGraphs:
-    """The captures of ``torch.cuda.CUDAGraph`` in progress, by the driver's number, and which graphs hold calls of
-    which devices. An observer of ``torch_compat.cuda_graphs``."""
+    """The captures of ``torch.cuda.CUDAGraph`` in progress, by the driver's number, and for each captured graph the
+    devices whose calls it holds. An ``Observer`` of ``torch_compat.cuda_graphs``."""
 
     def __init__(self) -> None:
         self._open: dict[int, _Capture] = {}
@@ -113,12 +113,12 @@ class CapturedGraphs:
             return orders[0] if orders else nullcontext()
         stack = ExitStack()
         for order in orders:
-            # Sorted by the devices' numbers, so that two threads take the locks in one order.
+            # Sorted by the devices' numbers, so that all threads take the locks in the same order.
             stack.enter_context(order)
         return stack
 
     def last_of(self, order: CallOrder, raw: int) -> _Last:
-        """The last call of ``order`` in the capture that the stream ``raw`` is in.
+        """The last call of ``order`` in the capture of which the stream ``raw`` is part.
 
         Raises:
             UnsupportedError: ``torch.cuda.CUDAGraph`` did not begin the capture, so its replays would not be seen.
@@ -139,7 +139,7 @@ class CapturedGraphs:
 class CallOrder:
     """``with order:`` encloses all launches of a call on the current stream. A nested call is part of the outer one.
 
-    Entering raises ``UnsupportedError`` in a capture whose replays would not be seen."""
+    Entering raises ``UnsupportedError`` while a CUDA graph is captured whose replays would not be seen."""
 
     def __init__(self, device: torch.device, graphs: CapturedGraphs) -> None:
         self.device = device
@@ -176,23 +176,23 @@ class CallOrder:
     ) -> None:
         try:
             self._depth -= 1
-            # What a failed call has launched is ordered, too. But recording in a capture that has failed may raise, and
-            # would hide the first error.
+            # What a failed call has launched is ordered, too. A failed call in a capture is not recorded: the capture
+            # may have failed, and recording would then raise and hide the first error.
             if self._depth == 0 and (kind is None or self._last is self._outside):
                 self._last.ended(self._raw, self._stream)
         finally:
             self._lock.release()
 
     def in_flight(self) -> bool:
-        """Whether the last call, or the last replay that holds calls, still runs on the GPU. Any thread may ask, also
-        while another one captures. Raises ``RuntimeError`` if CUDA has failed."""
+        """Whether the last call, or the last replay that holds calls, still runs on the GPU. Any thread may ask, even
+        while another thread captures. Raises ``RuntimeError`` if CUDA has failed."""
         if self._outside.raw is None:
             return False
         with driver.beside_captures(self.device):
             return not self._outside.event.query()
 
     def finish(self) -> None:
-        """Wait for the end of all calls. Each ends when its peers have come or its patience is over. Raises
+        """Wait for the end of all calls. Each ends when its peers have arrived or its patience is over. Raises
         ``RuntimeError`` if CUDA has failed."""
         if self._outside.raw is not None:
             with driver.beside_captures(self.device):
@@ -206,8 +206,8 @@ _AT_ONCE = nullcontext()
 
 
 def call_order(device: torch.device) -> CallOrder | nullcontext[None]:
-    """The device's ``CallOrder``, made at first use. From the first one on, captures of ``torch.cuda.CUDAGraph`` are
-    observed. A device without streams needs no order, because its calls are over when they return."""
+    """The device's ``CallOrder``, made at first use. Once there is one, captures of ``torch.cuda.CUDAGraph`` are
+    observed. A device without streams needs no order, because its calls have ended when they return."""
     if device.type != "cuda":
         return _AT_ONCE
     known = _ORDERS.get(device)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CallPage``: memory that all ranks of a group on one machine map, where each rank writes which plan it runs at each
-call.
+"""``CallPage``: memory that all ranks of a group on one machine map. At each call each rank writes there which plan it
+runs.
 
-On a page a rank sees in about a microsecond whether all others run the same, so plans are compared at every call, on
-GPUs too. The group's store does the same in a fraction of a millisecond (``call_board.CallStore``). It is used until
-the page exists, and for groups whose ranks are not on one machine.
+With a page, a rank sees in about a microsecond whether all others run the same plan. So plans are compared at every
+call, even for groups of GPUs. The group's store does the same in a fraction of a millisecond
+(``call_board.CallStore``). The store is used until the page exists, and for groups whose ranks are not on one machine.
 
 ::
 
@@ -13,10 +13,10 @@ the page exists, and for groups whose ranks are not on one machine.
     number 1 .. MOST_ROUNDS             its verdicts
     entry                               CRC-32 of the rest, call, length of the text, text
 
-Memory ordering: a reader takes an entry only if its checksum fits. An entry that is half written, or whose stores
+Memory ordering: a reader accepts an entry only if its checksum fits. So an entry that is half written, or whose stores
 arrive out of order, counts as not written yet. The place of an entry is written again ``CALLS`` calls later. A rank
-that waits for the others cannot be so far ahead. A rank that does not wait, because it overlaps nothing, may be; then
-the reader gets ``Overwritten``.
+that waits for the others is never that far ahead. A rank that does not wait, because it overlaps nothing, may be. Then
+``Overwritten`` is raised in the reader.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class CallPage:
 
     Args:
         memory: ``page_bytes(size)`` bytes, zeros at first.
-        rank: of this process in the group.
-        size: ranks of the group.
+        rank: this process's rank in the group.
+        size: number of ranks of the group.
     """
 
     first_pause, growth = 0.0, 1.05
@@ -118,7 +118,7 @@ def _entry(call: int, text: str) -> bytes:
 
 
 def page_bytes(size: int) -> int:
-    """Bytes of the page of a group of ``size`` ranks. For 16 ranks, 6 KiB a call."""
+    """Bytes of the page of a group of ``size`` ranks. For 16 ranks that is 6 KiB per call."""
     return CALLS * (1 + MOST_ROUNDS) * ENTRY * size
 
 
@@ -126,11 +126,11 @@ def shared_page(group: dist.ProcessGroup, key: str) -> CallPage:
     """Make the page of ``group``. All its ranks call this together.
 
     Args:
-        key: in the group's store, used once; the first rank writes the file's name there.
+        key: key in the group's store, used once. The first rank writes the file's name there.
 
     Raises:
-        NotOnAllRanks: the ranks share no memory, because they are on several machines or ``/dev/shm`` is not the same
-            folder for all of them; on all ranks.
+        NotOnAllRanks: on all ranks, if a rank cannot make or map the file: the ranks are on several machines,
+            ``/dev/shm`` is not the same folder for all of them, or it is full.
     """
     store, rank, size = group_store(group), group.rank(), group.size()
     path = shared_file.path_of(shared_file.new_number())

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of CUDA's driver by its documented API: copies by address, the allocation of an address, a stream that no one
-else uses, and graphs.
+"""Calls CUDA's driver through its documented API: to copy by address, to identify the allocation that contains an
+address, to make streams that nothing else uses, and to capture graphs.
 
-A copy by address takes about 7 us of a slow host; a slice and its ``copy_`` take 13. A call of eight ranks has fourteen
-copies and more. No extent is checked here: the code that prepares a transfer has compared it with the slot. A copy on a
-stream that is being captured becomes a node of the graph, as with ``copy_``.
+A copy by address takes about 7 us on a slow host; a slice and its ``copy_`` take 13 us. With eight ranks a call makes
+fourteen copies or more. No bounds are checked here: the code that prepares a transfer has compared its size with the
+slot's. A copy on a stream that is being captured becomes a node of the graph, as with ``copy_``.
 
-Graphs are not captured by ``torch.cuda.CUDAGraph``. If such a capture fails, torch's random numbers and its allocator
-go on as if it lasted, and the process ends (torch 2.11). A capture by the driver that fails leaves nothing behind.
+Graphs are not captured by ``torch.cuda.CUDAGraph``. If such a capture fails, torch's random number generator and its
+allocator behave as if the capture still ran, and the process ends (torch 2.11). A capture by the driver that fails
+leaves no state behind.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Copy = Callable[[int, int, int, int], None]
 NON_BLOCKING = 1
 """Flag of a stream that does not wait for the default stream."""
 THREAD_LOCAL = 1
-"""Mode of a capture that does not restrict other threads."""
+"""Mode of a capture that restricts only the calls of its own thread."""
 USE_NODE_PRIORITY = 8
 """Flag of a graph whose kernels keep the priority of the stream on which they were captured."""
 
@@ -55,7 +56,7 @@ def _function(name: str, *argument_types: type) -> Callable[..., None]:
 
 @functools.cache
 def copier(device_type: str) -> Copy:
-    """The function that copies memory of a device type. On a CPU it copies before it returns.
+    """The function that copies memory on devices of this type. For ``cpu`` it copies before it returns.
 
     Raises:
         UnsupportedError: the device type is neither ``cpu`` nor NVIDIA's ``cuda``.
@@ -75,15 +76,15 @@ def _copy_at_once(to: int, source: int, size: int, stream: int) -> None:
 
 
 HOST_MEMORY_FOR_ALL = 1 | 2
-"""Flags of registered host pages: every GPU of the process may use them, each at an address of its own."""
+"""Flags of registered host pages: every GPU of the process may use them, each GPU at its own address."""
 
 
 def mapped_address(address: int, size: int, device_type: str) -> int:
     """Let GPUs read and write whole pages of the host's memory.
 
     Args:
-        address: of the first page.
-        size: bytes, a multiple of the page size.
+        address: address of the first page.
+        size: number of bytes, a multiple of the page size.
 
     Returns:
         the pages' address for the current device; ``address`` itself for ``cpu``.
@@ -104,7 +105,8 @@ def mapped_address(address: int, size: int, device_type: str) -> int:
 
 
 BUFFER_ID = 7
-"""Attribute of an address: its allocation's number, which no other allocation of the process has had or will have."""
+"""Attribute of an address: the number of its allocation, unique among all allocations of the process, freed ones
+included."""
 
 
 def allocation(address: int) -> int:
@@ -118,10 +120,11 @@ def allocation(address: int) -> int:
 
 
 def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """A new stream of the current ``device``, never given back. ``priority``: -1 is higher than 0.
+    """A new stream of ``device``, which must be the current device. The stream is never destroyed. ``priority``: -1 is
+    higher than 0.
 
-    ``torch.cuda.Stream`` returns one of 32 streams in turn. If two users get the same stream, their work is captured
-    together, or waits for each other.
+    ``torch.cuda.Stream`` returns one of 32 streams in turn. If two users got the same stream, their work would be
+    captured together, or would wait for each other.
 
     Raises:
         RuntimeError: the driver refuses.
@@ -140,8 +143,8 @@ CAPTURING = 1
 
 
 def capture_number(stream: int) -> int:
-    """The number of the capture that the stream with number ``stream`` is in, or 0 if it is in none. No other capture
-    of the process has had or will have this number. Raises ``RuntimeError``."""
+    """The number of the capture of which the stream with number ``stream`` is part, or 0 if there is none. The number
+    is unique among all captures of the process. Raises ``RuntimeError`` if the driver refuses."""
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     call = _function("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
     call(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
@@ -151,9 +154,9 @@ def capture_number(stream: int) -> int:
 @contextlib.contextmanager
 def beside_captures(device: torch.device) -> Iterator[None]:
     """In this context, this thread may query events of ``device`` while another thread captures a graph that does not
-    hold them.
+    contain them.
 
-    Without it, CUDA refuses the query and ends the capture if that was begun in mode ``global``, torch's default.
+    Without this context, a query while a capture runs in mode ``global``, torch's default, fails and ends the capture.
 
     Raises:
         RuntimeError: the driver refuses.
@@ -175,8 +178,8 @@ class Graph:
     """A CUDA graph of what ``start`` launches on the current stream. It is destroyed with this object."""
 
     def __init__(self, start: Callable[[], None], stream: int) -> None:
-        """``stream``: number of the current stream, which must not be the default stream. Raises ``RuntimeError``, and
-        what ``start`` raises."""
+        """``stream``: number of the current stream, which must not be the default stream. Raises what ``start`` raises,
+        and ``RuntimeError`` if the driver refuses."""
         graph, made = ctypes.c_void_p(), ctypes.c_void_p()
         _function("cuStreamBeginCapture_v2", ctypes.c_void_p, ctypes.c_int)(stream, THREAD_LOCAL)
         try:
@@ -191,9 +194,9 @@ class Graph:
                 _function("cuGraphDestroy", ctypes.c_void_p)(graph)
         self._launch = _function("cuGraphLaunch", ctypes.c_void_p, ctypes.c_void_p)
         self._made = made.value
-        # Not at the process's exit: the driver may be gone by then.
+        # Not destroyed at the process's exit, because the driver may be gone by then.
         weakref.finalize(self, _function("cuGraphExecDestroy", ctypes.c_void_p), made).atexit = False
 
     def launch(self, stream: int) -> None:
-        """Launch the graph on the stream with this number. Raises ``RuntimeError``."""
+        """Launch the graph on the stream with this number. Raises ``RuntimeError`` if the driver refuses."""
         self._launch(self._made, stream)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``FaultRecord``: what kernels of a group that gave up waiting left behind, and how every waiting kernel of the group
-is told to stop.
+"""``FaultRecord``: reads what a group's kernels recorded when they gave up waiting, and tells every waiting kernel of
+the group to stop.
 
-A kernel that gives up, or a host that calls ``abort``, writes its record to the group's board (``runtime.board``) and
-sets the abort words of all ranks. Each abort word lies in the memory of the GPU whose waiting kernels read it
-(``kernels.signals`` says why). A kernel stores the words itself. A host has them copied on a stream that was made for
-this before anything ran, so the copies never queue behind what waits. If a host can reach no GPU any more, its peers'
-watchdogs read the board (``stop_waits``).
+A kernel that gives up, or a host that calls ``abort``, writes its rank's record to the group's board
+(``runtime.board``) and sets the abort words of all ranks. Each abort word is in the memory of the GPU whose waiting
+kernels read it (``kernels.signals`` says why). A kernel stores the words itself. A host copies them on a stream that
+was made for this purpose before anything ran, so the copies never queue behind a kernel that waits. If a host can no
+longer reach any GPU, its peers' watchdogs read the board and stop their own waits (``stop_waits``).
 
-The next call of every rank raises, and names the site and the rank that gave up first.
+The next call on every rank raises an error that names the site and the rank that gave up first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from overlap_inductor.torch_compat import symmetric
 log = logging.getLogger("overlap_inductor")
 
 SITE_NUMBERS = 2**28
-"""Upper bound of a site's number, so that the code of a wait is a positive int32."""
+"""Sites are numbered below this, so that the code of a wait (``kernels.layout``) is a positive int32."""
 
 _WAITED_FOR = {
     layout.WAIT_CREDIT: "permission to write into the workspace of",
@@ -55,7 +55,8 @@ def stop_words(rank: int, board: Board, table: torch.Tensor) -> torch.Tensor:
     addresses of its record, of the board and of ``table``.
 
     Args:
-        table: int64, the addresses of the abort words as this rank's GPU sees them: of all ranks, or of this one alone.
+        table: int64, the addresses, as this rank's GPU sees them, of the abort words of all ranks or of this rank
+            alone.
 
     Returns:
         int32 ``[STOP_WORDS - 1]``.
@@ -81,12 +82,12 @@ class FaultRecord:
         board: the records of all ranks.
         stop: int32 ``[STOP_WORDS]`` on the device, an argument of every kernel that waits: the abort word, followed by
             ``stop_words``.
-        table: int64 on the device, the addresses of the abort words that this rank sets: of all ranks, or its own
-            alone.
-        reachable: the numbers in ``table``.
+        table: int64 on the device, the addresses of the abort words that this rank sets: those of all ranks, or only
+            its own.
+        reachable: the values of ``table``, on the host.
         sites: names of sites by the numbers under which kernels record them, the same on all ranks.
-        told: the program knows that results of the group are not valid, because ``check`` has raised or the program
-            called ``abort``.
+        told: True if the program knows that the group's results are not valid, because ``check`` has raised or
+            ``abort`` was called.
         memory: the allocation of ``stop`` and the peers' abort words, kept alive.
     """
 
@@ -109,7 +110,7 @@ class FaultRecord:
 
     @classmethod
     def of(cls, group_name: str, ranks: Sequence[int], device: torch.device, rank: int = 0) -> FaultRecord:
-        """A record that this rank shares with no other rank. ``rank``: its index in ``ranks``."""
+        """A record that this rank shares with no other rank. ``rank``: this process's index in ``ranks``."""
         board = own_board(len(ranks), device)
         stop = symmetric.lasting(torch.zeros(layout.STOP_WORDS, dtype=torch.int32), device)
         table = symmetric.lasting(torch.tensor([stop.data_ptr()]), device)
@@ -124,18 +125,18 @@ class FaultRecord:
         captured.
 
         Args:
-            together: makes an attempt, and returns when it has succeeded on all ranks.
+            together: makes an attempt on every rank, and raises on all of them if it failed on one.
 
         Raises:
-            NotOnAllRanks: a rank has no memory left, or shares no host memory with the others; on all ranks (raised by
-                ``together``).
+            NotOnAllRanks: on all ranks, if a rank has no memory left or shares no host memory with the others (raised
+                by ``together``).
         """
         memory = symmetric.allocate(layout.STOP_WORDS, torch.int32, device, group, together)
 
         def make() -> FaultRecord:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            # Without the abort word: from now on a rank that gives up may set it.
+            # The exchange leaves out the abort word, because from now on a rank that gives up may set it.
             words = memory.local[1:]
             exchange = _Behind(words, tuple(peer[1:] for peer in memory.peers))
             board = shared_board(group.rank(), exchange, together)
@@ -147,12 +148,11 @@ class FaultRecord:
                     torch.cuda.synchronize(device)
                 return cls(group.group_name, ranks, group.rank(), board, *known, memory=memory)
 
-            # No rank runs a kernel before the kernels of all ranks can be told to stop.
+            # Done together, so that no rank runs a kernel before the kernels of all ranks can be told to stop.
             found: FaultRecord = together("tell its kernels where the board is", tell)
             return found
 
-        # On a thread of its own: a first run under CUDA graph trees takes what its thread allocates for the graph's
-        # own.
+        # On a separate thread: CUDA graph trees claim what the thread of a graph's first run allocates.
         with ThreadPoolExecutor(1, "overlap_inductor shares a board") as thread:
             return thread.submit(make).result()
 
@@ -166,8 +166,8 @@ class FaultRecord:
         return number
 
     def abort(self) -> None:
-        """Make every wait of the group return at once from now on, on all ranks. What their kernels return is not
-        valid."""
+        """From now on, make every wait of the group return at once, on all ranks. The kernels' results are not valid
+        then."""
         self.told = True
         record = self.board.record(self.rank)
         if not record[0]:
@@ -178,7 +178,7 @@ class FaultRecord:
         self._set_abort_words(self.reachable)
 
     def stop_waits(self) -> None:
-        """Make every wait of the group on this rank return at once from now on."""
+        """From now on, make every wait of the group on this rank return at once."""
         self._set_abort_words([self.stop.data_ptr()])
 
     def _set_abort_words(self, addresses: Sequence[int]) -> None:
@@ -229,15 +229,15 @@ class FaultRecord:
         )
 
     def _first(self) -> tuple[int, list[int]]:
-        """``(rank of the group, record)`` of the rank that gave up first by the GPUs' clocks. This rank, if it shares
-        the earliest time."""
+        """``(rank of the group, record)`` of the rank with the earliest record, by the clocks of those who wrote them.
+        If this rank is among several with the earliest time, this rank."""
         records = {rank: self.board.record(rank) for rank in range(len(self.ranks))}
         given = {rank: record for rank, record in records.items() if record[0]}
         first = min(given, key=lambda rank: (int(given[rank][6:].view(torch.int64)), rank != self.rank))
         return first, given[first].tolist()
 
     def check(self) -> None:
-        """Raise ``TransferError`` if there is an ``error``, and note that the program was told."""
+        """If there is an ``error``, note that the program was told and raise it as ``TransferError``."""
         error = self.error()
         if error is not None:
             self.told = True

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of what belongs to a process group: one thing of each *kind* for a group, or one for a group and device.
+"""The registry of what belongs to a process group. A group has one thing of each *kind*, or one per device.
 
-A kind holds the function that makes its thing, and a function that makes the thing ready to be dropped::
+A kind holds a function that makes its things, and a function that makes a thing ready to be dropped::
 
     STATES = Kind("calls", lambda owner: GroupState(owner.group, owner.incarnation))
     STATES.of(group)            # made at first use, then the same one while the group lives
 
-One rule covers groups that were destroyed. A thing belongs to a group object, not to the group's name. Nothing is
-called when a group is destroyed, so what it leaves is dropped when the next thing of any kind is made::
+One rule covers groups that were destroyed. A thing belongs to a group object, not to the group's name. torch calls no
+hook when a group is destroyed, so the group's things are dropped when the next thing of any kind is made::
 
     group "tp" made             STATES.of(tp): a new thing, incarnation 0
     group "tp" destroyed        its things are held, because its calls may still run on the GPU
@@ -48,7 +48,7 @@ class Owner:
 
     Attributes:
         group: a live process group.
-        device: of the thing; ``None`` if a group has one thing of the kind for all devices.
+        device: the thing's device; ``None`` if a group has one thing of the kind for all devices.
         incarnation: number of earlier groups of the same name for which this process made a thing of this kind (on this
             device). It is equal on all ranks if all of them make the thing for the same groups. Store keys hold it,
             because a group may share its store's keys with an earlier group of its name.
@@ -64,18 +64,18 @@ class Kind(Generic[Thing]):
 
     Args:
         name: for errors, such as ``"workspace"``.
-        make: makes the thing. It is called once for a group and device, and again if it raised. It may be a collective:
-            the lock that is held meanwhile is for this group's name and device only.
-        close: called before any thing of a destroyed group is dropped, such as to wait for the group's calls. If it
-            raises, nothing is dropped, and the next sweep calls it again.
+        make: makes the thing. It is called once for a group and device, and again if it raised. It may be a collective,
+            because the lock that is held meanwhile is only for this group's name and device.
+        close: called before any thing of a destroyed group is dropped, for example to wait for the group's calls. If it
+            raises, nothing is dropped, and it is called again when the next thing is made.
     """
 
     def __init__(self, name: str, make: Callable[[Owner], Thing], close: Callable[[Thing], None] | None = None) -> None:
         self.name, self._make, self._close = name, make, close
         self._things: dict[tuple[dist.ProcessGroup, torch.device | None], Thing] = {}
         self._incarnations: dict[tuple[str, torch.device | None], int] = {}
-        # A lock for each name and device. One for all would deadlock: two threads may make things of two groups, each a
-        # collective, in one order on this rank and in the other order on another.
+        # A lock for each name and device. A single lock could deadlock: two threads may make things of two groups, and
+        # each make may be a collective. This rank may start with one group and another rank with the other group.
         self._making: dict[tuple[str, torch.device | None], threading.Lock] = {}
 
     def of(self, group: dist.ProcessGroup, device: torch.device | None = None) -> Thing:
@@ -89,7 +89,7 @@ class Kind(Generic[Thing]):
         return self._made(group, device) if found is None else found
 
     def known(self, group: dist.ProcessGroup, device: torch.device | None = None) -> Thing | None:
-        """The thing if it was made and is held, else ``None``."""
+        """The thing of ``group`` on ``device`` if it was made and is still held, else ``None``."""
         return self._things.get((group, device))
 
     def close(self, owner: Owner) -> None:
@@ -123,12 +123,13 @@ class Kind(Generic[Thing]):
 
 
 _HELD: dict[tuple[Kind[Any], dist.ProcessGroup, torch.device | None], Owner] = {}
-"""All things of all kinds, in the order in which they were made: a thing may rest on those before it."""
+"""All things of all kinds, in the order in which they were made. A thing may depend on those before it."""
 
 
 def drop_destroyed() -> None:
-    """Close the things of all destroyed groups, the last made first; then drop all of them. Does nothing while a CUDA
-    graph is captured on the current stream. Raises what a kind's ``close`` raises, and drops nothing then."""
+    """Close the things of all destroyed groups, the last made first, then drop all of them. Does nothing while a CUDA
+    graph is captured on the current stream. If a kind's ``close`` raises, the error is passed on and nothing is
+    dropped."""
     if symmetric.capturing():
         return
     left = [(key, owner) for key, owner in reversed(tuple(_HELD.items())) if not is_alive(owner.group)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files in the memory of a machine, by which its processes share pages (``/dev/shm``).
+"""Files in a machine's memory (``/dev/shm``), through which processes of the machine share pages.
 
 One process makes a file under a random name and tells the name to the others, which map it. Then the file is removed
 from the folder. Its memory stays as long as a process maps it.
@@ -26,8 +26,8 @@ def path_of(number: int) -> Path:
 
 
 def make_file(path: Path, nbytes: int) -> None:
-    """Make a file of ``nbytes`` zeros that takes its memory now. A file that takes none yet would end the process with
-    SIGBUS once the folder is full.
+    """Make a file of ``nbytes`` zeros and allocate its memory at once. If the memory were allocated at the first write,
+    a full folder would end the writing process with SIGBUS.
 
     Raises:
         OSError: the file exists, or the folder has no room for it.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streams beside the current one on which a schedule's transfers and waits run. A device has one of each, because
-its calls are launched and run one after the other (``runtime.call_order``).
+"""The streams, other than the current one, on which a schedule's transfers and waits run. A device needs only one
+stream for each purpose, because its calls are launched and run one after the other (``runtime.call_order``).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from overlap_inductor.torch_compat import symmetric
 
 
 class SideStream:
-    """Work launched inside ``with side:`` runs after everything that the current stream holds at that point, and beside
-    what it is given later. ``join`` makes the current stream wait for it.
+    """Work launched inside ``with side:`` runs after everything that the current stream holds at that point, and
+    concurrently with what the current stream is given later. ``join`` makes the current stream wait for this work.
 
-    Every use ends with ``join`` before the op returns. So tensors used here may be freed on the current stream, and a
-    CUDA graph that is captured there holds what ran here. Two events are enough, because a wait is for what an event
-    recorded last when the wait was issued.
+    Every use ends with ``join`` before the op returns. So tensors used on the side stream may be freed on the current
+    stream, and a CUDA graph that is captured on the current stream holds the side stream's work. Two events are enough,
+    because a wait is for what an event recorded last when the wait was issued.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Higher priority: its few blocks are scheduled before a matmul's next ones.
+        # Higher priority, so that its few blocks are scheduled before a matmul's next blocks.
         self._stream = own_stream(device, priority=-1)
         self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._current = self._stream
@@ -48,7 +48,7 @@ class SideStream:
 
     def join(self) -> None:
         """Make the current stream wait for everything launched here. Does nothing if the side stream was not entered
-        since the last ``join``: in a capture it would be a foreign stream."""
+        since the last ``join``, because in a capture the side stream would not be part of it."""
         if not self._used:
             return
         self._used = False
@@ -57,7 +57,7 @@ class SideStream:
 
 
 class InOrder(nullcontext[None]):
-    """Stands for ``SideStream`` on a device without streams (interpreted kernels): work runs when it is launched."""
+    """Replaces ``SideStream`` on a device without streams (interpreted kernels): work runs when it is launched."""
 
     def join(self) -> None:
         return None
@@ -66,9 +66,9 @@ class InOrder(nullcontext[None]):
 class WaitingStream:
     """A stream for kernels that wait, so that the work that follows them starts as soon as they end.
 
-    A copy that follows a kernel on the same stream starts 12 us after it. A copy that follows an event which was
-    reached long ago starts at once. Call ``follow`` first; then ``before`` puts a wait in front of what the current
-    stream is given next.
+    A copy that follows a kernel on the same stream starts 12 us after the kernel's end. A copy that follows an event
+    that was reached long ago starts at once. Call ``follow`` first. Then ``before`` puts a wait in front of what the
+    current stream is given next.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class WaitingStream:
 
 
 class WaitingInOrder:
-    """Stands for ``WaitingStream`` on a device without streams."""
+    """Replaces ``WaitingStream`` on a device without streams."""
 
     def follow(self) -> None:
         return None
@@ -116,8 +116,8 @@ def waiting_stream(device: torch.device) -> WaitingStream | WaitingInOrder:
 
 @contextlib.contextmanager
 def one_call(launch: Launch, side: SideStream | InOrder) -> Iterator[None]:
-    """Encloses the launches of one call, and joins the side stream at their end. If a launch fails, the group is
-    aborted, because its peers wait for what was not sent; not in a capture, in which nothing runs."""
+    """Encloses the launches of one call, and joins the side stream after them. If a launch fails, the group is aborted,
+    because its peers wait for what was not sent. In a capture the group is not aborted, because nothing runs."""
     try:
         yield
     except BaseException:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares one call of a plan among the ranks: the rounds that pass a rejection on to the other groups of a rank
-(``agreement`` shows them), the reasons, and what is logged or raised if the ranks differ.
+"""Compares one call of a plan among the ranks. Holds the rounds that pass a rejection on to the other groups of a rank
+(``agreement`` explains them), the reasons of a rejection, and what is logged or raised if the ranks differ.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     """Publish this call of ``plan``, read the other ranks' values, and reach one verdict with them.
 
     Args:
-        states: of the plan's groups in which something moves. The call was counted.
-        known: the plan was agreed upon before. It needs no rounds then if it has one group.
+        states: the states of the plan's groups in which something moves. This call must have been counted in them.
+        known: True if the plan was agreed upon before. It then needs no rounds if it has one group.
 
     Raises:
-        AgreementError: no way is left that all ranks could take, or a rank gave no verdict in time.
+        AgreementError: the ranks can neither all overlap nor all run the plain program, or a rank gave no verdict in
+            time.
         StrictError: the plans differ, in mode ``strict``.
     """
     call_board.publish(states, plan)
@@ -91,8 +92,8 @@ def _share_pages(
     begun: float,
     limit: float,
 ) -> None:
-    """Tie the agreed ``plan``: if each of its groups has a page on all ranks that the groups connect, it is compared at
-    every call. All these ranks come here together."""
+    """Make the pages of the agreed plan's groups, and *tie* the plan if each of these groups has a page on all ranks
+    that the groups connect. A tied plan is compared at every call. All these ranks call this together."""
     for state in sorted(states, key=lambda s: plan.alias(s.group.group_name)):
         state.share_page()
     verdict = (EQUAL if all(s.page is not None for s in states) else DIFFERENT, "")
@@ -105,8 +106,8 @@ def _share_pages(
 
 
 def _left_behind(state: GroupState) -> str:
-    """The difference if a rank of the group is ``CALLS`` or more calls ahead. Such a rank does not wait for the others,
-    so it overlaps nothing, except in plans that are run without comparing.
+    """The text of the difference if a rank of the group is ``CALLS`` or more calls ahead. Such a rank does not wait for
+    the others. So it overlaps nothing, except in plans that are run without comparing (``GroupState.unasked``).
 
     Raises:
         AgreementError: the group has such plans.
@@ -128,8 +129,8 @@ def _check_reachable(
     plans: Mapping[int, ExchangePlan],
     missing: Sequence[int],
 ) -> None:
-    """Raise ``AgreementError`` if no way is left that all ranks could take: versions differ, or a rank is inside the
-    transfers of an agreed plan."""
+    """Raise ``AgreementError`` if the ranks can neither all overlap nor all run the plain program: versions differ, or
+    a rank is or may be inside the transfers of an agreed plan."""
     group, mine = state.group, dist.get_rank()
     odd = {global_rank(group, r): p for r, p in plans.items() if p.version != plan.version}
     if odd:
@@ -191,7 +192,7 @@ def _difference(
 
 
 def _astray(state: GroupState, values: Mapping[int, str]) -> dict[int, int]:
-    """The ranks whose earlier calls held another number of collectives than this rank's, with that number."""
+    """For each rank whose earlier calls held a different number of collectives than this rank's: that number."""
     numbers = {r: call_board.passed(v) for r, v in values.items()}
     return {r: n for r, n in numbers.items() if n != state.passed}
 
@@ -206,16 +207,16 @@ def one_round(
     limit: float,
     kind: str = "",
 ) -> tuple[str, str]:
-    """Publish ``verdict``, and return the worst verdict of this rank and of all ranks that run the same plan in its
-    groups, with its reason. So a rejection reaches the ranks that are one group further.
+    """Publish ``verdict``. Return the worst verdict, with its reason, among this rank and all ranks of its groups that
+    published the same value. So in each round a rejection reaches the ranks that are one group further away.
 
     Args:
         found: for each group, the values that its ranks published for this call.
-        number: of the round.
+        number: number of the round, from 0.
         verdict: ``(EQUAL, DIFFERENT or APART; reason)``.
-        begun: when this call's comparison began, by ``time.monotonic()``.
+        begun: when this call's comparison began, in seconds of ``time.monotonic()``.
         limit: seconds to wait in each round.
-        kind: tells several series of rounds of one call apart.
+        kind: distinguishes several series of rounds of one call.
 
     Raises:
         AgreementError: a rank published its value but no verdict in time.
@@ -248,7 +249,7 @@ def _rejected(
 ) -> Outcome:
     """Note that the ranks differ, log it once, and return the outcome. Raises ``StrictError`` in mode ``strict``."""
     why = verdict[1]
-    # If a group is apart already, the rank that found it has logged it.
+    # If overlap is disabled for a group already, the rank that found the reason has logged it.
     told = any(s.apart for s in states)
     for state, plans in zip(states, texts, strict=True):
         # A plan that was agreed upon is not rejected: at the next call all ranks may run it again.
@@ -282,7 +283,8 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
 
     Raises:
         StrictError: a rank overlaps its graph, and ``strict`` is True.
-        AgreementError: a rank is inside an agreed exchange that this rank has left.
+        AgreementError: ``strict`` is False, and a rank is or may be inside an agreed exchange that this rank has left,
+            or runs another version.
     """
     for state in states:
         try:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GroupWorkspace``: what the sites of one process group share on this rank: its arena, its fault record and its
-patience.
+"""``GroupWorkspace``: what the sites of one process group share on this rank: the group's arena, fault record and
+patience (how long a kernel waits for a peer).
 
-It is made at the first run of a graph that needs it, after the ranks' agreement, by all ranks of the group together,
-because allocating symmetric memory is a collective. It lives as long as the group (``runtime.group_state``). Calls of a
-rank run one after the other on its GPU, on any stream and thread (``runtime.call_order``).
+All ranks of the group make it together, because allocating symmetric memory is a collective. They make it at the first
+run of a graph that needs it, after they have agreed on the plan. It lives as long as the group
+(``runtime.group_state``). Calls of a rank run one after the other on its GPU, whatever their streams and threads are
+(``runtime.call_order``).
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ log = logging.getLogger("overlap_inductor")
 MOST_PREPARED = 64
 """Prepared kernels that a site keeps."""
 MOST_KNOWN = 2**14
-"""Calls that a group remembers, of all its sites. A step of a large model has hundreds, and each token count has its
-own. Half a KiB each."""
+"""Number of calls that a group remembers, over all its sites. A step of a large model has hundreds of calls, and
+different ones for each token count. Each takes half a KiB."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,16 @@ class Launch:
     """All that a site's kernels need besides their operands.
 
     Attributes:
-        rank: of this process in the group.
-        world_size: ranks of the group.
+        rank: this process's rank in the group.
+        world_size: number of ranks of the group.
         slot: the site's slot.
         faults: the group's fault record.
         site: the site's number in ``faults``.
         patience_ns: how long a kernel waits for a peer, ns.
         prepared: kernels that are ready to be launched, by the caller's key.
-        seen: calls that were seen once, with the allocations that their copies read and write, and whether they may be
+        seen: for each call that was seen once: the allocations that its copies read and write, and whether it may be
             captured (``runtime.replay``).
-        replays: calls that were captured, with those allocations and the function that launches the graph.
+        replays: for each call that was captured: the same allocations, and the function that launches the graph.
     """
 
     rank: int
@@ -78,7 +79,7 @@ class Launch:
     replays: dict[Any, tuple[tuple[int, ...], Callable[[], None]]] = field(default_factory=dict, compare=False)
 
     def check_room(self, nbytes: int, signals: int, protocol: str = CREDITS) -> None:
-        """Raises ``UnsupportedError`` if the slot is smaller than what a call needs, or is used with another
+        """Raise ``UnsupportedError`` if the slot is smaller than what a call needs, or is used with another
         protocol."""
         slot = self.slot
         if nbytes > slot.nbytes or signals > slot.signals or protocol != slot.protocol:
@@ -88,8 +89,8 @@ class Launch:
             )
 
     def remember(self, key: Any, kernel: Any) -> None:
-        """Keep a prepared kernel. Drops all earlier ones when there are ``MOST_PREPARED``, which only sizes that change
-        from call to call reach."""
+        """Keep a prepared kernel. If there are ``MOST_PREPARED`` already, drop them first. Only sites whose sizes
+        change from call to call reach this number."""
         if len(self.prepared) >= MOST_PREPARED:
             self.prepared.clear()
         self.prepared[key] = kernel
@@ -127,9 +128,10 @@ class GroupWorkspace:
         """Return what ``make`` made for ``call``. Any thread may ask.
 
         Args:
-            call: all that the result depends on.
-            make: makes a launch and what else the op needs; ``None`` if no kernel serves the call. It is called once,
-                and again after a plan was prepared or ``MOST_KNOWN`` calls are known.
+            call: everything on which the result depends.
+            make: makes a launch and whatever else the op needs, or returns ``None`` if no kernel serves the call. It is
+                called once, and again after the results were dropped: when a plan is prepared, or when there are
+                ``MOST_KNOWN`` of them.
 
         Raises:
             Exception: what ``make`` raises.
@@ -143,7 +145,8 @@ class GroupWorkspace:
         return found
 
     def launch(self, site: str, nbytes: int, signals: int, protocol: str = CREDITS) -> Launch | None:
-        """The launch of a call of ``site``, or ``None`` if its slot does not suffice or there was no room for one.
+        """The launch of a call of ``site``. ``None`` if the site's slot is too small for the call, or if there was no
+        room for a slot.
 
         Args:
             nbytes: bytes that peers write into.
@@ -166,16 +169,16 @@ class GroupWorkspace:
         return made
 
     def prepare(self, requests: Sequence[Request], limit: int) -> None:
-        """Give every site of a plan its slot. If the slots do not fit under some rank's limit, beside the slots of
-        earlier graphs, no site gets one on any rank (``without_room``).
+        """Give every site of a plan its slot. If, together with the slots of earlier graphs, the new slots exceed some
+        rank's limit, no site gets one on any rank (``without_room``). All ranks of the group call this together.
 
         Args:
-            requests: of the plan's sites, in its order, equal on all ranks.
+            requests: the requests of the plan's sites, in the plan's order, equal on all ranks.
             limit: bytes that all slots of the group may take on this rank.
 
         Raises:
             OverlapError: memory would have to be allocated while a CUDA graph is captured.
-            NotOnAllRanks: a rank has no memory left; on all ranks, and their slots are as before.
+            NotOnAllRanks: on all ranks, if a rank has no memory left. Their slots are then as before.
         """
         with self._lock:
             self._prepare(requests, limit)
@@ -196,7 +199,8 @@ class GroupWorkspace:
 
     def _why_no_room(self, missing: int, limit: int) -> NotOnAllRanks | None:
         """Why the group has no room for ``missing`` more bytes, or ``None``. All ranks decide together, because their
-        limits may differ: a kernel of one rank would wait until its timeout for peers that run the collective."""
+        limits may differ. Otherwise a kernel of one rank could wait until its timeout for peers that run the collective
+        instead."""
         if not missing:
             return None
 
@@ -219,7 +223,7 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspa
 
     Raises:
         OverlapError: the group was destroyed, or memory would have to be allocated while a CUDA graph is captured.
-        NotOnAllRanks: a rank has no memory left; on all ranks.
+        NotOnAllRanks: on all ranks, if a rank has no memory left.
     """
     return _WORKSPACES.of(group, device)
 
@@ -255,7 +259,7 @@ _WORKSPACES = Kind("workspace", _made, _calls_ended)
 
 
 def _fault_record(group: dist.ProcessGroup, device: torch.device, together: symmetric.Together) -> FaultRecord:
-    """The group's fault record. The ranks share it if their GPUs reach each other."""
+    """The group's fault record. The ranks share one if their GPUs reach each other; otherwise each rank has its own."""
     ranks = dist.get_process_group_ranks(group)
     if group.size() == 1 or symmetric.why_no_symmetric_memory(tuple(ranks), device) is not None:
         found: FaultRecord = together(
@@ -273,18 +277,18 @@ def _fault_record(group: dist.ProcessGroup, device: torch.device, together: symm
 def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> str | None:
     """Give every site of a plan its slot, once. All ranks of the group call this together.
 
-    If the slots do not fit under ``limit``, all sites of the plan run without overlap on all ranks, and the log says
-    so.
+    If the slots do not fit under some rank's ``limit``, all sites of the plan run without overlap on all ranks, and the
+    log says so.
 
     Args:
-        requests: JSON text, ``[[site, bytes, signals]]`` in the plan's order, equal on all ranks. The protocol follows
-            as a fourth element if it is not ``credits``.
+        requests: JSON text, ``[[site, bytes, signals], ...]`` in the plan's order, equal on all ranks. A site whose
+            protocol is not ``credits`` has the protocol as a fourth element.
         limit: bytes that all slots of the group may take on this rank.
 
     Returns:
-        ``None`` if that was done. Else why no site of the plan has a slot: a rank has no memory left. The text is the
-        same on every rank and names the rank and the bytes. Either all ranks then run without overlap, or none does;
-        they may call again.
+        ``None`` if every site has its slot, or if the slots do not fit under a ``limit``. Otherwise, if a rank has no
+        memory left, a text that names the rank and the bytes. The text is the same on every rank, and no rank has new
+        slots, so all ranks can decide alike: run without overlap, or call again later.
 
     Raises:
         OverlapError: memory would have to be allocated while a CUDA graph is captured.

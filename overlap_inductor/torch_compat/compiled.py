@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the functions that Dynamo holds compiled code of."""
+"""Lists the functions for which Dynamo holds compiled code."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 
 
 def compiled_by_inductor() -> list[str]:
-    """The functions of which Dynamo holds code that Inductor generated, such as ``Block.forward (model.py:12)``, in the
-    order in which they were first compiled. Empty after ``torch.compiler.reset()``. Imports nothing of Dynamo."""
+    """The functions for which Dynamo holds code that Inductor generated, such as ``Block.forward (model.py:12)``, in
+    the order in which they were first compiled. Empty after ``torch.compiler.reset()``. Does not import
+    ``torch._dynamo``."""
     convert_frame = sys.modules.get("torch._dynamo.convert_frame")
     if convert_frame is None:
         return []
@@ -29,7 +30,7 @@ def compiled_by_inductor() -> list[str]:
 
 def _name(code: CodeType) -> str:
     file = Path(code.co_filename)
-    if file.is_relative_to(Path(torch.__file__).parent):  # Dynamo puts a function of its own around such a module
+    if file.is_relative_to(Path(torch.__file__).parent):  # Dynamo wraps such a module in a function of its own
         return "a module of torch.nn"
     name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no qualified name
     return f"{name} ({file.name}:{code.co_firstlineno})"

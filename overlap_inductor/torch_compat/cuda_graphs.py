@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells an observer when torch begins or ends the capture of a CUDA graph, and when it replays one.
 
-torch has no hook for that, so three methods of its graph class are wrapped, once per process. Their arguments, results
+torch has no hook for this, so three methods of its graph class are wrapped, once per process. Their arguments, results
 and effects stay the same. Graphs that are captured and replayed by other means (the driver itself, another library) are
-not seen here.
+not observed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Observer(Protocol):
 
 
 def observe(graphs: Any, observer: Observer) -> None:
-    """Tell ``observer`` of every graph of the class ``graphs`` (``torch.cuda.CUDAGraph``) from now on. Call it once a
-    class."""
+    """From now on, tell ``observer`` of every graph of the class ``graphs`` (``torch.cuda.CUDAGraph``). Call this once
+    per class."""
     begin, end, launch = graphs.capture_begin, graphs.capture_end, graphs.replay
 
     @functools.wraps(begin)

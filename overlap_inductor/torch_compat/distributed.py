@@ -14,7 +14,7 @@ from overlap_inductor.errors import OverlapError
 
 
 def resolve_group(group_name: str) -> dist.ProcessGroup:
-    """The live process group of this name, by which functional collectives refer to it.
+    """The live process group of this name. Functional collectives refer to groups by name.
 
     Raises:
         OverlapError: this process has no such group now.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets one process be rank 0 of as many ranks as a program asks for, by PyTorch's ``fake`` backend: nothing is sent."""
+"""Runs a program of many ranks in one process, as rank 0. PyTorch's ``fake`` backend stands for the other ranks, so
+nothing is sent."""
 
 from __future__ import annotations
 
@@ -15,22 +16,23 @@ import torch.distributed.distributed_c10d as distributed_c10d
 from overlap_inductor.errors import ConfigError
 
 _MODULES = (dist, distributed_c10d, device_mesh)
-"""Where programs and PyTorch find the functions that make groups."""
+"""The modules in which programs and PyTorch look up the functions that make groups."""
 
 
 class RanksError(ConfigError):
-    """The program asks for another number of ranks than it can get."""
+    """The program asks for a number of ranks that it cannot get."""
 
 
 @contextmanager
 def one_process_as(ranks: int, fixed: bool, most: int | None = None) -> Iterator[None]:
-    """Inside, every process group that the program makes is a ``fake`` one, in which this process is rank 0; the
-    variables of ``torchrun`` say so, too.
+    """In this context, every process group that the program makes has the ``fake`` backend, and this process is rank 0
+    of it. The environment variables of ``torchrun`` are set to match. At the end the variables are restored and the
+    default group is destroyed.
 
     Args:
-        ranks: size of the default group, unless the program asks for a size by itself.
-        fixed: whether another size that the program asks for is an error (``RanksError``).
-        most: the largest size that a program may ask for.
+        ranks: size of the default group, unless the program passes a ``world_size``.
+        fixed: True if a ``world_size`` other than ``ranks`` raises ``RanksError``.
+        most: the largest size that the program may ask for. A larger one raises ``RanksError``. ``None``: no limit.
     """
 
     def init_process_group(
@@ -54,7 +56,7 @@ def one_process_as(ranks: int, fixed: bool, most: int | None = None) -> Iterator
         make_group("fake", timeout=timeout, world_size=size, rank=rank if 0 <= rank < size else 0)
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *rest: Any, **keywords: Any) -> Any:
-        # A group of another backend would look for the other ranks.
+        # The backend is ignored: any but ``fake`` would try to connect to the other ranks.
         return make_subgroup(ranks, timeout, None, *rest, **keywords)
 
     make_group, make_subgroup = dist.init_process_group, dist.new_group

@@ -9,11 +9,11 @@ from torch import fx
 
 
 def is_parameter(node: fx.Node) -> bool | None:
-    """Whether a placeholder of the graph that is being compiled is a parameter or buffer of a module, or part of one (a
-    tensor of a tensor subclass). ``None`` if that is unknown, as for a graph that Dynamo did not trace.
+    """Whether a placeholder of the graph that is being compiled is a parameter or buffer of a module, or an inner
+    tensor of one that is a tensor subclass. ``None`` if that is unknown, as for a graph that Dynamo did not trace.
 
     AOTAutograd calls such inputs static and lists their positions among the forward's inputs. The names of a backward
-    graph's inputs hold these positions.
+    graph's inputs contain these positions, counted from 1.
     """
     from torch._guards import TracingContext
 

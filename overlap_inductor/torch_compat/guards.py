@@ -12,11 +12,11 @@ import torch
 
 @contextmanager
 def without_guards(shape_env: Any | None) -> Iterator[None]:
-    """In this context, a fake function that compares symbolic sizes adds no guard, and is answered as if nothing
-    were known about the sizes.
+    """In this context, a fake function that compares symbolic sizes adds no guard. The comparison is answered as if
+    nothing were known about the sizes.
 
     Suppressing guards alone is not enough. A chunk of ``s // 8`` rows has one row if the first call has 8 tokens. A
-    fake function that is told so writes a 1 into the shape, and all later calls would have that shape.
+    fake function that learns this writes a 1 into the shape, and the shape would then be wrong for all later calls.
 
     Args:
         shape_env: the graph's ``ShapeEnv``; ``None`` if all sizes are ints.
@@ -31,8 +31,8 @@ def without_guards(shape_env: Any | None) -> Iterator[None]:
 
 
 def same_expression(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Whether two sizes are equal after products are multiplied out, which sizes of joined pieces need. Adds no
-    guard."""
+    """Whether two sizes are equal after their products are expanded. The sizes of joined pieces may compare equal only
+    in that form. Adds no guard."""
     import sympy
 
     one, other = (n.node.expr if isinstance(n, torch.SymInt) else n for n in (a, b))

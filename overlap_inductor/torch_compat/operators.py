@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads which operator a node calls, with which arguments, and what it does to them. PyTorch keeps the type of an
-operator private."""
+"""Reads which operator a node calls, with which arguments, and which of them the operator writes. PyTorch keeps the
+type of an operator private."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """The argument that the schema calls ``name``, passed by position or by keyword. If it was not passed, the schema's
-    default, else ``default``."""
+    """The argument that the schema calls ``name``, whether it was passed by position or by keyword. If it was not
+    passed: the schema's default if there is one, otherwise ``default``."""
     op = operator(node)
     for position, schema in enumerate(op._schema.arguments if op is not None else ()):
         if schema.name == name:
@@ -83,13 +83,13 @@ def fake_mode(values: Any) -> Any:
 
 
 def lowering_name(node: fx.Node) -> str | None:
-    """The name of the kernel that one of Inductor's patterns has put in place of several nodes, or ``None`` for any
-    other node."""
+    """The name of the Inductor lowering that ``node`` calls, if one of Inductor's patterns has replaced several nodes
+    by ``node``. ``None`` for any other node."""
     return node.target.__name__ if getattr(node.target, "_inductor_lowering_function", False) else None
 
 
 def summed_matmuls(node: fx.Node) -> tuple[fx.Node, ...] | None:
-    """The four operands of the kernel that Inductor has made of ``mat1 @ mat2 + mat3 @ mat4``, or ``None`` for any
+    """The four operands of the node by which Inductor has replaced ``mat1 @ mat2 + mat3 @ mat4``, or ``None`` for any
     other node."""
     known = lowering_name(node) == "mm_plus_mm" and tuple(node.kwargs) == ("mat1", "mat2", "mat3", "mat4")
     return tuple(node.kwargs.values()) if known else None

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the order of nodes that no data ties together, by Inductor's ``control_deps``, and checks that it was kept.
+"""Keeps nodes in order that have no data dependency on each other, by Inductor's ``control_deps``, and checks that the
+order was kept.
 
-The unrolled steps of a ring write into a buffer in flight and read from it. Functional passes leave them in the graph's
-order. But Inductor's own passes that run after ours and move nodes look at data alone. So rings are not unrolled if
-such a pass is on (``moving_pass``). If another pass has moved a step, the compile ends with an error (``moved``),
-because a run would read what has not arrived.
+The unrolled steps of a ring write to a buffer in flight and read from it. Functional passes leave the steps in the
+graph's order. But some of Inductor's own passes run after ours and move nodes by their data dependencies alone. So
+rings are not unrolled if such a pass is on (``moving_pass``). If another pass has moved a step, the compile ends with
+an error (``moved``), because the graph would read data that has not arrived.
 
-``preserve_order`` makes each key run after its values::
+``preserve_order`` makes each key of ``edges`` run after its values::
 
     start = gather_start(x); y = mm(x, w); wait = gather_step(start)     # edges {y: {start}, wait: {y}}
     ->
@@ -26,7 +27,7 @@ from overlap_inductor.torch_compat.operators import qualified_name
 STARTS = ("gather_start", "exchange_start")
 """Ops whose result is the buffer of a transfer in flight."""
 MEMBERS = {"gather_step": "gathered", "exchange_send": "buffer", "exchange_wait": "buffer", "reduce_tail": "buffer"}
-"""Ops that write to such a buffer, and the name of the argument that it is."""
+"""Ops that write to such a buffer, and the name of the argument by which they take it."""
 _NOTED = "overlap_inductor_order"
 
 
@@ -37,8 +38,8 @@ def starts_transfer(node: fx.Node) -> bool:
 
 
 def moving_pass() -> str | None:
-    """The name of an Inductor setting that is on and moves nodes after our pass without regard to writes in place, or
-    ``None``."""
+    """The name of an Inductor setting that is on and makes a later pass move nodes without regard to writes in place.
+    ``None`` if there is none."""
     from torch._inductor import config
 
     for name in ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx", "bucket_all_reduces_fx"):
@@ -53,13 +54,13 @@ def moving_pass() -> str | None:
 
 
 def note_order(graph: fx.Graph) -> None:
-    """Record at each node that reads or writes a buffer in flight how many writes to the buffer precede it."""
+    """For each node that reads or writes a buffer in flight, record how many writes to the buffer precede the node."""
     _each_access(graph, lambda node, counts: node.meta.__setitem__(_NOTED, counts))
 
 
 def moved(graph: fx.Graph) -> str | None:
-    """The name of a node with another number of preceding writes than ``note_order`` recorded, or ``None``. Nodes that
-    a pass has made since have no record and are not checked."""
+    """The name of a node whose number of preceding writes differs from what ``note_order`` recorded, or ``None``. Nodes
+    that a pass has made since then have no record and are not checked."""
     found: list[str] = []
     _each_access(
         graph, lambda node, counts: found.append(node.name) if node.meta.get(_NOTED, counts) != counts else None
@@ -85,8 +86,8 @@ def _each_access(graph: fx.Graph, visit: Callable[[fx.Node, dict[str, int]], obj
 def preserve_order(graph: fx.Graph, edges: dict[fx.Node, set[fx.Node]]) -> None:
     """Make Inductor schedule every key of ``edges`` after its values, without copies.
 
-    The keys are wrapped in ``control_deps``, which hides their targets from later matching. So this is a pass's last
-    step.
+    The keys are wrapped in ``control_deps``, which hides their targets from later pattern matching. So call this as the
+    last step of a pass.
     """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluates the values (``meta["val"]``) of nodes that a rewrite writes: once for equal nodes, and not again after the
-pass.
+"""Evaluates the values (``meta["val"]``) of the nodes that a rewrite creates. Equal nodes are evaluated once, and no
+node is evaluated again after the pass.
 
-The steps of one layer are those of the layer before: the same operators on tensors of the same sizes. The result of a
-fake function is remembered, and the next such node gets a new fake tensor of that size without another evaluation. A
-forward graph of 32 layers has 64 sites and about 2750 steps; evaluating all of them took most of the pass's time.
+Each layer has the same steps: the same operators on tensors of the same sizes. So the sizes of a fake function's result
+are remembered, and the next equal node gets a new fake tensor of those sizes without another evaluation. A forward
+graph of 32 layers has 64 sites and about 2750 steps; evaluating all of them took most of the pass's time.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ class StepValues:
         self._known: dict[Any, tuple[Any, ...] | None] = {}
 
     def evaluate(self, node: fx.Node, site: str) -> Any:
-        """The result of ``node``, as a fake tensor of its own.
-
-        ``site``: the site's id. A node may have it as an argument. It does not affect the result, so nodes that differ
-        only in their site's id count as equal.
+        """The result of ``node`` as a new fake tensor. ``site``: the site's id, which ``node`` may have as an argument
+        but which does not affect the result.
 
         A node with a symbolic size is always evaluated, never looked up.
         """
@@ -50,7 +48,7 @@ class StepValues:
         if found is not None:
             return _fresh(mode, *found)
         self.evaluated += 1
-        # What a fake function asks about symbolic sizes must not become a guard: the model was traced without it.
+        # A comparison of symbolic sizes must not become a guard, because the model was traced without it.
         with mode, without_guards(mode.shape_env):
             value = node.target(*args, **kwargs)
         if key is not None and _is_new(value, (args, kwargs)):
@@ -58,12 +56,11 @@ class StepValues:
         return value
 
     def keep(self, node: fx.Node) -> None:
-        """Call this for a ``node`` after one of its arguments was replaced. It marks ``node`` if its value is still
-        valid.
+        """Mark ``node``, one of whose arguments was replaced, as up to date if its value is still right.
 
-        The value is valid if a new evaluation has the same sizes, strides, storage offset, dtype and device. A view is
-        left to Inductor, because it shares memory with its argument. Without the mark, Inductor gives the node a new
-        value, finds that its memory differs, and goes on to all nodes computed from it, to the end of the graph.
+        The value is right if a new evaluation has the same sizes, strides, offset, dtype and device. A view is left to
+        Inductor, because it shares memory with its argument. Without the mark, Inductor gives the node a new value,
+        finds that its storage differs, and then evaluates every node that depends on it, to the end of the graph.
         """
         value = node.meta.get("val")
         if operators.operator(node) is None or operators.is_mutable(node) or not isinstance(value, FakeTensor):
@@ -85,8 +82,8 @@ def mark(node: fx.Node) -> None:
 
 
 def up_to_date(node: fx.Node) -> bool:
-    """Whether the node has the arguments for which it was marked. Identity suffices: a node's arguments are replaced,
-    never changed."""
+    """Whether the node still has the arguments for which it was marked. Comparing by identity suffices: a node's
+    arguments are replaced, never changed in place."""
     args, kwargs = node.meta.get(_MARK, (None, None))
     return args is node.args and kwargs is node.kwargs
 
@@ -115,14 +112,14 @@ def _key(value: Any, site: str) -> Any:
     if value == site if isinstance(value, str) else value is None:
         return None
     if isinstance(value, (str, bool, int, float, torch.dtype, torch.device, torch.memory_format)):
-        # With the type, because 1, 1.0 and True are equal but promote differently.
+        # The key includes the type, because 1, 1.0 and True are equal but promote differently.
         return (type(value), value)
     raise _NotAKey
 
 
 def _is_new(value: Any, given: Any) -> bool:
-    """Whether ``value`` is a plain tensor of known size that shares no memory with a tensor in ``given``. So a view of
-    such a tensor is not new: it must be made from its base."""
+    """Whether ``value`` is a plain tensor of known size that shares no memory with a tensor in ``given``. False for a
+    view, which can only be made from its base."""
     if type(value) is not FakeTensor or value.layout is not torch.strided or value.storage_offset():
         return False
     if value.is_conj() or value.is_neg():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symmetric memory of a process group: one allocation of the same size on every rank, mapped by all ranks; and what
-decides whether a group can have it.
+"""Symmetric memory of a process group: one allocation of the same size on every rank, which all ranks map. Also decides
+whether a group can have symmetric memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from overlap_inductor.torch_compat.target import on_gpu
 from overlap_inductor.torch_compat.target import target
 
-# Called in every call of an op. A global of this module is found faster than an attribute of ``torch.cuda``.
+# Used by every call of an op. Looking up a global of this module is faster than an attribute of ``torch.cuda``.
 _initialized, _capturing = torch.cuda.is_initialized, torch.cuda.is_current_stream_capturing
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 """``(GPU's number) -> address of its current stream``."""
@@ -58,14 +58,14 @@ def allocate(
     """Zeros ``[elements]`` of ``dtype`` on every rank. All ranks of the group call this together, and not while a CUDA
     graph is captured.
 
-    Two steps may fail on one rank alone and are tried ``together``: to allocate, before any rank waits for another
-    one's handle, and to map the peers' memory. A failed attempt leaves nothing allocated.
+    Two steps may fail on one rank alone, so each is tried ``together``. The first allocates, before any rank waits for
+    another rank's handle. The second maps the peers' memory. A failed attempt leaves nothing allocated.
 
     Raises:
         NotOnAllRanks: a rank could not allocate or map (raised by ``together``).
     """
-    # On a thread of its own: the rendezvous takes a little memory from the caching allocator for the buffer's lifetime,
-    # and CUDA graph trees claim what the thread of a first run allocates for the graph.
+    # On a separate thread: the rendezvous takes a little memory from the caching allocator for the buffer's lifetime.
+    # CUDA graph trees would claim it for the graph if the thread of the graph's first run allocated it.
     with ThreadPoolExecutor(1, "overlap_inductor allocates") as thread:
         return thread.submit(_allocate, elements, dtype, device, group, together).result()
 
@@ -99,8 +99,8 @@ def _allocate(
 
 
 def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``values`` on the device, in memory of symmetric memory's own pool. CUDA graph trees claim other allocations of a
-    graph's first run for the graph."""
+    """``values`` on the device, on a GPU in the pool of symmetric memory. Other memory that is allocated in a graph's
+    first run is claimed for the graph by CUDA graph trees."""
     if device.type != "cuda":
         return values.to(device)
     from torch.distributed import _symmetric_memory
@@ -124,8 +124,8 @@ def capturing() -> bool:
 
 @functools.cache
 def hardware_queues() -> int:
-    """Number of hardware queues that the streams of this process share. CUDA also reads the variable once; its default
-    is 8."""
+    """Number of hardware queues that the streams of this process share: ``CUDA_DEVICE_MAX_CONNECTIONS``, by default 8.
+    The result is cached, because CUDA also reads the variable only once."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return int(given) if given.isdecimal() and int(given) else 8
 
@@ -151,7 +151,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def ranks_share_gpus() -> bool:
-    """Whether torch's switch lets symmetric memory have several ranks on one GPU."""
+    """Whether torch's switch for several ranks on one GPU with symmetric memory is on."""
     return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
@@ -161,7 +161,7 @@ class Reach(NamedTuple):
     Attributes:
         capability: compute capability of this GPU.
         gpus: GPUs that this process sees.
-        local_ranks: ranks of one machine.
+        local_ranks: ranks per machine.
         cut_off: numbers of the GPUs whose memory this GPU cannot reach.
     """
 
@@ -172,8 +172,8 @@ class Reach(NamedTuple):
 
 
 def reach() -> Reach | None:
-    """What this process's GPU reaches, or a GPU of the machine that plans are made for; ``None`` before CUDA is
-    initialized. Part of the cache key."""
+    """The ``Reach`` of this process's GPU, or of a GPU of the machine that plans are made for (``target``). ``None``
+    for this machine before CUDA is initialized. Part of the cache key."""
     if (box := target()) is not None:
         return Reach(box.capability, box.gpus, box.gpus, ())
     if not torch.cuda.is_initialized():
@@ -223,8 +223,8 @@ def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str
 
 def without_peers(ranks: tuple[int, ...], device: torch.device) -> bool:
     """Whether the GPUs of these global ranks are in one machine and none reaches another's memory, so that collectives
-    go through the host's memory. Every rank reaches the same result: rank ``r`` is taken to use the GPU with its index
-    in the machine."""
+    go through the host's memory. Every rank reaches the same result, because rank ``r`` is assumed to use GPU ``r %
+    local_ranks``."""
     facts = reach()
     if (
         target() is not None
@@ -243,7 +243,7 @@ def _all_cut_off(gpus: tuple[int, ...]) -> bool:
 
 
 def write_value_on_stream(flags: torch.Tensor, index: int, value: int) -> None:
-    """Queue the write ``flags[index] = value`` on the current stream. Not while a graph is captured.
+    """Queue the write ``flags[index] = value`` on the current stream. Not allowed while a CUDA graph is captured.
 
     Args:
         flags: int32, this rank's memory or a peer's.

@@ -14,7 +14,7 @@ LOG_NAME = "overlap_inductor"
 
 
 def count(counts: Mapping[str, int]) -> None:
-    """Add to ``torch._dynamo.utils.counters["overlap_inductor"]``."""
+    """Add ``counts`` to ``torch._dynamo.utils.counters["overlap_inductor"]``."""
     from torch._dynamo.utils import counters
 
     counters[LOG_NAME].update(counts)
@@ -35,8 +35,8 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
 def register_log_name() -> None:
     """Let ``TORCH_LOGS="+overlap_inductor"`` find our logger by name.
 
-    Without this, PyTorch finds the logger by importing all our subpackages. It helps from torch 2.13 on, which runs
-    autoload entry points before it reads ``TORCH_LOGS``.
+    Without this, PyTorch finds the logger by importing all our subpackages. The registration takes effect from torch
+    2.13 on, which runs autoload entry points before it reads ``TORCH_LOGS``.
     """
     from torch._logging import _internal
 
@@ -46,7 +46,7 @@ def register_log_name() -> None:
 
 def has_handlers_of_others(logger: logging.Logger) -> bool:
     """Whether a record of ``logger`` reaches a handler that PyTorch did not install. PyTorch gives each registered
-    logger one, whether ``TORCH_LOGS`` names it or not."""
+    logger a handler, whether ``TORCH_LOGS`` names the logger or not."""
     from torch._logging import _internal
 
     found: logging.Logger | None = logger

@@ -4,12 +4,13 @@ only here.
 
 ``kernel[grid](...)`` examines every argument and encodes every tensor map at each launch: 75 us for 50 arguments with
 four tensor maps (Triton 3.6). A ``PreparedKernel`` is compiled and loaded once, for arguments of which only addresses
-change from launch to launch, and remembers a tensor map by its address: 8 us. For that it calls the C launcher below
-Triton's own, whose interface differs from version to version. Versions other than those of ``_DIRECT`` are launched by
-the documented way, ``compiled[grid](...)``: 32 us.
+change from launch to launch. It remembers the tensor map of each address, so a launch takes 8 us. For this it calls the
+C launcher that lies below Triton's own launcher. The C launcher's interface differs from version to version. In
+versions of Triton that ``_DIRECT`` does not list, kernels are launched in the documented way, ``compiled[grid](...)``:
+32 us.
 
-Compiling and loading happen before the first launch. Loading a module waits for the device, and a kernel of the same op
-may already be waiting there for the kernel that is to be loaded.
+Compiling and loading happen before the first launch, to avoid a deadlock: loading a module waits for the device, and
+another kernel of the same op may already be running there and waiting for the kernel that is to be loaded.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from overlap_inductor.torch_compat.versions import release
 
 _DIRECT = ((3, 6),)
 _REMEMBERED = 256
-"""Tensor maps remembered for an argument. (They own no memory, and only the address differs between them.)"""
+"""Tensor maps remembered per argument. (They own no memory, and differ in the address only.)"""
 _STREAM = 3
-"""Which argument of the C launcher is the stream, behind the three sizes of the grid."""
+"""Index of the stream among the arguments of the C launcher: it follows the three sizes of the grid."""
 
 
 def bound(kernel: Any, varying: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of ``kernel``, by parameter and in its own order.
+    """The arguments of ``kernel`` by parameter name, defaults included, in the order of its parameters.
 
     Raises:
         TypeError: a parameter without a default has no argument, or has two; or an argument has no parameter.
@@ -58,14 +59,14 @@ class PreparedKernel:
     """``kernel[(grid,)](**varying, **fixed, **options)``, compiled and loaded.
 
     Args:
-        varying: by parameter, examples of the arguments that each launch is given anew, in the order in which a launch
-            takes them: tensors, tensor descriptors, or ``None``. Shapes, strides, dtypes and the alignment to 16 bytes
-            stay.
-        fixed: by parameter, all other arguments, constants too; kept alive.
-        scratch: device on which the kernel needs memory for tensor maps of its own, or ``None``.
+        varying: by parameter, examples of the arguments that every launch passes anew, in the order in which a launch
+            takes them: tensors, tensor descriptors, or ``None``. Shapes, strides, dtypes and alignment to 16 bytes must
+            be the same at every launch.
+        fixed: by parameter, all other arguments, including constants. They are kept alive.
+        scratch: device on which the kernel needs memory for tensor maps that it makes itself, or ``None``.
 
     Raises:
-        TypeError: the names are not the kernel's parameters (``bound``).
+        TypeError: the names do not match the kernel's parameters (``bound``).
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class PreparedKernel:
 
     def __call__(self, *varying: torch.Tensor | None) -> None:
         """Launch on the current stream. ``varying``: one tensor or ``None`` for each varying argument, in the order of
-        the mapping; for a tensor descriptor the tensor that it describes."""
+        the mapping. For a tensor descriptor, pass the tensor that it describes."""
         self._launch(*varying)
 
     def _by_triton(self, *varying: torch.Tensor | None) -> None:
@@ -111,7 +112,7 @@ class PreparedKernel:
 
 
 def _with_scratch(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """``run`` with an allocator for the kernel's own memory, which leaves the caller's as it is."""
+    """``run`` with an allocator for the kernel's own memory. The caller's allocator stays as it is."""
     import contextvars
 
     def launch(*arguments: Any) -> None:
@@ -126,12 +127,12 @@ def _with_scratch(run: Callable[..., Any], device: torch.device) -> Callable[...
 
 _SCRATCH: dict[torch.device, list[torch.Tensor]] = {}
 _SMALLEST_SCRATCH = 1 << 20
-"""Bytes; what the kernels of up to 8 ranks need."""
+"""Bytes. Suffices for the kernels of groups of up to 8 ranks."""
 
 
 def _scratch(size: int, device: torch.device) -> torch.Tensor:
-    """Memory of a device that all kernels share, because they run one after the other there. It is never freed: CUDA
-    graphs hold its address."""
+    """At least ``size`` bytes of the device's memory. All kernels share them, because the kernels run one after the
+    other on the device. The memory is never freed, because CUDA graphs hold its address."""
     known = _SCRATCH.setdefault(device, [])
     if not known or known[-1].numel() < size:
         known.append(lasting_bytes(max(size, _SMALLEST_SCRATCH), device))
@@ -139,11 +140,12 @@ def _scratch(size: int, device: torch.device) -> torch.Tensor:
 
 
 class _Direct:
-    """Triton 3.6: the C launcher below ``CudaLauncher``, with tensor maps that are already encoded.
+    """For Triton 3.6: calls the C launcher below ``CudaLauncher``, with tensor maps that are already encoded.
 
     Args:
         arguments: examples of all arguments, in the kernel's order.
-        places: which of them vary, in the order in which a launch takes them.
+        places: indices of the arguments that vary, in the order in which a launch takes them.
+        documented: launches in the documented way.
     """
 
     def __init__(
@@ -158,7 +160,7 @@ class _Direct:
         from triton.backends.nvidia import driver
 
         run = compiled.run
-        # (A function that encodes tensor maps wraps the C launcher, if a kernel has such arguments.)
+        # (If a kernel takes tensor descriptors, a function that encodes their tensor maps wraps the C launcher.)
         closure = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
         self._launcher = closure.get("launcher", run.launch)
         self._documented = documented
@@ -166,12 +168,12 @@ class _Direct:
         size = run.global_scratch_size * run.num_ctas * grid
         scratch_memory = _scratch(size, scratch) if size and scratch is not None else None
         launch = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, scratch_memory, None)
-        # What the launcher is given: the grid, a place for the stream, facts of the launch, and the arguments, of which
-        # a tensor descriptor is several.
+        # What the launcher is given: the grid, a place for the stream, facts of the launch, and the kernel's arguments.
+        # A tensor descriptor takes several of these values.
         values: list[Any] = [grid, 1, 1, None, *launch, compiled.packed_metadata, None, None, None]
         encode = triton.runtime.driver.active.utils.fill_tma_descriptor
         maps = iter(compiled.metadata.tensordesc_meta or ())
-        # Where an argument stands in these values: an index, or a slice of them for a descriptor.
+        # The position of each argument in these values: an index, or a slice for a descriptor.
         found: list[tuple[Any, _Maps | None]] = []
         for argument in arguments:
             begin = len(values)
@@ -186,13 +188,13 @@ class _Direct:
         for at, _ in self._varying:
             values[at] = [None] * (at.stop - at.start) if isinstance(at, slice) else None
         self._values = values
-        # (Kept alive: the launcher is given addresses, and the function is its module's.)
+        # (Kept alive: the launcher is given only addresses, and the function belongs to its module.)
         self._alive = compiled, [a for number, a in enumerate(arguments) if number not in places]
 
     def __call__(self, *varying: torch.Tensor | None) -> None:
         hooks = triton.knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            # A profiler's hooks need what only Triton's launcher tells them.
+            # A profiler's hooks need information that only Triton's own launcher gives them.
             self._documented(*varying)
             return
         values = self._values.copy()
@@ -206,7 +208,7 @@ class _Direct:
 
 
 class _Maps:
-    """Tensor maps of one descriptor argument, by the address of its tensor, flattened as the C launcher takes them."""
+    """Tensor maps of one descriptor argument by the address of its tensor, flattened for the C launcher."""
 
     def __init__(
         self, example: TensorDescriptor, meta: dict[str, Any], encode: Callable[..., Any], dtypes: dict[int, int]
@@ -225,7 +227,7 @@ class _Maps:
         self._known: dict[int, list[Any]] = {}
 
     def flat(self, tensor: torch.Tensor) -> list[Any]:
-        """The tensor map, shape and strides; always the same number of values."""
+        """The tensor map, shape and strides of ``tensor``: always the same number of values."""
         address = tensor.data_ptr()
         found = self._known.get(address)
         if found is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions: of torch, whether this package knows its private interfaces, and how a version's text is read."""
+"""Reads torch's version, and says whether this package knows the private interfaces of that version."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transports of overlap_inductor (import-light: import the modules you need)."""
+"""Transports move a schedule's bytes between ranks. Importing this package imports none of its modules."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of their own that wait for what peers send: ``wait_kernel`` until rows have arrived, ``receive_kernel`` until
-they have arrived and are copied into a result."""
+"""Separate kernels that wait for what peers send. ``wait_kernel`` waits until rows have arrived. ``receive_kernel``
+also copies them into a result."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from overlap_inductor.transports.call_arguments import call_arguments
 from overlap_inductor.transports.transfer import Transfer
 
 BLOCK, BLOCKS_AN_SM = 2048, 4
-"""Elements that a block copies at once, and blocks per SM: fewer keep too few loads in flight."""
+"""Elements that a block copies at once, and blocks per SM. With fewer blocks, too few loads are in flight."""
 
 
 def wait_kernel(launch: Launch, transfer: Transfer, first: int, last: int, kind: int) -> PreparedKernel:
     """A kernel that holds the stream until parts ``first .. last - 1`` of the peers' transfers have arrived.
 
-    ``kind``: of wait, for the fault record (``kernels.layout``).
+    ``kind``: the kind of wait that a fault record names (``WAIT_...`` in ``kernels.layout``).
     """
     fixed = {
         **call_arguments(wait_for_parts, launch),
@@ -39,12 +39,12 @@ def wait_kernel(launch: Launch, transfer: Transfer, first: int, last: int, kind:
 def receive_kernel(
     launch: Launch, everyone: torch.Tensor, finished: torch.Tensor, transfer: Transfer, sms: int
 ) -> Callable[[torch.Tensor], None]:
-    """What copies every peer's finished rows, parts of ``transfer``, from the workspace to a result when they have
-    arrived. In both, rows are in the order of ranks.
+    """A function that waits for the finished rows of every peer, the parts of ``transfer``, and copies them from the
+    workspace to a result. In both, rows are in the order of ranks.
 
     Args:
         everyone: an example of the result, ``[world_size * rows, width]``, fp16 or bf16.
-        finished: the workspace from these rows on, flat, of the same dtype.
+        finished: the workspace from the first finished row on, flat, of the same dtype.
         sms: SMs of the device.
     """
     world_size = launch.world_size

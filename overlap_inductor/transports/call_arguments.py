@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``call_arguments``: what every kernel of a call takes under one name, whichever kernel it is."""
+"""``call_arguments``: the arguments that have the same name and value in every kernel of a call."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from overlap_inductor.runtime.workspace import Launch
 
 
 def call_arguments(kernel: Any, launch: Launch) -> dict[str, Any]:
-    """The arguments of ``kernel`` that are facts of the call's slot, group and site, by parameter.
+    """The arguments of ``kernel`` that describe the call's slot, group and site, by parameter.
 
-    A kernel takes those of them that it names: ``peer_data`` and ``peer_flags`` (int64 ``[world_size]`` addresses),
-    ``flags``, ``queues`` and ``calls`` (int32, this rank's), ``signals`` (flags of a source), ``stop`` (int32, the
-    group's fault memory), ``patience`` (nanoseconds), ``site`` (its number in the fault record), ``rank``, ``WORLD``.
+    The result holds those of the following that are parameters of ``kernel``: ``peer_data`` and ``peer_flags`` (int64
+    ``[world_size]`` addresses), ``flags``, ``queues`` and ``calls`` (int32, this rank's), ``signals`` (number of flags
+    per source), ``stop`` (int32, the group's fault memory), ``patience`` (nanoseconds), ``site`` (the site's number in
+    the fault record), ``rank``, ``WORLD``.
     """
     slot, faults = launch.slot, launch.faults
     known = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time calls that all ranks of a group make together, and measure curves of a collective's seconds by its bytes."""
+"""Times calls that all ranks of a group make together, and measures how a collective's time depends on its bytes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import torch.distributed as dist
 from overlap_inductor.transports.transport import WholeCollectives
 
 SIZES = tuple(2**power for power in range(17, 27))
-"""Bytes of the collectives that a curve is measured at: 128 KiB to 64 MiB, milliseconds in total on NVLink."""
+"""Bytes of the collectives that are timed for a curve: 128 KiB to 64 MiB. All of them take milliseconds on NVLink."""
 REPEATS = 3
 
 
 def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Seconds of each call on this rank: the median of ``REPEATS``, all calls in turn, after one call of the first to
-    warm up.
+    """Seconds that each call takes on this rank: the median of ``REPEATS`` times. All calls are timed in turn, after
+    ``calls[0]`` has run to warm up.
 
-    All ranks that the calls communicate with do this together. Put the longest call first: the host then runs ahead of
-    the GPU, and its own time is not measured.
+    All ranks that the calls communicate with run this together. Put the longest call first: the host then runs ahead
+    of the GPU, so the host's own time is not measured.
     """
     calls[0]()
     if device.type != "cuda":
@@ -47,7 +47,7 @@ def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device) -> l
 
 
 def of_first_rank(values: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """``values`` of the group's first rank, on all of its ranks, so that all ranks decide alike."""
+    """The first rank's ``values``, returned on all ranks of the group, so that all ranks decide alike."""
     numbers = torch.tensor(values, dtype=torch.float64, device=device)
     dist.broadcast(numbers, group_src=0, group=group)
     return [float(number) for number in numbers.tolist()]
@@ -56,10 +56,14 @@ def of_first_rank(values: list[float], group: dist.ProcessGroup, device: torch.d
 def measured_curve(
     transport: WholeCollectives, scatters: bool, like: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[tuple[float, float], ...]:
-    """``((bytes, seconds), ...)`` of a reduce-scatter or an all-reduce, by the bytes that a rank gives to it, rising.
+    """``((bytes, seconds), ...)`` of a reduce-scatter or an all-reduce, sorted by the bytes that each rank passes to
+    it.
 
-    All ranks measure together. It is not possible while a CUDA graph is captured. ``like``: a tensor of the dtype and
-    device of what will be reduced.
+    All ranks of ``group`` call this together, and not while a CUDA graph is captured.
+
+    Args:
+        scatters: True for a reduce-scatter, False for an all-reduce.
+        like: a tensor of the dtype and device of what will be reduced.
     """
     per_row, device = group.size() * like.element_size(), like.device
     source = torch.zeros(max(SIZES) // per_row * group.size(), dtype=like.dtype, device=device)

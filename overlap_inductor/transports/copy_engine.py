@@ -1,49 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport ``copy_engine``: copies to the peers' memory on a stream, which copy engines run. Each copy of rows is
-followed by the copy of a flag.
+"""Transport ``copy_engine``: copies rows to the peers' memory on a stream. Copy engines run the copies. After each copy
+of rows, a second copy sets the receiver's flag.
 
-No SM works at the copies. A copy engine moves 379 GB/s on an H200, with 3 us between two copies, on one stream as on
-several. The flag is one more copy, of a word that holds the number of the call. It takes 2 us; a kernel that signals
-would keep the next copy waiting for 12 us, a value written by the stream itself for 15 to 20 us. Nothing of the call is
-baked into a CUDA graph: ``transports.credits.credit_kernel`` has written the word before, when all peers gave leave.
+The copies occupy no SM. A copy engine moves 379 GB/s on an H200, with 3 us between two copies, on one stream or on
+several. The flag is copied from a word that holds the number of the call, which takes 2 us. A kernel that signals would
+delay the next copy by 12 us; a value written by the stream itself, by 15 to 20 us. A CUDA graph that holds the copies
+fixes no call number: ``transports.credits.credit_kernel`` writes the word in each call, once all peers have given leave
+to write into their workspace.
 
-Ordering. The copies of a stream run one after the other, and a copy begins when what the one before has written is
-visible. So a reader that acquires the flag sees the rows (``tests.gpu.check_litmus``, "copy engine, copied flag").
+Ordering. The copies of a stream run one after the other. A copy begins only when everything that the copy before it has
+written is visible. So a reader that acquires the flag sees the rows (``tests.gpu.check_litmus``, "copy engine, copied
+flag").
 
-Without leave. A kernel that stores checks whether it may (``kernels.signals.may_store``); a copy that is queued cannot.
-If the wait for leave ends without leave (its patience is over, or the group was aborted, after which every wait ends at
-once), the copy runs, and so do the copies of all calls that are queued by then. Three things then hold:
+Without leave. A kernel that stores checks whether it may (``kernels.signals.may_store``). A queued copy cannot check.
+The wait for leave ends without leave if its patience is over, or if the group was aborted, after which every wait ends
+at once. The copy then runs, and so do the copies of all calls that are queued by then. Three things hold in that case:
 
-* No rank takes the copied rows for valid ones: their flag is copied from a word that holds the number of no call
+* No rank takes the copied rows for valid rows, because their flag is copied from a word that holds no call's number
   (``announce``).
-* A peer that is still in the call before may read the copied rows in place of its own: it is slow, or was paused behind
-  its last wait. It hands none of them out. The wait that ends without leave sets every rank's abort word before its
-  kernel ends, so before any copy behind it starts. The peer's call looks at its abort word behind its last read of the
-  workspace, and sets its results to NaN if the word is set (``kernels.transfer.spoil``), before anything behind the
-  call on its stream can read them. This is the order of a sequence lock: the writer says that it writes, then writes;
-  the reader reads, then looks. What the peer sums for others it signals only behind such a look.
-* A call that starts later writes nothing: its host checks first (``FaultRecord.check``).
+* A peer may still be in the previous call, because it is slow or was paused after its last wait. It may then read the
+  copied rows in place of its own. None of them reaches the peer's program:
 
-This holds for calls that are launched one by one, for graphs of calls and for graphs that a program captures alike. The
-look is a kernel of the call, and costs nothing if the call's last kernel does it. Alternatives considered: a wait that
-never ends without leave would hold back every copy, but also every later kernel of this rank, so a program that was
-told of the fault could not even save its weights; conditional nodes of CUDA graphs would serve graphs alone; a second
-region for every other call does not help, since more than one call may be queued.
+  1. The wait that ends without leave sets every rank's abort word before its kernel ends. So the words are set before
+     any copy after that kernel starts.
+  2. After its last read of the workspace, the peer's call looks at its abort word. If the word is set, the call sets
+     its results to NaN (``kernels.transfer.spoil``), before any later work on its stream can read them.
 
-If what is sent also rests on later waits (``guarded``), the word is written anew behind them. If one of them was given
-up, it becomes a number that no rank waits for, as after the wait for leave.
+  This is the order of a sequence lock: the writer announces the write, then writes; the reader reads, then looks. Sums
+  that the peer computes for other ranks are signalled only after such a look.
+* A call that starts later writes nothing, because its host checks first (``FaultRecord.check``).
 
-Turns. Each rank sends to the rank next to it, then to the one after, and so on. As long as all ranks are in step, no
-two send to the same rank. Two that do get half a link each, so a late rank's delay is paid twice, and it then meets the
-next rank, until ranks send as if they chose receivers at random and waited for them. That is 58.6 % of a link (Karol,
-Hluchyj and Morgan, IEEE Trans. Comm. 35, 1987, section III): in 21 rounds eight H200s delivered 186 GB/s each in pieces
-of 4 MiB, 226 in pieces of 8 MiB and 250 in pieces of 16 MiB, some 200 on several streams at once; only 14 rounds of 32
-MiB ended before the ranks fell out of step (343). So each large piece of a send but the first waits until its receiver
-has got what comes before it in the order of all ranks (``kernels.transfer.wait_for_turn``). A late rank then stays as
-late as it was (bench/results/turns.jsonl). A wait costs some 5 us, which small pieces do not gain back. It also needs
-room on an SM, for one warp and no shared memory. So a schedule allows no turns (``Share``) if its kernel occupies every
-SM while it waits for the copies, as schedule ``fused`` does. With one hardware queue a wait would hold back the
-matmuls, so no piece waits.
+This holds alike for calls that are launched one by one, for graphs of calls, and for graphs that a program captures.
+The look is a kernel of the call. It costs nothing if the call's last kernel does it. Alternatives considered:
+
+* A wait that never ends without leave would hold back every copy. It would also hold back every later kernel of this
+  rank, so a program that was told of the fault could not even save its weights.
+* Conditional nodes of CUDA graphs would serve graphs only.
+* A second region for every other call does not help, because more than one call may be queued.
+
+What is sent may also depend on later waits of the call (``guarded``). Then the word is written again after those waits.
+If one of them was given up, the word becomes a number that no rank waits for, as after the wait for leave.
+
+Turns. Each rank sends to the next rank, then to the one after that, and so on. While all ranks are in step, no two send
+to the same rank. Two ranks that do get half a link each, so a late rank's delay is paid twice. The late rank then
+collides with the next rank, until the ranks send as if each chose its receivers at random and waited for them. That
+reaches 58.6 % of a link (Karol, Hluchyj and Morgan, IEEE Trans. Comm. 35, 1987, section III). In 21 rounds eight H200s
+delivered 186 GB/s each in pieces of 4 MiB, 226 in pieces of 8 MiB and 250 in pieces of 16 MiB. On several streams at
+once they delivered some 200 GB/s. With pieces of 32 MiB they delivered 343 GB/s, but only because 14 rounds ended
+before the ranks fell out of step.
+
+So each large piece of a send, except the first, waits for its turn (``kernels.transfer.wait_for_turn``): until its
+receiver has got the piece that another rank sends to that receiver one turn earlier. A late rank then stays as late as
+it was (bench/results/turns.jsonl). A wait costs some 5 us, which small pieces do not gain back. It also needs room on
+an SM, for one warp and no shared memory. So a schedule allows no turns (``Share.turns_from``) if its kernel occupies
+every SM while it waits for the copies, as schedule ``fused`` does. No piece waits if the process has fewer than
+``QUEUES_FOR_TURNS`` hardware queues, because a wait could then hold back the matmuls.
 """
 
 from __future__ import annotations
@@ -68,8 +79,8 @@ if TYPE_CHECKING:
     from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 
 QUEUES_FOR_TURNS = 3
-"""Hardware queues that turns need: for copies, for waits for turns, and for waits for peers. In a CUDA graph only edges
-order these, and a kernel that waits may hold up its queue."""
+"""Hardware queues that turns need: one each for copies, for waits for turns, and for waits for peers. In a CUDA graph
+only edges order these three, and a kernel that waits may block the queue that it is in."""
 
 
 class CopyEngine:
@@ -79,7 +90,8 @@ class CopyEngine:
     moved_by = "copy engines, over symmetric memory"
     needs_sms = False
     fastest_from = 2 << 20
-    """Against SMs that push, which are missing from the matmul (2 H200s, also as one of 4 and of 8 ranks)."""
+    """Measured against transport ``sm_push``, whose SMs the matmul lacks (2 H200s, also with each as one rank of 4 or
+    of 8)."""
 
     def prepare(
         self,
@@ -90,7 +102,7 @@ class CopyEngine:
         share: Share,
         guarded: bool = False,
     ) -> Send:
-        """As ``PeerCopies.prepare``. Receivers are told of every part."""
+        """As ``PeerCopies.prepare``. Each part has its own copy of a flag."""
         from overlap_inductor.kernels.transfer import announce
         from overlap_inductor.torch_compat.triton_launch import PreparedKernel
         from overlap_inductor.transports.credits import announced
@@ -110,9 +122,11 @@ class CopyEngine:
 
 @dataclass(frozen=True)
 class _Copy:
-    """``nbytes`` bytes from byte ``source`` of what is sent to address ``target``.
+    """A copy of ``nbytes`` bytes to a peer, and of the flag that follows them.
 
     Attributes:
+        target: address in the receiver's memory.
+        source: offset in what is sent, bytes.
         flag: address of the receiver's flag.
         memory: the receiver's data and flags, kept alive.
     """
@@ -125,7 +139,7 @@ class _Copy:
 
 
 def _copy(launch: Launch, transfer: Transfer, number: int, itemsize: int) -> _Copy:
-    """The copy of part ``number``; ``itemsize``: bytes of an element."""
+    """The copy of part ``number``. ``itemsize``: bytes per element."""
     slot, row_bytes = launch.slot, transfer.width * itemsize
     piece = transfer.piece(number, launch.rank, launch.world_size)
     at = transfer.flag(number, launch.rank, launch.world_size, slot.signals)
@@ -148,7 +162,7 @@ def _copies_with_flags(
     word: torch.Tensor,
     turns_from: int | None,
 ) -> Send:
-    """What starts the copies of parts ``numbers``, each followed by the copy of ``word`` to its flag."""
+    """A function that starts the copies of parts ``numbers``, each followed by the copy of ``word`` to its flag."""
     start = copier(source.device.type)
     copies = [_copy(launch, transfer, number, source.element_size()) for number in numbers]
     takes_turns = (
@@ -174,8 +188,8 @@ def _copies_with_flags(
 
 
 def _turn(launch: Launch, transfer: Transfer, before: int, number: int) -> PreparedKernel | None:
-    """Waits until the receiver of part ``number`` has got what another rank sends it as part ``before``. ``None`` if
-    that rank is this one."""
+    """A kernel that waits for the turn of part ``number``: until its receiver has got part ``before`` of the rank that
+    sends to this receiver one turn earlier. ``None`` if that rank is this one."""
     from overlap_inductor.kernels.transfer import wait_for_turn
     from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 

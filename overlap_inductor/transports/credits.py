@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of their own for leave to write into the peers' workspace: ``credit_kernel`` waits for leave before a call's
-first transfer, ``end_kernel`` gives leave at the call's end, and ``spoil_kernel`` sets results to NaN if the group was
-aborted (``kernels.transfer.spoil``)."""
+"""Separate kernels for leave to write into the peers' workspace. ``credit_kernel`` waits for leave before a call's
+first transfer. ``end_kernel`` gives the peers leave at the call's end. ``spoil_kernel`` sets results to NaN if the
+group was aborted (``kernels.transfer.spoil``)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from overlap_inductor.transports.call_arguments import call_arguments
 
 
 def announced(launch: Launch) -> torch.Tensor:
-    """int32 word ``[1]`` on the device. ``credit_kernel`` sets it to the number that the call's signals have."""
+    """int32 word ``[1]`` on the device. ``credit_kernel`` sets it to the value that the call's signals carry."""
     return launch.slot.queues[ANNOUNCED : ANNOUNCED + 1]
 
 
 def credit_kernel(launch: Launch) -> PreparedKernel:
-    """A kernel that blocks the stream until every peer has ended its previous call on this slot."""
+    """A kernel that blocks the stream until every peer has ended its previous call on this slot, or until the wait is
+    given up. Then it sets ``announced``."""
     kernel = launch.prepared.get("credits")
     if kernel is None:
         fixed = {**call_arguments(wait_for_credits, launch), "announced": announced(launch)}
@@ -36,7 +37,7 @@ def credit_kernel(launch: Launch) -> PreparedKernel:
 
 def end_kernel(launch: Launch) -> PreparedKernel:
     """A kernel that ends the call: it counts the call and lets the peers write again. Launch it on the stream after
-    every kernel and copy that sends from or reads the workspace."""
+    every kernel and copy that reads the workspace or sends from it."""
     kernel = launch.prepared.get("end")
     if kernel is None:
         fixed = call_arguments(end_call, launch)
@@ -45,7 +46,7 @@ def end_kernel(launch: Launch) -> PreparedKernel:
 
 
 SPOILT_AT_END = ("one", "two", "three")
-"""Parameters of ``end_call``: results that it sets to NaN itself if the group was aborted."""
+"""Parameters of ``end_call_and_spoil`` for the results that it sets to NaN itself if the group was aborted."""
 BLOCK = 1024
 
 
@@ -66,7 +67,8 @@ def spoil_kernel(launch: Launch, result: torch.Tensor) -> PreparedKernel:
 
 
 def spoiling_end(launch: Launch, results: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], None]:
-    """As ``end_kernel``, for a call with results like ``results``. They are set to NaN if the group was aborted."""
+    """A function that ends the call as ``end_kernel`` does, and sets the call's results to NaN if the group was
+    aborted. ``results``: examples of the results."""
     key = ("spoiling end", *map(_words, results))
     end = launch.prepared.get(key)
     if end is None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Exchange``: one buffer whose pieces travel hop by hop along a route, as messages of any ``Exchanges`` transport.
 
-Receives are started as early as the transport allows, each into its final place, so nothing is copied afterwards. The
-ops of a graph find an exchange by the address of its buffer, because a compiled graph passes tensors only.
+Receives are started as early as the transport allows. Each receives into its final place, so nothing is copied
+afterwards. The ops of a graph find an exchange by the address of its buffer, because a compiled graph passes only
+tensors from op to op.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from overlap_inductor.transports.transport import Exchanges
 from overlap_inductor.transports.transport import Message
 from overlap_inductor.transports.transport import Pending
 
-# Far from the tags that users pick, so a user's own send or receive on the group never meets one of these messages.
+# Far from the tags that users pick, so that a user's own send or receive on the group never matches these messages.
 _TAG_BASE = 0x0A1D_0000
 _HOPS_PER_EXCHANGE = 1 << 15
 _EXCHANGES_IN_FLIGHT = 1 << 14
@@ -35,10 +36,12 @@ class Exchange:
 
     Attributes:
         flat: the buffer, ``[slots, elements of a shard]``.
-        bounds: elements of a shard at which its parts begin, and the number of all: ``parts + 1`` numbers.
+        bounds: the first element of each part of a shard, then the number of the shard's elements: ``parts + 1``
+            numbers.
         route: one of ``routes.ROUTES``.
+        site: the site's id, for error texts.
         sequence: number of the exchange on its group, equal on all ranks.
-        hops: what was started and not yet waited for, by hop.
+        hops: messages that were started and not yet waited for, by hop.
     """
 
     flat: torch.Tensor
@@ -62,7 +65,7 @@ class Exchange:
         return routes.hop_count(self.route, self.world_size, self.parts)
 
     def piece(self, slot: int, part: int) -> torch.Tensor:
-        """Part ``part`` of slot ``slot``, flat: a view of the buffer."""
+        """Part ``part`` of slot ``slot`` as a flat view of the buffer."""
         return self.flat[slot, self.bounds[part] : self.bounds[part + 1]]
 
     def _moves(self, index: int) -> routes.Hop:
@@ -84,7 +87,8 @@ class Exchange:
         )
 
     def start_receives(self) -> None:
-        """Start every receive, if the transport lets receives come first."""
+        """Start every receive, if the transport starts receives before sends. Raises ``TransferError`` if it cannot
+        start one."""
         if self.receives_first:
             for index in range(self.hop_count):
                 self._start(index, receives=True)
@@ -93,7 +97,7 @@ class Exchange:
         """Start hop ``index``.
 
         Args:
-            piece: what is sent, flat and contiguous, if it is not in the buffer.
+            piece: what is sent, flat and contiguous; ``None`` if it is in the buffer.
 
         Raises:
             TransferError: the transport could not start a message.
@@ -104,8 +108,8 @@ class Exchange:
         if self._is_empty(index):
             return
         moves = self._moves(index)
-        # Two exchanges may be in flight with interleaved hops. Their sequence numbers, equal on all ranks because the
-        # graph chains the ops of a group, keep their messages apart.
+        # Two exchanges may be in flight with interleaved hops. Their sequence numbers keep their messages apart. The
+        # numbers are equal on all ranks, because the graph chains the ops of a group.
         tag = (
             _TAG_BASE
             + self.sequence % _EXCHANGES_IN_FLIGHT * _HOPS_PER_EXCHANGE
@@ -159,7 +163,7 @@ class _GroupExchanges:
 
     Attributes:
         opened: number of exchanges so far, equal on all ranks.
-        in_flight: by the address of the buffer.
+        in_flight: exchanges that were opened and not yet closed, by the address of the buffer.
     """
 
     opened: int = 0
@@ -172,7 +176,7 @@ _EXCHANGES = Kind("exchanges", lambda owner: _GroupExchanges())
 def open_exchange(
     buffer: torch.Tensor, bounds: Sequence[int], route: str, group: dist.ProcessGroup, site: str, transport: str = ""
 ) -> Exchange | None:
-    """Register ``buffer`` as in flight, and start the receives that may come first.
+    """Register ``buffer`` as in flight, and start the receives that come before the first send.
 
     Args:
         buffer: contiguous, of at least ``slots * bounds[-1]`` elements.
@@ -212,5 +216,5 @@ def find_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> 
 
 
 def close_exchange(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Forget the exchange of ``buffer`` once its last hop has been waited for."""
+    """Forget the exchange of ``buffer``. Call this once its last hop has been waited for."""
     _EXCHANGES.of(group).in_flight.pop(buffer.data_ptr(), None)

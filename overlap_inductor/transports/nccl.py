@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport ``nccl``: whole collectives of ``torch.distributed`` on a stream of their own, beside the kernel that makes
-what they send.
+"""Transport ``nccl``: whole collectives of ``torch.distributed`` on a separate stream. They overlap with the kernels
+that compute what later collectives send.
 
-A collective runs on the stream that is current (``async_op=False``), so it waits for what was queued there. On CPUs
-(gloo) there are no streams, and the same steps run one after the other.
+A collective runs on the current stream (``async_op=False``), so it waits for the work that was queued there before. On
+CPUs (gloo) there are no streams, and the same steps run one after the other.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Nccl:
 
     @contextlib.contextmanager
     def forked(self, device: torch.device) -> Iterator[contextlib.AbstractContextManager[Any]]:
-        """As ``WholeCollectives.forked``. The streams are joined also if the body raises: otherwise memory that the
-        communication stream uses could be reused too early, and a CUDA graph's capture would stay incomplete."""
+        """As ``WholeCollectives.forked``. The streams are joined even if the body raises. Otherwise memory that the
+        communication stream uses could be reused too early, and the capture of a CUDA graph would stay incomplete."""
         if device.type != "cuda":
             yield contextlib.nullcontext()
             return
@@ -46,7 +46,7 @@ class Nccl:
 
 @functools.cache
 def communication_stream(device: torch.device) -> torch.cuda.Stream:
-    """The device's one stream for collectives, of the highest priority: a collective takes the next free SM before
-    blocks of a later matmul do."""
-    # (-5 is the highest that any GPU has; a GPU takes a higher one as its own highest.)
+    """The device's one stream for collectives. It has the highest priority, so a collective takes the next free SM
+    before blocks of a later matmul do."""
+    # (-5 is the highest priority of any GPU. A GPU whose highest is less uses its own highest.)
     return torch.cuda.Stream(device, priority=-5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transports. A new one is a file and a line here, or one call of ``register`` from outside the package."""
+"""Registers the transports. To add one, write a file and add a line here, or call ``register`` from another package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from overlap_inductor.transports.transport import WholeCollectives
 
 PROTOCOLS = (PeerCopies, Exchanges, WholeCollectives)
 _BY_PROTOCOL: dict[Any, dict[str, Transport]] = {protocol: {} for protocol in PROTOCOLS}
-"""The transports by protocol and name. ``isinstance`` of a protocol takes 0.1 ms, too long for each call of an op."""
+"""The transports by protocol and name. An ``isinstance`` check takes 0.1 ms, too long for each call of an op."""
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ def register(transport: Transport) -> None:
     must not import Triton.
 
     Raises:
-        TypeError: it implements no protocol wholly.
+        TypeError: it lacks a member of every protocol.
         ValueError: its name is taken, or not an identifier.
     """
     implemented = [protocol for protocol in PROTOCOLS if isinstance(transport, protocol)]

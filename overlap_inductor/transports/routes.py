@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes: which piece a rank sends to whom, and which it receives, at each hop. Pure index arithmetic.
 
-A shard is cut into ``parts`` sub-chunks; a *hop* moves one sub-chunk over one link (two links if bidirectional).
-``slot`` is the place of a piece in the exchange buffer.
+A shard is cut into ``parts`` sub-chunks. A *hop* moves one sub-chunk over one link (``bidirectional``: one over each of
+two links; ``broadcast``: to every other rank). ``slot`` is the place of a piece's shard in the exchange buffer.
+
+In the table, W is the number of ranks, S is ``parts``, r is this rank, and hop (i, j) moves sub-chunk j in step i.
 
 =============  =======  ==================================================  =====================================
 route          hops     what moves                                          source
@@ -24,7 +26,8 @@ ROUTES = ("ring", "bidirectional", "owner", "travel", "broadcast")
 
 @dataclass(frozen=True)
 class Move:
-    """One piece over one link: ``slot`` and ``part`` name the piece in the buffer, ``peer`` is a rank of the group."""
+    """A piece that moves over one link. ``slot`` and ``part`` give its place in the buffer; ``peer`` is a rank of the
+    group."""
 
     slot: int
     part: int
@@ -38,12 +41,14 @@ class Hop:
 
 
 def slots(route: str, world_size: int) -> int:
-    """Shards that the exchange buffer of a route holds: of all ranks for gathers, of the others for reductions."""
+    """Number of shards that the exchange buffer of a route holds: one per rank for gathers, one per other rank for
+    reductions."""
     return world_size - 1 if route in ("owner", "travel") else world_size
 
 
 def distances(route: str, world_size: int) -> list[tuple[int, ...]]:
-    """For gathers: after step i (``parts`` hops), the shards of ranks ``r + d`` for d in ``distances[i]`` have arrived.
+    """For gathers: the shards that rank r receives in each step (``parts`` hops). In step i they are those of ranks
+    ``r + d`` for d in ``distances[i]``.
 
     Raises:
         ValueError: ``route`` is not one that gathers in steps.
@@ -57,7 +62,7 @@ def distances(route: str, world_size: int) -> list[tuple[int, ...]]:
 
 
 def hop_count(route: str, world_size: int, parts: int) -> int:
-    """Hops of the whole route; a shard has ``parts`` sub-chunks."""
+    """Number of hops of the whole route, if a shard has ``parts`` sub-chunks."""
     steps = {"bidirectional": world_size // 2, "broadcast": 1}.get(route, world_size - 1)
     return steps * parts
 
@@ -90,7 +95,8 @@ def hop(route: str, world_size: int, rank: int, parts: int, index: int) -> Hop:
 
 
 def bounds(total: int, parts: int) -> list[int]:
-    """Cut ``total`` rows into ``parts`` pieces that differ by at most one row (some are empty where rows are few).
+    """The ``parts + 1`` bounds of ``total`` rows cut into ``parts`` pieces whose sizes differ by at most one row. If
+    there are fewer rows than pieces, some pieces are empty.
 
     Works for ``torch.SymInt`` too: only ``*`` and ``//`` are used, so no guard is added.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport ``sm_push``: the blocks of one kernel store to the peers and signal part by part. It serves small pieces,
-where the fixed costs of copy engines show."""
+"""Transport ``sm_push``: the blocks of one kernel store to the peers, and signal after each part. It is meant for small
+pieces, for which the fixed costs of copy engines are too high."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from overlap_inductor.transports.transport import Send
 from overlap_inductor.transports.transport import Share
 
 COPY_WORDS = 8192
-"""int32 words that a block stores at once: eight 16-byte stores of each of its threads."""
+"""int32 words that a block stores at once: eight 16-byte stores per thread."""
 NAME = "sm_push"
-"""Schedules whose own kernels store to peers go by this name, too."""
+"""The name of the transport. It also stands for schedules whose own kernels store to peers."""
 
 
 class SmPush:
-    """Implements ``transports.transport.PeerCopies``. The kernel has ``share.sms`` blocks, at most one an SM; the
-    matmuls beside it have so many SMs less."""
+    """Implements ``transports.transport.PeerCopies``. The kernel has ``share.sms`` blocks, at most one per SM. Matmuls
+    that run at the same time have that many fewer SMs."""
 
     name = NAME
     moved_by = "SMs that store, over symmetric memory"
@@ -38,8 +38,8 @@ class SmPush:
         share: Share,
         guarded: bool = False,
     ) -> Send:
-        """As ``PeerCopies.prepare``. ``numbers`` are consecutive. Receivers are told after each part. Rows are whole
-        16-byte words."""
+        """As ``PeerCopies.prepare``. ``numbers`` must be consecutive, and the bytes of a row a multiple of 16.
+        Receivers are signalled after each part."""
         from overlap_inductor.kernels.transfer import push_parts
         from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 

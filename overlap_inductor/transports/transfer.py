@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Transfer`` says which rows of a shard go where in the peers' workspace. Plain numbers.
+"""``Transfer`` says which rows of a shard go where in the peers' workspace. It holds plain numbers only.
 
 A ``PeerCopies`` transport prepares parts of a transfer once (kernels compiled and loaded, the peers' addresses looked
 up) and then starts them with one call on the current stream.
@@ -30,13 +30,13 @@ class Transfer:
     number in its shard. Each part has one flag: ``index + u % parts`` of this source.
 
     Attributes:
-        scattered: True if the source holds a shard for every rank. The shards go to the ranks after this one, going
-            round, the nearest first, so the sender can multiply in the order of rows. False if one shard goes to all
-            ranks. It goes to the ranks before this one, the nearest first. So the shard of the next rank arrives
-            first, and the receiver can multiply in the order of rows.
-        origin: first row of what is sent in the source (if ``scattered``, of rank 0's shard).
-        base: row of every workspace where the shard from rank 0 goes. The shard from rank ``r`` goes ``r * rows`` rows
-            further on.
+        scattered: True if the source holds a different shard for each rank. They are sent to rank + 1, rank + 2, ...
+            (modulo the number of ranks), so the sender can multiply in the order of rows. False if the same shard goes
+            to all ranks. It is sent to rank - 1, rank - 2, ... So every rank receives the next rank's shard first, and
+            can multiply in the order of rows.
+        origin: row of the source at which the shard begins (if ``scattered``, rank 0's shard).
+        base: row of every workspace at which the shard from rank 0 goes. The shard from rank ``r`` goes to row ``base +
+            r * rows``.
         index: flag of the first part.
     """
 
@@ -59,8 +59,8 @@ class Transfer:
         return 1 if self.scattered else -1
 
     def flag(self, number: int, rank: int, world_size: int, signals: int) -> int:
-        """The first int32 word of part ``number``'s flag, from ``rank``, in the receiver's flags. ``signals``: flags of
-        each source in the slot."""
+        """Index of the flag of part ``number`` from ``rank``, in int32 words of the receiver's flags. ``signals``:
+        number of flags that each source has in the slot."""
         return (world_size + rank * signals + self.index + number % self.parts) * FLAG_WORDS
 
     def piece(self, number: int, rank: int, world_size: int) -> Piece:

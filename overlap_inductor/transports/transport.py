@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PeerCopies``, ``Exchanges`` and ``WholeCollectives``: the three protocols of what moves a schedule's bytes.
+"""``PeerCopies``, ``Exchanges`` and ``WholeCollectives``: the three protocols of transports, which move a schedule's
+bytes.
 
-A schedule drives one protocol and takes every registered transport of it (``transports.registry``). The protocols
-differ in who acts: with ``PeerCopies`` the sender alone writes into its peers' memory and sets their flags; with
-``Exchanges`` the hosts of sender and receiver both post a message; with ``WholeCollectives`` all ranks call one
-collective.
+A schedule drives one protocol and can use every registered transport that implements it (``transports.registry``). The
+protocols differ in who acts:
 
-A kernel that stores to peers by itself drives no transport. Its schedule goes by the name ``sm_push``.
+* ``PeerCopies``: the sender alone writes into its peers' memory and sets their flags.
+* ``Exchanges``: the hosts of sender and receiver both post a message.
+* ``WholeCollectives``: all ranks call one collective.
+
+A schedule whose own kernel stores to peers drives no transport. Its transport is named ``sm_push``.
 """
 
 from __future__ import annotations
@@ -26,12 +29,12 @@ from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.transports.transfer import Transfer
 
 Send = Callable[[torch.Tensor], None]
-"""Starts the transfer of a source ``[any rows, width]`` on the current stream, behind the work that is queued there.
-The receivers' flags are set when the rows have arrived."""
+"""Starts the transfer of a source ``[any rows, width]`` on the current stream, after the work that is queued there. The
+receivers' flags are set when the rows have arrived."""
 
 
 class Transport(Protocol):
-    """What all transports have: a name for the configuration, and what moves the bytes, in a few words."""
+    """What all transports have: a name for the configuration, and a few words that say what moves the bytes."""
 
     @property
     def name(self) -> str: ...
@@ -42,12 +45,12 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class Share:
-    """What a schedule leaves to a transport beside its matmuls.
+    """What a schedule allows a transport while its matmuls run.
 
     Attributes:
         sms: SMs that the transport may occupy.
-        turns_from: bytes of a piece from which on a piece waits until its receiver gets nothing else; ``None``: no
-            piece waits.
+        turns_from: a piece of at least this many bytes waits for its turn, so that its receiver gets nothing from
+            another rank at the same time (``transports.copy_engine``). ``None``: no piece waits.
     """
 
     sms: int = 0
@@ -66,8 +69,8 @@ class PeerCopies(Transport, Protocol):
 
     @property
     def fastest_from(self) -> int | None:
-        """Bytes of a piece from which on the transport is faster than those with a smaller value. ``None``: it is used
-        only where it is asked for by name."""
+        """Smallest piece, in bytes, for which the transport is faster than those with a smaller value. ``None``: the
+        transport is used only if it is asked for by name."""
         ...
 
     def prepare(
@@ -81,14 +84,15 @@ class PeerCopies(Transport, Protocol):
     ) -> Send:
         """Make parts ``numbers`` of ``transfer`` ready to be sent in that order.
 
-        The receivers' credits are awaited on the stream before a send starts. A receiver's flag of a part is set when
-        the part has arrived.
+        The caller waits for the receivers' credits on the stream before it starts a send. The flag of a part is set at
+        its receiver when the part has arrived.
 
         Args:
+            numbers: numbers of parts, see ``Transfer``.
             source: an example of what will be sent: ``[any rows, width]``, 16-bit or fp8, contiguous, aligned to 16
                 bytes.
-            guarded: what is sent also rests on other waits of this call. If one of them was given up, no flag is set
-                to the number of a call that a rank waits for.
+            guarded: True if what is sent also depends on other waits of this call. If one of them was given up, no flag
+                is set to the number of a call that a rank waits for.
         """
         ...
 
@@ -104,10 +108,10 @@ class Message:
 
 
 class Pending(Protocol):
-    """Messages that were started."""
+    """Messages that were started and may not be complete."""
 
     def wait(self) -> object:
-        """Return when the received tensors may be read and the sent ones overwritten, on the current stream. Raises
+        """Return when work on the current stream may read the received tensors and overwrite the sent ones. Raises
         ``RuntimeError`` if a message failed."""
         ...
 
@@ -117,7 +121,8 @@ class Exchanges(Transport, Protocol):
     """Messages between ranks, which sender and receiver both start."""
 
     def why_not(self, group_name: str, device: torch.device) -> str | None:
-        """Why the group cannot exchange tensors of ``device``, from what all its ranks know alike; or ``None``."""
+        """Why the group cannot exchange tensors on ``device``, or ``None`` if it can. The answer must be the same on
+        all ranks of the group."""
         ...
 
     def receives_first(self, device: torch.device) -> bool:
@@ -134,7 +139,7 @@ class Exchanges(Transport, Protocol):
 
 @runtime_checkable
 class WholeCollectives(Transport, Protocol):
-    """Collectives of all ranks, on a stream beside the one that makes what they send."""
+    """Collectives of all ranks, on a stream other than the one that computes what they send."""
 
     def forked(self, device: torch.device) -> AbstractContextManager[AbstractContextManager[Any]]:
         """A context that joins the transport's stream to the current one at its end. It yields a context in which the
@@ -142,6 +147,6 @@ class WholeCollectives(Transport, Protocol):
         ...
 
     def reduce_rows(self, result: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Sum ``source`` over the ranks, in order with the current stream: in place if ``result`` is ``source``,
-        otherwise rank ``r`` gets the ``r``-th equal share of the rows."""
+        """Sum ``source`` over the ranks, in the order of the current stream. If ``result`` is ``source``, sums in place
+        (all-reduce). Otherwise ``result`` of rank ``r`` gets the ``r``-th equal share of the rows (reduce-scatter)."""
         ...
