@@ -187,6 +187,7 @@ class DecidedSite(OverlapSite):
 
 
 Kind = TypeVar("Kind", bound=SiteNodes)
+Choice = TypeVar("Choice")
 
 
 def nodes_of(site: OverlapSite, kind: type[Kind]) -> Kind:
@@ -201,3 +202,16 @@ def nodes_of(site: OverlapSite, kind: type[Kind]) -> Kind:
             " Remove the pattern from the schedule's patterns."
         )
     return site.nodes
+
+
+def by_nodes(choices: Mapping[type[SiteNodes], Choice], site: OverlapSite) -> Choice:
+    """The entry of ``choices`` for the class of the site's nodes, or for the nearest base class.
+
+    Raises:
+        TypeError: neither the class nor a base class is in ``choices``.
+    """
+    found = next((kind for kind in type(site.nodes).__mro__ if kind in choices), None)
+    if found is None:
+        kinds = " or ".join(kind.__name__ for kind in choices)
+        raise TypeError(f"site {site.facts.id} has {type(site.nodes).__name__}; expected {kinds}")
+    return choices[found]

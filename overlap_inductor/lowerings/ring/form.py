@@ -29,6 +29,7 @@ from overlap_inductor.sites.gather_nodes import GatherNodes
 from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.nodes import SiteNodes
+from overlap_inductor.sites.nodes import by_nodes
 from overlap_inductor.sites.nodes import nodes_of
 from overlap_inductor.sites.reduce_nodes import ReduceNodes
 from overlap_inductor.sites.step_emitter import StepEmitter
@@ -190,11 +191,7 @@ FORMS: dict[type[SiteNodes], RingForm] = {GatherNodes: GatherRing(), ReduceNodes
 
 def form_of(site: OverlapSite) -> RingForm:
     """The form for the class of ``site.nodes``. Raises ``TypeError`` if there is none."""
-    form = next((FORMS[kind] for kind in type(site.nodes).__mro__ if kind in FORMS), None)
-    if form is None:
-        kinds = " or ".join(kind.__name__ for kind in FORMS)
-        raise TypeError(f"site {site.facts.id} has {type(site.nodes).__name__}; expected {kinds}")
-    return form
+    return by_nodes(FORMS, site)
 
 
 def _nodes_a_piece(consumer: GatherConsumer) -> int:

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pass that fails: the model still compiles, and its report holds the failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from overlap_inductor.errors import StrictError
+from overlap_inductor.passes import overlap_pass
+from overlap_inductor.passes.find import SiteFinder
+from overlap_inductor.report import publish
+from overlap_inductor.report.text import render_text
+from tests.support.fake_group import fake_group
+from tests.support.hand_graph import HandGraph
+
+
+def test_a_failing_pass_is_no_failing_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong while looking: the graph stays, the report says so, and only strict mode raises."""
+    monkeypatch.setattr(SiteFinder, "run", lambda self: 1 / 0)
+    with fake_group(2):
+        made = HandGraph()
+        made.output(made.mm(made.gather(made.input(4, 16)), made.input(16, 8, name="w")))
+        before = made.text()
+        report = made.run()
+        assert made.text() == before == report.before == report.after
+        assert report.sites == [] and report.counters()["failed"] == 1
+        assert "ZeroDivisionError" in report.notices[0] and "overlap-inductor bugreport" in report.notices[0]
+        (failure,) = report.failures
+        assert (failure.stage, failure.sites) == ("pass", [])
+        assert 'File "overlap_inductor/passes/overlap_pass.py"' in failure.traceback
+        assert failure.traceback in render_text(report)
+        assert "\nthe overlap pass failed: nothing is overlapped\n" in render_text(report)
+        assert publish.summary(report).endswith(": the overlap pass failed: nothing is overlapped")
+        publish.activate(report)
+        strict = made.run(mode="strict")
+        with pytest.raises(StrictError, match="(?s)ZeroDivisionError.*overlap-inductor bugreport"):
+            publish.activate(strict)
+
+
+def test_a_graph_that_cannot_be_shown_has_a_report_of_the_failure_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing the graph as text may be what failed. The report of this failure must not fail for the same reason."""
+    monkeypatch.setattr(overlap_pass, "readable", lambda graph: 1 / 0)
+    with fake_group(2):
+        made = HandGraph()
+        made.output(made.mm(made.gather(made.input(4, 16)), made.input(16, 8, name="w")))
+        report = made.run()
+    assert report.failures[0].stage == "pass" and report.sites == []
+    assert report.before == "the graph cannot be shown as text: ZeroDivisionError: division by zero\n"
