@@ -33,7 +33,7 @@ from tests.gpu.stress_sites import Shape
 PATIENCE_SECONDS = 7200.0
 """Timeout of the groups."""
 SHAPES = (Shape(512, 8, 128, 264), Shape(304, 16, 72, 136))
-"""Shards of 2 ranks that have two bands, and sizes that do not divide into tiles."""
+"""On 2 ranks each shard has two bands. Not all sizes are multiples of a tile."""
 CALLS = 6
 """Calls of each variant, drawn from two sites."""
 
