@@ -53,7 +53,7 @@ expected = train(checkpoint, backend="eager")
 found = train(checkpoint, backend="overlap_inductor", options={"schedule": "ring"})
 torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 if dist.get_rank() == 0:
-    for site in overlap_inductor.last_report().sites:  # the backward graph's, which was compiled last
+    for site in overlap_inductor.last_report().sites:  # of the backward graph, which was compiled last
         print(f"backward: {site.facts.module}: {site.facts.pattern}: {site.decision.status}")
     print(f"losses {found}: the same as eager's")
 dist.destroy_process_group()

@@ -68,8 +68,8 @@ def patterns(schedule: str, rank: int, world_size: int) -> list[str]:
 
 
 def fp8(schedule: str, rank: int, world_size: int, calls: int, count: int) -> list[str]:
-    """Problems of all fp8 patterns. Three of them are also called under stress and replayed in CUDA graphs. Each of
-    these results must be bitwise equal to the first one."""
+    """Compare all fp8 patterns with fp64. Call three of them under stress and replay them in CUDA graphs: there each
+    result must be bitwise equal to the first one. Returns the problems."""
     sites = scaled_sites.cases(world_size, FACTOR)
     problems = against_fp64(schedule, rank, sites, scaled_sites.made)
     torch._dynamo.reset()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks programs drawn at random (``tests.support.random_programs``) on GPUs, compiled by Inductor with every
-schedule. Each rank has a GPU. Prints one JSON row per schedule.
+"""Checks programs drawn at random (``tests.support.random_programs``) on GPUs, compiled by Inductor with several
+schedules. Each rank has a GPU. Prints one JSON row per schedule.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_programs [--schedules chunked fused ring auto] [--seeds 0 30] \\
         [--trains] [--mode reduce-overhead] [--dynamic] [--seconds 120]

@@ -162,7 +162,9 @@ def bench(world_size: int) -> list[dict[str, Any]]:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.gpu.check_ring")
     parser.add_argument("--share", default="0/1", metavar="I/N", help="every N-th pattern, from the I-th on")
-    parser.add_argument("--all", action="store_true", help="also run looping ops (a node budget of 1)")
+    parser.add_argument(
+        "--all", action="store_true", help="run looping ops (a node budget of 1) in place of sub_chunks=1"
+    )
     parser.add_argument("--graphs", action="store_true", help="run in CUDA graphs only")
     parser.add_argument("--bench", action="store_true", help="time llama3-70b shapes, MLP and head")
     return parser.parse_args()

@@ -42,8 +42,8 @@ from overlap_inductor.report import publish as reporting
 BLOCKS, TOKENS, HIDDEN, HEAD = 3, 2048, 2048, 64
 STEPS = 10
 LIMIT = 0.03
-"""Largest error of the results in bf16, relative to their norm. A schedule's error may also be at most 1.5 times that
-of the plain compile, plus 0.002."""
+"""Largest error of the results in bf16, relative to their norm. In addition, a schedule's error must not exceed 1.5
+times that of the plain compile, plus 0.002."""
 GIVE_BACK_AT, OTHER_AT = 4, 6
 SCHEDULES = ("fused", "chunked", "wave_groups", "ring", "auto")
 MODELS = ("sequence parallel", "sequence parallel, checkpointed", "tensor parallel")
@@ -163,7 +163,7 @@ def main() -> int:
         torch.backends.cuda.enable_mem_efficient_sdp,
         torch.backends.cuda.enable_cudnn_sdp,
     ):
-        # Their backward does not add in a fixed order.
+        # The backward of these kernels does not add in a fixed order.
         allowed(False)
     linear = nn.Linear(HIDDEN, HIDDEN, device="cuda", dtype=torch.bfloat16)
     beside = torch.randn(512, HIDDEN, device="cuda", dtype=torch.bfloat16)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a few calls of every schedule and pattern, for compute-sanitizer. The calls are small, because this tool slows
-kernels down about fifty times. The exit status is 1 if a result was wrong.
+"""Makes a few calls of all patterns of all schedules except ``ring``, for compute-sanitizer. The calls are small,
+because this tool slows kernels down about fifty times. The exit status is 1 if a result was wrong.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --target-processes all \\
         torchrun --nproc-per-node 2 -m tests.gpu.sanitize_case [--schedules fused] [--ranks-share-gpus]

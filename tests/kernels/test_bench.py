@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the operator bench in Triton's interpreter, with schedules that write a site as one op. A wrong result ends
-it."""
+"""Runs the operator bench in Triton's interpreter, with schedules that write a site as one op. The bench must end at a
+wrong result."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_agrees_with_fp64(name: str) -> None:
     ],
 )
 def test_a_peer_that_never_comes(pattern: str, what: str, slices: int, pushers: int) -> None:
-    """The kernel ends with all its blocks. The next call raises an error that names the site and the peer, and runs
+    """All blocks of the kernel end. The next call raises an error that names the site and the peer, and runs
     nothing."""
     launch = SharedWorkspace.of(3, 20_000, 4).launch(0, patience_ns=20_000)
     a, b, p = (

@@ -187,7 +187,7 @@ def test_the_kernel_rounds_where_a_model_rounds() -> None:
 @pytest.mark.parametrize("two_shot", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_peer_that_never_comes(two_shot: bool, norm: bool) -> None:
-    """The kernel ends with all its blocks. The next call raises an error that names the site and the peer, and runs
+    """All blocks of the kernel end. The next call raises an error that names the site and the peer, and runs
     nothing."""
     launch = _launch(SharedWorkspace.of(3, 20_000, 32), 0, patience_ns=20_000)
     x, p = torch.zeros(4, 32).bfloat16(), SmallParameters(two_shot, 16, 4)

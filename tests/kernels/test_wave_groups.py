@@ -50,7 +50,7 @@ class Case:
 
     Attributes:
         rows: rows of the left operand; for a scatter, of one rank's shard of it.
-        partition: ``None``: it is measured.
+        partition: bounds of the groups, in bands. ``None``: measured.
         blocks: number of SMs, one of which is left free.
         in_rows: the right operand is row-major, not transposed.
     """
@@ -69,19 +69,19 @@ class Case:
 
 CASES = {
     "all-reduce, one group": Case("matmul_all_reduce", 32, 32, 32, [0, 2]),
-    "all-reduce, a group a band, no multiples of a tile": Case("matmul_all_reduce", 71, 40, 24, [0, 1, 2, 3, 4, 5]),
+    "all-reduce, a group per band, no multiples of a tile": Case("matmul_all_reduce", 71, 40, 24, [0, 1, 2, 3, 4, 5]),
     "all-reduce, one block, uneven groups, halves": Case(
         "matmul_all_reduce", 128, 64, 48, [0, 1, 3, 8], blocks=1, halves=True
     ),
     "all-reduce, average with bias": Case("matmul_all_reduce", 70, 24, 40, [0, 3, 5], reduce_op="avg", bias=True),
-    "all-reduce, chosen": Case("matmul_all_reduce", 80, 24, 32, bias=True, in_rows=True),
+    "all-reduce, measured partition": Case("matmul_all_reduce", 80, 24, 32, bias=True, in_rows=True),
     "scatter, one group": Case("matmul_reduce_scatter", 32, 32, 32, [0, 2]),
-    "scatter, a group a band, no multiples of a tile": Case("matmul_reduce_scatter", 23, 40, 24, [0, 1, 2]),
+    "scatter, a group per band, no multiples of a tile": Case("matmul_reduce_scatter", 23, 40, 24, [0, 1, 2]),
     "scatter, ragged bands in one group": Case(
         "matmul_reduce_scatter", 39, 24, 40, [0, 1, 3], blocks=4, halves=True, in_rows=True
     ),
     "scatter, average with bias": Case("matmul_reduce_scatter", 72, 24, 32, [0, 2, 3, 5], reduce_op="avg", bias=True),
-    "scatter, chosen": Case("matmul_reduce_scatter", 40, 40, 32),
+    "scatter, measured partition": Case("matmul_reduce_scatter", 40, 40, 32),
     "no rows": Case("matmul_all_reduce", 0, 16, 16),
 }
 
@@ -148,7 +148,8 @@ def _rank(rank: int, world_size: int, names: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "names"), [(2, list(CASES)), (3, ["all-reduce, chosen", "scatter, ragged bands in one group"])]
+    ("world_size", "names"),
+    [(2, list(CASES)), (3, ["all-reduce, measured partition", "scatter, ragged bands in one group"])],
 )
 def test_agrees_with_fp64(world_size: int, names: list[str]) -> None:
     for rank, problems in enumerate(run_ranks(world_size, _rank, names, timeout=250)):
@@ -222,7 +223,7 @@ def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
         waves.counters, c, place.faults.stop, 20_000, 2, 5, place.faults.number("some site"), 0, 160, 320, 256
     )
     assert c.flatten()[160:480].isnan().all() and not c.flatten()[:160].any() and not c.flatten()[480:].any(), (
-        "not exactly the group's rows are NaN"
+        "the elements that are NaN are not exactly those of the group"
     )
     with pytest.raises(
         TransferError,
@@ -241,10 +242,11 @@ def test_a_group_that_lies_across_element_2_to_31_becomes_nan(waves: wave_groups
     assert around.tolist() == [False] * 256 + [True] * 512 + [False] * 256
 
 
-def test_after_a_collective_that_failed_nothing_runs(
+def test_nothing_runs_after_a_collective_has_failed(
     waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counters that no kernel has waited for are not zero, so a later call's collectives would start too early."""
+    """After the failure, counters that no kernel has waited for are not zero, so a later call's collectives would start
+    too early."""
     _call(waves)
 
     def fails(*args: object) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sequence-parallel model with an odd vocabulary and a parallel loss, on one dim of a 2-D mesh: torchtitan's plan on
-a small model."""
+"""Trains a small sequence-parallel model with an odd vocabulary and a parallel loss, on one dim of a 2-D mesh, as
+torchtitan does. The results with overlap are compared with those without."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that disagree, die or restart, and inputs at the edge: a clear error or the right result, and never a hang."""
+"""Ranks that disagree, die or restart, and unusual inputs, lead to a clear error or to a right result, never to a
+hang."""
 
 from __future__ import annotations
 
@@ -233,7 +234,7 @@ def test_recycled_group_names() -> None:
     assert run_ranks(2, _recycled) == [[], []]
 
 
-# Inputs at the edge
+# Unusual inputs
 
 
 def _edges(rank: int, world_size: int) -> list[str]:
@@ -278,7 +279,7 @@ def _edges(rank: int, world_size: int) -> list[str]:
     return problems
 
 
-def test_inputs_at_the_edge() -> None:
+def test_unusual_inputs() -> None:
     """Catches strides of the example that are fixed in the graph, a wait for a piece of no rows, and a lost
     remainder."""
     for rank, found in enumerate(run_ranks(2, _edges, timeout=400)):

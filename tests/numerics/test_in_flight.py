@@ -18,8 +18,8 @@ Span = tuple[float, float]
 
 
 def _trace(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    """``{pattern: {event: [(start, end) in microseconds]}}``. A send or receive lasts from its start to the end of its
-    wait."""
+    """``{"gather ring": {event: [(start, end) in microseconds], "site": the site's id}}``, and the same for the other
+    pattern and for ``keep``. A send or receive lasts from its start to the end of its wait."""
     import overlap_inductor
 
     group = dist.group.WORLD

@@ -74,7 +74,7 @@ def _compare_as_on_gpus() -> None:
 
 
 def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """As ``_once``, but plans are compared as graphs on GPUs do, without the CPU graphs' comparison at every call."""
+    """As ``_once``, but plans are compared as those of graphs on GPUs are: not through the store at every call."""
     _compare_as_on_gpus()
     return _once(rank, world_size, fields)
 
