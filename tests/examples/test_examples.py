@@ -13,7 +13,7 @@ import transformers  # noqa: F401  (if it is missing, the error must come from h
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# A part of each line that an example must print, in this order: its sites, all overlapped, then that numbers agree.
+# A part of each line that an example must print, in this order: sites, all overlapped, and that numbers agree.
 LINES: dict[str, list[str]] = {
     "dtensor_block": [
         "forward: mlp.0: all_gather_matmul: overlapped",

@@ -158,14 +158,16 @@ def judge(job: Job, want: Expected, statuses: list[int | None], seconds: float) 
     took = float(said.get("seconds", seconds))
     match = re.search((want.told or "").format(last=last), told, re.DOTALL)
     if match is None or (want.told is None and told):
-        problems.append(f"rank 0 was told {told[-600:]!r}, expected {want.told!r}")
+        problems.append(f"the error of rank 0 is {told[-600:]!r}, expected {want.told!r}")
     if not want.after - 0.5 <= took <= want.after + SLACK_SECONDS:
         problems.append(f"after {took:.1f} s, expected {want.after:.1f} to {want.after + SLACK_SECONDS:.1f}")
     for rank in range(1, job.ranks) if want.others_told else ():
         error, after = str(job.said(rank).get("error", "")), float(job.said(rank).get("seconds", seconds))
         # (A rank that is late gets its error when it makes its call.)
         if re.search((want.others_told or "").format(last=last), error) is None or after > want.after + SLACK_SECONDS:
-            problems.append(f"rank {rank} was told {error[-600:]!r} after {after:.1f} s, expected {want.others_told!r}")
+            problems.append(
+                f"the error of rank {rank} is {error[-600:]!r} after {after:.1f} s, expected {want.others_told!r}"
+            )
     return match.group()[:300] if match else "", problems
 
 

@@ -215,7 +215,7 @@ def read_rounds(
     tl.store(wrong + block, bad)
 
 
-WAYS = [  # (what the writer does, what the reader does, whether the kernels rest on it)
+WAYS = [  # (what the writer does, what the reader does, whether the kernels rely on it)
     ("ordinary", "ordinary", True),
     ("unordered", "ordinary", False),
     ("two blocks", "ordinary", True),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the order of calls on GPUs: with receives queued after them, in graphs with calls on another stream, and from
-two threads. Also checks workspace that does not fit in GPU memory. Prints one JSON row per scenario.
+"""Checks the order of calls on GPUs: with receives queued after them, in graphs, with other calls on another stream,
+and from two threads. Also checks workspace that does not fit in GPU memory. Prints one JSON row per scenario.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_order [--rounds 30] [--ranks-share-gpus]
 

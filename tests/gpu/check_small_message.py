@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks schedule ``small_message`` under stress on GPUs: both kernels and several token counts in one slot, random
-delays on each rank, and eager calls between graph replays.
+"""Checks schedule ``small_message`` under stress on GPUs: one-shot and two-shot calls of several token counts in one
+slot, random delays on each rank, and eager calls between graph replays.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_small_message [--calls 6000] [--replays 300]
 

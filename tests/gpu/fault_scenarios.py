@@ -305,7 +305,7 @@ def main(
         probe(folder)
         return 0
     start_rank(rank, world_size, folder, share == "share")
-    # The late rank comes within the patience. Kernels that are to be aborted have a long one.
+    # The late rank comes within the patience. Kernels that are to be aborted have a long patience.
     patience = {"late": float(late) + 15, "aborted": PATIENT_SECONDS, "well": PATIENT_SECONDS}.get(
         scenario, TIMEOUT_SECONDS
     )

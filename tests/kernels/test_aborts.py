@@ -23,7 +23,7 @@ from tests.kernels.ranks import shared
 
 WORLD = 3
 IMPATIENT_NS, PATIENT_NS = 100_000, 10**15
-"""The first is 100 turns of a wait in the interpreter. The second is longer than any test."""
+"""How long kernels wait: 100 turns of a wait in the interpreter, or longer than any test."""
 SECONDS = 60.0
 IN_VAIN = r"site some site of group 'tp' timed out waiting for [a-z -]+ rank 2: expected call 2, saw call 1"
 FIRST = "rank 0 gave up first: "

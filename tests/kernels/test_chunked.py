@@ -66,8 +66,8 @@ CASES = {
     "gather, two matmuls, gathered tensor read, pushed": Case(
         GATHER, 3, 16, replace(SMALL, chunks=2, transport="sm_push"), two=True
     ),
-    "gather, as many chunks as hide transfers": Case(GATHER, 4, 16, replace(SMALL, chunks=None), columns=7200),
-    "gather, few chunks where the link decides": Case(GATHER, 4, 16, replace(SMALL, chunks=None)),
+    "gather, chunks chosen, matmul-bound": Case(GATHER, 4, 16, replace(SMALL, chunks=None), columns=7200),
+    "gather, chunks chosen, link-bound": Case(GATHER, 4, 16, replace(SMALL, chunks=None)),
     "gather, chunks of given sizes": Case(GATHER, 4, 16, replace(SMALL, chunks=None, sizes=(1, 2))),
     "gather, each copy in its turn": Case(GATHER, 4, 16, replace(SMALL, chunks=2, turns_from=0)),
     "scatter, copies of several parts in their turn": Case(SCATTER, 3, 40, replace(SMALL, chunks=4, turns_from=0)),
@@ -75,10 +75,8 @@ CASES = {
         REDUCE, 4, 24, replace(SMALL, chunks=None, bands=3, turns_from=0)
     ),
     "scatter": Case(SCATTER, 2, 16, SMALL),
-    "scatter, as many chunks as hide transfers": Case(
-        SCATTER, 4, 16, replace(SMALL, chunks=None), inner=4000, bias=True
-    ),
-    "scatter, few chunks where the link decides": Case(SCATTER, 4, 16, replace(SMALL, chunks=None)),
+    "scatter, chunks chosen, matmul-bound": Case(SCATTER, 4, 16, replace(SMALL, chunks=None), inner=4000, bias=True),
+    "scatter, chunks chosen, link-bound": Case(SCATTER, 4, 16, replace(SMALL, chunks=None)),
     "scatter, chunks of given sizes, pushed": Case(
         SCATTER, 4, 16, replace(SMALL, chunks=None, sizes=(2, 1), transport="sm_push")
     ),
@@ -93,9 +91,7 @@ CASES = {
     "all-reduce, bands in one matmul each": Case(REDUCE, 3, 40, replace(SMALL, chunks=0, bands=3), bias=True),
     "all-reduce, bands, pushed": Case(REDUCE, 3, 40, replace(SMALL, chunks=2, bands=4, transport="sm_push")),
     "all-reduce of uneven rows": Case(REDUCE, 3, 16, replace(SMALL, chunks=0, bands=2, transport="auto"), missing=2),
-    "all-reduce, as many chunks as hide transfers": Case(
-        REDUCE, 4, 24, replace(SMALL, chunks=None, bands=3), inner=4000
-    ),
+    "all-reduce, chunks chosen, matmul-bound": Case(REDUCE, 4, 24, replace(SMALL, chunks=None, bands=3), inner=4000),
     "all-reduce, chunks of given sizes": Case(
         REDUCE, 4, 24, replace(SMALL, chunks=None, bands=2, sizes=(1, 2)), bias=True
     ),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A peer is late, skips a call or is killed. The other rank waits, or raises an error that names site, group and peer.
-If it calls no overlap op any more, the watchdog ends it. Ranks are processes that share memory."""
+If it only replays kernels, the watchdog ends it. Ranks are processes that share memory."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Case:
 CASES = {
     "one-shot": Case(False, 2, (3, 1, 3, 2, 3), 64, 32),
     "one-shot, three ranks, a last segment that is shorter": Case(False, 3, (2, 5, 1, 5), 72, 32),
-    "one-shot, one segment a row, fp16": Case(False, 2, (4, 2, 4), 40, 64, dtype=torch.float16),
+    "one-shot, one segment per row, fp16": Case(False, 2, (4, 2, 4), 40, 64, dtype=torch.float16),
     "one-shot, sum alone": Case(False, 3, (1, 4, 4, 2), 48, 16, norm=False),
     "one-shot, average": Case(False, 2, (3, 3, 3), 24, 16, norm=False, average=True),
     "two-shot": Case(True, 2, (4, 2, 6, 6), 64, 32),

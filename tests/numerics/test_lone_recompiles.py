@@ -37,7 +37,7 @@ def _compare_as_on_gpus() -> None:
 
 
 def _groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """A rank's two groups: both of all 2 ranks, or the rows and columns of a 2 x 2 mesh."""
+    """A rank's two groups: twice the group of both ranks, or its row and its column of a 2 x 2 mesh."""
     if world_size == 2:
         return dist.group.WORLD, dist.group.WORLD  # type: ignore[return-value]
     from torch.distributed.device_mesh import init_device_mesh
@@ -103,7 +103,7 @@ def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, fol
         (4, {"sub_chunks": 2}, False, "sub_chunks is 4 here and 2 there"),
         (4, {"mode": "report"}, False, "kept there"),
     ],
-    ids=["other pieces", "trained", "no site", "trained, a site less", "mesh", "mesh, no site"],
+    ids=["other pieces", "trained", "no site", "trained, one site less", "mesh", "mesh, no site"],
 )
 def test_all_ranks_run_the_plain_program(world_size: int, change: dict[str, Any], trains: bool, words: str) -> None:
     """Catches a recompiling rank that ends with an error at its deadline, and a rank without a site that never
