@@ -2,11 +2,10 @@
 """Draws random programs that differ between ranks: a bias on one rank, another K on each, columns or rows that are
 padded before they are moved.
 
-All ranks draw the same decisions and move tensors of the same shape. What a rank has of a size that the ranks do not
-divide is DTensor's: pieces of
-``ceil(size / world_size)``, the last ones smaller, or empty. A rank pads its piece to the full one before a gather,
-and all ranks cut off the padding behind it;
-before a reduce-scatter every rank pads the whole, and behind it the last ranks cut theirs.
+All ranks draw the same decisions and move tensors of the same shape. A size that the ranks do not divide is split as in
+DTensor: into pieces of ``ceil(size / world_size)``, of which the last may be smaller or empty. Before a gather, a rank
+pads its piece to the full size, and after it all ranks cut off the padding. Before a reduce-scatter, every rank pads
+the whole tensor, and after it the last ranks cut off the padding of their pieces.
 """
 
 from __future__ import annotations
