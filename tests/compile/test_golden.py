@@ -35,7 +35,7 @@ GRAPHS: dict[str, tuple[Function, tuple[Make, ...]]] = {
     **STRUCTURES,
 }
 WITHOUT_OVERLAP_TOO = {"spelling D of unbacked sizes on dim 1": "2.12"}
-"""``{graph: torch version that cannot trace it}``, whatever the backend is."""
+"""``{graph: torch version}``. That version cannot trace the graph for any backend."""
 WHOLE = {"spelling A", "spelling G"}
 """Graphs whose golden files hold the graph for groups of every size."""
 
@@ -67,7 +67,7 @@ def text(found: list[OverlapReport], graphs: bool) -> str:
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_golden(name: str) -> None:
-    """Shows any change in what is found, decided, written or reported."""
+    """Catches any change of the sites, decisions, graphs and reports."""
     if (broken := WITHOUT_OVERLAP_TOO.get(name)) and torch.__version__.startswith(broken):
         pytest.skip(f"torch {broken} fails to trace it for backend eager, too")
     pinned = torch.__version__.startswith(TORCH)

@@ -46,7 +46,7 @@ def variants(by_hand: bool, checkpointing: str) -> list[Variant]:
     return [Variant(*rest, checkpointing, by_hand) for rest in layouts]
 
 
-# Sequence first and batch first, with batch 2. Of the hand-written block, only variants that recompute in backward.
+# Sequence first and batch first, with batch 2. The hand-written block has only variants that recompute in backward.
 GENERATED = {
     (False, "none"): [Variant(0, 2, True, "none"), Variant(1, 2, False, "none")],
     (True, "full"): [Variant(0, 2, True, "full", True)],

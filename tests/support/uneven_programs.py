@@ -34,7 +34,7 @@ class UnevenProgram(Program):
         return name
 
     def _undivided(self) -> int:
-        """Draw a size that the ranks do not divide."""
+        """Draw a size. Most of the choices are not multiples of the number of ranks."""
         return self.chance.choice(
             [self.world_size + 1, 2 * self.world_size - 1, 2 * self.world_size + 1, 3 * self.world_size + 2, 4]
         )
@@ -45,7 +45,7 @@ class UnevenProgram(Program):
         return min(full, max(0, total - full * self.rank)), full
 
     def _padded(self, x: str, rank_of: int, dim: int, missing: int) -> str:
-        """Add a line that pads ``x`` by ``missing`` rows at the end of ``dim``."""
+        """Add a line that pads ``x`` by ``missing`` zeros at the end of ``dim``."""
         return self._line(
             f"torch.nn.functional.pad({x}, {(0, 0) * (rank_of - 1 - dim) + (0, missing)})" if missing else x
         )

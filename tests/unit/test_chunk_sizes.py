@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of ``chunked``'s chunks: transfers stay hidden, with the fewest matmuls."""
+"""Sizes of ``chunked``'s chunks: transfers stay hidden, with as few matmuls as possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from overlap_inductor.lowerings.chunked import sizes as chunk_sizes
 
 SHORT = [i / 50 for i in range(1, 51)]
-"""Ratios of a transfer's time to its matmul's at which the matmul is not the shorter of the two."""
+"""Ratios of a transfer's time to its matmul's time, up to 1: the matmul takes at least as long as the transfer."""
 
 
 def _compositions(shards: int) -> Iterator[tuple[int, ...]]:
@@ -35,8 +35,8 @@ def test_all_transfers_of_scattered_chunks_end_within_the_matmuls(peers: int) ->
 
 @pytest.mark.parametrize("peers", [1, 2, 3, 5, 7])
 def test_scattered_chunks_are_as_few_as_possible(peers: int) -> None:
-    """Exception: if the transfer of a single chunk would end with almost no time to spare, there are two chunks, the
-    smaller first."""
+    """No smaller number of chunks hides all transfers. There is one exception: if the transfer of a single chunk would
+    end with almost no time to spare, there are two chunks, the smaller first."""
     for ratio in SHORT:
         fewest = min(
             len(sizes) for sizes in _compositions(peers) if chunk_sizes.last_transfer(sizes, ratio) <= peers + 1 + 1e-9

@@ -108,7 +108,7 @@ def test_small_pieces_are_pushed_and_bands_stay_large() -> None:
         (4, (1, 2, 2, 2), "copy_engine"),
     ]
     gathers = [chunked_plan.fitted("all_gather_matmul", 8, rows, 8192, 3584, 2, 2, p).sizes for rows in (256, 512)]
-    assert gathers == [(2, 2, 3), (1, 1, 2, 3)], "a shard of few tiles is too little for a chunk"
+    assert gathers == [(2, 2, 3), (1, 1, 2, 3)], "a shard of few tiles is too small for a chunk"
     forced = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for("all_gather_matmul", "copy_engine")), 132)
     assert chunked_plan.fitted("all_gather_matmul", 8, 64, 8192, 3584, 2, 2, forced).transport == "copy_engine"
 
