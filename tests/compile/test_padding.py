@@ -33,7 +33,7 @@ def _paddings(reports: list[OverlapReport]) -> int:
 
 
 def test_padding_changes_neither_sites_nor_plan() -> None:
-    """The numbers of rows and columns are not aligned, so Inductor would pad all matmuls."""
+    """A shard has 7 rows, which is not an aligned size."""
     with fake_group(3):
         for name in cases(3, 4):
             function, shapes, expected = cases(3, 7)[name]

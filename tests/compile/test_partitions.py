@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of Inductor's partitions for CUDA graphs, and that a ring's transfer is never captured only in part.
-CPU kernels take the place of GPU kernels here."""
+"""Checks the arguments of Inductor's partitions for CUDA graphs, and that a ring's transfer is never captured only in
+part. CPU kernels take the place of GPU kernels here."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def scattered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def gathered_for_a_late_weight(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The second weight is the result of an op that no CUDA graph can hold and that waits for a kernel. Inductor runs
-    the ops that are ready before it, which are the start of the transfer."""
+    """The second weight is the result of an op that no CUDA graph can hold and that waits for a kernel. Before this op,
+    Inductor runs the ops that are ready, such as the start of the transfer."""
     whole = all_gather(x, 0, dist.group.WORLD)
     return whole @ w, whole @ beside_graphs(w.cos())
 
@@ -173,8 +173,8 @@ def test_the_rank_is_made_before_all_transfers_of_its_group(given: list[list[typ
 def test_a_transfer_is_cut_unless_one_partition_or_the_host_runs_it(
     places: list[list[str]], uncaptured: list[bool], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A transfer is cut if it has members in two partitions of which one or both are in a CUDA graph. The host may run
-    both partitions."""
+    """A transfer is cut if it has members in two partitions of which one or both are in a CUDA graph. It is not cut if
+    the host runs both partitions."""
 
     class Scheduled:
         def __init__(self, name: str) -> None:

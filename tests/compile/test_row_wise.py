@@ -39,7 +39,7 @@ def test_site_is_found(name: str) -> None:
     ],
 )
 def test_other_schedules_refuse(name: str, schedule: str) -> None:
-    """For example, a schedule of one op would multiply the gathered tensor without its norm."""
+    """Otherwise a schedule of one op would, for example, multiply the gathered tensor without its norm."""
     with fake_group(2), torch.no_grad():
         report = report_of(PROGRAMS[name][0], *arguments(name, 2, torch.Generator()), schedule=schedule)
     (site,) = report.sites

@@ -70,9 +70,9 @@ def run_ranks(
     warm: bool = True,
 ) -> list[Any]:
     """Run ``function(rank, world_size, *args)`` on every rank and return the results by rank. With ``expect_failure``
-    ranks may raise or die; the result is then a traceback.
+    ranks may raise or die. The result is then a traceback, or says that the rank left no result.
 
-    ``warm=False`` starts each rank as a new process, which has not imported this package yet.
+    ``warm=False`` starts each rank as a new process, in which this package was never used.
 
     Raises:
         AssertionError: a rank raised, died or did not end within ``timeout`` seconds; the message holds the tracebacks.

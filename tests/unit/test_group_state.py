@@ -127,8 +127,8 @@ def test_a_state_that_could_not_be_made_is_made_at_the_next_use() -> None:
 
 
 def test_threads_make_a_state_once_and_the_states_of_two_devices_at_the_same_time() -> None:
-    """Making a workspace is a collective: a thread that waits in one must not keep another thread from beginning
-    another."""
+    """Making a workspace is a collective. A thread that waits in it must not keep another thread from making another
+    workspace."""
     inside, made = threading.Barrier(2, timeout=30), list[Owner]()
 
     def make(owner: Owner) -> Thing:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts against numpy: an index map that says where an element lies must agree with what reshape, transpose and cat
-do to it."""
+"""Compares layouts with numpy: a layout must place each element where reshape, transpose and cat place it in an
+array."""
 
 from __future__ import annotations
 
@@ -187,8 +187,9 @@ def test_symbols_add_no_guard() -> None:
     assert len(size.node.shape_env.guards) == 0
 
 
-def test_total_of_a_size_that_is_no_known_multiple() -> None:
-    """``D`` stands for ``R * (D // R)``: without ``total`` the dim's size would not compare equal to itself."""
+def test_total_of_a_size_that_is_not_a_known_multiple() -> None:
+    """A dim of ``size`` has the atoms ``4`` and ``size // 4``. Without ``total``, their product would not compare equal
+    to ``size``."""
     size = symbol(24)
     rank = Atom(4, rank=True, total=size)
     assert same_size(product([rank, Atom(size // 4)]), size)

@@ -39,7 +39,7 @@ def test_another_schema_version_is_refused() -> None:
 
 
 def test_sites_json_has_the_fields_of_the_contract() -> None:
-    """Catches a renamed or dropped field: tools outside read this file."""
+    """Catches a renamed or dropped field, because other tools read this file."""
     value = json.loads(samples.llama(1).to_json())
     assert {
         "schema_version",

@@ -33,8 +33,8 @@ def test_a_script_can_be_imported(name: str) -> None:
 
 
 def missing(script: ModuleType) -> list[str]:
-    """``module.attribute`` for each attribute that does not exist, of those that a script reads or replaces in a module
-    of the package."""
+    """The attributes that ``script`` reads or replaces in the package's modules and that do not exist, as
+    ``module.attribute``."""
     modules = {
         name: value
         for name, value in vars(script).items()
