@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches: a hit is as good as a compile (report, counters, dump, strict), and whatever changes the code is a miss.
+"""Caches: a hit is as good as a compile (report, counters, dump, strict), and anything that changes the code is a miss.
 
 Most tests use one process, because a hit loads the same files there as in another process. One test uses two processes.
 """

@@ -56,7 +56,7 @@ def _main(
         if alive:
             dist.barrier()
             dist.destroy_process_group()
-    except BaseException:  # noqa: BLE001  (handed to the parent, which raises it)
+    except BaseException:  # noqa: BLE001  (the parent raises it)
         result = False, traceback.format_exc()
     torch.save(result, os.path.join(folder, f"{rank}.pt"))
 

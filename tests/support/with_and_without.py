@@ -101,8 +101,8 @@ def _figures(results: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any
 
 
 def _badness(row: Mapping[str, Any]) -> tuple[int, float]:
-    """A sort key. A wrong result is worse than one that consists of rounding errors only, whatever the error's
-    size."""
+    """A sort key. A wrong result is worse than one that consists of rounding errors only, however
+    large the second error is."""
     ratio = row["error"] / max(row["rounding"], LIMIT)
     return (0 if _is_right(row) else 1 if _is_rounding(row) else 2), ratio if ratio == ratio else float("inf")
 

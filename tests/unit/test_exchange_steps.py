@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of what a graph exchanges is the same on all ranks, whatever else their graphs hold."""
+"""The text of a graph's exchange is the same on all ranks, whatever else their graphs hold."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_as(folder: Path, rank: int, layers: str, **variables: str) -> None:
-    """Write reports in a process of their own, as a launcher would start it for ``rank``."""
+    """Write reports in a separate process, as a launcher would start it for ``rank``."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
     command = [sys.executable, "-c", WRITE, str(folder), str(rank), layers]
     subprocess.run(command, check=True, env=environment)
