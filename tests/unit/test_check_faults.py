@@ -31,7 +31,7 @@ class Ended:
         return {"error": self.errors[rank], "seconds": 6.0}
 
 
-def errors_after(first: int, call: int = 4, peer: int = 2) -> list[str]:
+def errors_of(first: int, call: int = 4, peer: int = 2) -> list[str]:
     """Each rank's error after rank ``first`` timed out waiting for the last rank's ``call``."""
     texts = []
     for rank in range(3):
@@ -47,16 +47,16 @@ def errors_after(first: int, call: int = 4, peer: int = 2) -> list[str]:
 
 @pytest.mark.parametrize(("scenario", "first"), SCENARIOS)
 def test_the_errors_that_ranks_raise_are_the_expected_ones(scenario: str, first: int) -> None:
-    found, problems = judge(Ended(errors_after(first)), expected(15)[scenario], [0, 0, 0], 6.6)  # type: ignore[arg-type]
+    found, problems = judge(Ended(errors_of(first)), expected(15)[scenario], [0, 0, 0], 6.6)  # type: ignore[arg-type]
     assert not problems and SITE in found
 
 
-@pytest.mark.parametrize("texts", [errors_after(0, call=5), errors_after(0, peer=1), ["", "", ""]])
+@pytest.mark.parametrize("texts", [errors_of(0, call=5), errors_of(0, peer=1), ["", "", ""]])
 def test_another_error_is_a_problem_on_each_rank(texts: list[str]) -> None:
     _, problems = judge(Ended(texts), expected(15)["skipped"], [0, 0, 0], 6.6)  # type: ignore[arg-type]
     assert len(problems) == 3
 
 
 def test_in_scenario_uneven_rank_0_must_time_out_first() -> None:
-    _, problems = judge(Ended(errors_after(1)), expected(15)["uneven"], [0, 0, 0], 6.6)  # type: ignore[arg-type]
+    _, problems = judge(Ended(errors_of(1)), expected(15)["uneven"], [0, 0, 0], 6.6)  # type: ignore[arg-type]
     assert [problem[:6] for problem in problems] == ["rank 1", "rank 2"]
