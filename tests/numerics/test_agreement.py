@@ -98,7 +98,7 @@ LOOPING_GATHERS = [
     "the contracted dim of either side, with bias",
     "gathered columns as rows, and contracted",
     "a gathered column on the left, and contracted",
-    "a gather of what is gathered, and of its shards beside each other",
+    "a gather of a gathered tensor, and its shards side by side",
     "gather columns on the right",
     "cast and activation behind the gather",
 ]

@@ -22,8 +22,8 @@ WITHOUT_LOOPING_OP = {
     "head of a batch, with bias and activation",
     "gather uneven rows, multiply and contract",
     "gather an uneven sequence, multiply and contract",
-    "gather uneven rows that are not numbers behind the last one",
-    "gather uneven rows, a bias for each",
+    "gather uneven rows, padded with NaN",
+    "gather uneven rows, a bias for each row",
     "gather uneven columns and contract",
     "bmm of uneven rows",
     "bmm of an uneven contraction",
@@ -34,7 +34,7 @@ GENERATED = [
     "head of uneven rows of a batch",
     "uneven K, a bias on one rank",
     "gather an uneven sequence, multiply and contract",
-    "gather uneven rows that are not numbers behind the last one",
+    "gather uneven rows, padded with NaN",
     "scatter a sum of matmuls to uneven rows",
 ]
 
