@@ -41,6 +41,7 @@ from overlap_inductor.passes.sequence.check import refuse
 from overlap_inductor.passes.sequence.find import RowFinder
 from overlap_inductor.passes.sequence.find import Stretch
 from overlap_inductor.passes.sequence.find import gather_less
+from overlap_inductor.passes.sequence.same_values import inputs_to_compare
 from overlap_inductor.passes.sequence.write import RowWriter
 from overlap_inductor.report.failure import BUG_REPORT
 from overlap_inductor.report.failure import Failure
@@ -53,6 +54,8 @@ from overlap_inductor.torch_compat.guards import decide
 log = logging.getLogger("overlap_inductor")
 FAILURE = "overlap_inductor_sequence_parallel_failure"
 """Metadata of an all-reduce of a graph that could not be rewritten: the failure, as ``Failure.to_dict`` gives it."""
+SAME = "overlap_inductor_same_on_all_ranks"
+"""Metadata of an input that must be the same on all ranks of a group: the group's name."""
 Numbered = list[tuple[int, Stretch]]
 
 
@@ -226,6 +229,9 @@ def _write(graph: fx.Graph, finder: RowFinder, chosen: Numbered, facts: list[Str
         for node, (owner, _) in writer.made.items():
             if owner == number:
                 node.meta[META] = facts[number].to_dict()
+    for _, stretch in chosen:
+        for source in inputs_to_compare(stretch.reads):
+            source.meta[SAME] = stretch.tokens.group_name
 
 
 def _kind(node: fx.Node) -> str:
@@ -269,6 +275,17 @@ def stretches_of(graph: fx.Graph) -> list[StretchFacts]:
     """The stretches that the collectives of a forward, backward or inference graph belong to, each once."""
     found = {n.meta[META]["id"]: n.meta[META] for n in graph.nodes if META in n.meta}
     return [StretchFacts.from_dict(value) for value in found.values()]
+
+
+def rewritten(graph: fx.Graph) -> bool:
+    """Whether a stretch that has a collective in ``graph`` was rewritten."""
+    return any(n.meta[META]["status"] == "rewritten" for n in graph.nodes if META in n.meta)
+
+
+def same_inputs_of(graph: fx.Graph) -> list[list[Any]]:
+    """``[index, name, group]`` of each input of the graph that must be the same on all ranks of the group."""
+    inputs = enumerate(graph.find_nodes(op="placeholder"))
+    return [[index, node.name, node.meta[SAME]] for index, node in inputs if SAME in node.meta]
 
 
 def failures_of(graph: fx.Graph) -> list[Failure]:

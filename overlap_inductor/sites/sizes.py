@@ -31,7 +31,6 @@ from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.target import target
 
-
 _scale: ContextVar[float] = ContextVar("overlap_inductor_scale", default=1.0)
 
 

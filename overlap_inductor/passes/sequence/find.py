@@ -180,7 +180,9 @@ def find_sources(graph: fx.Graph) -> dict[fx.Node, Source]:
 
 
 def _alike(a: fx.Node, b: fx.Node, total: fx.Node) -> bool:
-    return tools.dtype(a) == tools.dtype(b) == tools.dtype(total) and tools.same_shape(a, b) and tools.same_shape(a, total)
+    return (
+        tools.dtype(a) == tools.dtype(b) == tools.dtype(total) and tools.same_shape(a, b) and tools.same_shape(a, total)
+    )
 
 
 class _DisjointSets:
@@ -202,7 +204,6 @@ class _DisjointSets:
             self._parent[later] = earlier
 
 
-
 def gather_less(stretch: Stretch) -> None:
     """Move gathers in front of a node if fewer bytes move there. The node is then computed with all rows for the users
     that need all of them::
@@ -216,7 +217,10 @@ def gather_less(stretch: Stretch) -> None:
     for node in sorted(stretch.rows, reverse=True):
         if node not in stretch.needs_whole:
             continue
-        inputs = [i for i in tools.tensor_inputs(node) if i in members]
+        inputs = [i for i in node.all_input_nodes if i in members]
+        if not all(map(tools.is_tensor, inputs)):
+            # An element of several results. To compute it with all rows would take all of them.
+            continue
         new = [i for i in inputs if i not in stretch.needs_whole]
         less = sum(map(_bytes, new)) - _bytes(node)
         if new and (less > 0 or (less == 0 and not tools.is_reshape(node))):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions over all tokens of a tensor that is held as rows: each rank reduces its rows, then the ranks combine.
 
-The gradient of a norm's weight is such a sum, and so is the largest value of a tensor that is quantised with one scale::
+The gradient of a norm's weight is such a sum. So is the largest value of a tensor that is quantised with one scale::
 
     sum(x [B, S, H], [0, 1])   ->   wait(all_reduce(sum(x [t, H], 0)))
 
@@ -65,7 +65,9 @@ def write_partial(node: fx.Node, rows: Rows, writer: Writer) -> fx.Node:
     dims = sorted({max(d - first, 0) for d in reduced_dims(node, len(tools.shape(_source(node))))})
     if REDUCE_OPS[node.target] != "sum":
         return writer.call(aten.amax.default if REDUCE_OPS[node.target] == "max" else aten.amin.default, local, dims)
-    return writer.call(aten.sum.dim_IntList, local, dims, False, dtype=_wide(operators.argument(node, "dtype") or tools.dtype(node)))
+    return writer.call(
+        aten.sum.dim_IntList, local, dims, False, dtype=_wide(operators.argument(node, "dtype") or tools.dtype(node))
+    )
 
 
 def write_result(node: fx.Node, combined: fx.Node, writer: Writer) -> fx.Node:
