@@ -16,6 +16,7 @@ ADVICE = {
     "coalesced": "Call one collective for each tensor in place of the coalesced one.",
     "dtype": "Run the layer in a dtype that the reason allows.",
     "dynamic_shape": "Compile for fixed sizes: torch.compile(dynamic=False), and no size from data (.item()).",
+    "few_tokens": "Nothing to do: with so few tokens, an all-reduce is faster than what could replace it.",
     "fsdp_weight_gather": "Nothing to do: FSDP's prefetching hides the gathers of weights.",
     "group_not_resolved": "Create the process group in this process before the model is compiled.",
     "grouped_matmul": "Nothing to do: grouped matmuls are not cut in this version.",
@@ -26,6 +27,7 @@ ADVICE = {
     "mutation": "Move the in-place write that the reason names before or behind the site.",
     "no_matmul": "Nothing to do: no matmul stands beside this collective that could hide it.",
     "no_wait": "Wait for the collective once, with wait_tensor, before its result is used.",
+    "no_token_wise_work": "Nothing to do: no work behind the all-reduce can be divided among the ranks.",
     "not_divisible": "Pad the rows to a multiple of the number of ranks.",
     "not_plain_gather": "Concatenate every rank's shard once, whole, in the order of the ranks.",
     "not_plain_scatter": "Scatter equal pieces of consecutive rows, in the order of the ranks.",
@@ -47,6 +49,7 @@ ADVICE = {
     "too_many_steps": "Raise OVERLAP_INDUCTOR_STEP_NODE_BUDGET, or lower OVERLAP_INDUCTOR_SUB_CHUNKS.",
     "too_small": "If much could be saved, use more tokens in a call; else leave it. OVERLAP_INDUCTOR_SCHEDULE=<name>"
     " forces a schedule, to measure it.",
+    "uneven_tokens": "Use a number of tokens that is a multiple of the number of ranks, or compile for a fixed one.",
     "weight_depends_on_collective": "Compute the operand that the reason names from something that is not gathered."
     f" {_PART_OF_THE_MODEL}",
     "workspace": "Raise OVERLAP_INDUCTOR_WORKSPACE_LIMIT, or lower OVERLAP_INDUCTOR_MAX_TOKENS.",

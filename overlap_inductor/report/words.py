@@ -194,8 +194,9 @@ def pass_failed(report: OverlapReport) -> bool:
 
 
 def reason_codes(report: OverlapReport) -> list[str]:
-    """The reason codes of all sites and near misses, each once, in the report's order."""
+    """The reason codes of all sites, stretches and near misses, each once, in the report's order."""
     reasons = [r for site in report.sites for r in site.decision.reasons]
+    reasons += [r for stretch in report.stretches for r in stretch.reasons]
     return list(dict.fromkeys(r.code for r in [*reasons, *(miss.reason for miss in report.near_misses)]))
 
 
@@ -205,6 +206,7 @@ def switches(report: OverlapReport) -> list[tuple[str, str, str]]:
     effective = {
         "schedule": _tally(_main_schedule(s.decision) for s in report.sites),
         "transport": _tally(p.transport for p in _moving_pieces(report) if p.transport),
+        "sequence_parallel": _tally(s.status for s in report.stretches),
         "patterns": _tally(s.facts.pattern for s in report.sites if _planned(s.decision)),
         "sub_chunks": _tally(
             p.parameters["sub_chunks"] for p in _moving_pieces(report) if "sub_chunks" in p.parameters
