@@ -35,7 +35,7 @@ def _plain(error: OverlapError) -> OverlapError:
 
 
 @functools.cache
-def _plain_type(kind: type[OverlapError]) -> Any:
+def _plain_type(kind: Any) -> Any:
     from torch._dynamo import config
     from torch._dynamo.exc import ShortenTraceback
 
@@ -43,7 +43,7 @@ def _plain_type(kind: type[OverlapError]) -> Any:
         def __init__(self, error: OverlapError) -> None:
             ShortenTraceback.__init__(self, str(error), first_useful_frame=None)
             self._error = error
-            vars(self).update(vars(error))
+            self.__dict__.update(vars(error))
 
         def remove_dynamo_frames(self) -> Any:
             # Dynamo has added to the message what to do about a bug of PyTorch.

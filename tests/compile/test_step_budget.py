@@ -150,7 +150,7 @@ def with_pointwise_ops(count: int, loopable: bool, budget: int) -> OverlapReport
 
 
 def test_ranks_with_unlike_epilogues_exchange_the_same() -> None:
-    """7 pointwise ops are unrolled and 8 are not. Both move the same bytes in the same order, so neither rank has to run
+    """7 pointwise ops are unrolled and 8 are not. Both move the same bytes in the same order, so no rank has to run
     without overlap (``test_other_budgets_exchange_the_same`` runs such ranks)."""
     seven, eight = (with_pointwise_ops(n, loopable=True, budget=100) for n in (7, 8))
     assert (unrolled(seven), unrolled(eight)) == ([True], [False])
