@@ -31,7 +31,8 @@ def _plain(error: OverlapError) -> OverlapError:
 
     if isinstance(error, ShortenTraceback):
         return error
-    return _plain_type(type(error))(error)
+    kind: Any = type(error)
+    return _plain_type(kind)(error)
 
 
 @functools.cache
@@ -39,7 +40,7 @@ def _plain_type(kind: Any) -> Any:
     from torch._dynamo import config
     from torch._dynamo.exc import ShortenTraceback
 
-    class Plain(kind, ShortenTraceback):  # type: ignore[valid-type, misc]
+    class Plain(kind, ShortenTraceback):
         def __init__(self, error: OverlapError) -> None:
             ShortenTraceback.__init__(self, str(error), first_useful_frame=None)
             self._error = error
