@@ -40,6 +40,7 @@ from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.runtime import call_board
 from overlap_inductor.torch_compat import step_values
 from overlap_inductor.torch_compat.guards import without_guards
+from overlap_inductor.torch_compat.plain_errors import shown_plainly
 from overlap_inductor.torch_compat.target import target
 from overlap_inductor.version import __version__
 
@@ -141,7 +142,10 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return around(function, *args, **kwargs) if _wrapped else function(*args, **kwargs)
+        if not _wrapped:
+            return function(*args, **kwargs)
+        with shown_plainly():
+            return around(function, *args, **kwargs)
 
     replacement: Any = staticmethod(call) if isinstance(original, staticmethod) else call
     setattr(owner, name, replacement)

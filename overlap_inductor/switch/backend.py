@@ -18,6 +18,7 @@ import torch
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.errors import ConfigError
 from overlap_inductor.switch import install
+from overlap_inductor.torch_compat.plain_errors import shown_plainly
 
 
 def overlap_inductor(
@@ -40,16 +41,21 @@ def overlap_inductor(
         ConfigError: an option is neither, or a field has a value that is not allowed.
         UnsupportedError: this torch is too old or too new.
     """
-    install.require_supported_torch()
-    ours, theirs = split_options(options or {})
+    with shown_plainly():
+        install.require_supported_torch()
+        ours, theirs = split_options(options or {})
+        return compile_with(_config_with(ours), gm, example_inputs, mode, theirs, **extra)
+
+
+def _config_with(ours: dict[str, Any]) -> OverlapConfig:
+    """The switches in force, with those of ``torch.compile``'s options on top."""
     current = install.effective()
     try:
-        config = dataclasses.replace(current, **ours) if current else OverlapConfig.from_environment(**ours)
+        return dataclasses.replace(current, **ours) if current else OverlapConfig.from_environment(**ours)
     except ConfigError as error:
         if error.field not in ours:
             raise
         raise _bad_option(error, ours[error.field]) from None
-    return compile_with(config, gm, example_inputs, mode, theirs, **extra)
 
 
 def compile_with(
