@@ -136,7 +136,8 @@ else:
 """``signal_ranks(peer_flags, word, value, left_out, looked, WORLD)``: sets the int32 ``word`` of a rank's flags to
 ``value``, at every rank but ``left_out`` (``-1``: at all ranks). A reader of the value also sees the block's earlier
 stores. ``looked``: what each thread got from ``signals.look``. If it is not 0 in some thread of the block, nothing is
-signalled. ``peer_flags``: int64 ``[WORLD]``, the addresses of the ranks' flags. The block has at least ``WORLD`` threads.
+signalled. ``peer_flags``: int64 ``[WORLD]``, the addresses of the ranks' flags. The block has at least ``WORLD``
+threads.
 
 ``wait_for_all(first, target, sources, each, stride, left_out, stop, patience_ns, code, peer)``: waits until ``each``
 consecutive flags of every source but ``left_out`` are at least ``target``. ``first``: the first flag of source 0.

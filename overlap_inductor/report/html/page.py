@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason code and where it was given: ``uses`` are (place, text)."""
+    """A reason code, and the sites or collectives that have it: ``uses`` are (place, text)."""
 
     status: str
     tone: str
