@@ -37,7 +37,7 @@ GPU scope. A block that sends or sums the tile acquires that word and clears it,
 when it has received this rank's tiles of that band, so these have been read by then. An own tile is stored by the
 threads that have summed it. To peers: ordinary stores, ``count_and_signal``. The workspace is written again after the
 credits that the last block gives, ``product`` by the next call on the stream. CUDA graphs: flags are compared with the
-number of the call, which is read from device memory and incremented by the last block. """
+number of the call, which is read from device memory and incremented by the last block."""
 
 from __future__ import annotations
 
