@@ -106,7 +106,7 @@ class OverlapPass(_Base):
         return fingerprint(self.config()) + versions
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OverlapPass:
-        # Inductor deep-copies its configuration now and then; a copy would not follow enable() and disable().
+        # Inductor sometimes deep-copies its configuration, and a copy of the pass would not follow enable(), disable().
         return self
 
 
@@ -132,7 +132,7 @@ def _register_lowerings_of(graph: torch.fx.Graph) -> None:
 
 
 class PassChain(_Base):
-    """Several passes in a slot that holds one (torch before 2.13). It is cacheable only if each of them is."""
+    """Several passes as one pass, for a slot that may hold only one. It is cacheable only if each of them is."""
 
     def __init__(self, passes: tuple[Callable[..., None], ...]) -> None:
         self.passes = passes
@@ -154,7 +154,7 @@ class PassChain(_Base):
 
 
 def members(value: Any) -> tuple[Any, ...]:
-    """The passes in a slot's value, each of which Inductor or our chain calls."""
+    """The passes in a slot's value. A chain counts as its members."""
     if value is None:
         return ()
     if isinstance(value, PassChain):

@@ -25,7 +25,7 @@ ADVICE = {
     "matmul_form": "Write the product as a matmul of matrices, for example with torch.nn.functional.linear.",
     "moving_pass": "Switch off the option of torch._inductor.config that the reason names.",
     "mutation": "Move the in-place write that the reason names before or behind the site.",
-    "no_matmul": "Nothing to do: no matmul stands beside this collective that could hide it.",
+    "no_matmul": "Nothing to do: no matmul beside this collective could hide it.",
     "no_wait": "Wait for the collective once, with wait_tensor, before its result is used.",
     "no_token_wise_work": "Nothing to do: no work behind the all-reduce can be divided among the ranks.",
     "not_divisible": "Pad the rows to a multiple of the number of ranks.",
@@ -45,7 +45,7 @@ ADVICE = {
     "stream_boundary": "Put the matmul and its collective on one stream.",
     "strides": "Make the tensor that the reason names dense, for example with .to_dense().",
     "switched_off": "Set OVERLAP_INDUCTOR_PATTERNS or OVERLAP_INDUCTOR_SCHEDULE so that it allows this site.",
-    "taken_by_async_tp": "Set torch._inductor.config._micro_pipeline_tp to False; overlap_inductor then has the site.",
+    "taken_by_async_tp": "Set torch._inductor.config._micro_pipeline_tp to False, so that this pass can take the site.",
     "too_many_steps": "Raise OVERLAP_INDUCTOR_STEP_NODE_BUDGET, or lower OVERLAP_INDUCTOR_SUB_CHUNKS.",
     "too_small": "If much could be saved, use more tokens in a call; else leave it. OVERLAP_INDUCTOR_SCHEDULE=<name>"
     " forces a schedule, to measure it.",

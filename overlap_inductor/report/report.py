@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``OverlapReport``: what happened to one graph, as data. It shows itself: ``str()`` is short, ``to_text`` is whole.
+"""``OverlapReport``: what happened to one graph, as data. ``str()`` gives a short text, ``to_text`` the whole one.
 
 A graph's report is stored with the compiled graph and used again on a cache hit, so it holds no rank and no path.
 """

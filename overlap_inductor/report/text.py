@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``report.txt``: one graph's report for a terminal. Repeated layers take one line; every value is as decided."""
+"""``report.txt``: one graph's report for a terminal. Repeated layers take one line."""
 
 from __future__ import annotations
 

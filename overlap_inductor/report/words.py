@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from overlap_inductor.report.report import OverlapReport
 
 WOULD = "would be overlapped"
-"""The status that people read of a site which only mode ``report`` keeps."""
+"""The status that is shown for a site which only mode ``report`` keeps."""
 STATUSES = ("overlapped", WOULD, "kept", "refused", "failed")
 
 STATUS_MEANING = {
@@ -118,7 +118,7 @@ def schedule(piece: PlanPiece) -> str:
 
 
 def status(decision: Decision) -> str:
-    """The decision's status as people read it: ``WOULD`` if only mode ``report`` keeps the site."""
+    """The decision's status as it is shown: ``WOULD`` if only mode ``report`` keeps the site."""
     return WOULD if any(reason.code == "report_mode" for reason in decision.reasons) else decision.status
 
 
@@ -201,8 +201,8 @@ def reason_codes(report: OverlapReport) -> list[str]:
 
 
 def switches(report: OverlapReport) -> list[tuple[str, str, str]]:
-    """Every switch of the configuration as (name, requested, effective in this graph). In mode ``report`` the last one
-    is what the plan would make effective."""
+    """Every switch of the configuration as (name, requested, effective in this graph). In mode ``report``, the
+    effective value is the one that the plan would have in mode ``on``."""
     effective = {
         "schedule": _tally(_main_schedule(s.decision) for s in report.sites),
         "transport": _tally(p.transport for p in _moving_pieces(report) if p.transport),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend of ``torch.compile(model, backend="overlap_inductor")``: Inductor with the pass in it.
 
-The pass is handed to Inductor by Inductor's own way to patch its configuration for one compile. That way also covers a
-backward that is compiled later.
+Inductor gets the pass as a patch of its configuration for one compile. The patch also holds for a backward that is
+compiled later.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def overlap_inductor(
 
     Args:
         mode: Inductor's mode, as ``torch.compile`` takes it (``max-autotune``, ...).
-        options: fields of ``OverlapConfig`` and options of Inductor, in one dictionary. Fields that are not named take
-            the value that is switched on by ``enable()``, ``overlap()`` or the environment's switch, else the
-            environment's.
+        options: fields of ``OverlapConfig`` and options of Inductor, in one dictionary. Other fields keep the values of
+            the configuration that is switched on (by ``overlap()``, ``enable()`` or the environment). If none is, they
+            come from the environment.
 
     Raises:
-        ConfigError: an option is neither, or a field has a value that is not allowed.
+        ConfigError: an option is neither a field nor an option of Inductor, or a field has a value that is not allowed.
         UnsupportedError: this torch is too old or too new.
     """
     with shown_plainly():
@@ -86,7 +86,7 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     """Split ``torch.compile``'s options into fields of ``OverlapConfig`` and Inductor's options.
 
     Raises:
-        ConfigError: an option is neither; the message names similar ones.
+        ConfigError: an option belongs to neither; the message names similar options.
     """
     from overlap_inductor.inductor import compile_graph as inductor
 
@@ -105,7 +105,7 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def _bad_option(error: ConfigError, value: Any) -> ConfigError:
-    """``error`` about a value that stands in ``torch.compile``'s options."""
+    """``error`` in the words of ``torch.compile``'s options, in which the value stands."""
     from overlap_inductor.inductor import compile_graph as inductor
 
     text = f"options[{error.field!r}]={value!r} {error.problem}"

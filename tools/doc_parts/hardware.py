@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's table of hardware: which schedules run there, by the schedules' own answers, and what was measured."""
+"""README's table of hardware: which schedules run on it (the schedules themselves answer), and what was measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GPUS = {
     "NVIDIA A100": (8, 0),
     "NVIDIA Blackwell (B200)": (10, 0),
 }
-"""Compute capabilities, by what the table calls the GPU."""
+"""Compute capabilities, by the GPU's name in the table."""
 RANKS = tuple(range(8))
 UNKNOWN = "unknown: `overlap-inductor demo` measures it"
 

@@ -33,7 +33,7 @@ STRETCH_TONES = {"rewritten": TONES["overlapped"], "kept": TONES["kept"], "refus
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason code and where it was given: ``uses`` are (place, text)."""
+    """A reason code, and the sites or collectives that have it: ``uses`` are (place, text)."""
 
     status: str
     tone: str
