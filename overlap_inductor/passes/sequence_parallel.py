@@ -201,6 +201,7 @@ def _pays(number: int, stretch: Stretch, facts: list[StretchFacts], pays_at: Any
     if not result:
         times = facts[number].estimate_us
         text = f"estimated {times['rewritten']:.0f} us rewritten, against {times['keep']:.0f} us as written"
+        text += " (it pays only if a gather can be hidden)"
         if limit is not None:
             text += f"; from {limit} tokens on, a graph of its own is rewritten"
         facts[number] = replace(facts[number], status="kept", reasons=(Reason("too_small", text),))
@@ -252,7 +253,7 @@ def _describe(graph: fx.Graph, stretch: Stretch) -> StretchFacts:
     ordinals = {node: i for i, (node, _, _) in enumerate(find_collectives(graph))}
     shape, dtype = tools.shape(first.input), str(tools.dtype(first.input)).removeprefix("torch.")
     module = naming.module_of(first.node)
-    needed = Counter(str(user.target) for users in stretch.needs_whole.values() for user, _ in users)
+    needed = Counter(str(user.target) for user in stretch.readers)
     return StretchFacts(
         id=naming.site_id("sequence_parallel", module, "joint", ordinals[first.node], f"sum:{dtype}:{shape[-1]}"),
         module=module or first.node.name,

@@ -206,7 +206,7 @@ def switches(report: OverlapReport) -> list[tuple[str, str, str]]:
     effective = {
         "schedule": _tally(_main_schedule(s.decision) for s in report.sites),
         "transport": _tally(p.transport for p in _moving_pieces(report) if p.transport),
-        "sequence_parallel": _tally(s.status for s in report.stretches),
+        "sequence_parallel": _tally(s.status for s in report.stretches) or None,
         "patterns": _tally(s.facts.pattern for s in report.sites if _planned(s.decision)),
         "sub_chunks": _tally(
             p.parameters["sub_chunks"] for p in _moving_pieces(report) if "sub_chunks" in p.parameters

@@ -38,11 +38,13 @@ result is read, the norm's result is written. Inductor fuses the rest."""
 
 @dataclass
 class Cost:
-    """Seconds of one stretch: the matmuls of its sites, what of its collectives stays exposed, and token-wise work."""
+    """Seconds of one stretch: the matmuls of its sites, what of its collectives stays exposed, and token-wise work.
+    ``hidden_gathers``: number of its all-gathers that are overlapped."""
 
     matmuls: float = 0.0
     exposed: float = 0.0
     row_work: float = 0.0
+    hidden_gathers: int = 0
 
     @property
     def behind(self) -> float:
@@ -71,6 +73,8 @@ def costs(choice: Choice, stretch_of: Mapping[fx.Node, int], numbers: Iterable[i
         if owner is not None:
             found[owner].matmuls += matmuls
             found[owner].exposed += max(_seconds(site, matmuls) - matmuls, 0.0)
+            overlaps = site.decision.moving.schedule != "keep"
+            found[owner].hidden_gathers += site.collectives[0].kind == "all_gather" and overlaps
     for node, _, collective in choice.found.collectives.values():
         owner = stretch_of.get(node)
         if node not in taken and owner is not None and isinstance(collective, CollectiveNode):
@@ -99,6 +103,9 @@ def least_seconds(stretch: Stretch) -> float:
 
 
 def pays(written: Cost, rewritten: Cost) -> bool:
+    """Whether the rewrite is estimated to pay. It cannot if no gather is hidden: the same bytes move in more steps."""
+    if not rewritten.hidden_gathers:
+        return False
     matmuls = max(written.matmuls, rewritten.matmuls)
     return matmuls + written.behind > MARGIN * (matmuls + rewritten.behind)
 

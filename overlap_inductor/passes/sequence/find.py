@@ -61,6 +61,7 @@ class Stretch:
         reads: for each tensor that is not held as rows but is read by a node on rows: the graph's inputs that must be
             the same on all ranks (``same_values``).
         needs_whole: for each node whose rows are gathered, the users that need all rows, and why: ``(user, reason)``.
+        readers: the users that need all rows of a node that is held as rows, before ``gather_less`` moves gathers.
         whole_too: nodes that are also computed with all rows, because fewer bytes are gathered in front of them.
     """
 
@@ -70,6 +71,7 @@ class Stretch:
     sums: list[fx.Node] = field(default_factory=list)
     reads: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
     needs_whole: dict[fx.Node, list[tuple[fx.Node, str]]] = field(default_factory=dict)
+    readers: list[fx.Node] = field(default_factory=list)
     whole_too: set[fx.Node] = field(default_factory=set)
 
 
@@ -152,6 +154,7 @@ class RowFinder:
                 stretch.reads.update(self._reads[node])
             if node in self._whole:
                 stretch.needs_whole[node] = self._whole[node]
+                stretch.readers += [user for user, _ in self._whole[node]]
         for node in self._sums:
             found[sets.first(node.all_input_nodes[0])].sums.append(node)
         return list(found.values())
