@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts import cost_model
 from overlap_inductor.facts.machine import WITHOUT_PEERS
 from overlap_inductor.facts.machine import Machine
 from overlap_inductor.facts.machine import machine_for
+from overlap_inductor.facts.machine_file import told
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.nodes import MatmulSizes
@@ -75,10 +77,15 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     )
 
 
-def machine_of(site: OverlapSite) -> Machine:
-    """The rates and fixed costs that the site is planned with: those of the machine that ``target.planning_for`` names,
-    or else those of the device on which the collective runs."""
+def machine_of(site: OverlapSite, config: OverlapConfig) -> Machine:
+    """The rates and fixed costs that the site is planned with."""
+    ranks, device = site.facts.collective.ranks, tools.value(site.collectives[0].input).device
+    return machine_between(ranks, device, config)
+
+
+def machine_between(ranks: tuple[int, ...], device: torch.device, config: OverlapConfig) -> Machine:
+    """The rates and fixed costs of a group of these global ranks: those of the machine that ``target.planning_for``
+    names, or else those of the device on which the collective runs. The facts of ``config.machine`` replace them."""
     if (box := target()) is not None:
-        return box.machine
-    device = tools.value(site.collectives[0].input).device
-    return machine_for(WITHOUT_PEERS if symmetric.without_peers(site.facts.collective.ranks, device) else device.type)
+        return told(box.machine, config.machine)
+    return told(machine_for(WITHOUT_PEERS if symmetric.without_peers(ranks, device) else device.type), config.machine)
