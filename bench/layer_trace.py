@@ -68,7 +68,7 @@ def shares(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
         if not kind or span.begin < covered:
             continue
         covered = span.end
-        open_sites = [s for s, (begin, end) in bounds.items() if begin <= span.begin <= end]
+        open_sites = [s for s, (begin, end) in bounds.items() if begin <= span.begin < end]
         owner = site or max(open_sites, key=lambda s: bounds[s][0], default=OUTSIDE)
         found[owner][kind] += (span.end - span.begin) / 1e3
         found[owner][f"{kind}s"] += 1

@@ -37,23 +37,24 @@ class Variant:
     right: bool = True
 
 
-def variants(schedule: str, machine: str) -> list[Variant]:
+def variants(schedule: str, machine: str, switches: Mapping[str, str]) -> list[Variant]:
     """All variants, ``plain`` first.
 
     Args:
         schedule: the schedule of the variants that are not named ``auto``.
         machine: what ``auto`` is told (switch ``machine``); empty if it is told nothing.
+        switches: further switches of every variant with overlap.
     """
     found = [Variant(PLAIN)]
     for name in dict.fromkeys((schedule, "auto")):
-        told = {"machine": machine} if name == "auto" and machine else {}
+        told = {**switches, "schedule": name, **({"machine": machine} if name == "auto" and machine else {})}
         if "sequence_parallel" in {f.name for f in dataclasses.fields(OverlapConfig)}:
             found += [
-                Variant(f"{name}, sequence_parallel {value}", {"schedule": name, "sequence_parallel": value, **told})
+                Variant(f"{name}, sequence_parallel {value}", {**told, "sequence_parallel": value})
                 for value in (("off", "on") if name != "auto" else ("off", "auto"))
             ]
         else:
-            found.append(Variant(name, {"schedule": name, **told}))
+            found.append(Variant(name, told))
     return [*found, Variant(LOCAL, right=False)]
 
 

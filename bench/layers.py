@@ -61,6 +61,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int)
     parser.add_argument("--schedule", help="of the variants not named auto; by default ring on a CPU, auto on GPUs")
     parser.add_argument("--machine", default="", help="facts that auto is told; by default the slow link's rate")
+    parser.add_argument("--set", nargs="+", default=[], metavar="SWITCH=VALUE", help="of all variants with overlap")
     parser.add_argument("--variants", nargs="+", default=[], help="names of the variants; plain is always among them")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=60.0, help="about how long each program may be timed")
@@ -68,6 +69,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trace", default="", help="folder for where the time of a step goes (bench.layer_trace)")
     parser.add_argument("--out", type=Path, help="rows are added to it")
     options = parser.parse_args(arguments)
+    if not all("=" in word for word in options.set):
+        parser.error("--set takes SWITCH=VALUE")
     if options.device == "cpu" and len(options.ranks) != len(options.megabits):
         parser.error("--ranks and --megabits need as many values")
     return options
@@ -85,6 +88,7 @@ def settings_of(options: argparse.Namespace, megabits: int | None) -> Settings:
         cases=tuple(cases_of(options, CPU_CASES if cpu else CUDA_CASES)),
         schedule=options.schedule or ("ring" if cpu else "auto"),
         machine=machine,
+        switches=dict(word.split("=", 1) for word in options.set),
         only=tuple(options.variants),
         link=f"{megabits} Mbit/s" if megabits else "GPUs of one host",
         repeats=options.repeats,
@@ -114,11 +118,9 @@ def on_slow_link(options: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as name, link.slow_hosts(ranks, megabits) as hosts:
             folder, lines = Path(name), []
             settings = json.dumps(dataclasses.asdict(settings_of(options, megabits)))
-            # A cache of its own, so that compiling is measured.
-            environment = rank_environment("cpu") | {
-                "PYTHONPATH": str(ROOT),
-                "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
-            }
+            # A cache of its own, so that compiling is measured, unless the caller names one.
+            environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), **rank_environment("cpu")}
+            environment["PYTHONPATH"] = str(ROOT)
             try:
                 run_ranks(
                     ["-m", "bench.layers_worker", settings, str(folder / "model")],

@@ -54,7 +54,7 @@ class Settings:
 
     Attributes:
         cases: ``(phase, sequences, tokens)`` of each program.
-        schedule, machine: see ``layer_variants.variants``.
+        schedule, machine, switches: see ``layer_variants.variants``.
         only: names of variants; empty: all of them.
         link: words for the link between the ranks.
         repeats: most rounds of samples.
@@ -67,6 +67,7 @@ class Settings:
     cases: tuple[tuple[str, int, int], ...]
     schedule: str
     machine: str
+    switches: dict[str, str]
     only: tuple[str, ...]
     link: str
     repeats: int
@@ -125,7 +126,7 @@ def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Ite
     program = PHASES[phase](folder, settings.sizes, batch, tokens, settings.dtype, settings.device)
     chosen = [
         v
-        for v in variants(settings.schedule, settings.machine)
+        for v in variants(settings.schedule, settings.machine, settings.switches)
         if not settings.only or v.name in (PLAIN, *settings.only)
     ]
     functions: dict[str, Any] = {}
