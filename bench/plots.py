@@ -58,9 +58,9 @@ def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def layers(rows: list[dict[str, Any]], path: Path) -> None:
-    """Speed-up of each variant over plain ``torch.compile``; a group of bars for each program. A line on a
-    bar goes from the 80th percentile of the time to the 20th. A mark shows the program without its collectives. The rows are stored
-    in the file as its description, as ``headline`` does."""
+    """Speed-up of each variant over plain ``torch.compile``, in groups of bars. The line on a bar goes from the 80th
+    percentile of the time to the 20th. A mark shows the program without its collectives. The rows are stored in the
+    file as its description, as ``headline`` does."""
     import matplotlib
 
     matplotlib.use("Agg")
