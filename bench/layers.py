@@ -17,10 +17,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bench import rows
 from bench import tables
@@ -116,7 +119,13 @@ def on_slow_link(options: argparse.Namespace) -> None:
     for ranks, megabits in zip(options.ranks, options.megabits, strict=True):
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as name, link.slow_hosts(ranks, megabits) as hosts:
-            folder, lines = Path(name), []
+            folder, found = Path(name), []
+
+            def keep(line: str, found: list[dict[str, Any]] = found) -> None:
+                if line.startswith("{"):
+                    found.append(json.loads(line))
+                    rows.append(out, found[-1:])
+
             settings = json.dumps(dataclasses.asdict(settings_of(options, megabits)))
             # A cache of its own, so that compiling is measured, unless the caller names one.
             environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), **rank_environment("cpu")}
@@ -129,13 +138,11 @@ def on_slow_link(options: argparse.Namespace) -> None:
                     environment=environment,
                     hosts=hosts,
                     timeout=options.timeout,
-                    on_line=lines.append,
+                    on_line=keep,
                     on_wait=lambda: None,
                 )
             except RankError as error:
                 raise SystemExit(str(error)) from None
-        found = [json.loads(line) for line in lines if line.startswith("{")]
-        rows.append(out, found)
         print(tables.layers(found), f"\n{ranks} ranks took {time.monotonic() - begin:.0f} s", flush=True)
 
 
@@ -164,6 +171,8 @@ def on_gpus(options: argparse.Namespace) -> None:
 
 def main() -> None:
     options = parsed()
+    # Otherwise a stopped run would leave its ranks and its link behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     on_gpus(options) if options.device == "cuda" else on_slow_link(options)
 
 
